@@ -1,0 +1,60 @@
+"""ropewalk: rotary position embeddings. What a config means, the exact angle of every token, q and k turned.
+
+The public names, and nothing else. They load on first use, so that what needs no torch does not wait for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ropewalk import positions as positions
+    from ropewalk import schemes as schemes
+    from ropewalk._checks import RopeError as RopeError
+    from ropewalk.configs import ModelRopes as ModelRopes
+    from ropewalk.configs import from_config as from_config
+    from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
+    from ropewalk.rope import Rope as Rope
+    from ropewalk.rotation.api import Rotation as Rotation
+    from ropewalk.schemes import Llama3 as Llama3
+    from ropewalk.schemes import YaRN as YaRN
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Llama3": "schemes",
+    "ModelRopes": "configs",
+    "Rope": "rope",
+    "RopeError": "_checks",
+    "RotaryEmbedding": "nn",
+    "Rotation": "rotation.api",
+    "YaRN": "schemes",
+    "from_config": "configs",
+}
+_MODULES = ("positions", "schemes")
+
+__all__ = [
+    "Llama3",
+    "ModelRopes",
+    "Rope",
+    "RopeError",
+    "RotaryEmbedding",
+    "Rotation",
+    "YaRN",
+    "from_config",
+    "positions",
+    "schemes",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"ropewalk.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"ropewalk.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,83 @@
+"""Every check of a plain argument, and the one form of its message.
+
+A message says who speaks, what must hold, what came, and the cure:
+
+    Rope: rotary_dim must be even, got 63. Pass 62 or 64.
+
+Nothing here imports torch or NumPy, so a config can be read and refused without either.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import reprlib
+from collections.abc import Collection, Iterable
+from numbers import Integral, Real
+from typing import Any
+
+
+class RopeError(ValueError):
+    """An argument, a config or a file does not say what ropewalk needs to know.
+
+    The message names who refused, what must hold, what came instead, and what to do.
+    """
+
+
+def error(who: str, must: str, got: str, cure: str) -> RopeError:
+    """The one form of every message: who, what must hold, what came (in words, or `shown`), cure."""
+    return RopeError(f"{who}: {must}, got {got}. {cure}")
+
+
+def shown(value: object) -> str:
+    """A repr of bounded length: no message grows with what it complains about."""
+    return _short.repr(value)
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlong = 40
+
+
+def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | None = None, cure: str = "") -> int:
+    """`value` as an int in [at_least, at_most]; booleans and floats are refused, not converted."""
+    bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Integral)
+        or int(value) < at_least
+        or (at_most is not None and int(value) > at_most)
+    ):
+        raise error(
+            who, f"{name} must be an integer {bounds}", shown(value), cure or f"Pass a plain integer as {name}."
+        )
+    return int(value)
+
+
+def number(
+    who: str, name: str, value: Any, *, above: float | None = None, at_least: float | None = None, cure: str = ""
+) -> float:
+    """`value` as a finite float, greater than `above` or at least `at_least`; booleans are refused."""
+    bound = "" if above is None else f" greater than {above:g}"
+    bound = bound if at_least is None else f" of at least {at_least:g}"
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            result = float(value)
+        except OverflowError:
+            result = math.inf
+        if math.isfinite(result) and (above is None or result > above) and (at_least is None or result >= at_least):
+            return result
+    raise error(who, f"{name} must be a finite number{bound}", shown(value), cure or f"Pass a plain number as {name}.")
+
+
+def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
+    """`value` is one of `choices`; the message lists them."""
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """` Did you mean 'rope_theta'?` or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""

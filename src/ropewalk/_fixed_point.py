@@ -1,0 +1,31 @@
+"""A speed as an integer: how far a pair turns at each position, in units of 2⁻⁶⁴ of a full turn.
+
+    step  = round(inv_freq / 2π · 2⁶⁴)
+    phase = position · step          modulo 2⁶⁴, which is modulo one turn
+
+A 64-bit product that wraps around *is* the reduction modulo one turn, with no rounding at all. So
+phase(m) − phase(n) = phase(m − n) bit for bit, and the only error left is the rounding of the step: half a unit for
+each position, |p|·2π·2⁻⁶⁵ radians.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+# floor(2²⁵⁶ / 2π): 1/2π to 254 significant bits; a float64 frequency has 53 and a step 64. Checked against mpmath in
+# tests/test_fixed_point.py.
+_INVERSE_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E4107F9458EAF7AEF158
+
+
+def step(inv_freq: float) -> int:
+    """The step of a frequency, as a signed 64-bit integer (two's complement, the type PyTorch multiplies).
+
+    Args:
+        inv_freq: radians per position, finite. Its float64 value is taken as exact.
+
+    Returns:
+        An integer in [−2⁶³, 2⁶³), congruent to round(inv_freq / 2π · 2⁶⁴) modulo 2⁶⁴.
+    """
+    turns = Fraction(inv_freq) * Fraction(_INVERSE_TWO_PI, 1 << 192)
+    wrapped = round(turns) % (1 << 64)
+    return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped

@@ -1,0 +1,179 @@
+"""Which angle is that? Positions and steps → cos and sin, exactly. The only place that decides precision.
+
+    phase = position · step        int64, wraps around: reduced modulo one turn without rounding
+
+float64 where the device has it: cos and sin of the phase, rounded once. Elsewhere the top two bits of the phase give
+the quadrant, the rest a residual within an eighth of a turn, and a float32 polynomial its cosine and sine (not
+`torch.cos`: the compiled one is off by 1.1e-7, and it is slow on GPUs).
+
+Float positions (image grids) go through a float64 product instead.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.float64)
+_NO_FLOAT64 = frozenset({"mps"})
+
+_RADIANS_PER_UNIT = 2 * math.pi / 2**64
+
+
+def check_positions(positions: Tensor) -> None:
+    """Raise unless positions are a tensor `[seq]` or `[batch, seq]` of a dtype that holds places exactly."""
+    who = "Rope.at"
+    if not isinstance(positions, Tensor):
+        raise _checks.error(
+            who, "positions must be a tensor", _checks.shown(positions), "Pass torch.arange(seq) or torch.tensor(...)."
+        )
+    if positions.dtype not in _INTEGERS + _FLOATS:
+        raise _checks.error(
+            who,
+            "positions must be int32 or int64 (float32 or float64 for grids)",
+            str(positions.dtype),
+            "Keep positions out of .half(), .bfloat16() and autocast: 16 bits cannot tell neighbours apart beyond 256.",
+        )
+    if positions.ndim not in (1, 2):
+        raise _checks.error(
+            who,
+            "positions must have shape [seq] or [batch, seq]",
+            f"shape {tuple(positions.shape)}",
+            "Several axes for each token (M-RoPE) are not supported yet.",
+        )
+
+
+def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tensor:
+    """A shift as an integer tensor: `[]` for an int, else as it came."""
+    who = "Rope.shift"
+    if isinstance(delta, Tensor):
+        if delta.dtype not in _INTEGERS or delta.ndim not in (1, 2):
+            raise _checks.error(
+                who,
+                "delta must be an int or an int32 or int64 tensor [seq] or [batch, seq]",
+                f"{delta.dtype} of shape {tuple(delta.shape)}",
+                "Pass how many tokens each key moves.",
+            )
+        return delta
+    _checks.integer(who, "delta", delta, at_least=-(2**63), at_most=2**63 - 1)
+    return torch.tensor(delta, dtype=torch.int64, device=device)
+
+
+def cos_sin(
+    positions: Tensor,
+    steps: tuple[int, ...],
+    inv_freq: tuple[float, ...],
+    factor: float,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position and pair, times `factor`.
+
+    Args:
+        positions: any shape; int32, int64, float32 or float64.
+        steps: turn of each pair at each position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
+        inv_freq: the same in radians, for float positions.
+        factor: the attention factor, dimensionless.
+        device, dtype: of the result; those of positions and torch.float32 when None.
+
+    Returns:
+        Two tensors of shape `positions.shape + (pairs,)`.
+
+    Raises:
+        RopeError: dtype is not float32 or float64, or the device has no float64 and it is needed.
+    """
+    dtype = torch.float32 if dtype is None else dtype
+    if dtype not in _FLOATS:
+        raise _checks.error(
+            "Rope.at",
+            "dtype must be torch.float32 or torch.float64",
+            str(dtype),
+            "Tables in 16 bits lose the angle; q and k keep their own dtype whatever the tables have.",
+        )
+    positions = positions if device is None else positions.to(device)
+    has_float64 = positions.device.type not in _NO_FLOAT64
+    if positions.dtype in _INTEGERS:
+        phase = positions.to(torch.int64).unsqueeze(-1) * _tensor_of(steps, positions)
+        if not has_float64 and dtype == torch.float32:
+            return cos_sin_of_phase_float32(phase, factor)
+        _require_float64(has_float64, positions.device)
+        angle = phase.to(torch.float64) * _RADIANS_PER_UNIT
+    else:
+        _require_float64(has_float64, positions.device)
+        speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
+        angle = positions.to(torch.float64).unsqueeze(-1) * speeds
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def _require_float64(has_float64: bool, device: torch.device) -> None:
+    if not has_float64:
+        raise _checks.error(
+            "Rope.at",
+            "float positions and float64 tables need a device with float64",
+            str(device),
+            "Make them on the CPU: rope.at(positions.cpu()).to(device).",
+        )
+
+
+# Coefficients of cos(π/4 · t) and sin(π/4 · t) / t in powers of t², |t| ≤ 1: Chebyshev fits in 40 digits, error
+# 4e-11. π/4 itself is split in two float32 numbers.
+_COS = (1.0, -0.30842513753381972025, 0.015854344232677915077, -0.00032599179779493027298, 3.5906106809310756361e-6,
+        -2.4325418653288861317e-8)  # fmt: skip
+_SIN = (-0.080745512174660416512, 0.002490394134287067041, -0.00003657402319664734643, 3.0986623576829848437e-7)
+_QUARTER_PI_HIGH = 0.785398185253143310546875  # float32(π/4)
+_QUARTER_PI_LOW = math.pi / 4 - _QUARTER_PI_HIGH
+
+
+def cos_sin_of_phase_float32(phase: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of int64 phases (2⁻⁶⁴ turns) with float32 arithmetic only; |error| ≤ 1e-7 times `factor`."""
+    quadrant = (phase + (1 << 61)) >> 62
+    residual = phase - (quadrant << 62)
+    t = residual.to(torch.float32) * 2.0**-61
+    u = t * t
+    cos, sin = _polynomial(_COS, u), t * _QUARTER_PI_HIGH + t * (_QUARTER_PI_LOW + u * _polynomial(_SIN, u))
+    odd = (quadrant & 1).to(torch.bool)
+    cos, sin = torch.where(odd, sin, cos), torch.where(odd, cos, sin)
+    # cos is negative in quadrants 1 and 2, sin in 2 and 3.
+    cos = torch.where(((quadrant + 1) & 2).to(torch.bool), -cos, cos)
+    sin = torch.where((quadrant & 2).to(torch.bool), -sin, sin)
+    return cos * factor, sin * factor
+
+
+def _polynomial(coefficients: tuple[float, ...], u: Tensor) -> Tensor:
+    result = torch.full_like(u, coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        result = result * u + c
+    return result
+
+
+_MOST_KEPT = 1024
+_steps_on_device: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+
+
+def _tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
+    """The steps as a tensor beside positions.
+
+    Kept for the next call, which then copies nothing to the device; but only where both are ordinary tensors: one
+    made under FakeTensorMode, inference mode, functorch or while compiling would poison the calls after it.
+    """
+    device = positions.device
+    if (
+        torch.compiler.is_compiling()
+        or type(positions) is not Tensor
+        or positions.is_meta
+        or torch.is_inference_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return torch.tensor(steps, dtype=torch.int64, device=device)
+    key = (steps, device)
+    if (kept := _steps_on_device.get(key)) is None:
+        if len(_steps_on_device) >= _MOST_KEPT:
+            _steps_on_device.clear()
+        kept = _steps_on_device[key] = torch.tensor(steps, dtype=torch.int64, device=device)
+    return kept

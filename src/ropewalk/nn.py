@@ -1,0 +1,58 @@
+"""Modules: thin joins of a Rope and the rotation, for those who build models from modules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.rope import Rope
+from ropewalk.rotation.checks import LAYOUTS
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Turn q and k at explicit positions.
+
+    No parameters, no buffers, nothing in `state_dict`: its only state is the Rope, plain numbers that `.half()`,
+    `.to()`, meta initialisation and FSDP cannot touch. In a deep model, call `rope.at(positions)` once and hand the
+    rotation to every layer instead: this module makes the angles at each call.
+
+    Args:
+        rope: how fast each pair turns.
+        layout: "bshd", "bhsd", "sbhd" or "thd": the order of the axes of q and k.
+
+    Raises:
+        RopeError: rope is no Rope, or layout is unknown.
+
+    Example:
+        >>> embed = RotaryEmbedding(Rope(head_dim=4, base=10_000.0, pairing="half"), layout="bshd")
+        >>> q, k = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 1, 4)
+        >>> q, k = embed(q, k, torch.arange(3))
+        >>> q.shape, k.shape
+        (torch.Size([1, 3, 2, 4]), torch.Size([1, 3, 1, 4]))
+    """
+
+    def __init__(self, rope: Rope, *, layout: str) -> None:
+        super().__init__()
+        if not isinstance(rope, Rope):
+            raise _checks.error(
+                "RotaryEmbedding",
+                "rope must be a Rope",
+                _checks.shown(rope),
+                "Read a model's with from_config(...).rope.",
+            )
+        _checks.choice("RotaryEmbedding", "layout", layout, LAYOUTS)
+        self.rope = rope
+        self.layout = layout
+
+    def forward(self, q: Tensor, k: Tensor | None, positions: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """`rope.at(positions)(q, k, layout=layout)` on the device of q; see there for arguments and errors.
+
+        With k None, one tensor comes back.
+        """
+        rotation = self.rope.at(positions, device=q.device)
+        return rotation(q, layout=self.layout) if k is None else rotation(q, k, layout=self.layout)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"{self.rope!r}, layout={self.layout!r}"

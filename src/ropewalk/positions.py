@@ -1,0 +1,109 @@
+"""Where is each token? Explicit integers, made without reading a tensor back to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def ragged(offsets: Tensor, seq: int) -> Tensor:
+    """Rows of `seq` tokens, each starting at its own place: decoding a batch whose caches differ in length.
+
+    Args:
+        offsets: position of the first token of each row, in tokens; int32 or int64, `[batch]`.
+        seq: tokens in each row, at least 0.
+
+    Returns:
+        int64 `[batch, seq]`, on the device of offsets.
+
+    Raises:
+        RopeError: offsets is no such tensor, or seq is no such integer.
+
+    Example:
+        >>> ragged(torch.tensor([0, 7]), 3)
+        tensor([[0, 1, 2],
+                [7, 8, 9]])
+    """
+    _check_vector("positions.ragged", "offsets", offsets)
+    _check_count("positions.ragged", "seq", seq)
+    return offsets.to(torch.int64).unsqueeze(1) + torch.arange(seq, device=offsets.device)
+
+
+def packed(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Documents behind one another in one row: each starts again at 0.
+
+    Args:
+        cu_seqlens: where each document starts, and where the last one ends, in tokens; int32 or int64, `[documents +
+            1]`, from 0, not decreasing (as for flash attention). Its values are not read back to check this.
+        total: tokens in the row. Said by the caller because reading it from cu_seqlens would stop the GPU. Tokens after
+            the last document (padding) start again at 0 too.
+
+    Returns:
+        int64 `[total]`, on the device of cu_seqlens.
+
+    Raises:
+        RopeError: cu_seqlens is no such tensor, or total is no such integer.
+
+    Example:
+        >>> packed(torch.tensor([0, 3, 5]), 6)
+        tensor([0, 1, 2, 0, 1, 0])
+    """
+    _check_vector("positions.packed", "cu_seqlens", cu_seqlens)
+    _check_count("positions.packed", "total", total)
+    token = torch.arange(total, device=cu_seqlens.device)
+    starts = cu_seqlens.to(torch.int64)
+    return token - starts[torch.searchsorted(starts, token, right=True) - 1]
+
+
+def from_mask(attention_mask: Tensor) -> Tensor:
+    """Padded rows: the n-th real token of a row is at n, wherever the padding is; padding itself is at 0.
+
+    Args:
+        attention_mask: True or non-zero for real tokens; bool or integer, `[batch, seq]`.
+
+    Returns:
+        int64 `[batch, seq]`, on the device of attention_mask.
+
+    Raises:
+        RopeError: attention_mask has another shape, or floats (an additive mask).
+
+    Example:
+        >>> from_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]))
+        tensor([[0, 0, 0, 1],
+                [0, 1, 2, 0]])
+    """
+    if (
+        not isinstance(attention_mask, Tensor)
+        or attention_mask.ndim != 2
+        or attention_mask.is_floating_point()
+        or attention_mask.is_complex()
+    ):
+        raise _checks.error(
+            "positions.from_mask",
+            "attention_mask must be a bool or integer tensor [batch, seq]",
+            _described(attention_mask),
+            "Pass the mask of real tokens, not the additive or four-dimensional one that attention gets.",
+        )
+    real = attention_mask != 0
+    return (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
+
+
+def _check_vector(who: str, name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
+        raise _checks.error(
+            who, f"{name} must be an int32 or int64 tensor of one axis, not empty", _described(value), "Build it so."
+        )
+
+
+def _check_count(who: str, name: str, value: int | torch.SymInt) -> None:
+    # A SymInt is the length of a tensor while torch.compile or torch.export traces.
+    if not isinstance(value, torch.SymInt):
+        _checks.integer(who, name, value, at_least=0)
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _checks.shown(value)

@@ -1,0 +1,1 @@
+"""Turn: q and k by cos and sin. It knows nothing of schemes, lengths, packing or models."""

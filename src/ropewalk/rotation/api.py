@@ -1,0 +1,257 @@
+"""Rotation: cos and sin of exactly these tokens, and the turning of q and k by them. Check, choose, call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn, overload
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ropewalk._checks import choice, error, shown
+from ropewalk.rotation import checks, ops
+
+Pairing = Literal["half", "interleaved"]
+Layout = Literal["bshd", "bhsd", "sbhd", "thd"]
+
+
+class Rotation:
+    """The rotation of a given set of tokens: cos and sin, shared by all heads and all layers.
+
+    Made by `Rope.at`; or by hand from tables of your own, also learned ones: gradients reach cos and sin. Immutable,
+    picklable, a pytree of cos and sin. A plain class on purpose: FSDP2 silently turns tensors in dataclasses and tuples
+    to bfloat16.
+
+    Args:
+        cos, sin: `[seq, pairs]`, `[batch, seq, pairs]`, or `[pairs]` for one angle at all tokens; float32 or float64,
+            dimensionless, the attention factor included.
+        pairing: "half" or "interleaved", as in `Rope`.
+        head_dim: channels of the tensors to turn; rotary_offset + 2 · pairs when None.
+        rotary_offset: the first rotated channel.
+        attention_factor: what cos and sin were multiplied by; `inverse` divides by it.
+
+    Raises:
+        RopeError: a shape, dtype or number does not fit.
+
+    Example:
+        >>> angle = torch.tensor([[0.0], [torch.pi / 2]])  # two tokens, one pair
+        >>> rotation = Rotation(angle.cos(), angle.sin(), pairing="half")
+        >>> rotation(torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]]), layout="thd").round()
+        tensor([[[1., 0.]],
+        <BLANKLINE>
+                [[-0., 1.]]])
+    """
+
+    __slots__ = ("attention_factor", "cos", "head_dim", "pairing", "rotary_offset", "sin")
+
+    cos: Tensor
+    sin: Tensor
+    pairing: str
+    head_dim: int
+    rotary_offset: int
+    attention_factor: float
+
+    def __init__(
+        self,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        pairing: str,
+        head_dim: int | None = None,
+        rotary_offset: int = 0,
+        attention_factor: float = 1.0,
+    ) -> None:
+        checks.tables(cos, sin)
+        choice("Rotation", "pairing", pairing, checks.PAIRINGS)
+        end = rotary_offset + 2 * cos.shape[-1]
+        head_dim = end if head_dim is None else head_dim
+        if rotary_offset < 0 or head_dim < end:
+            raise error(
+                "Rotation",
+                f"head_dim must hold the {2 * cos.shape[-1]} rotated channels from rotary_offset on",
+                f"head_dim={head_dim} and rotary_offset={rotary_offset}",
+                "Pass rotary_offset of at least 0 and head_dim of at least rotary_offset + 2 * pairs.",
+            )
+        _set(self, cos, sin, pairing, head_dim, rotary_offset, attention_factor)
+
+    @overload
+    def __call__(self, q: Tensor, k: None = None, *, layout: str) -> Tensor: ...
+    @overload
+    def __call__(self, q: Tensor, k: Tensor, *, layout: str) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor | None = None, *, layout: str) -> Tensor | tuple[Tensor, Tensor]:
+        """Turn q, or q and k, into new tensors.
+
+        Args:
+            q: `[batch, seq, heads, head_dim]` in the order that `layout` says; float16, bfloat16, float32 or float64;
+                any strides. Not changed.
+            k: the same with its own number of heads (GQA), or None.
+            layout: "bshd", "bhsd", "sbhd", or "thd" for tokens without a batch axis.
+
+        Returns:
+            Shape and dtype of q (and of k, in a tuple). Channels outside the rotated ones are copied.
+
+        Raises:
+            RopeError: layout is unknown, or a shape, dtype or device does not fit the tables.
+
+        Precision: arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
+        """
+        turned_q = self._turned("q", q, layout)
+        return turned_q if k is None else (turned_q, self._turned("k", k, layout))
+
+    def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: str) -> None:
+        """Turn q, or q and k, in place; arguments and errors as for a call.
+
+        Also on slices of a fused QKV tensor, and where gradients are recorded.
+        """
+        if q is k:
+            raise error(
+                "Rotation.apply_",
+                "q and k must be two tensors",
+                "the same one twice",
+                "Pass it once: it would be turned twice.",
+            )
+        for name, x in (("q", q), ("k", k)):  # both before either is changed
+            if x is not None:
+                checks.tensor_fits(name, x, layout, self.cos, self.sin, self.head_dim)
+        for name, x in (("q", q), ("k", k)):
+            if x is not None:
+                # Learned tables need x as it was for their own gradient.
+                learned = self.cos.requires_grad or self.sin.requires_grad
+                x.copy_(self._turned(name, x.clone() if learned else x, layout))
+
+    def inverse(self) -> Rotation:
+        """The rotation that undoes this one, attention factor included, up to rounding."""
+        square = self.attention_factor * self.attention_factor
+        return self._with(self.cos / square, -self.sin / square, attention_factor=1.0 / self.attention_factor)
+
+    def __getitem__(self, rows: Tensor | slice) -> Rotation:
+        """Rows of a table built once: `table[positions]` (CUDA graphs, decoding).
+
+        Args:
+            rows: int32 or int64 tensor `[seq]` or `[batch, seq]` of row numbers, 0 ≤ row < rows of the table; or a
+                slice.
+
+        Returns:
+            A `Rotation` for tokens of shape rows. Gradients reach the table.
+
+        Raises:
+            RopeError: this is no table `[rows, pairs]`; rows is something else; on the CPU, a row outside the table.
+                On other devices such a row is the device's own assertion: nothing is read back to check.
+        """
+        if self.cos.ndim != 2:
+            raise error(
+                "Rotation[rows]",
+                "rows are taken from a table made for positions [seq]",
+                f"tables of shape {tuple(self.cos.shape)}",
+                "Build it with rope.at(torch.arange(n)).",
+            )
+        if isinstance(rows, slice):
+            return self._with(self.cos[rows], self.sin[rows])
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.ndim not in (1, 2):
+            raise error(
+                "Rotation[rows]",
+                "rows must be an int32 or int64 tensor [seq] or [batch, seq], or a slice",
+                f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else shown(rows),
+                "Pass the positions of the tokens.",
+            )
+        try:
+            # embedding and not cos[rows], which would take row -1 for the last one.
+            return self._with(
+                torch.nn.functional.embedding(rows, self.cos), torch.nn.functional.embedding(rows, self.sin)
+            )
+        except IndexError as e:
+            raise error(
+                "Rotation[rows]",
+                f"every row must be from 0 to {self.cos.shape[0] - 1}",
+                "one outside",
+                "Build a longer table, or use rope.at(positions), which takes any position.",
+            ) from e
+
+    def to(self, device: torch.device | str) -> Rotation:
+        """The same tables on another device. The dtype is decided once, in `Rope.at`, and cannot be changed.
+
+        Raises:
+            RopeError: device is a dtype.
+        """
+        if isinstance(device, torch.dtype):
+            raise error(
+                "Rotation.to",
+                "only the device can be changed",
+                str(device),
+                "q and k keep their own dtype; for float64 tables use rope.at(..., dtype=torch.float64).",
+            )
+        return self._with(self.cos.to(device), self.sin.to(device))
+
+    def _with(self, cos: Tensor, sin: Tensor, *, attention_factor: float | None = None) -> Rotation:
+        factor = self.attention_factor if attention_factor is None else attention_factor
+        return _rebuilt(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)
+
+    def _turned(self, name: str, x: Tensor, layout: str) -> Tensor:
+        checks.tensor_fits(name, x, layout, self.cos, self.sin, self.head_dim)
+        cos, sin = _aligned(self.cos, layout), _aligned(self.sin, layout)
+        return ops.rotate(x, cos, sin, pairing=self.pairing, rotary_offset=self.rotary_offset)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"Rotation is immutable: {name} cannot be set. Make a new one with Rope.at.")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, tuple(getattr(self, name) for name in _FIELDS)
+
+    def __repr__(self) -> str:
+        parts = [f"tokens={tuple(self.cos.shape[:-1])}", f"pairs={self.cos.shape[-1]}", f"pairing={self.pairing!r}"]
+        parts += [f"head_dim={self.head_dim}"] if self.head_dim != 2 * self.cos.shape[-1] else []
+        parts += [f"rotary_offset={self.rotary_offset}"] if self.rotary_offset else []
+        parts += [f"attention_factor={self.attention_factor!r}"] if self.attention_factor != 1.0 else []
+        return f"Rotation({', '.join(parts)}, dtype={self.cos.dtype}, device={str(self.cos.device)!r})"
+
+
+_FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_offset", "attention_factor")
+
+
+def _set(rotation: Rotation, *values: object) -> None:
+    for name, value in zip(_FIELDS, values, strict=True):
+        object.__setattr__(rotation, name, value)
+
+
+def _rebuilt(*values: object) -> Rotation:
+    """A Rotation without checks: pytrees put other things than tensors in the place of cos and sin."""
+    rotation = object.__new__(Rotation)
+    _set(rotation, *values)
+    return rotation
+
+
+def _aligned(table: Tensor, layout: str) -> Tensor:
+    """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
+    if table.ndim == 1:
+        return table
+    if table.ndim == 3 and layout == "sbhd":
+        table = table.transpose(0, 1)
+    # [.., seq, pairs] against [.., seq, heads, head_dim] or [.., heads, seq, head_dim]
+    table = table.unsqueeze(-3 if layout == "bhsd" else -2)
+    return table.unsqueeze(1) if layout == "sbhd" and table.ndim == 3 else table
+
+
+def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:
+    return [rotation.cos, rotation.sin], tuple(getattr(rotation, name) for name in _FIELDS[2:])
+
+
+def _flatten_with_keys(rotation: Rotation) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    (cos, sin), context = _flatten(rotation)
+    return [(pytree.GetAttrKey("cos"), cos), (pytree.GetAttrKey("sin"), sin)], context
+
+
+def _unflatten(tables: Any, context: tuple[Any, ...]) -> Rotation:
+    return _rebuilt(*tables, *context)
+
+
+pytree.register_pytree_node(
+    Rotation,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="ropewalk.Rotation",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+)

@@ -1,0 +1,112 @@
+"""Does a tensor fit the tables? Every check of a rotation's arguments, and its message."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ropewalk._checks import choice, error, shown
+
+PAIRINGS = ("half", "interleaved")
+LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
+
+_TABLE_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WHO = "Rotation"
+
+
+def tables(cos: Tensor, sin: Tensor) -> None:
+    """Raise unless cos and sin are a pair of half-width tables in a dtype that holds an angle."""
+    for table in (cos, sin):
+        if not isinstance(table, Tensor):
+            raise error(_WHO, "cos and sin must be tensors", shown(table), "Make them with Rope.at(positions).")
+    if cos.dtype != sin.dtype or cos.dtype not in _TABLE_DTYPES:
+        raise error(
+            _WHO,
+            "cos and sin must both be float32 or float64",
+            f"{cos.dtype} and {sin.dtype}",
+            "Something cast them: .half() or .bfloat16() on a container, or the mixed precision of FSDP or DeepSpeed. "
+            "Hand the Rotation over as it is.",
+        )
+    if cos.shape != sin.shape or not 1 <= cos.ndim <= 3 or cos.shape[-1] < 1:
+        raise error(
+            _WHO,
+            "cos and sin must have the same shape [seq, pairs], [batch, seq, pairs] or [pairs]",
+            f"shapes {tuple(cos.shape)} and {tuple(sin.shape)}",
+            "Half width: one column for each pair, not one for each channel.",
+        )
+    if cos.device != sin.device:
+        raise error(_WHO, "cos and sin must be on the same device", f"{cos.device} and {sin.device}", "Move one.")
+
+
+def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    """Raise unless x, called `name`, has the axes that `layout` says and the sizes of the tables."""
+    choice(_WHO, "layout", layout, LAYOUTS)
+    tables(cos, sin)
+    if not isinstance(x, Tensor):
+        raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
+    if x.dtype not in _DTYPES:
+        raise error(_WHO, f"{name} must be float16, bfloat16, float32 or float64", str(x.dtype), "Convert it first.")
+    if x.ndim != len(layout):
+        raise error(
+            _WHO,
+            f"{name} in layout {layout!r} must have {len(layout)} axes",
+            f"shape {tuple(x.shape)}",
+            "Pass the layout that it has.",
+        )
+    if x.shape[-1] != head_dim:
+        raise error(
+            _WHO,
+            f"{name} must have head_dim={head_dim} as its last axis",
+            f"shape {tuple(x.shape)}",
+            "For the rotated slice alone, dataclasses.replace(rope, head_dim=rope.rotary_dim, rotary_offset=0).",
+        )
+    _tokens_fit(name, x, layout, cos)
+    if x.device != cos.device:
+        raise error(
+            _WHO,
+            f"{name} must be on {cos.device}, where cos and sin are",
+            str(x.device),
+            "Move the rotation with .to(device), or make it there: rope.at(positions, device=q.device).",
+        )
+
+
+def can_be_saved(cos: Tensor) -> None:
+    """Raise if the tables cannot be kept for the backward pass."""
+    if cos.is_inference():
+        raise error(
+            _WHO,
+            "a gradient is wanted, so cos and sin must be ordinary tensors",
+            "tables made under torch.inference_mode()",
+            "Call rope.at(positions) outside inference mode.",
+        )
+
+
+def _tokens_fit(name: str, x: Tensor, layout: str, cos: Tensor) -> None:
+    if cos.ndim == 1:
+        return
+    seq = x.shape[layout.index("t" if layout == "thd" else "s")]
+    if seq != cos.shape[-2]:
+        raise error(
+            _WHO,
+            f"{name} in layout {layout!r} must have {cos.shape[-2]} tokens, one for each position",
+            f"{seq} in shape {tuple(x.shape)}",
+            "Is the layout right, and are these the positions of these tokens?",
+        )
+    if cos.ndim == 2:
+        return
+    if layout == "thd":
+        raise error(
+            _WHO,
+            "layout 'thd' has no batch axis and needs positions [tokens]",
+            f"tables of shape {tuple(cos.shape)}",
+            "Flatten the positions, or pass tensors with their batch axis.",
+        )
+    batch = x.shape[layout.index("b")]
+    if cos.shape[0] != 1 and cos.shape[0] != batch:
+        raise error(
+            _WHO,
+            f"{name} in layout {layout!r} must have batch size {cos.shape[0]}, that of the positions",
+            f"{batch} in shape {tuple(x.shape)}",
+            "Is the layout right?",
+        )

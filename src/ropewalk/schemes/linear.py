@@ -1,0 +1,40 @@
+"""Position interpolation: every pair slowed by the same factor, so `factor` positions share the angle of one.
+
+Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation",
+arXiv:2306.15595, section 3.2. Deployed as `_compute_linear_scaling_rope_parameters` in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ropewalk import _checks
+from ropewalk.schemes import default
+from ropewalk.schemes._scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Linear(Scheme):
+    """inv_freq / factor.
+
+    Args:
+        factor: wanted length / trained length, dimensionless, at least 1.
+
+    Raises:
+        RopeError: factor is not a finite number of at least 1.
+
+    Example:
+        >>> Linear(factor=4.0).inv_freq(10_000.0, 4)
+        (0.25, 0.0025)
+    """
+
+    rope_type: ClassVar[str] = "linear"
+    factor: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factor", _checks.number("Linear", "factor", self.factor, at_least=1.0))
+
+    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """Radians per position of each pair: the default ones, divided by factor."""
+        return tuple(w / self.factor for w in default.inv_freq(base, rotary_dim))

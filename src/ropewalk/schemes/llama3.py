@@ -1,0 +1,79 @@
+"""Llama 3.1: pairs that turn fast keep their speed, slow ones are slowed by `factor`, those between are blended.
+
+The same as NTK-by-parts with α = low_freq_factor and β = high_freq_factor, and no temperature.
+
+Source: the Llama 3.1 release (`apply_scaling` in meta-llama/llama-models, models/llama3/model.py at a9c89c47). Deployed
+as `_compute_llama3_parameters` in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ropewalk import _checks
+from ropewalk.schemes import default
+from ropewalk.schemes._scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Llama3(Scheme):
+    """Slow the pairs that turn less than `high_freq_factor` times within the trained length.
+
+    With turns = original_max_position_embeddings / wavelength of a pair: more than high_freq_factor turns, inv_freq
+    is kept; fewer than low_freq_factor, inv_freq / factor; between, both are blended in proportion to the turns.
+
+    Args:
+        factor: wanted length / trained length, dimensionless, at least 1 (8 in Llama 3.1, 32 in Llama 3.2).
+        low_freq_factor: turns, greater than 0 (1 in Llama 3).
+        high_freq_factor: turns, at least low_freq_factor (4 in Llama 3). Equal is allowed and blends nothing: Llama 4
+            Scout ships 1 and 1.
+        original_max_position_embeddings: trained length, in tokens (8192 in Llama 3).
+
+    Raises:
+        RopeError: a value is outside its range, or low_freq_factor is greater than high_freq_factor.
+    """
+
+    rope_type: ClassVar[str] = "llama3"
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("factor", _checks.number("Llama3", "factor", self.factor, at_least=1.0))
+        put("low_freq_factor", _checks.number("Llama3", "low_freq_factor", self.low_freq_factor, above=0.0))
+        put(
+            "high_freq_factor",
+            _checks.number(
+                "Llama3",
+                "high_freq_factor",
+                self.high_freq_factor,
+                at_least=self.low_freq_factor,
+                cure="It must not be less than low_freq_factor; were the two swapped?",
+            ),
+        )
+        put(
+            "original_max_position_embeddings",
+            _checks.integer(
+                "Llama3", "original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
+            ),
+        )
+
+    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """Radians per position of each pair: kept, slowed or blended by how often it turns in the trained length."""
+        return tuple(self._scaled(w) for w in default.inv_freq(base, rotary_dim))
+
+    def _scaled(self, w: float) -> float:
+        turns = self.original_max_position_embeddings * w / (2 * math.pi)
+        if turns > self.high_freq_factor:
+            return w
+        # "<=" so that low == high divides nothing by zero.
+        if turns <= self.low_freq_factor:
+            return w / self.factor
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - smooth) * w / self.factor + smooth * w
