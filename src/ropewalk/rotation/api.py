@@ -194,7 +194,8 @@ class Rotation:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"Rotation is immutable: {name} cannot be set. Make a new one with Rope.at.")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> NoReturn:
+        self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, tuple(getattr(self, name) for name in _FIELDS)

@@ -20,7 +20,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
     if _plain_autograd_is_needed(cos, sin) or not (torch.is_grad_enabled() and x.requires_grad):
         return reference.rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset)
     checks.can_be_saved(cos)
-    turned: Tensor = _Rotate.apply(x, cos, sin, pairing, rotary_offset)
+    turned: Tensor = _Rotate.apply(x, cos, sin, pairing, rotary_offset)  # type: ignore[no-untyped-call]
     return turned
 
 

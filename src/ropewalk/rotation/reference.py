@@ -41,5 +41,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
     turned_b = (a * sin + b * cos).to(x.dtype)
     if pairing == "half":
         return torch.cat((x[..., :start], turned_a, turned_b, x[..., end:]), dim=-1)
-    turned = torch.stack((turned_a, turned_b), dim=-1).flatten(-2)
+    turned = torch.stack((turned_a, turned_b), dim=-1).reshape(part.shape)
     return torch.cat((x[..., :start], turned, x[..., end:]), dim=-1)

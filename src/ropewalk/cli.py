@@ -1,0 +1,102 @@
+"""The command line: `ropewalk explain`, `ropewalk demo`, `ropewalk doctor`. Shows what the library returns.
+
+`explain` and `--help` start without torch; whatever needs it is imported inside its command.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+import ropewalk
+
+
+class _Group(click.Group):
+    """Turns ropewalk's own errors into one line on stderr and exit status 1, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ropewalk.RopeError as e:
+            raise click.ClickException(str(e)) from e
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(ropewalk.__version__, prog_name="ropewalk")
+def main() -> None:
+    """Rotary position embeddings: what a config means, the exact angle of every token, q and k turned."""
+
+
+@main.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--length", type=click.IntRange(min=1), help="Also say what holds for sequences of so many tokens.")
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
+@click.option("--base", type=float, help="For a config that states no base.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw inverse frequencies before and after.")
+def explain(
+    source: Path, length: int | None, pairing: str | None, base: float | None, as_json: bool, plot: Path | None
+) -> None:
+    """Say what the config SOURCE means for rotation.
+
+    SOURCE is a config.json, or the folder of a model.
+    """
+    ropes = ropewalk.from_config(source, pairing=pairing, base=base)
+    facts = ropes.facts(length)
+    click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
+    if plot is not None:
+        from ropewalk import plots
+
+        plots.save(plots.inv_freq(ropes.rope), plot)
+        click.echo(f"drew {plot}", err=as_json)
+
+
+@main.command()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("ropewalk-demo"),
+    show_default=True,
+    help="Where the pictures go.",
+)
+def demo(folder: Path) -> None:
+    """Turn q and k on the published numbers of Llama 3.1 8B, check them, time them, draw them. No download."""
+    from ropewalk import demo as the_demo
+
+    the_demo.run(folder, click.echo)
+
+
+@main.command()
+def doctor() -> None:
+    """Say which versions are here, and which backends are usable and why the others are not."""
+    click.echo(f"ropewalk    {ropewalk.__version__}")
+    click.echo(f"python      {platform.python_version()} on {platform.platform()}")
+    for package in ("torch", "numpy", "triton", "matplotlib"):
+        click.echo(f"{package:<10}  {_version(package)}")
+    for backend, state in _backends():
+        click.echo(f"{backend:<10}  {state}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _backends() -> list[tuple[str, str]]:
+    """Each backend and whether it can be used; only the reference exists so far."""
+    try:
+        import torch
+    except (ImportError, OSError) as e:
+        return [("reference", f"not usable: torch cannot be imported ({e})")]
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none found"
+    return [
+        ("reference", "usable on every device (plain PyTorch)"),
+        ("cpu kernel", "not usable: this release has none"),
+        ("gpu kernel", f"not usable: this release has none (GPU: {gpu})"),
+    ]

@@ -1,0 +1,165 @@
+"""ModelRopes in plain words: first as data (`facts`), then as text. The text says nothing that the data does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ropewalk._checks import integer
+from ropewalk.schemes import Scheme, default
+
+if TYPE_CHECKING:
+    from ropewalk.configs.model_ropes import ModelRopes
+    from ropewalk.rope import Rope
+
+
+def facts(ropes: ModelRopes, length: int | None) -> dict[str, Any]:
+    """What is to be said about a model's ropes, as plain data."""
+    if length is not None:
+        length = integer("explain", "length", length, at_least=1)
+    return {
+        "source": ropes.source,
+        "model_type": ropes.model_type,
+        "layers": len(ropes.layers),
+        "trained_length": ropes.trained_length,
+        "max_position_embeddings": ropes.max_position_embeddings,
+        "length": length,
+        "ropes": [
+            {"layers": layers, "rope": None if rope is None else _rope_facts(rope, ropes.trained_length, length)}
+            for rope, layers in ropes.groups()
+        ],
+        "origins": dict(ropes.origins),
+        "warnings": list(ropes.warnings),
+    }
+
+
+def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
+    rope = rope if length is None else rope.at_length(length)
+    inv_freq, wavelength = rope.inv_freq.tolist(), rope.wavelength.tolist()
+    unscaled = default.inv_freq(rope.base, rope.rotary_dim)
+    return {
+        "scheme": _scheme_facts(rope.scaling),
+        "base": rope.base,
+        "pairing": rope.pairing,
+        "head_dim": rope.head_dim,
+        "rotary_dim": rope.rotary_dim,
+        "rotary_offset": rope.rotary_offset,
+        "pairs": len(inv_freq),
+        "attention_factor": rope.attention_factor,
+        "inv_freq": inv_freq,
+        # JSON has no infinity: null is a pair that stands still.
+        "wavelength": [w if math.isfinite(w) else None for w in wavelength],
+        "slowed_by": [before / after if after else None for before, after in zip(unscaled, inv_freq, strict=True)],
+        "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
+        "full_turns_at_length": None if length is None else sum(w <= length for w in wavelength),
+    }
+
+
+def _scheme_facts(scheme: Scheme | None) -> dict[str, Any]:
+    if scheme is None:
+        return {"rope_type": "default"}
+    return {"rope_type": scheme.rope_type, **dataclasses.asdict(scheme)}  # type: ignore[call-overload]
+
+
+def text(said: dict[str, Any]) -> str:
+    """The facts as lines for a terminal."""
+    lines = [f"{said['source']} (model_type {said['model_type']})"]
+    for group in said["ropes"]:
+        lines += ["", f"layers {ranges(group['layers'])} of {said['layers']}"]
+        lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], said)
+    lines += ["", "where each value came from"]
+    lines += [f"  {name:<16}  {where}" for name, where in said["origins"].items()]
+    if said["warnings"]:
+        lines += ["", "warnings", *(f"  ! {warning}" for warning in said["warnings"])]
+    return "\n".join(lines)
+
+
+def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
+    start, end = rope["rotary_offset"], rope["rotary_offset"] + rope["rotary_dim"]
+    parameters = ", ".join(f"{k} {v}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None)
+    turning = [w for w in rope["wavelength"] if w is not None]
+    rows = [
+        ("scheme", rope["scheme"]["rope_type"] + (f": {parameters}" if parameters else "")),
+        ("base", f"{rope['base']:g}"),
+        ("pairing", f"{rope['pairing']}: {_pairing_words(rope)}"),
+        ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
+        ("wavelengths", f"{min(turning):,.2f} to {max(turning):,.0f} tokens for a full turn"),
+        ("slowed", _slowed_words(rope["slowed_by"])),
+        ("attention factor", _factor_words(rope["attention_factor"])),
+    ]
+    if said["trained_length"] is not None:
+        full = rope["full_turns_when_trained"]
+        rows.append(
+            (
+                "trained length",
+                f"{said['trained_length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it "
+                "before scaling",
+            )
+        )
+    if said["length"] is not None:
+        rows.append(("at length", _length_words(rope, said)))
+    return [f"  {name:<16}  {value}" for name, value in rows]
+
+
+def _pairing_words(rope: dict[str, Any]) -> str:
+    if rope["pairing"] == "half":
+        return f"channel i turns with i + {rope['rotary_dim'] // 2} (GPT-NeoX, Hugging Face's Llama)"
+    return "channel 2i turns with 2i + 1 (GPT-J, Meta's Llama)"
+
+
+def _factor_words(factor: float) -> str:
+    if factor == 1.0:
+        return "1 (cos and sin as they are)"
+    return f"{factor:.6g} multiplies cos and sin, so scores of q and k grow {factor * factor:.6g} times"
+
+
+def _length_words(rope: dict[str, Any], said: dict[str, Any]) -> str:
+    full = rope["full_turns_at_length"]
+    words = f"{said['length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it"
+    trained = said["trained_length"]
+    if trained is None:
+        return words
+    if said["length"] <= trained:
+        return f"{words}; within the trained length"
+    # A pair that had not completed a turn when trained meets angles it never saw as soon as it turns further than it
+    # did.
+    reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _finite(rope), strict=True)]
+    now = [said["length"] / (2 * math.pi) * w for w in rope["inv_freq"]]
+    unseen = [i for i, (a, b) in enumerate(zip(reach, now, strict=True)) if a < 1 and b > a * (1 + 1e-9)]
+    if not unseen:
+        return f"{words}; every angle was seen in training"
+    return f"{words}; pairs {ranges(unseen)} meet angles never seen in training"
+
+
+def _finite(rope: dict[str, Any]) -> list[float]:
+    return [1.0 if slow is None else slow for slow in rope["slowed_by"]]
+
+
+def _slowed_words(slowed_by: list[float | None]) -> str:
+    def kind(index: int) -> str:
+        slow = slowed_by[index]
+        if slow is None:
+            return "stand still"
+        if abs(slow - 1) < 1e-9:
+            return "keep their speed"
+        top = max(s for s in slowed_by if s is not None)
+        return f"slowed {top:.4g} times" if abs(slow - top) < 1e-9 * top else "between"
+
+    parts = []
+    for words, group in groupby(range(len(slowed_by)), kind):
+        rows = list(group)
+        if words == "between":
+            amounts = [s for s in (slowed_by[i] for i in rows) if s is not None]
+            words = f"slowed {min(amounts):.4g} to {max(amounts):.4g} times"
+        parts.append(f"pairs {ranges(rows)} {words}")
+    return "; ".join(parts)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-2, 5` for 0, 1, 2, 5."""
+    runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)

@@ -1,0 +1,67 @@
+"""What was read: the ropes of a model, layer by layer, and where each number came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from ropewalk._checks import RopeError
+from ropewalk.configs import explain
+from ropewalk.rope import Rope
+
+
+@dataclass(frozen=True)
+class ModelRopes:
+    """The ropes of a model.
+
+    Args:
+        layers: one `Rope` for each layer, None where the layer does not rotate.
+        model_type: the architecture, as the config names it.
+        source: the file, or what else was read.
+        trained_length: tokens the positions were trained on before any scaling; None where the file does not say.
+        max_position_embeddings: tokens, as the config says; None where it does not.
+        origins: name of a value → where it came from, in words.
+        warnings: what a reader should know, in words.
+    """
+
+    layers: tuple[Rope | None, ...]
+    model_type: str
+    source: str
+    trained_length: int | None = None
+    max_position_embeddings: int | None = None
+    origins: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def rope(self) -> Rope:
+        """The rope of every layer.
+
+        Raises:
+            RopeError: the layers differ; the message lists them. Use `layers`.
+        """
+        distinct = set(self.layers)
+        if len(distinct) == 1 and (rope := self.layers[0]) is not None:
+            return rope
+        listed = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
+        raise RopeError(f"{self.source}: rope must be the same in all layers, got {listed}. Use .layers[i].")
+
+    def groups(self) -> list[tuple[Rope | None, list[int]]]:
+        """Each distinct rope with the layers that have it, in order of first appearance."""
+        layers_of: dict[Rope | None, list[int]] = {}
+        for index, rope in enumerate(self.layers):
+            layers_of.setdefault(rope, []).append(index)
+        return list(layers_of.items())
+
+    def facts(self, length: int | None = None) -> dict[str, Any]:
+        """What `explain` says as plain data, ready for JSON. `length`: as there."""
+        return explain.facts(self, length)
+
+    def explain(self, length: int | None = None) -> str:
+        """In plain words: which pairs turn how fast, what a scheme slows, and where each value came from.
+
+        Args:
+            length: tokens you want to run, at least 1; adds what holds at that length.
+        """
+        return explain.text(self.facts(length))

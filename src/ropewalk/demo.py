@@ -1,0 +1,293 @@
+"""The main job of ropewalk on the published numbers of Llama 3.1 8B: read, turn, check, time, draw. No download.
+
+Every check compares with mpmath or with the promise of the documentation, and raises when it does not hold. The code
+most projects use, all in float32, runs beside it in the same process.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mpmath  # type: ignore[import-untyped]
+import numpy as np
+import torch
+from torch import Tensor
+
+import ropewalk
+from ropewalk import plots
+
+Say = Callable[[str], None]
+
+CONFIG: dict[str, object] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+"""What `config.json` of Llama 3.1 8B says about rotation; head_dim is 4096 / 32 = 128."""
+
+_Q_HEADS, _KV_HEADS, _LAYERS = 32, 8, 32  # as CONFIG says
+_WINDOW = 256
+_WINDOW_STARTS = (0, 8_192 - _WINDOW // 2, 131_072 - _WINDOW)
+_LAST_POSITIONS = (255, 8_191, 131_071, 1_048_575, 2**31 - 1)
+_SHIFTS = (8_192, 131_072, 1_048_576, 2**31 - 131_072)
+
+# |error| of cos and sin that Rope.at promises, plus what float64 itself may lose.
+_TABLE_FLOOR = 2.0**-25 + 1e-15
+_TABLE_PER_TOKEN = 2 * np.pi * 2.0**-65
+# A turned pair, relative to its length: tables (2⁻²⁵ each), two products and a sum (2⁻²⁴ each) make 3.9 · 2⁻²⁴.
+_TURN_BOUND = 2.0**-22
+# A score of unit vectors: q and k, each turned twice (before and after the shift).
+_SCORE_BOUND = 4 * _TURN_BOUND
+
+
+def run(folder: Path, say: Say) -> None:
+    """Run the demo: a few seconds on two cores, about half a GB of memory.
+
+    Args:
+        folder: where the pictures go; made if it is not there, pictures of an earlier run are overwritten.
+        say: called with each line of the report, `print` or `click.echo` for example.
+
+    Raises:
+        RopeError: a check fails (the message says which), folder cannot be made, or matplotlib is missing.
+    """
+    started = time.perf_counter()
+    _make(folder)
+    rope = _read_config(say)
+    case = _case(rope)
+    _check_angles(case, say)
+    _check_turned(case, say)
+    _check_distance_only(case, say)
+    _compare(case, say)
+    names = _draw(rope, folder, say)
+    say(f"All checks hold. {time.perf_counter() - started:.1f} s. Pictures in {folder}:")
+    for name in names:
+        say(f"  {name}")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One rope and the tokens that it turns.
+
+    q `[1, tokens, 32, 128]` and k `[1, tokens, 8, 128]`: float32, each head of length 1. positions: int64 `[tokens]`.
+    usual_inv_freq: float32 `[pairs]`, radians per token, for the usual code.
+    """
+
+    rope: ropewalk.Rope
+    positions: Tensor
+    q: Tensor
+    k: Tensor
+    usual_inv_freq: Tensor
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ropewalk.RopeError(
+            f"demo: folder must be one that can be made, got {str(folder)!r} ({e.strerror}). Pass another."
+        ) from e
+
+
+def _read_config(say: Say) -> ropewalk.Rope:
+    say("[1/6] Read the published config of Llama 3.1 8B")
+    model = ropewalk.from_config(CONFIG)
+    rope = model.rope
+    say(f"  {rope}")
+    say(
+        f"  {len(model.layers)} layers, all the same; {rope.rotary_dim // 2} pairs of channels, a full turn takes "
+        f"{rope.wavelength[0]:.2f} to {rope.wavelength[-1]:,.0f} tokens"
+    )
+    return rope
+
+
+def _case(rope: ropewalk.Rope) -> _Case:
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.cat([torch.arange(start, start + _WINDOW) for start in _WINDOW_STARTS])
+
+    def unit(heads: int) -> Tensor:
+        x = torch.randn(1, len(positions), heads, rope.head_dim, generator=generator, dtype=torch.float32)
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    inv_freq = torch.from_numpy(rope.inv_freq).float()
+    return _Case(rope, positions, unit(_Q_HEADS), unit(_KV_HEADS), inv_freq)
+
+
+def _check_angles(case: _Case, say: Say) -> None:
+    """cos and sin of 16 tokens at each of several places, all pairs, against mpmath."""
+    say("[2/6] Check cos and sin against mpmath (40 digits): largest error in the 16 tokens up to a position")
+    say(f"  {'position':>13}  {'ropewalk':>9}  usual float32 code")
+    for last in _LAST_POSITIONS:
+        positions = torch.arange(last - 15, last + 1)
+        exact = _exact_cos_sin(case.rope.inv_freq, positions)
+        rotation = case.rope.at(positions)
+        ours = _largest_gap((rotation.cos, rotation.sin), exact)
+        usual = _largest_gap(_usual_cos_sin(case.usual_inv_freq, positions), exact)
+        say(f"  {last:>13,}  {ours:9.1e}  {usual:.1e}")
+        _require(f"cos and sin up to position {last:,}", ours, _TABLE_FLOOR + last * _TABLE_PER_TOKEN)
+    say("  The usual code rounds the angle itself to float32, so its error grows with the position.")
+
+
+def _check_turned(case: _Case, say: Say) -> None:
+    """Turned q and k of every 32nd token against a float64 rotation by mpmath's angles."""
+    say("[3/6] Turn q (32 heads) and k (8 heads), float32, and check against float64 with mpmath's angles")
+    places = ", ".join(f"{s:,}-{s + _WINDOW - 1:,}" for s in _WINDOW_STARTS)
+    say(f"  {len(case.positions)} tokens at positions {places}; every 32nd is checked")
+    turned = case.rope.at(case.positions)(case.q, case.k, layout="bshd")
+    for name, error in zip("qk", _turned_errors(case, turned), strict=True):
+        say(f"  largest error of a pair of {name}, relative to its length: {error:.1e}")
+        _require(f"turned {name}", error, _TURN_BOUND)
+
+
+def _check_distance_only(case: _Case, say: Say) -> None:
+    """Scores of all tokens with all others, before and after all positions are moved by the same number."""
+    say("[4/6] Check that scores depend on distance only: move all positions, see how much any score changes")
+    say(f"  {len(case.positions)}² scores x {_Q_HEADS} heads of q and k of length 1, so a score lies within -1 and 1")
+    say(f"  {'moved by':>13}  {'ropewalk':>9}  usual float32 code")
+    ours_before, usual_before = _turn(case, 0), _usual_turn(case, 0)
+    for shift in _SHIFTS:
+        ours = _largest_score_change(ours_before, _turn(case, shift))
+        usual = _largest_score_change(usual_before, _usual_turn(case, shift))
+        say(f"  {shift:>13,}  {ours:9.1e}  {usual:.1e}")
+        _require(f"change of scores when positions move by {shift:,}", ours, _SCORE_BOUND)
+
+
+def _compare(case: _Case, say: Say) -> None:
+    """Time and error of ropewalk and of the usual code, on the same tensors, in turn."""
+    threads = torch.get_num_threads()
+    say(f"[5/6] Compare with the usual float32 code: same tensors, in turn, median of 15, {threads} CPU threads")
+    rotation = case.rope.at(case.positions)
+    tables = _usual_cos_sin(case.usual_inv_freq, case.positions)
+    times = _medians(
+        [
+            lambda: case.rope.at(case.positions),
+            lambda: _usual_cos_sin(case.usual_inv_freq, case.positions),
+            lambda: rotation(case.q, case.k, layout="bshd"),
+            lambda: (_usual_rotate(case.q, *tables), _usual_rotate(case.k, *tables)),
+        ]
+    )
+    say(f"  {'':>20}  angles, once  q and k, each layer  pass of {_LAYERS} layers  error of q and k")
+    passes = []
+    for i, (name, turned) in enumerate((("ropewalk", _turn(case, 0)), ("usual float32 code", _usual_turn(case, 0)))):
+        angles, layer = times[i], times[2 + i]
+        passes.append(angles + _LAYERS * layer)
+        error = max(_turned_errors(case, turned))
+        say(f"  {name:>20}  {angles:9.2f} ms  {layer:15.2f} ms  {passes[-1]:14.1f} ms  {error:.1e}")
+    ratio = passes[0] / passes[1]
+    say(f"  For a pass, ropewalk takes {ratio:.2f} times as long as the usual code; on a busy machine that varies.")
+    say("  Both are plain PyTorch: this release of ropewalk has no compiled kernel yet.")
+
+
+def _draw(rope: ropewalk.Rope, folder: Path, say: Say) -> list[str]:
+    say("[6/6] Draw")
+    figures = {
+        "rotated_vector.png": plots.rotated_vector(rope),
+        "pairs.png": plots.pairs(rope),
+        "inv_freq.png": plots.inv_freq(rope),
+        "decay.png": plots.decay(rope),
+    }
+    for name, figure in figures.items():
+        plots.save(figure, folder / name)
+    return list(figures)
+
+
+def _require(what: str, measured: float, bound: float) -> None:
+    """Raise unless measured ≤ bound (NaN raises too)."""
+    if not measured <= bound:
+        raise ropewalk.RopeError(
+            f"demo: the error of {what} must be at most {bound:.1e}, got {measured:.1e}. ropewalk, or PyTorch on this "
+            "machine, computes wrongly: please report it with the output of `ropewalk doctor`."
+        )
+
+
+def _exact_cos_sin(inv_freq: np.ndarray, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of position · inv_freq, the float64 inv_freq taken as exact; float64 `[tokens, pairs]` each."""
+    with mpmath.workdps(40):
+        turns = [[mpmath.expj(mpmath.mpf(w) * p) for w in inv_freq.tolist()] for p in positions.tolist()]
+        exact = torch.tensor([[complex(turn) for turn in row] for row in turns], dtype=torch.complex128)
+    return exact.real, exact.imag
+
+
+def _largest_gap(tables: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> float:
+    pairs = exact[0].shape[-1]
+    return max((t[..., :pairs].double() - e).abs().max().item() for t, e in zip(tables, exact, strict=True))
+
+
+def _turned_errors(case: _Case, turned: tuple[Tensor, Tensor]) -> list[float]:
+    """Largest error of a turned pair relative to its length, of q and of k, over every 32nd token and the last."""
+    rows = torch.cat((torch.arange(0, len(case.positions), 32), torch.tensor([len(case.positions) - 1])))
+    angle = torch.complex(*_exact_cos_sin(case.rope.inv_freq, case.positions[rows])).unsqueeze(1)
+
+    def pairs(x: Tensor) -> Tensor:
+        """`[rows, heads, pairs]` complex128: channel i and i + head_dim/2, the pairing of this model."""
+        return torch.complex(*x[0, rows].double().chunk(2, dim=-1))
+
+    return [
+        ((pairs(after) - pairs(before) * angle).abs() / pairs(before).abs()).max().item()
+        for before, after in zip((case.q, case.k), turned, strict=True)
+    ]
+
+
+def _turn(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
+    return case.rope.at(case.positions + shift)(case.q, case.k, layout="bshd")
+
+
+def _largest_score_change(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> float:
+    """Largest |difference| of q·k over all tokens and heads, in float64, one head of k at a time."""
+    changes = []
+    for head in range(_KV_HEADS):
+        one, other = _scores(*before, head), _scores(*after, head)
+        changes.append((one - other).abs().max().item())
+    return max(changes)
+
+
+def _scores(q: Tensor, k: Tensor, head: int) -> Tensor:
+    """q·k of the four q heads that share one k head: float64 `[4 · tokens, tokens]`."""
+    group = _Q_HEADS // _KV_HEADS
+    queries = q[0, :, head * group : (head + 1) * group].double().flatten(0, 1)
+    return queries @ k[0, :, head].double().T
+
+
+def _usual_cos_sin(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The usual code (Hugging Face's Llama): float32 position · float32 inv_freq, tables of full width `[seq, 128]`."""
+    angle = positions.float().unsqueeze(-1) * inv_freq
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def _usual_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The usual code: x · cos + rotate_half(x) · sin, for x `[1, seq, heads, 128]`."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
+
+
+def _usual_turn(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
+    cos, sin = _usual_cos_sin(case.usual_inv_freq, case.positions + shift)
+    return _usual_rotate(case.q, cos, sin), _usual_rotate(case.k, cos, sin)
+
+
+def _medians(calls: list[Callable[[], object]]) -> list[float]:
+    """Median milliseconds of each call: 15 rounds, each call once in every round, after one round to warm up."""
+    rounds = []
+    for _ in range(16):
+        times = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        rounds.append(times)
+    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]

@@ -1,0 +1,106 @@
+"""The truth that tests compare with: formulas in mpmath and float64, written from the papers. Imports nothing of ropewalk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import mpmath
+import numpy as np
+
+PRECISION = 60  # decimal digits: a position of 2³¹ times a frequency leaves 50 of them for the angle
+
+
+def inv_freq(base: float, rotary_dim: int) -> list[mpmath.mpf]:
+    """base^(−2i/d), exact."""
+    with mpmath.workdps(PRECISION):
+        return [mpmath.mpf(base) ** (-mpmath.mpf(2 * i) / rotary_dim) for i in range(rotary_dim // 2)]
+
+
+def linear(base: float, rotary_dim: int, factor: float) -> list[mpmath.mpf]:
+    with mpmath.workdps(PRECISION):
+        return [w / factor for w in inv_freq(base, rotary_dim)]
+
+
+def by_parts(base: float, rotary_dim: int, factor: float, alpha: float, beta: float, length: int) -> list[mpmath.mpf]:
+    """NTK-by-parts (YaRN paper, section 3.2), to which Llama 3's scaling is equal: γ ramps over the turns r = L/λ."""
+    with mpmath.workdps(PRECISION):
+        result = []
+        for w in inv_freq(base, rotary_dim):
+            turns = length * w / (2 * mpmath.pi)
+            if alpha == beta:
+                gamma = mpmath.mpf(turns > beta)
+            else:
+                gamma = min(max((turns - alpha) / (mpmath.mpf(beta) - alpha), 0), 1)
+            result.append((1 - gamma) * w / factor + gamma * w)
+        return result
+
+
+def yarn(
+    base: float, rotary_dim: int, factor: float, length: int, fast: float = 32, slow: float = 1, truncate: bool = True
+) -> list[mpmath.mpf]:
+    """YaRN as its authors' code has it: the ramp runs over the index of the pair."""
+    with mpmath.workdps(PRECISION):
+
+        def index(turns: float) -> mpmath.mpf:
+            return rotary_dim * mpmath.log(length / (2 * mpmath.pi * turns)) / (2 * mpmath.log(base))
+
+        low, high = index(fast), index(slow)
+        if truncate:
+            low, high = mpmath.floor(low), mpmath.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += mpmath.mpf("0.001")
+        result = []
+        for i, w in enumerate(inv_freq(base, rotary_dim)):
+            interpolated = min(max((i - low) / (high - low), 0), 1)
+            result.append(w / factor * interpolated + w * (1 - interpolated))
+        return result
+
+
+def cos_sin(positions: Iterable[int], frequencies: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of position · frequency for exact integers and exact float64 frequencies; float64 [positions, pairs]."""
+    with mpmath.workdps(PRECISION):
+        pairs = [[mpmath.mpf(int(p)) * mpmath.mpf(float(w)) for w in frequencies] for p in positions]
+        return (
+            np.array([[float(mpmath.cos(a)) for a in row] for row in pairs]),
+            np.array([[float(mpmath.sin(a)) for a in row] for row in pairs]),
+        )
+
+
+def channels(rotary_dim: int, pairing: str, offset: int = 0) -> list[tuple[int, int]]:
+    """The two channels of each pair."""
+    half = rotary_dim // 2
+    if pairing == "half":
+        return [(offset + i, offset + i + half) for i in range(half)]
+    return [(offset + 2 * i, offset + 2 * i + 1) for i in range(half)]
+
+
+def rotate(x: np.ndarray, angles: np.ndarray, pairing: str, offset: int = 0, factor: float = 1.0) -> np.ndarray:
+    """x [..., head_dim] turned by angles [..., pairs], as complex numbers in float64."""
+    result = np.array(x, dtype=np.float64)
+    turn = factor * np.exp(1j * np.asarray(angles, dtype=np.float64))
+    for i, (a, b) in enumerate(channels(2 * angles.shape[-1], pairing, offset)):
+        z = (np.asarray(x[..., a], np.float64) + 1j * np.asarray(x[..., b], np.float64)) * turn[..., i]
+        result[..., a], result[..., b] = z.real, z.imag
+    return result
+
+
+def reduced(positions: Iterable[int], frequencies: Sequence[float]) -> np.ndarray:
+    """Angles in (−π, π], reduced exactly before they become float64; [positions, pairs]."""
+    with mpmath.workdps(PRECISION):
+        turn = 2 * mpmath.pi
+        rows = [[mpmath.mpf(int(p)) * mpmath.mpf(float(w)) for w in frequencies] for p in positions]
+        return np.array([[float(a - turn * mpmath.nint(a / turn)) for a in row] for row in rows])
+
+
+def golden_q(shape: Sequence[int]) -> np.ndarray:
+    """The queries of the golden files: a formula, so that they need no random generator."""
+    i = np.arange(math.prod(shape), dtype=np.int64)
+    return np.sin(0.1 + 0.7 * i + 0.3 * (i * i % 11)).astype(np.float32).reshape(shape)
+
+
+def golden_k(shape: Sequence[int]) -> np.ndarray:
+    """The keys of the golden files."""
+    i = np.arange(math.prod(shape), dtype=np.int64)
+    return np.cos(0.2 + 0.9 * i + 0.5 * (i * i % 13)).astype(np.float32).reshape(shape)

@@ -1,0 +1,394 @@
+"""The rotation: every variant against complex numbers in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from ropewalk import Rope, RopeError, Rotation, YaRN
+
+LAYOUTS = ["bshd", "bhsd", "sbhd", "thd"]
+PAIRINGS = ["half", "interleaved"]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BATCH, SEQ, HEADS, KV_HEADS = 2, 5, 4, 1
+
+
+def shape(layout: str, heads: int, head_dim: int) -> tuple[int, ...]:
+    size = {"b": BATCH, "s": SEQ, "t": SEQ, "h": heads, "d": head_dim}
+    return tuple(size[axis] for axis in layout)
+
+
+def expected(rope: Rope, x: torch.Tensor, positions: torch.Tensor, layout: str) -> np.ndarray:
+    """x turned by exact angles; positions [seq] or [batch, seq]."""
+    angles = oracle.reduced(positions.reshape(-1).tolist(), rope.inv_freq).reshape(*positions.shape, -1)
+    letters = "".join("s" if axis == "t" else axis for axis in layout)
+    order = [letters.index(axis) for axis in "bshd" if axis in letters]
+    moved = x.double().numpy().transpose(order)  # [batch,] seq, heads, head_dim
+    angles = angles[..., None, :]
+    turned = oracle.rotate(
+        moved, np.broadcast_to(angles, moved.shape[:-1] + angles.shape[-1:]), rope.pairing, rope.rotary_offset,
+        rope.attention_factor,
+    )  # fmt: skip
+    return turned.transpose(np.argsort(order))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """One rounding of a float32 result of size up to 8, and the rounding of the tables."""
+    return 8 * torch.finfo(dtype).eps / 2 + (2e-6 if dtype != torch.float64 else 3e-7)
+
+
+ROPES = {
+    "whole": {"head_dim": 16},
+    "partial": {"head_dim": 16, "rotary_dim": 6},
+    "slice": {"head_dim": 16, "rotary_dim": 6, "rotary_offset": 4},
+    "last": {"head_dim": 16, "rotary_offset": 10},
+    "scaled": {"head_dim": 16, "scaling": YaRN(16, 64)},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "batched"), [(layout, batched) for layout in LAYOUTS for batched in (False, True)][:-1]
+)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("which", ROPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_variant(layout: str, batched: bool, pairing: str, which: str, dtype: torch.dtype) -> None:
+    rope = Rope(base=1e4, pairing=pairing, **ROPES[which])
+    positions = torch.tensor([[3, 0, 7, 100_000, -2], [1, 1, 2, 3, 131_071]])
+    positions = positions if batched else positions[0]
+    q = torch.randn(shape(layout, HEADS, 16)).to(dtype)
+    k = torch.randn(shape(layout, KV_HEADS, 16)).to(dtype)
+    before = q.clone(), k.clone()
+    turned = rope.at(positions)(q, k, layout=layout)
+    for x, y in zip((q, k), turned, strict=True):
+        assert y.dtype == dtype
+        assert y.shape == x.shape
+        np.testing.assert_allclose(y.double(), expected(rope, x, positions, layout), rtol=0, atol=rounding(dtype))
+        start, end = rope.rotary_offset, rope.rotary_offset + rope.rotary_dim
+        assert torch.equal(y[..., :start], x[..., :start])
+        assert torch.equal(y[..., end:], x[..., end:])
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+
+
+def test_one_rounding_only() -> None:
+    """bfloat16 in and out: the result is the float32 one, rounded once."""
+    rope, positions = Rope(64, 1e4, "half"), torch.arange(50)
+    q = torch.randn(50, 3, 64).bfloat16()
+    rotation = rope.at(positions)
+    assert torch.equal(rotation(q, layout="thd"), rotation(q.float(), layout="thd").bfloat16())
+
+
+def test_float64_tensors_use_float64_tables_to_the_full() -> None:
+    rope, positions = Rope(64, 1e4, "interleaved"), torch.arange(50)
+    q = torch.randn(50, 3, 64, dtype=torch.float64)
+    y = rope.at(positions, dtype=torch.float64)(q, layout="thd")
+    np.testing.assert_allclose(y, expected(rope, q, positions, "thd"), rtol=0, atol=1e-14)
+
+
+def test_float32_tensors_with_float64_tables() -> None:
+    rope, positions = Rope(64, 1e4, "half"), torch.arange(50)
+    q = torch.randn(50, 3, 64)
+    y = rope.at(positions, dtype=torch.float64)(q, layout="thd")
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, rope.at(positions)(q, layout="thd"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_strides_do_not_matter(pairing: str) -> None:
+    rope, positions = Rope(8, 1e4, pairing), torch.arange(SEQ)
+    rotation = rope.at(positions)
+    dense = torch.randn(BATCH, SEQ, HEADS, 8)
+    wanted = rotation(dense, layout="bshd")
+    fused = torch.randn(BATCH, SEQ, HEADS + 2, 8)
+    fused[:, :, 1:-1] = dense
+    every_second = torch.randn(BATCH, SEQ, HEADS, 16)
+    every_second[..., ::2] = dense
+    views = {
+        "slice of a fused tensor": fused[:, :, 1:-1],
+        "channels apart": every_second[..., ::2],
+        "transposed": dense.transpose(1, 2).contiguous().transpose(1, 2),
+        "channels first": dense.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0),
+    }
+    for name, view in views.items():
+        assert torch.equal(view, dense)
+        assert torch.equal(rotation(view, layout="bshd"), wanted), name
+        copy_ = view.clone(memory_format=torch.preserve_format)
+        rotation.apply_(copy_, layout="bshd")
+        assert torch.equal(copy_, wanted), name
+    one_head = torch.randn(BATCH, SEQ, 1, 8)
+    expanded = one_head.expand(-1, -1, HEADS, -1)
+    assert torch.equal(rotation(expanded, layout="bshd"), rotation(expanded.contiguous(), layout="bshd"))
+
+
+@pytest.mark.parametrize("size", [(0, SEQ, 2, 8), (BATCH, SEQ, 0, 8)])
+def test_empty(size: tuple[int, ...]) -> None:
+    assert Rope(8, 1e4, "half").at(torch.arange(SEQ))(torch.empty(size), layout="bshd").shape == size
+    assert Rope(8, 1e4, "half").at(torch.arange(0))(torch.empty(1, 0, 2, 8), layout="bshd").numel() == 0
+
+
+def test_positions_of_one_row_serve_every_row() -> None:
+    rope, q = Rope(8, 1e4, "half"), torch.randn(3, SEQ, 2, 8)
+    positions = torch.tensor([[5, 3, 1, 0, 9]])
+    assert torch.equal(rope.at(positions)(q, layout="bshd"), rope.at(positions[0])(q, layout="bshd"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_in_place_is_the_same(layout: str, pairing: str) -> None:
+    rope = Rope(16, 1e4, pairing, rotary_dim=6, rotary_offset=4)
+    rotation = rope.at(torch.arange(SEQ))
+    q, k = torch.randn(shape(layout, HEADS, 16)), torch.randn(shape(layout, KV_HEADS, 16))
+    wanted = rotation(q, k, layout=layout)
+    address = q.data_ptr()
+    assert rotation.apply_(q, k, layout=layout) is None
+    assert q.data_ptr() == address
+    assert torch.equal(q, wanted[0])
+    assert torch.equal(k, wanted[1])
+
+
+def test_in_place_changes_nothing_when_k_does_not_fit() -> None:
+    rotation = Rope(8, 1e4, "half").at(torch.arange(SEQ))
+    q = torch.randn(1, SEQ, 2, 8)
+    before = q.clone()
+    with pytest.raises(RopeError, match="k in layout 'bshd' must have 5 tokens"):
+        rotation.apply_(q, torch.randn(1, SEQ + 1, 2, 8), layout="bshd")
+    assert torch.equal(q, before)
+
+
+def test_in_place_refuses_to_turn_one_tensor_twice() -> None:
+    q = torch.randn(1, SEQ, 2, 8)
+    with pytest.raises(RopeError, match="q and k must be two tensors"):
+        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(q, q, layout="bshd")
+
+
+def test_in_place_refuses_overlapping_memory() -> None:
+    with pytest.raises(RuntimeError, match="more than one element"):
+        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(torch.randn(1, SEQ, 1, 8).expand(-1, -1, 2, -1), layout="bshd")
+
+
+class TestLaws:
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    def test_norm_is_kept(self, pairing: str) -> None:
+        q = torch.randn(50, 2, 64, dtype=torch.float64)
+        y = Rope(64, 1e4, pairing).at(torch.arange(50), dtype=torch.float64)(q, layout="thd")
+        torch.testing.assert_close(y.norm(dim=-1), q.norm(dim=-1), rtol=1e-14, atol=0)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    def test_turning_back(self, pairing: str) -> None:
+        rope, q = Rope(64, 1e4, pairing), torch.randn(50, 2, 64)
+        positions = torch.arange(50) * 40_000_000
+        there = rope.at(positions)(q, layout="thd")
+        torch.testing.assert_close(rope.at(-positions)(there, layout="thd"), q, rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    def test_turns_add_up(self, pairing: str) -> None:
+        rope, q = Rope(64, 1e4, pairing), torch.randn(50, 2, 64)
+        a, b = torch.randint(-(2**30), 2**30, (2, 50))
+        twice = rope.at(b)(rope.at(a)(q, layout="thd"), layout="thd")
+        torch.testing.assert_close(twice, rope.at(a + b)(q, layout="thd"), rtol=0, atol=2e-6)
+
+    def test_both_pairings_are_equal_up_to_the_order_of_channels(self) -> None:
+        positions, q = torch.arange(50), torch.randn(50, 2, 64)
+        order = torch.tensor([c for pair in oracle.channels(64, "half") for c in pair])  # 0, 32, 1, 33, …
+        interleaved = Rope(64, 1e4, "interleaved").at(positions)(q[..., order], layout="thd")
+        assert torch.equal(interleaved, Rope(64, 1e4, "half").at(positions)(q, layout="thd")[..., order])
+        assert not torch.allclose(interleaved, Rope(64, 1e4, "half").at(positions)(q[..., order], layout="thd"))
+
+
+class TestInverse:
+    @pytest.mark.parametrize("factor", [None, 0.5])
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    def test_undoes(self, pairing: str, factor: float | None) -> None:
+        rope = Rope(64, 1e4, pairing, scaling=YaRN(16, 64, attention_factor=factor))
+        q, rotation = torch.randn(50, 2, 64), rope.at(torch.arange(50) * 1000)
+        back = rotation.inverse()(rotation(q, layout="thd"), layout="thd")
+        torch.testing.assert_close(back, q, rtol=0, atol=1.5e-6)
+
+    def test_of_the_inverse_is_the_rotation(self) -> None:
+        rotation = Rope(64, 1e4, "half", scaling=YaRN(16, 64)).at(torch.arange(50))
+        twice = rotation.inverse().inverse()
+        torch.testing.assert_close(twice.cos, rotation.cos)
+        torch.testing.assert_close(twice.sin, rotation.sin)
+        assert twice.attention_factor == pytest.approx(rotation.attention_factor)
+
+    def test_is_exactly_the_opposite_positions_without_a_factor(self) -> None:
+        rope = Rope(64, 1e4, "half")
+        inverse, opposite = rope.at(torch.arange(50)).inverse(), rope.at(-torch.arange(50))
+        assert torch.equal(inverse.cos, opposite.cos)
+        assert torch.equal(inverse.sin, opposite.sin)
+
+
+class TestRows:
+    rope = Rope(8, 1e4, "half", scaling=YaRN(4, 64))
+    table = rope.at(torch.arange(100))
+
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    @pytest.mark.parametrize("size", [(7,), (2, 7), (0,)])
+    def test_are_the_positions(self, dtype: torch.dtype, size: tuple[int, ...]) -> None:
+        rows = torch.randint(0, 100, size, dtype=dtype)
+        picked, made = self.table[rows], self.rope.at(rows)
+        assert torch.equal(picked.cos, made.cos)
+        assert torch.equal(picked.sin, made.sin)
+        assert picked.attention_factor == made.attention_factor
+
+    def test_slice(self) -> None:
+        assert torch.equal(self.table[3:9].cos, self.rope.at(torch.arange(3, 9)).cos)
+
+    @pytest.mark.parametrize("row", [-1, 100])
+    def test_outside_the_table(self, row: int) -> None:
+        with pytest.raises(RopeError, match="every row must be from 0 to 99"):
+            self.table[torch.tensor([0, row])]
+
+    @pytest.mark.parametrize(
+        "rows", [3, [1, 2], torch.tensor(3), torch.tensor([1.0]), torch.tensor([True]), torch.zeros(1, 1, 1).long()]
+    )
+    def test_must_be_integers_of_one_or_two_axes(self, rows: Any) -> None:
+        with pytest.raises(RopeError, match=r"Rotation\[rows\]: rows must be an int32 or int64 tensor"):
+            self.table[rows]
+
+    def test_come_from_a_table(self) -> None:
+        with pytest.raises(RopeError, match=r"rows are taken from a table made for positions \[seq\]"):
+            self.rope.at(torch.zeros(2, 3, dtype=torch.int64))[torch.tensor([0])]
+
+
+class TestValue:
+    """Rotation as a value: immutable, a pytree, copied and moved."""
+
+    rotation = Rope(8, 1e4, "interleaved", rotary_dim=6, rotary_offset=2, scaling=YaRN(4, 64)).at(torch.arange(3))
+
+    def check_twin(self, twin: Rotation) -> None:
+        assert type(twin) is Rotation
+        for name in Rotation.__slots__:
+            mine, theirs = getattr(self.rotation, name), getattr(twin, name)
+            assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+
+    def test_immutable(self) -> None:
+        with pytest.raises(AttributeError, match="Rotation is immutable"):
+            self.rotation.cos = torch.zeros(3, 3)
+        with pytest.raises(AttributeError):
+            del self.rotation.cos
+        with pytest.raises(AttributeError):
+            self.rotation.other = 1  # type: ignore[attr-defined]
+
+    def test_pickle_and_copy(self) -> None:
+        for twin in (pickle.loads(pickle.dumps(self.rotation)), copy.copy(self.rotation), copy.deepcopy(self.rotation)):
+            self.check_twin(twin)
+
+    def test_pytree(self) -> None:
+        leaves, tree = pytree.tree_flatten_with_path(self.rotation)
+        assert [pytree.keystr(path) for path, _ in leaves] == [".cos", ".sin"]
+        self.check_twin(pytree.tree_unflatten([leaf for _, leaf in leaves], tree))
+        self.check_twin(pytree.tree_map(torch.clone, self.rotation))
+        assert pytree.treespec_loads(pytree.treespec_dumps(tree)) == tree
+
+    def test_to_moves_and_never_casts(self) -> None:
+        moved = self.rotation.to("meta")
+        assert moved.cos.is_meta
+        assert moved.sin.is_meta
+        self.check_twin(self.rotation.to("cpu"))
+        for dtype in (torch.bfloat16, torch.float64):
+            with pytest.raises(RopeError, match=r"Rotation\.to: only the device can be changed"):
+                self.rotation.to(dtype)  # type: ignore[arg-type]
+
+    def test_repr(self) -> None:
+        assert repr(Rope(8, 1e4, "half").at(torch.arange(3))) == (
+            "Rotation(tokens=(3,), pairs=4, pairing='half', dtype=torch.float32, device='cpu')"
+        )
+        assert "head_dim=8, rotary_offset=2, attention_factor=1.13" in repr(self.rotation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cos": [1.0]}, "cos and sin must be tensors, got [1.0]"),
+        ({"sin": None}, "cos and sin must be tensors, got None"),
+        ({"cos": torch.ones(3, 4).bfloat16()}, "cos and sin must both be float32 or float64, got torch.bfloat16 and"),
+        ({"sin": torch.ones(3, 4).half()}, "mixed precision of FSDP or DeepSpeed"),
+        ({"sin": torch.ones(3, 4).double()}, "must both be float32 or float64"),
+        ({"cos": torch.ones(3, 8)}, "must have the same shape [seq, pairs]"),
+        ({"cos": torch.ones(()), "sin": torch.ones(())}, "must have the same shape"),
+        ({"cos": torch.ones(1, 1, 3, 4), "sin": torch.ones(1, 1, 3, 4)}, "must have the same shape"),
+        ({"cos": torch.ones(3, 0), "sin": torch.ones(3, 0)}, "must have the same shape"),
+        ({"cos": torch.ones(3, 4, device="meta")}, "cos and sin must be on the same device, got meta and cpu"),
+        ({"pairing": "neox"}, "pairing must be one of 'half', 'interleaved', got 'neox'"),
+        ({"head_dim": 6}, "head_dim must hold the 8 rotated channels"),
+        ({"head_dim": 10, "rotary_offset": 4}, "got head_dim=10 and rotary_offset=4"),
+        ({"rotary_offset": -2}, "got head_dim=6 and rotary_offset=-2"),
+    ],
+)
+def test_tables_of_ones_own_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        Rotation(**{"cos": torch.ones(3, 4), "sin": torch.zeros(3, 4), "pairing": "half", **changes})
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("q", "layout", "message"),
+    [
+        (torch.randn(2, 5, 3, 8), "bsdh", "layout must be one of 'bshd', 'bhsd', 'sbhd', 'thd', got 'bsdh'"),
+        (torch.randn(2, 5, 3, 8), None, "layout must be one of"),
+        (torch.randn(5, 3, 8), "bshd", "q in layout 'bshd' must have 4 axes, got shape (5, 3, 8)"),
+        (torch.randn(2, 5, 3, 8), "thd", "q in layout 'thd' must have 3 axes"),
+        (torch.randn(2, 5, 3, 16), "bshd", "q must have head_dim=8 as its last axis, got shape (2, 5, 3, 16)"),
+        (torch.randn(2, 3, 5, 8), "bshd", "q in layout 'bshd' must have 5 tokens, one for each position, got 3"),
+        (torch.randn(2, 5, 3, 8), "bhsd", "must have 5 tokens, one for each position, got 3"),
+        (torch.randn(2, 1, 3, 8), "bshd", "must have 5 tokens, one for each position, got 1"),
+        (torch.ones(2, 5, 3, 8, dtype=torch.int64), "bshd", "q must be float16, bfloat16, float32 or float64"),
+        (torch.ones(2, 5, 3, 8, dtype=torch.complex64), "bshd", "got torch.complex64"),
+        (np.ones((2, 5, 3, 8)), "bshd", "q must be a tensor"),
+        (torch.empty(2, 5, 3, 8, device="meta"), "bshd", "q must be on cpu, where cos and sin are, got meta"),
+    ],
+)
+def test_tensors_that_do_not_fit(q: Any, layout: Any, message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        Rope(8, 1e4, "half").at(torch.arange(5))(q, layout=layout)
+    assert str(raised.value).startswith("Rotation: ")
+    assert message in str(raised.value)
+
+
+def test_k_is_named() -> None:
+    with pytest.raises(RopeError, match="Rotation: k must have head_dim=8"):
+        Rope(8, 1e4, "half").at(torch.arange(5))(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 6), layout="bshd")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+def test_batch_of_the_positions(layout: str) -> None:
+    rotation = Rope(8, 1e4, "half").at(torch.zeros(3, SEQ, dtype=torch.int64))
+    with pytest.raises(RopeError, match="must have batch size 3, that of the positions, got 2"):
+        rotation(torch.randn(shape(layout, HEADS, 8)), layout=layout)
+
+
+def test_thd_wants_positions_without_batch() -> None:
+    rotation = Rope(8, 1e4, "half").at(torch.zeros(1, SEQ, dtype=torch.int64))
+    with pytest.raises(RopeError, match="layout 'thd' has no batch axis"):
+        rotation(torch.randn(SEQ, 2, 8), layout="thd")
+
+
+def test_tables_cast_behind_our_back_are_refused_at_the_call() -> None:
+    cast = pytree.tree_map(lambda t: t.bfloat16(), Rope(8, 1e4, "half").at(torch.arange(SEQ)))
+    with pytest.raises(RopeError, match="Something cast them"):
+        cast(torch.randn(1, SEQ, 2, 8), layout="bshd")
+
+
+def test_one_angle_for_all_tokens() -> None:
+    rope = Rope(8, 1e4, "half")
+    for layout in LAYOUTS:
+        q = torch.randn(shape(layout, HEADS, 8))
+        everywhere = rope.at(torch.full((SEQ,), 42))(q, layout=layout)
+        assert torch.equal(rope.shift(42)(q, layout=layout), everywhere)
+
+
+def test_autocast_changes_nothing() -> None:
+    rotation, q = Rope(8, 1e4, "half").at(torch.arange(SEQ)), torch.randn(1, SEQ, 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = rotation(q, layout="bshd")
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, rotation(q, layout="bshd"))

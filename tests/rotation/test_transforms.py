@@ -1,0 +1,244 @@
+"""torch.func, torch.compile and torch.export. Each trap is first shown on a naive version, then to be absent here.
+
+The naive version is what a kernel usually gets: an opaque operator, and an autograd.Function around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, jacrev, jvp, vmap
+
+from ropewalk import Rope, RotaryEmbedding, YaRN
+
+ROPE = Rope(8, 1e4, "half", scaling=YaRN(4, 64))
+POSITIONS = torch.tensor([0, 7, 131_071])
+TABLE = ROPE.at(POSITIONS)
+SHAPE = (3, 2, 8)  # thd
+
+
+@torch.library.custom_op("ropewalk_tests::turn", mutates_args=())
+def opaque(x: Tensor, back: bool) -> Tensor:
+    return (TABLE.inverse() if back else TABLE)(x, layout="thd").clone()
+
+
+@opaque.register_fake
+def _(x: Tensor, back: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Naive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return opaque(x, False)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        return opaque(gradient, True) * TABLE.attention_factor**2
+
+
+def ours(x: Tensor) -> Tensor:
+    return TABLE(x, layout="thd")
+
+
+def naive(x: Tensor) -> Tensor:
+    return Naive.apply(x)
+
+
+def gated(x: Tensor) -> Tensor:
+    return Naive.apply(x) if x.requires_grad else opaque(x, False)
+
+
+def loss(turn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    weight = torch.arange(8.0)
+    return lambda x: (turn(x) * weight).pow(3).sum()
+
+
+X = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+MANY = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def backward(turn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Ordinary eager reverse mode, which gradcheck has checked."""
+    x = x.clone().requires_grad_()
+    loss(turn)(x).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def is_wrong(attempt: Callable[[], Tensor | None], expected: Tensor) -> bool:
+    """An attempt that raises, or gives nothing or another result."""
+    try:
+        result = attempt()
+    except Exception:
+        return True
+    return result is None or not torch.allclose(result, expected)
+
+
+def test_naive_is_right_in_plain_eager_mode() -> None:
+    """Otherwise the traps below would show nothing."""
+    for turn in (naive, gated):
+        torch.testing.assert_close(backward(turn, X), backward(ours, X))
+
+
+class TestFunctorch:
+    def test_grad(self) -> None:
+        torch.testing.assert_close(grad(loss(ours))(X), backward(ours, X))
+
+    def test_grad_of_vmap(self) -> None:
+        expected = torch.stack([backward(ours, x) for x in MANY])
+        torch.testing.assert_close(grad(lambda xs: vmap(loss(ours))(xs).sum())(MANY), expected)
+        for turn in (naive, gated):
+            assert is_wrong(lambda turn=turn: grad(lambda xs: vmap(loss(turn))(xs).sum())(MANY), expected)
+
+    def test_vmap_of_grad(self) -> None:
+        expected = torch.stack([backward(ours, x) for x in MANY])
+        torch.testing.assert_close(vmap(grad(loss(ours)))(MANY), expected)
+        assert is_wrong(lambda: vmap(grad(loss(naive)))(MANY), expected)
+
+    def test_vmap_over_positions(self) -> None:
+        positions = torch.arange(12).reshape(4, 3)
+        mapped = vmap(lambda x, p: ROPE.at(p)(x, layout="thd"))(MANY, positions)
+        rows = [ROPE.at(p)(x, layout="thd") for x, p in zip(MANY, positions, strict=True)]
+        torch.testing.assert_close(mapped, torch.stack(rows))
+
+    def test_jvp(self) -> None:
+        tangent = torch.randn(SHAPE)
+        expected = ours(tangent)  # a rotation is linear
+        torch.testing.assert_close(jvp(ours, (X,), (tangent,))[1], expected)
+        for turn in (naive, gated):
+            assert is_wrong(lambda turn=turn: jvp(turn, (X,), (tangent,))[1], expected)
+
+    def test_forward_mode(self) -> None:
+        tangent = torch.randn(SHAPE)
+
+        def push(turn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, tangent)
+                return torch.autograd.forward_ad.unpack_dual(turn(dual)).tangent
+
+        for x in (X, X.clone().requires_grad_()):
+            torch.testing.assert_close(push(ours, x), ours(tangent))
+        assert is_wrong(lambda: push(gated, X), ours(tangent))
+
+    def test_jacobian(self) -> None:
+        jacobian = jacrev(ours)(X).reshape(48, 48)
+        torch.testing.assert_close((jacobian @ X.reshape(-1)).reshape(SHAPE), ours(X))
+
+
+class TestCompile:
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> None:
+        torch._dynamo.reset()
+
+    def test_of_grad(self) -> None:
+        expected = backward(ours, X)
+        compiled = torch.compile(grad(loss(ours)), backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(X), expected)
+        assert is_wrong(lambda: torch.compile(grad(loss(naive)), backend="aot_eager")(X), expected)
+
+    @pytest.mark.parametrize("pairing", ["half", "interleaved"])
+    def test_forward_and_backward_by_inductor(self, pairing: str) -> None:
+        rope = Rope(16, 5e5, pairing, rotary_dim=8, rotary_offset=4)
+
+        def step(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+            return rope.at(positions)(q, k, layout="bshd")
+
+        compiled = torch.compile(step, fullgraph=True, dynamic=True)
+        for seq in (4, 9):
+            positions = torch.arange(seq) + 1_000_000
+            q, k = (torch.randn(2, seq, h, 16, dtype=torch.bfloat16, requires_grad=True) for h in (4, 1))
+            results = []
+            for function in (compiled, step):
+                q.grad = k.grad = None
+                turned = function(q, k, positions)
+                (turned[0].float().pow(3).sum() + turned[1].float().pow(3).sum()).backward()
+                results.append((*turned, q.grad, k.grad))
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+    def test_in_place(self) -> None:
+        def step(q: Tensor) -> Tensor:
+            q = q * 1
+            TABLE.apply_(q, layout="thd")
+            return q
+
+        torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(X), ours(X))
+
+    def test_rows_of_a_table(self) -> None:
+        table = ROPE.at(torch.arange(50))
+        step = torch.compile(lambda x, p: table[p](x, layout="thd"), fullgraph=True, backend="aot_eager")
+        for p in (torch.tensor([3, 1, 49]), torch.tensor([0, 0, 0])):
+            torch.testing.assert_close(step(X, p), ROPE.at(p)(X, layout="thd"))
+
+    def test_rotation_as_an_argument(self) -> None:
+        step = torch.compile(lambda rotation, x: rotation(x, layout="thd"), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(step(TABLE, X), ours(X))
+        torch.testing.assert_close(step(TABLE.inverse(), ours(X)), X)
+
+    def test_rotation_as_a_result(self) -> None:
+        at = torch.compile(lambda p: ROPE.at(p), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(at(POSITIONS)(X, layout="thd"), ours(X))
+        shifted = torch.compile(lambda d: ROPE.shift(d).inverse(), fullgraph=True, backend="aot_eager")(POSITIONS)
+        torch.testing.assert_close(shifted.cos, ROPE.shift(-POSITIONS).cos)
+
+    def test_no_new_graph_as_the_length_changes(self) -> None:
+        counter = CompileCounterWithBackend("aot_eager")
+        embed = RotaryEmbedding(ROPE, layout="bshd")
+        compiled = torch.compile(embed, fullgraph=True, dynamic=True, backend=counter)
+        for batch, seq in ((3, 5), (6, 9), (7, 17), (8, 100)):  # sizes all different, and none 1
+            q, k, positions = torch.randn(batch, seq, 4, 8), torch.randn(batch, seq, 2, 8), torch.arange(seq)
+            for mine, plain in zip(compiled(q, k, positions), embed(q, k, positions), strict=True):
+                torch.testing.assert_close(mine, plain)
+        assert counter.frame_count == 1
+
+    def test_one_new_graph_at_most_without_being_told(self) -> None:
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(RotaryEmbedding(ROPE, layout="bshd"), fullgraph=True, backend=counter)
+        for seq in (5, 9, 17, 100):
+            compiled(torch.randn(2, seq, 4, 8), torch.randn(2, seq, 2, 8), torch.arange(seq))
+        assert counter.frame_count == 2
+
+
+class Block(torch.nn.Module):
+    """A projection and a rotation: something to export and to fine-tune."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8, bias=False)
+        self.embed = RotaryEmbedding(ROPE, layout="bshd")
+        self.turn = turn
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q = self.project(x)
+        return self.embed(q, None, positions) if self.turn is None else self.turn(q[0]).unsqueeze(0)
+
+
+class TestExport:
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_exported_module_can_be_fine_tuned(self, strict: bool) -> None:
+        torch.manual_seed(0)
+        block, seq = Block(), torch.export.Dim("seq", max=4096)
+        example = (torch.randn(1, 3, 2, 8), torch.arange(3))
+        exported = torch.export.export(block, example, dynamic_shapes=({1: seq}, {0: seq}), strict=strict).module()
+        x, positions = torch.randn(1, 11, 2, 8), torch.arange(11)
+        gradients = []
+        for module in (exported, block):
+            module.zero_grad()
+            out = module(x, positions)
+            out.pow(3).sum().backward()
+            gradients.append((out, module.project.weight.grad))
+        for mine, plain in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, plain)
+
+    def test_naive_one_cannot(self) -> None:
+        block = Block(naive)
+        exported = torch.export.export(block, (torch.randn(1, 3, 2, 8), torch.arange(3))).module()
+
+        with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+            exported(torch.randn(1, 3, 2, 8), torch.arange(3)).sum().backward()
+        assert exported.project.weight.grad is None

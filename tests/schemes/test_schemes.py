@@ -1,0 +1,171 @@
+"""Each scheme against its formula in mpmath; released models stand in tests/test_golden.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk import Llama3, RopeError, YaRN
+from ropewalk.schemes import SCHEMES, Linear, Scheme
+
+
+def assert_frequencies(scheme: Scheme, base: float, rotary_dim: int, expected: list[Any]) -> None:
+    np.testing.assert_allclose(scheme.inv_freq(base, rotary_dim), np.array(expected, float), rtol=1e-14)
+
+
+@given(st.floats(1, 1e4), st.floats(100, 1e8), st.integers(1, 96))
+def test_linear(factor: float, base: float, pairs: int) -> None:
+    assert_frequencies(Linear(factor), base, 2 * pairs, oracle.linear(base, 2 * pairs, factor))
+
+
+@pytest.mark.parametrize("base", [1e4, 5e5, 1e6])
+@pytest.mark.parametrize(("factor", "low", "high", "length"), [(8, 1, 4, 8192), (32, 1, 4, 8192), (16, 1, 1, 8192)])
+def test_llama3_is_ntk_by_parts(base: float, factor: float, low: float, high: float, length: int) -> None:
+    scheme = Llama3(factor, low, high, length)
+    assert_frequencies(scheme, base, 128, oracle.by_parts(base, 128, factor, low, high, length))
+    assert scheme.table_factor() == 1.0
+
+
+def test_llama3_with_equal_factors_blends_nothing() -> None:
+    """Llama 4 Scout ships 1 and 1, where the naive blend divides by zero; 29 of 64 frequencies are scaled."""
+    slowed = np.array(oracle.inv_freq(5e5, 128), float) / Llama3(16, 1, 1, 8192).inv_freq(5e5, 128)
+    assert set(slowed.round(9)) == {1.0, 16.0}
+    assert (slowed > 2).sum() == 29
+
+
+def test_llama3_with_a_pair_exactly_on_the_edge() -> None:
+    """The one pair that turns exactly once: neither kept nor divided by zero."""
+    length = 8192
+    w = 2 * math.pi / length
+    turns = length * w / (2 * math.pi)
+    assert turns == 1.0
+    assert Llama3(16, 1, 1, length)._scaled(w) == w / 16
+
+
+YARN = [
+    (1e4, 128, YaRN(16, 4096)),
+    (1e6, 128, YaRN(4, 32_768)),
+    (150_000, 64, YaRN(32, 4096, truncate=False)),
+    (50_000, 64, YaRN(32, 4096, beta_fast=1, beta_slow=1)),
+    (1e4, 128, YaRN(10, 2048, beta_fast=24.5, beta_slow=2)),
+    (1e4, 8, YaRN(4, 64)),  # low below 0
+    (100, 8, YaRN(4, 200_000)),  # high beyond rotary_dim - 1
+    (1e8, 128, YaRN(48, 8192)),
+]
+
+
+@pytest.mark.parametrize(("base", "rotary_dim", "scheme"), YARN)
+def test_yarn(base: float, rotary_dim: int, scheme: YaRN) -> None:
+    expected = oracle.yarn(
+        base,
+        rotary_dim,
+        scheme.factor,
+        scheme.original_max_position_embeddings,
+        scheme.beta_fast,
+        scheme.beta_slow,
+        scheme.truncate,
+    )
+    assert_frequencies(scheme, base, rotary_dim, expected)
+
+
+@pytest.mark.parametrize(
+    ("base", "rotary_dim", "scheme", "ends"),
+    [
+        # Measured on the deployed code: Llama 2 at 16 times, Qwen2.5 at 4, gpt-oss, a step, and both clamps.
+        (1e4, 128, YaRN(16, 4096), (20, 46)),
+        (1e6, 128, YaRN(4, 32_768), (23, 40)),
+        (150_000, 64, YaRN(32, 4096), (8, 18)),
+        (50_000, 64, YaRN(32, 4096, beta_fast=1, beta_slow=1), (19, 20)),
+        (1e4, 8, YaRN(4, 64), (0, 2)),
+    ],
+)
+def test_yarn_ramp_ends(base: float, rotary_dim: int, scheme: YaRN, ends: tuple[int, int]) -> None:
+    assert scheme.ramp(base, rotary_dim) == ends
+
+
+def test_yarn_ramp_without_rounding() -> None:
+    low, high = YaRN(32, 4096, truncate=False).ramp(150_000, 64)
+    assert (low, high) == (pytest.approx(8.093, abs=1e-3), pytest.approx(17.398, abs=1e-3))
+
+
+def test_yarn_clamps_to_the_last_channel_and_not_the_last_pair() -> None:
+    assert YaRN(4, 200_000).ramp(100, 8) == (5, 7)
+
+
+def test_yarn_ramp_of_no_width_is_a_step() -> None:
+    scheme = YaRN(32, 4096, beta_fast=1, beta_slow=1, truncate=False)
+    low, high = scheme.ramp(50_000, 64)
+    assert high == low + 0.001
+
+
+@pytest.mark.parametrize(
+    ("given_", "factor"),
+    [
+        # transformers 5.23 run with factor 32.
+        ({}, 1.34657),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
+        ({"mscale": 1.0}, 1.34657),
+        ({"mscale": 1.0, "mscale_all_dim": 0}, 1.34657),
+        ({"mscale_all_dim": 1.0}, 1.34657),
+        ({"attention_factor": 1.0}, 1.0),
+        ({"attention_factor": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5}, 0.5),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, 1.34657 / 1.173287),
+    ],
+)
+def test_yarn_attention_factor(given_: dict[str, float], factor: float) -> None:
+    assert YaRN(32, 4096, **given_).table_factor() == pytest.approx(factor, abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("factor", "magnitude"), [(1, 1.0), (2, 1.069315), (4, 1.138629), (8, 1.207944), (16, 1.277259), (40, 1.368888)]
+)
+def test_yarn_temperature_of_the_paper(factor: float, magnitude: float) -> None:
+    assert YaRN(factor, 4096).table_factor() == pytest.approx(magnitude, abs=5e-7)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes", "message"),
+    [
+        (Linear, {"factor": 0.5}, "Linear: factor must be a finite number of at least 1, got 0.5"),
+        (Linear, {"factor": math.nan}, "factor must be a finite number"),
+        (Linear, {"factor": True}, "factor must be a finite number"),
+        (Llama3, {"factor": 0}, "Llama3: factor must be"),
+        (Llama3, {"low_freq_factor": 0}, "low_freq_factor must be a finite number greater than 0"),
+        (Llama3, {"low_freq_factor": 5}, "high_freq_factor must be a finite number of at least 5, got 4. It must not be"),
+        (Llama3, {"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an integer"),
+        (Llama3, {"original_max_position_embeddings": 8192.5}, "original_max_position_embeddings must be an integer"),
+        (YaRN, {"factor": -4}, "YaRN: factor must be"),
+        (YaRN, {"beta_slow": 33}, "beta_fast must be a finite number of at least 33, got 32.0. It must not be less"),
+        (YaRN, {"beta_slow": 0}, "beta_slow must be a finite number greater than 0"),
+        (YaRN, {"truncate": 0}, "truncate must be True or False, got 0"),
+        (YaRN, {"truncate": "false"}, "truncate must be True or False"),
+        (YaRN, {"attention_factor": 0}, "attention_factor must be a finite number greater than 0"),
+        (YaRN, {"mscale": -1}, "mscale must be a finite number of at least 0"),
+        (YaRN, {"mscale_all_dim": math.inf}, "mscale_all_dim must be a finite number"),
+        (YaRN, {"original_max_position_embeddings": "4096"}, "original_max_position_embeddings must be an integer"),
+    ],
+)
+def test_impossible_values(scheme: type[Scheme], changes: dict[str, Any], message: str) -> None:
+    fine = {"factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    names = {f.name for f in dataclasses.fields(scheme)}  # type: ignore[arg-type]
+    with pytest.raises(RopeError) as raised:
+        scheme(**{k: v for k, v in {**fine, **changes}.items() if k in names})
+    assert message in str(raised.value)
+
+
+def test_schemes_are_values() -> None:
+    assert YaRN(16, 4096) == YaRN(16.0, 4096, beta_fast=32) != YaRN(16, 4096, truncate=False)
+    assert hash(Linear(2)) == hash(Linear(2.0))
+    assert repr(Linear(2)) == "Linear(factor=2.0)"
+
+
+def test_every_scheme_is_found_by_its_rope_type() -> None:
+    assert {name: scheme.rope_type for name, scheme in SCHEMES.items()} == {n: n for n in ("linear", "llama3", "yarn")}

@@ -1,0 +1,167 @@
+"""The demo says what it measured, what it says holds, and a wrong result stops it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import ropewalk
+from ropewalk import demo
+
+PICTURES = ("rotated_vector.png", "pairs.png", "inv_freq.png", "decay.png")
+NUMBER = r"(\d\.\de[+-]\d\d)"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Folder and lines of one run; the folder did not exist."""
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    said = []
+    demo.run(folder, said.append)
+    return folder, said
+
+
+@pytest.fixture
+def said(ran):
+    return ran[1]
+
+
+def step(said, number):
+    """The lines of one step, without its heading."""
+    starts = [i for i, line in enumerate(said) if re.match(r"\[\d/6\]", line)]
+    end = starts[number] if number < 6 else len(said)
+    return said[starts[number - 1] + 1 : end]
+
+
+def table(rows):
+    """Rows `position ours usual` as numbers."""
+    found = [re.fullmatch(rf"\s*([\d,]+)\s+{NUMBER}\s+{NUMBER}", row) for row in rows]
+    return {int(m[1].replace(",", "")): (float(m[2]), float(m[3])) for m in found if m}
+
+
+def test_six_steps_in_order(said):
+    assert [line[:5] for line in said if line.startswith("[")] == [f"[{i}/6]" for i in range(1, 7)]
+
+
+def test_reads_the_published_config(said):
+    text = "\n".join(step(said, 1))
+    assert "Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0" in text
+    assert "32 layers, all the same; 64 pairs" in text
+    assert "6.28 to 20,473,564 tokens" in text
+
+
+def test_angles_are_exact_at_every_position_and_the_usual_ones_drift(said):
+    errors = table(step(said, 2))
+    assert list(errors) == [255, 8_191, 131_071, 1_048_575, 2**31 - 1]
+    for ours, _ in errors.values():
+        assert 1e-8 < ours < 3.1e-8  # half a unit in the last place of float32: there is no better
+    usual = [error for _, error in errors.values()]
+    assert usual == sorted(usual)
+    assert usual[0] < 1e-4  # it is good code near the start
+    assert 1e-3 < usual[2] < 2e-2
+
+
+def test_turned_q_and_k_are_exact_to_rounding(said):
+    errors = {m[1]: float(m[2]) for row in step(said, 3) if (m := re.search(rf"pair of (.), .*: {NUMBER}$", row))}
+    assert set(errors) == {"q", "k"}
+    assert all(1e-8 < error <= 2.0**-22 for error in errors.values())
+
+
+def test_scores_depend_on_distance_only(said):
+    changes = table(step(said, 4))
+    assert list(changes) == [8_192, 131_072, 1_048_576, 2**31 - 131_072]
+    for ours, usual in changes.values():
+        assert 0 < ours < 1e-6 < usual
+
+
+def test_compares_time_and_error_and_the_summary_follows_from_the_numbers(said):
+    rows = step(said, 5)
+    found = {}
+    for name in ("ropewalk", "usual float32 code"):
+        (row,) = (row for row in rows if row.strip().startswith(name))
+        angles, layer, whole = (float(ms) for ms in re.findall(r"([\d.]+) ms", row))
+        error = float(re.search(rf"{NUMBER}$", row)[1])
+        assert layer > 0
+        assert whole == pytest.approx(angles + 32 * layer, abs=32 * 0.005 + 0.06)
+        found[name] = whole, error
+    (ratio,) = (float(m[1]) for row in rows if (m := re.search(r"ropewalk takes ([\d.]+) times as long", row)))
+    ours, usual = found["ropewalk"], found["usual float32 code"]
+    assert ratio == pytest.approx(ours[0] / usual[0], rel=0.02)
+    assert ours[1] < 2.0**-22
+    assert 1e-3 < usual[1] < 2e-2
+
+
+def test_writes_the_pictures_and_names_them(ran):
+    folder, said = ran
+    assert tuple(line.strip() for line in said[-4:]) == PICTURES
+    assert str(folder) in said[-5]
+    assert {path.name for path in folder.iterdir()} == set(PICTURES)
+    for name in PICTURES:
+        assert (folder / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def refused(tmp_path, match, step_number):
+    """The demo raises in that step and draws nothing."""
+    said = []
+    with pytest.raises(ropewalk.RopeError, match=match):
+        demo.run(tmp_path, said.append)
+    assert [line[:5] for line in said if line.startswith("[")][-1] == f"[{step_number}/6]"
+    assert not list(tmp_path.iterdir())
+
+
+def test_float32_angles_are_caught(tmp_path, monkeypatch):
+    right = ropewalk.Rope.at
+
+    def float32_angles(rope, positions, **kwargs):
+        angle = positions.float().unsqueeze(-1) * torch.from_numpy(rope.inv_freq).float()
+        rotation = right(rope, positions, **kwargs)
+        return ropewalk.Rotation(angle.cos(), angle.sin(), pairing=rotation.pairing)
+
+    monkeypatch.setattr(ropewalk.Rope, "at", float32_angles)
+    refused(tmp_path, "error of cos and sin up to position 255 must be at most 3.0e-08, got", 2)
+
+
+def test_nan_angles_are_caught(tmp_path, monkeypatch):
+    def nan_angles(rope, positions, **kwargs):
+        nan = torch.full((len(positions), 64), torch.nan)
+        return ropewalk.Rotation(nan, nan, pairing="half")
+
+    monkeypatch.setattr(ropewalk.Rope, "at", nan_angles)
+    refused(tmp_path, "cos and sin up to position 255 .*got nan", 2)
+
+
+@pytest.mark.parametrize("wrong", ["q", "k"])
+def test_a_wrong_turn_is_caught(tmp_path, monkeypatch, wrong):
+    right = ropewalk.Rotation.__call__
+
+    def turns_one_token_the_other_way(rotation, q, k=None, *, layout):
+        turned = dict(zip("qk", right(rotation, q, k, layout=layout), strict=True))
+        back = dict(zip("qk", right(rotation.inverse(), q, k, layout=layout), strict=True))
+        turned[wrong][:, 32, 5] = back[wrong][:, 32, 5]
+        return turned["q"], turned["k"]
+
+    monkeypatch.setattr(ropewalk.Rotation, "__call__", turns_one_token_the_other_way)
+    refused(tmp_path, f"error of turned {wrong} must be at most 2.4e-07", 3)
+
+
+def test_scores_that_depend_on_more_than_distance_are_caught(tmp_path, monkeypatch):
+    right = ropewalk.Rope.at
+
+    def one_token_late(rope, positions, **kwargs):
+        moved = positions.min() >= 2**30 and len(positions) > 16
+        positions = positions.clone()
+        positions[-1] += int(moved)
+        return right(rope, positions, **kwargs)
+
+    monkeypatch.setattr(ropewalk.Rope, "at", one_token_late)
+    refused(tmp_path, "change of scores when positions move by 2,147,352,576 must be at most 9.5e-07", 4)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    said = []
+    with pytest.raises(ropewalk.RopeError, match=r"demo: folder must be one that can be made, got .*file"):
+        demo.run(tmp_path / "file", said.append)
+    assert not said

@@ -1,0 +1,304 @@
+"""The pages run: every Python block of docs/ and README.md, in order, in one namespace for each page.
+
+    ```python           runs; its asserts must hold
+    ```pycon            runs; what it prints must match to the letter
+    ```python no-run    is only looked at
+
+A page runs in an empty folder of its own, so a block may write a file that a later block reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import functools
+import re
+import textwrap
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ropewalk
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+_FENCE = re.compile(r" *(?P<fence>`{3,}|~{3,})(?P<info>.*)")
+_MISSPELT = {"py", "py3", "python3", "python-repl", "doctest", "ipython"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, the line of its opening fence (from 1), its language and its code."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    runs: bool
+
+    @property
+    def where(self) -> str:
+        folder = ROOT / "docs" if self.page.is_relative_to(ROOT / "docs") else self.page.parent
+        return f"{self.page.relative_to(folder)}:{self.line}"
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        """Execute it. Errors name the page and the line, as for any Python file."""
+        if self.language == "pycon":
+            self._run_doctest(namespace)
+        else:
+            padded = "\n" * self.line + self.code
+            # optimize=0: an assert is never compiled away. dont_inherit: annotations are this file's own affair.
+            exec(compile(padded, str(self.page), "exec", dont_inherit=True, optimize=0), namespace)
+
+    def _run_doctest(self, namespace: dict[str, Any]) -> None:
+        test = doctest.DocTestParser().get_doctest(self.code, {}, self.where, str(self.page), self.line)
+        assert test.examples, f"{self.where}: a pycon block without >>> checks nothing"
+        test.globs = namespace
+        said: list[str] = []
+        result = doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
+        if result.failed:
+            raise AssertionError("".join(said))
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The Python blocks of a page; an unclosed fence, an unknown marker or a misspelt language is an error."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opening = _FENCE.fullmatch(lines[number])
+        if opening is None:
+            number += 1
+            continue
+        start = number
+        closing = re.compile(rf" *{opening['fence'][0]}{{{len(opening['fence'])},}}\s*")
+        number += 1
+        while number < len(lines) and not closing.fullmatch(lines[number]):
+            number += 1
+        if number == len(lines):
+            raise AssertionError(f"{page}:{start + 1}: this fence is never closed")
+        block = _block(page, start + 1, opening["info"].split(), lines[start + 1 : number])
+        found += [] if block is None else [block]
+        number += 1
+    return found
+
+
+def _block(page: Path, line: int, info: list[str], code: list[str]) -> Block | None:
+    language, markers = (info[0], info[1:]) if info else ("", [])
+    if language.lower() in _MISSPELT or (
+        language not in {"python", "pycon"} and language.lower() in {"python", "pycon"}
+    ):
+        raise AssertionError(f"{page}:{line}: write ```python or ```pycon, not ```{language}, or it would not run")
+    if language not in {"python", "pycon"}:
+        return None
+    unknown = [marker for marker in markers if marker != "no-run" and "=" not in marker]
+    if unknown:
+        raise AssertionError(f"{page}:{line}: unknown marker {unknown[0]!r}; the only one is no-run")
+    return Block(page, line, language, textwrap.dedent("\n".join(code)) + "\n", runs="no-run" not in markers)
+
+
+def run(blocks: list[Block], folder: Path) -> dict[Block, Exception | None]:
+    """What came of each block: None, or what it raised. After a failure the rest do not run and are not listed."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    outcomes: dict[Block, Exception | None] = {}
+    with contextlib.chdir(folder), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        for block in blocks:
+            if not block.runs:
+                continue
+            try:
+                block.run(namespace)
+            except Exception as failure:
+                outcomes[block] = failure
+                break
+            outcomes[block] = None
+    return outcomes
+
+
+def check(block: Block, outcomes: dict[Block, Exception | None]) -> None:
+    """Fail if the block did, naming page and line; skip it if an earlier one of its page failed, which says so."""
+    if block not in outcomes:
+        pytest.skip(f"did not run, because {list(outcomes)[-1].where} failed")
+    if (failure := outcomes[block]) is not None:
+        # From the page on: the frames above it are this file's.
+        frame = failure.__traceback__
+        while frame is not None and frame.tb_frame.f_code.co_filename != str(block.page):
+            frame = frame.tb_next
+        told = "".join(traceback.format_exception(type(failure), failure, frame))
+        pytest.fail(f"{block.where}\n{told}", pytrace=False)
+
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+
+
+@pytest.fixture(scope="module")
+def outcomes_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[Block, Exception | None]]:
+    """Runs a page when its first block is asked for; the others find it done."""
+    return functools.cache(lambda page: run(BLOCKS[page], tmp_path_factory.mktemp(page.stem)))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=block.where, marks=() if block.runs else pytest.mark.skip(reason="marked no-run"))
+        for blocks in BLOCKS.values()
+        for block in blocks
+    ],
+)
+def test_block(block: Block, outcomes_of: Callable[[Path], dict[Block, Exception | None]]) -> None:
+    check(block, outcomes_of(block.page))
+
+
+def test_the_pages_that_teach_are_executed() -> None:
+    executed = {page.name: sum(block.runs for block in blocks) for page, blocks in BLOCKS.items()}
+    for name in ("index.md", "derivation.md", "pairing.md", "precision.md", "glossary.md"):
+        assert executed[name] >= 1
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    entries = re.findall(r"^::: ropewalk\.(\w+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
+    assert sorted(entries) == sorted(ropewalk.__all__)
+
+
+# The runner itself: it must be able to fail.
+
+
+def _page(tmp_path: Path, text: str) -> Path:
+    page = tmp_path / "page.md"
+    page.write_text(textwrap.dedent(text), encoding="utf-8")
+    return page
+
+
+def test_a_wrong_assert_fails_and_names_page_and_line(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path,
+        """\
+        # A page
+
+        ```python
+        two = 2
+        ```
+
+        Prose.
+
+        ```python
+        assert two == 2
+        assert two == 3, "two is not three"
+        ```
+
+        ```python
+        raise SystemError("never reached")
+        ```
+        """,
+    )
+    blocks = blocks_of(page)
+    assert [block.where for block in blocks] == ["page.md:3", "page.md:9", "page.md:14"]
+    outcomes = run(blocks, tmp_path)
+    check(blocks[0], outcomes)
+    with pytest.raises(pytest.fail.Exception, match=r'(?s)page\.md", line 11, .*AssertionError: two is not three'):
+        check(blocks[1], outcomes)
+    with pytest.raises(pytest.skip.Exception, match=r"page\.md:9 failed"):
+        check(blocks[2], outcomes)
+
+
+def test_wrong_output_fails_and_names_page_and_line(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path,
+        """\
+        ```python
+        two = 2
+        ```
+
+        ```pycon
+        >>> two
+        2
+        >>> two + 1
+        4
+        ```
+        """,
+    )
+    blocks = blocks_of(page)
+    outcomes = run(blocks, tmp_path)
+    with pytest.raises(
+        pytest.fail.Exception, match=r'(?s)page\.md", line 8, in page\.md:5.*Expected:\n    4\nGot:\n    3'
+    ):
+        check(blocks[1], outcomes)
+
+
+def test_pycon_and_python_share_names_and_files(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path,
+        """\
+        ```pycon
+        >>> from pathlib import Path
+        >>> written = Path("note.txt").write_text("walk")
+        ```
+
+        - In a list:
+
+            ```python
+            assert written == 4
+            assert Path("note.txt").read_text() == "walk"
+            ```
+        """,
+    )
+    blocks = blocks_of(page)
+    assert [block.line for block in blocks] == [1, 8]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        assert run(blocks, tmp_path / folder) == dict.fromkeys(blocks)
+    assert (tmp_path / "a" / "note.txt").exists()
+
+
+def test_only_no_run_is_left_out(tmp_path: Path) -> None:
+    page = _page(
+        tmp_path,
+        """\
+        ```python no-run
+        raise SystemError("never run")
+        ```
+
+        ````markdown
+        ```python
+        raise SystemError("shown, not a block")
+        ```
+        ````
+
+        ```text
+        raise SystemError("no Python")
+        ```
+
+        ```python title="kept"
+        kept = True
+        ```
+        """,
+    )
+    blocks = blocks_of(page)
+    assert [(block.line, block.runs) for block in blocks] == [(1, False), (15, True)]
+    assert run(blocks, tmp_path) == {blocks[1]: None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python norun\n```\n", r"page\.md:1: unknown marker 'norun'"),
+        ("```py\n```\n", r"page\.md:1: write ```python"),
+        ("```Python\n```\n", r"page\.md:1: write ```python"),
+        ("A\n\n```python\nx = 1\n", r"page\.md:3: this fence is never closed"),
+    ],
+)
+def test_what_would_silently_not_run_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        blocks_of(_page(tmp_path, text))
+
+
+def test_a_pycon_block_that_checks_nothing_fails(tmp_path: Path) -> None:
+    blocks = blocks_of(_page(tmp_path, "```pycon\nx = 1\n```\n"))
+    with pytest.raises(pytest.fail.Exception, match="checks nothing"):
+        check(blocks[0], run(blocks, tmp_path))

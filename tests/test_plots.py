@@ -1,0 +1,329 @@
+"""What the pictures show is what an independent calculation says; the files are pictures; errors name the cure."""
+
+from __future__ import annotations
+
+import cmath
+import math
+import struct
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import ropewalk
+from ropewalk import plots, schemes
+
+LLAMA3 = schemes.Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA = ropewalk.Rope(head_dim=128, base=500_000.0, pairing="half", scaling=LLAMA3)
+PLAIN = ropewalk.Rope(head_dim=128, base=10_000.0, pairing="half")
+YARN = ropewalk.Rope(
+    head_dim=8,
+    base=10_000.0,
+    pairing="interleaved",
+    scaling=schemes.YaRN(factor=16.0, original_max_position_embeddings=4096),
+)
+FUNCTIONS = (plots.inv_freq, plots.rotated_vector, plots.pairs, plots.decay)
+
+
+@dataclass(frozen=True)
+class Idle(schemes.Scheme):
+    """The second half of the pairs does not turn at all."""
+
+    rope_type = "idle"
+
+    def inv_freq(self, base, rotary_dim):
+        n = rotary_dim // 2
+        return tuple(base ** (-i / n) if i < n // 2 else 0.0 for i in range(n))
+
+
+IDLE = ropewalk.Rope(head_dim=16, base=10_000.0, pairing="half", scaling=Idle())
+
+
+def speeds(base, pairs=64):
+    return [base ** (-i / pairs) for i in range(pairs)]
+
+
+def llama3_speeds():
+    """Written from the Llama 3.1 release, not from ropewalk."""
+    result = []
+    for w in speeds(500_000.0):
+        wavelength = 2 * math.pi / w
+        if wavelength < 8192 / 4:
+            result.append(w)
+        elif wavelength > 8192:
+            result.append(w / 8)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            result.append((1 - smooth) * w / 8 + smooth * w)
+    return result
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def line(axes, start):
+    (found,) = (each for label, each in lines(axes).items() if label.startswith(start))
+    return found
+
+
+def arrows(figure):
+    """End of each arrow, in the order of positions."""
+    axes = figure.axes[0]
+    return [(a.U[0], a.V[0]) for a in axes.collections if str(a.get_label()).startswith("position")]
+
+
+def bound_of(distance, speed):
+    """The paper's mean |S_j|, term by term."""
+    partial, total = 0j, 0.0
+    for w in speed:
+        partial += cmath.exp(1j * distance * w)
+        total += abs(partial)
+    return total / len(speed)
+
+
+# --- inv_freq ---------------------------------------------------------------------------------------------------------
+
+
+def test_inv_freq_shows_before_after_and_the_trained_length():
+    axes = plots.inv_freq(LLAMA).axes[0]
+    np.testing.assert_allclose(line(axes, "before").get_ydata(), speeds(500_000.0), rtol=1e-12)
+    np.testing.assert_allclose(line(axes, "after").get_ydata(), llama3_speeds(), rtol=1e-12)
+    np.testing.assert_array_equal(line(axes, "after").get_xdata(), np.arange(64))
+    trained = line(axes, "one turn")
+    assert set(trained.get_ydata()) == {2 * math.pi / 8192}
+    assert "8,192 tokens" in trained.get_label()
+    assert axes.get_yscale() == "log"
+
+
+def test_inv_freq_of_an_unscaled_rope_has_one_line():
+    axes = plots.inv_freq(PLAIN).axes[0]
+    assert list(lines(axes)) == ["no scaling"]
+    np.testing.assert_allclose(line(axes, "no").get_ydata(), speeds(10_000.0), rtol=1e-12)
+
+
+def test_inv_freq_without_a_trained_length_marks_none():
+    axes = plots.inv_freq(ropewalk.Rope(8, 10_000.0, "half", scaling=schemes.Linear(factor=2.0))).axes[0]
+    assert list(lines(axes)) == ["before scaling", "after scaling: Linear"]
+
+
+def test_inv_freq_has_the_wavelength_on_the_right():
+    figure = plots.inv_freq(LLAMA)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (right,) = axes.child_axes
+    for tokens in (10.0, 8192.0, 1e6):
+        pixel = right.transData.transform((0.0, tokens))[1]
+        assert pixel == pytest.approx(axes.transData.transform((0.0, 2 * math.pi / tokens))[1])
+    assert "tokens" in right.get_ylabel()
+
+
+def test_idle_pairs_are_left_out(tmp_path):
+    drawn = line(plots.inv_freq(IDLE).axes[0], "after").get_ydata()
+    np.testing.assert_array_equal(np.isnan(drawn), [False] * 4 + [True] * 4)
+    plots.save(plots.inv_freq(IDLE), tmp_path / "idle.png")
+    plots.save(plots.pairs(IDLE), tmp_path / "pairs.png")
+
+
+# --- rotated_vector ---------------------------------------------------------------------------------------------------
+
+
+def test_rotated_vector_turns_by_one_radian_per_position():
+    np.testing.assert_allclose(
+        arrows(plots.rotated_vector(LLAMA)), [(math.cos(p), math.sin(p)) for p in range(6)], atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_rotated_vector_takes_the_pair_asked_for(pairing):
+    rope = ropewalk.Rope(head_dim=24, base=10_000.0, pairing=pairing, rotary_dim=16, rotary_offset=4)
+    w = 10_000.0 ** (-3 / 8)
+    np.testing.assert_allclose(
+        arrows(plots.rotated_vector(rope, pair=3, tokens=4)),
+        [(math.cos(p * w), math.sin(p * w)) for p in range(4)],
+        atol=1e-15,
+    )
+
+
+def test_rotated_vector_shows_the_attention_factor():
+    figure = plots.rotated_vector(YARN)
+    np.testing.assert_allclose(np.hypot(*np.transpose(arrows(figure))), 0.1 * math.log(16) + 1)
+    assert "attention factor 1.277" in figure.axes[0].get_title()
+    assert figure.axes[0].get_xlim()[1] > 1.28
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_shows_the_cosine_of_every_pair_and_position():
+    axes = plots.pairs(LLAMA, tokens=40).axes[0]
+    expected = [[math.cos(p * w) for p in range(40)] for w in llama3_speeds()]
+    np.testing.assert_allclose(axes.images[0].get_array(), expected, atol=1e-12)
+    assert axes.images[0].get_clim() == (-1, 1)
+
+
+def test_pairs_marks_the_first_full_turn():
+    axes = plots.pairs(LLAMA, tokens=256).axes[0]
+    wavelengths = np.array([2 * math.pi / w for w in llama3_speeds()])
+    slow = wavelengths >= 256
+    expected = np.where(slow, np.nan, wavelengths)
+    np.testing.assert_allclose(line(axes, "first full turn").get_xdata(), expected, rtol=1e-12)
+    assert f"{slow.sum()} make less than one full turn" in axes.get_title()
+
+
+def test_pairs_names_wavelengths_on_the_right():
+    (right,) = plots.pairs(LLAMA).axes[0].child_axes
+    named = {round(at): text.get_text() for at, text in zip(right.get_yticks(), right.get_yticklabels(), strict=True)}
+    wavelengths = [2 * math.pi / w for w in llama3_speeds()]
+    assert named[0] == "6.3"
+    assert named[63] == f"{wavelengths[63]:,.0f}" == "20,473,564"
+
+
+# --- decay ------------------------------------------------------------------------------------------------------------
+
+
+def test_decay_shows_the_bound_of_the_paper():
+    upper, _ = plots.decay(PLAIN, longest=4096).axes
+    bound = line(upper, "upper bound")
+    drawn = dict(zip(bound.get_xdata(), bound.get_ydata(), strict=True))
+    # Su et al. 2021, figure 2, recalculated (research notes, section 1.1).
+    for distance, value in ((0, 32.5), (1, 31.54), (5, 20.85), (20, 15.24), (100, 10.23), (250, 6.55), (4096, 4.88)):
+        assert drawn[distance] == pytest.approx(value, abs=0.006)
+    for distance in list(drawn)[::50]:
+        assert drawn[distance] == pytest.approx(bound_of(float(distance), speeds(10_000.0)), rel=1e-9)
+
+
+def test_decay_shows_an_actual_score_below_the_bound_in_both_panels():
+    upper, lower = plots.decay(LLAMA, longest=131_072).axes
+    bound, score = line(upper, "upper bound"), line(upper, "score")
+    np.testing.assert_array_equal(score.get_ydata(), line(lower, "score").get_ydata())
+    assert (np.abs(score.get_ydata()) <= bound.get_ydata()).all()
+    assert score.get_xdata()[0] == 0
+    assert score.get_xdata()[-1] == 131_072
+    assert score.get_ydata()[0] == 1.0
+    w = llama3_speeds()
+    for distance, value in list(zip(score.get_xdata(), score.get_ydata(), strict=True))[::50]:
+        assert value == pytest.approx(math.fsum(math.cos(float(distance) * each) for each in w) / 64, abs=1e-8)
+
+
+def test_decay_is_the_score_that_the_rotation_gives():
+    import torch
+
+    _, lower = plots.decay(YARN, longest=30).axes
+    ones = torch.ones(31, 1, 8, dtype=torch.float64)
+    q = YARN.at(torch.arange(31), dtype=torch.float64)(ones, layout="thd")
+    k = YARN.at(torch.zeros(31, dtype=torch.int64), dtype=torch.float64)(ones, layout="thd")
+    scores = (q * k).sum(dim=(1, 2)) / 8 / YARN.attention_factor**2
+    np.testing.assert_allclose(line(lower, "score").get_ydata(), scores, atol=1e-12)
+
+
+def test_decay_marks_the_largest_rise():
+    for axes, name in zip(plots.decay(PLAIN, longest=300).axes, ("upper bound", "score"), strict=True):
+        curve, dots = line(axes, name), line(axes, "largest rise")
+        x, y = curve.get_xdata(), curve.get_ydata()
+        rise, low, high = max((y[j] - y[i], i, j) for j in range(len(y)) for i in range(j))
+        np.testing.assert_array_equal(dots.get_xdata(), x[[low, high]])
+        np.testing.assert_array_equal(dots.get_ydata(), y[[low, high]])
+        assert rise > 0
+        assert f"{y[low]:.2f} at {x[low]:,}" in dots.get_label()
+        assert f"{y[high]:.2f} at {x[high]:,}" in dots.get_label()
+
+
+def test_decay_marks_nothing_where_nothing_rises():
+    for axes in plots.decay(PLAIN, longest=2).axes:
+        assert not [label for label in lines(axes) if label.startswith("largest rise")]
+
+
+def test_decay_says_that_the_bound_is_only_a_bound():
+    assert "neither it nor the score has to fall steadily" in plots.decay(LLAMA).get_suptitle()
+
+
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "across", "up"),
+    [
+        (plots.inv_freq, "pair index", "(radians per token)"),
+        (plots.rotated_vector, "(dimensionless)", "(dimensionless)"),
+        (plots.pairs, "(tokens)", "pair index"),
+        (plots.decay, "(tokens;", "(dimensionless)"),
+    ],
+)
+def test_every_figure_has_title_legend_and_units(function, across, up):
+    figure = function(LLAMA)
+    panels = [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+    assert figure.get_suptitle() or panels[0].get_title()
+    assert across in panels[-1].get_xlabel()
+    for axes in panels:
+        assert up in axes.get_ylabel()
+        assert axes.get_legend().get_texts()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_figure_is_a_png_of_1000_pixels(function, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it would raise
+    path = tmp_path / "picture.png"
+    plots.save(function(LLAMA), path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert data.endswith(b"IEND\xaeB`\x82")
+    width, height = struct.unpack(">II", data[16:24])
+    assert width == 1000
+    assert 500 <= height <= 800
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("PNG", b"\x89PNG")])
+def test_save_writes_what_the_suffix_says(suffix, start, tmp_path):
+    path = tmp_path / f"picture.{suffix}"
+    plots.save(plots.inv_freq(YARN), str(path))
+    assert path.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("name", ["picture.txt", "picture", "picture.raw", ".png"])
+def test_save_refuses_other_suffixes(name, tmp_path):
+    with pytest.raises(ropewalk.RopeError, match=r"plots\.save: path must end in one of \.png, \.svg, \.pdf, got"):
+        plots.save(plots.inv_freq(YARN), tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_save_refuses_a_missing_folder(tmp_path):
+    with pytest.raises(ropewalk.RopeError, match=r"plots\.save: the folder of path must exist, got .*missing"):
+        plots.save(plots.inv_freq(YARN), tmp_path / "missing" / "picture.png")
+
+
+def test_save_says_when_the_file_cannot_be_written(tmp_path):
+    (tmp_path / "picture.png").mkdir()
+    with pytest.raises(ropewalk.RopeError, match=r"plots\.save: path must be writable, got .*picture\.png"):
+        plots.save(plots.inv_freq(YARN), tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_without_matplotlib_the_error_says_what_to_install(function, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ropewalk.RopeError, match=r'pip install "ropewalk\[plots\]"'):
+        function(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (plots.rotated_vector, {"pair": 64}),
+        (plots.rotated_vector, {"pair": -1}),
+        (plots.rotated_vector, {"tokens": 0}),
+        (plots.rotated_vector, {"tokens": 17}),
+        (plots.pairs, {"tokens": 1}),
+        (plots.pairs, {"tokens": 4097}),
+        (plots.pairs, {"tokens": 16.0}),
+        (plots.decay, {"longest": 0}),
+        (plots.decay, {"longest": 2**31}),
+        (plots.decay, {"longest": True}),
+    ],
+)
+def test_numbers_out_of_range_are_refused(function, arguments):
+    ((name, value),) = arguments.items()
+    with pytest.raises(
+        ropewalk.RopeError, match=rf"plots\.{function.__name__}: {name} must be an integer from .*{value}"
+    ):
+        function(LLAMA, **arguments)

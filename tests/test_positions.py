@@ -1,0 +1,71 @@
+"""Positions, against plain Python loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from ropewalk import RopeError, positions
+
+lengths = st.lists(st.integers(0, 6), min_size=1, max_size=6)
+
+
+@given(st.lists(st.integers(-1000, 2**31), min_size=1, max_size=5), st.integers(0, 7))
+def test_ragged(offsets: list[int], seq: int) -> None:
+    made = positions.ragged(torch.tensor(offsets), seq)
+    assert made.dtype == torch.int64
+    assert made.tolist() == [[start + i for i in range(seq)] for start in offsets]
+
+
+@given(lengths, st.integers(0, 3), st.sampled_from([torch.int32, torch.int64]))
+def test_packed(documents: list[int], padding: int, dtype: torch.dtype) -> None:
+    ends = [sum(documents[:i]) for i in range(len(documents) + 1)]
+    made = positions.packed(torch.tensor(ends, dtype=dtype), sum(documents) + padding)
+    assert made.dtype == torch.int64
+    assert made.tolist() == [i for n in documents for i in range(n)] + list(range(padding))
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=4), st.booleans())
+def test_from_mask(rows: list[list[bool]], as_int: bool) -> None:
+    mask = torch.tensor(rows)
+    made = positions.from_mask(mask.int() if as_int else mask)
+    assert made.dtype == torch.int64
+    assert made.tolist() == [[sum(row[:i]) if row[i] else 0 for i in range(4)] for row in rows]
+
+
+def test_packed_is_compiled_whole_and_without_a_new_graph_for_each_length() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda cu, x: positions.packed(cu, x.shape[0]), fullgraph=True, dynamic=True, backend=counter
+    )
+    for total in (5, 9, 12):
+        assert compiled(torch.tensor([0, 3, 5]), torch.empty(total)).shape == (total,)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: positions.ragged([0, 1], 3), "positions.ragged: offsets must be an int32 or int64 tensor"),
+        (lambda: positions.ragged(torch.tensor([0.5]), 3), "got torch.float32 of shape (1,)"),
+        (lambda: positions.ragged(torch.tensor(3), 3), "got torch.int64 of shape ()"),
+        (lambda: positions.ragged(torch.tensor([0]), -1), "seq must be an integer at least 0, got -1"),
+        (lambda: positions.ragged(torch.tensor([0]), 2.0), "seq must be an integer"),
+        (lambda: positions.packed(torch.tensor([[0, 3]]), 3), "cu_seqlens must be an int32 or int64 tensor"),
+        (lambda: positions.packed(torch.tensor([], dtype=torch.int32), 3), "not empty"),
+        (lambda: positions.packed(torch.tensor([0, 3]), torch.tensor(3)), "total must be an integer"),
+        (lambda: positions.from_mask(torch.ones(3)), "attention_mask must be a bool or integer tensor [batch, seq]"),
+        (lambda: positions.from_mask(torch.zeros(2, 3)), "got torch.float32 of shape (2, 3)"),
+        (lambda: positions.from_mask(torch.ones(1, 1, 3, 3).bool()), "four-dimensional"),
+        (lambda: positions.from_mask([[1, 0]]), "got [[1, 0]]"),
+    ],
+)
+def test_refusals(call: Any, message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        call()
+    assert message in str(raised.value)
