@@ -1,4 +1,4 @@
-"""The truth that tests compare with: formulas in mpmath and float64, written from the papers. Imports nothing of ropewalk."""
+"""What tests compare with: the papers' formulas in mpmath and float64. Imports nothing of ropewalk."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def yarn(
 
 
 def cos_sin(positions: Iterable[int], frequencies: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of position · frequency for exact integers and exact float64 frequencies; float64 [positions, pairs]."""
+    """cos and sin of position · frequency, both taken as exact; float64 [positions, pairs]."""
     with mpmath.workdps(PRECISION):
         pairs = [[mpmath.mpf(int(p)) * mpmath.mpf(float(w)) for w in frequencies] for p in positions]
         return (

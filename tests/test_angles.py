@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import oracle
 from ropewalk import Rope, RopeError, YaRN, _fixed_point, angles
 
 BASES = [100.0, 1e4, 5e5, 1e6, 1e8]
@@ -41,8 +41,10 @@ def edges() -> torch.Tensor:
 
 
 def worst_positions(step: int, count: int = 40) -> list[int]:
-    """Of eight million positions, those whose phase is closest to an eighth of a turn: there the quadrant changes, and cos
-    or sin is near 0 or 1."""
+    """Of eight million positions, those whose phase is closest to an eighth of a turn.
+
+    There the quadrant changes, and cos or sin is near 0 or 1.
+    """
     window = 2**22
     candidates = np.concatenate([np.arange(-LIMIT, -LIMIT + window), np.arange(LIMIT - window, LIMIT)])
     with np.errstate(over="ignore"):
@@ -230,7 +232,8 @@ class TestShift:
         torch.testing.assert_close(moved, self.rope.at(positions + 3)(keys, layout="bshd"), rtol=0, atol=2e-6)
 
     @pytest.mark.parametrize(
-        "delta", [1.5, True, "3", 2**63, None, torch.tensor([0.5]), torch.tensor(3), torch.zeros(2, 2, 2, dtype=torch.int64)]
+        "delta",
+        [1.5, True, "3", 2**63, None, torch.tensor([0.5]), torch.tensor(3), torch.zeros(2, 2, 2, dtype=torch.int64)],
     )
     def test_wants_integers(self, delta: object) -> None:
         with pytest.raises(RopeError, match=r"Rope\.shift: delta must be"):

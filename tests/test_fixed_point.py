@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import mpmath
-import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
 from ropewalk import _fixed_point
 from ropewalk._fixed_point import step
 

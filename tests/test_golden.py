@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 import ropewalk
 from ropewalk import Llama3, Rope, YaRN, schemes
 
 GOLDEN = Path(__file__).parent / "golden"
 LARGEST_PAIR = math.sqrt(2)  # of the inputs
 
-# The peers raise base to a power in float32, where the rounding of the exponent alone costs ln(base) · 2⁻²⁵. These recordings
-# are further than 3e-7 from the exact value, by this much (mpmath); test_recordings_are_as_far_as_said holds the numbers.
+# The peers raise base to a power in float32, where the rounding of the exponent alone costs ln(base) · 2⁻²⁵. These
+# recordings are this far from the exact value (mpmath); test_recordings_are_as_far_as_said holds the numbers.
 FAR_FROM_EXACT = {"default-lfm2": 4.3e-7, "llama-3.1-8b": 3.3e-7, "llama 3.1, peers": 3.3e-7}
 
 

@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 from ropewalk import Llama3, Rope, RopeError, YaRN
 from ropewalk.schemes import Linear
 

@@ -150,8 +150,10 @@ class Rope:
         Raises:
             RopeError: positions are no tensor, or of another dtype or shape; dtype or device cannot be had.
 
-        Precision: for integers, |error| of cos and sin ≤ 2⁻²⁵ + |p|·2π·2⁻⁶⁵ in float32 (times the attention factor),
-            at every position; 1e-7 on devices without float64. Floats go through a float64 product.
+        Precision:
+            Against the float64 `inv_freq` taken as exact: |error| of cos and sin ≤ 2⁻²⁵ + |p|·2π·2⁻⁶⁵ in float32 (times
+            the attention factor) at every integer position p; 1e-7 on devices without float64. Float positions go
+            through a float64 product.
         """
         from ropewalk import angles
 

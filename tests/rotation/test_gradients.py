@@ -1,4 +1,4 @@
-"""Gradients: rotating back, twice, in place, and to cos and sin; against finite differences and against plain autograd."""
+"""Gradients: rotating back, twice, in place, to cos and sin; against finite differences and plain autograd."""
 
 from __future__ import annotations
 
@@ -159,9 +159,8 @@ class TestInPlaceOnAFusedProjection:
                 return 2 * q, 2 * k
 
         qkv = torch.randn(2, 3, 6, 8, requires_grad=True) * 1
-        with pytest.raises(RuntimeError, match="view"):
+        with pytest.raises(RuntimeError, match="cannot return more than one Tensor"):
             Both.apply(qkv[:, :, :4], qkv[:, :, 4:5])
-            qkv.sum().backward()
 
 
 def test_tables_of_inference_mode_are_named_when_a_gradient_is_wanted() -> None:

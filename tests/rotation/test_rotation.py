@@ -7,11 +7,11 @@ import pickle
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import oracle
 from ropewalk import Rope, RopeError, Rotation, YaRN
 
 LAYOUTS = ["bshd", "bhsd", "sbhd", "thd"]
@@ -171,7 +171,9 @@ def test_in_place_refuses_to_turn_one_tensor_twice() -> None:
 
 def test_in_place_refuses_overlapping_memory() -> None:
     with pytest.raises(RuntimeError, match="more than one element"):
-        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(torch.randn(1, SEQ, 1, 8).expand(-1, -1, 2, -1), layout="bshd")
+        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(
+            torch.randn(1, SEQ, 1, 8).expand(-1, -1, 2, -1), layout="bshd"
+        )
 
 
 class TestLaws:

@@ -7,11 +7,11 @@ import math
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import oracle
 from ropewalk import Llama3, RopeError, YaRN
 from ropewalk.schemes import SCHEMES, Linear, Scheme
 
@@ -139,7 +139,11 @@ def test_yarn_temperature_of_the_paper(factor: float, magnitude: float) -> None:
         (Linear, {"factor": True}, "factor must be a finite number"),
         (Llama3, {"factor": 0}, "Llama3: factor must be"),
         (Llama3, {"low_freq_factor": 0}, "low_freq_factor must be a finite number greater than 0"),
-        (Llama3, {"low_freq_factor": 5}, "high_freq_factor must be a finite number of at least 5, got 4. It must not be"),
+        (
+            Llama3,
+            {"low_freq_factor": 5},
+            "high_freq_factor must be a finite number of at least 5, got 4. It must not be",
+        ),
         (Llama3, {"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an integer"),
         (Llama3, {"original_max_position_embeddings": 8192.5}, "original_max_position_embeddings must be an integer"),
         (YaRN, {"factor": -4}, "YaRN: factor must be"),

@@ -146,8 +146,10 @@ class _Reader:
                 "an object for each layer type",
                 "Ropes that differ between layer types are not supported yet.",
             )
-        before = self.given.setdefault(key, _Given(value, where))
-        if before.value != value:
+        before = self.given.get(key)
+        if before is None:
+            self.given[key] = _Given(value, where)
+        elif before.value != value:
             raise self._error(
                 where,
                 f"it must agree with {before.where}, which is {shown(before.value)}",

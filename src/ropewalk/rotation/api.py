@@ -93,7 +93,8 @@ class Rotation:
         Raises:
             RopeError: layout is unknown, or a shape, dtype or device does not fit the tables.
 
-        Precision: arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
+        Precision:
+            arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
         """
         turned_q = self._turned("q", q, layout)
         return turned_q if k is None else (turned_q, self._turned("k", k, layout))

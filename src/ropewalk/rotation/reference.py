@@ -26,7 +26,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
     Returns:
         A new tensor, shape and dtype of x.
 
-    Precision: products and sum in float32, float64 for float64 x; one rounding to the dtype of x.
+    Precision:
+        products and sum in float32, float64 for float64 x; one rounding to the dtype of x.
     """
     start, end = rotary_offset, rotary_offset + 2 * cos.shape[-1]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,0 +1,124 @@
+"""What explain says, against numbers worked out here."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracle
+from ropewalk import ModelRopes, Rope, RopeError, YaRN, from_config
+from ropewalk.configs.explain import ranges
+from ropewalk.schemes import Linear
+
+LLAMA31 = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+
+def facts(length: int | None = None) -> dict[str, Any]:
+    (group,) = from_config(LLAMA31).facts(length)["ropes"]
+    assert group["layers"] == list(range(32))
+    return group["rope"]
+
+
+def test_facts_of_llama_31() -> None:
+    said = facts()
+    exact = np.array(oracle.by_parts(5e5, 128, 8, 1, 4, 8192), float)
+    np.testing.assert_allclose(said["inv_freq"], exact, rtol=1e-14)
+    np.testing.assert_allclose(said["wavelength"], 2 * math.pi / exact, rtol=1e-14)
+    slowed = np.array(oracle.inv_freq(5e5, 128), float) / exact
+    np.testing.assert_allclose(said["slowed_by"], slowed, rtol=1e-14)
+    assert said["full_turns_when_trained"] == (2 * math.pi / np.array(oracle.inv_freq(5e5, 128), float) <= 8192).sum()
+    assert said["full_turns_at_length"] is None
+    assert facts(100_000)["full_turns_at_length"] == (2 * math.pi / exact <= 100_000).sum()
+
+
+def test_facts_are_json() -> None:
+    said = from_config(LLAMA31).facts(4096)
+    assert json.loads(json.dumps(said, allow_nan=False)) == said
+
+
+def test_text_of_llama_31() -> None:
+    said = from_config(LLAMA31).explain()
+    for line in (
+        "config (model_type llama)",
+        "layers 0-31 of 32",
+        "llama3: factor 8.0, low_freq_factor 1.0, high_freq_factor 4.0, original_max_position_embeddings 8192",
+        "half: channel i turns with i + 64",
+        "channels          0 to 127 of 128 rotate, in 64 pairs",
+        "6.28 to 20,473,564 tokens for a full turn",
+        # papers: 29 pairs kept, 6 in the ramp with these divisors, 29 divided by 8
+        "pairs 0-28 keep their speed; pairs 29-34 slowed 1.207 to 5.257 times; pairs 35-63 slowed 8 times",
+        "8,192 tokens; 35 of 64 pairs complete a turn within it",
+        "base              rope_theta",
+        "head_dim          hidden_size / num_attention_heads",
+        "scaling           rope_scaling.rope_type",
+    ):
+        assert line in said
+    assert "warnings" not in said
+    assert "at length" not in said
+
+
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (8192, "within the trained length"),
+        (60_000, "every angle was seen in training"),
+        (80_000, "pairs 35-63 meet angles never seen in training"),  # slowed 8 times, they reach 65,536
+    ],
+)
+def test_length(length: int, words: str) -> None:
+    assert words in from_config(LLAMA31).explain(length)
+
+
+def test_length_without_a_trained_length() -> None:
+    ropes = ModelRopes(layers=(Rope(8, 1e4, "half"),), model_type="test", source="here")
+    assert "at length         100 tokens; 2 of 4 pairs complete a turn within it\n" in ropes.explain(100)
+
+
+@pytest.mark.parametrize("length", [0, -5, 1.5, True])
+def test_length_must_be_one(length: Any) -> None:
+    with pytest.raises(RopeError, match="explain: length must be an integer at least 1"):
+        from_config(LLAMA31).explain(length)
+
+
+def test_layers_that_differ_are_told_apart() -> None:
+    local, far = Rope(8, 1e4, "interleaved"), Rope(16, 1e6, "half", rotary_dim=4, rotary_offset=8, scaling=Linear(8))
+    said = ModelRopes(layers=(local, far, local, None), model_type="test", source="here").explain()
+    for line in (
+        "layers 0, 2 of 4",
+        "channel 2i turns with 2i + 1 (GPT-J, Meta's Llama)",
+        "layers 1 of 4",
+        "channels          8 to 11 of 16 rotate, in 2 pairs",
+        "pairs 0-1 slowed 8 times",
+        "layers 3 of 4\n  no rotation",
+    ):
+        assert line in said
+
+
+def test_attention_factor_in_words() -> None:
+    rope = Rope(8, 1e4, "half", scaling=YaRN(16, 64))
+    said = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
+    assert "1.27726 multiplies cos and sin, so scores of q and k grow 1.63139 times" in said
+
+
+def test_ranges() -> None:
+    assert ranges([]) == ""
+    assert ranges([5]) == "5"
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"

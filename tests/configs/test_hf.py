@@ -1,0 +1,308 @@
+"""from_config on Hugging Face configs: what is read, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk import Llama3, ModelRopes, Rope, RopeError, YaRN, from_config
+from ropewalk.configs.architectures import ARCHITECTURES
+from ropewalk.schemes import Linear
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """A small Llama of 2 layers; a value of ... removes the key."""
+    values = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+        "rope_theta": 500000.0,
+        **changes,
+    }
+    return {key: value for key, value in values.items() if value is not ...}
+
+
+def v4(rope_type: str = "rope_type", **scaling: Any) -> dict[str, Any]:
+    name = scaling.pop("name")
+    return config(rope_scaling={rope_type: name, **scaling})
+
+
+def v5(name: str, **scaling: Any) -> dict[str, Any]:
+    return config(rope_theta=..., rope_parameters={"rope_type": name, "rope_theta": 500000.0, **scaling})
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_architecture(model_type: str) -> None:
+    ropes = from_config(config(model_type=model_type))
+    assert ropes.rope == Rope(16, 500000.0, "half")
+    assert ropes.layers == (ropes.rope, ropes.rope)
+    assert ARCHITECTURES[model_type].source
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        config(),
+        config(rope_scaling=None, rope_parameters=None),
+        config(rope_scaling={}),
+        config(rope_scaling={"rope_type": "default"}),
+        v5("default"),
+        config(rope_theta=..., rope_parameters={"rope_theta": 500000.0}),
+        config(rope_parameters={"rope_theta": 500000, "rope_type": "default"}),  # said twice, and alike
+        config(partial_rotary_factor=1.0),
+        config(rope_interleaved=False),  # SmolLM2
+        config(head_dim=None),
+        config(original_max_position_embeddings=4096),  # a size of the model; no scheme here reads it
+    ],
+)
+def test_no_scaling(values: dict[str, Any]) -> None:
+    assert from_config(values).rope == Rope(16, 500000.0, "half")
+
+
+@pytest.mark.parametrize(
+    ("name", "given_", "scheme"),
+    [
+        ("linear", {"factor": 4}, Linear(4.0)),
+        ("llama3", LLAMA3, Llama3(**LLAMA3)),
+        ("yarn", YARN, YaRN(**YARN)),
+        ("yarn", {**YARN, "truncate": False, "beta_fast": 24, "beta_slow": 2}, YaRN(**YARN, truncate=False, beta_fast=24, beta_slow=2)),
+        ("yarn", {**YARN, "attention_factor": 1.5, "mscale": None}, YaRN(**YARN, attention_factor=1.5)),
+        ("yarn", {**YARN, "mscale": 1, "mscale_all_dim": 0.5}, YaRN(**YARN, mscale=1, mscale_all_dim=0.5)),
+    ],
+)  # fmt: skip
+def test_schemes_in_both_schemas(name: str, given_: dict[str, Any], scheme: Any) -> None:
+    wanted = Rope(16, 500000.0, "half", scaling=scheme)
+    assert from_config(v4("rope_type", name=name, **given_)).rope == wanted
+    assert from_config(v4("type", name=name, **given_)).rope == wanted
+    assert from_config(v5(name, **given_)).rope == wanted
+    both = v4("type", name=name, **given_)
+    both["rope_scaling"]["rope_type"] = name
+    both["rope_parameters"] = dict(both["rope_scaling"])
+    assert from_config(both).rope == wanted
+
+
+def test_head_dim_is_read_before_it_is_worked_out() -> None:
+    ropes = from_config(
+        config(head_dim=128, hidden_size=5120, num_attention_heads=32)
+    )  # Mistral NeMo: 5120 / 32 is 160
+    assert ropes.rope.head_dim == 128
+    assert ropes.origins["head_dim"] == "head_dim"
+    assert from_config(config()).origins["head_dim"] == "hidden_size / num_attention_heads"
+
+
+def test_head_dim_alone_is_enough() -> None:
+    assert from_config(config(head_dim=32, hidden_size=..., num_attention_heads=...)).rope.head_dim == 32
+
+
+def test_base_of_the_first_llamas() -> None:
+    """Their files state none: Llama 2, Vicuna and Yarn-Llama mean 10000, and that is said aloud."""
+    ropes = from_config(config(rope_theta=..., rope_scaling={"type": "linear", "factor": 4.0}))
+    assert ropes.rope.base == 10_000.0
+    assert "implied by model_type llama" in ropes.origins["base"]
+    assert any("states no rope_theta" in warning for warning in ropes.warnings)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_a_missing_base_is_never_guessed(model_type: str) -> None:
+    with pytest.raises(
+        RopeError, match=r"rope_theta: the base must be given, got none\. Add rope_theta, or pass base="
+    ):
+        from_config(config(model_type=model_type, rope_theta=...))
+    ropes = from_config(config(model_type=model_type, rope_theta=...), base=1e6)
+    assert ropes.rope.base == 1e6
+    assert ropes.origins["base"] == "passed by the caller"
+
+
+def test_a_base_lost_from_rope_parameters() -> None:
+    """transformers 5 always writes it there; without it, something dropped it on the way."""
+    with pytest.raises(RopeError, match="rope_theta: the base must be given"):
+        from_config(config(rope_theta=..., rope_parameters={"rope_type": "default"}))
+
+
+def test_unknown_architecture_with_what_is_needed() -> None:
+    values = config(model_type="my_model", partial_rotary_factor=0.5)
+    ropes = from_config(values, pairing="interleaved")
+    assert ropes.rope == Rope(16, 500000.0, "interleaved", rotary_dim=8)
+    assert ropes.origins["pairing"] == "passed by the caller"
+    with pytest.raises(RopeError, match=r"partial_rotary_factor: it must be at most 1, got 1\.5"):
+        from_config({**values, "partial_rotary_factor": 1.5}, pairing="half")
+
+
+def test_the_same_pairing_may_be_passed() -> None:
+    assert from_config(config(), pairing="half") == from_config(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "kwargs", "message"),
+    [
+        # the architecture
+        ({"model_type": "gpt_neox"}, {}, "model_type: it must be one of llama, mistral, qwen2, qwen3, got 'gpt_neox'"),
+        ({"model_type": "lama"}, {}, "Did you mean 'llama'?"),
+        ({"model_type": "gpt_neox"}, {}, 'pass pairing="half" or pairing="interleaved" to from_config'),
+        ({"model_type": ...}, {}, "model_type: it must be a string, got None"),
+        ({"model_type": ["llama"]}, {}, "model_type: it must be a string, got ['llama']"),
+        ({}, {"pairing": "neox"}, "from_config: pairing must be one of 'half', 'interleaved', got 'neox'"),
+        ({}, {"pairing": "interleaved"}, "model_type: llama has pairing 'half'"),
+        ({"rope_interleaved": True}, {}, "rope_interleaved: it must agree with the pairing 'half'"),
+        ({"rope_interleaved": 0}, {}, "rope_interleaved: it must agree"),
+        # sizes
+        ({"hidden_size": ...}, {}, "hidden_size must be an integer at least 1, got None. It is needed where head_dim"),
+        ({"num_attention_heads": 0}, {}, "num_attention_heads must be an integer at least 1, got 0"),
+        ({"num_attention_heads": True}, {}, "num_attention_heads must be an integer"),
+        ({"hidden_size": 66}, {}, "hidden_size: it must be a multiple of num_attention_heads=4"),
+        ({"hidden_size": 60}, {}, "rotary_dim must be even"),
+        ({"head_dim": 16.0}, {}, "head_dim must be an integer"),
+        ({"head_dim": 10**9}, {}, "head_dim must be an integer from 2 to 65536"),
+        ({"head_dim": -128}, {}, "head_dim must be an integer at least 1, got -128"),
+        ({"num_hidden_layers": ...}, {}, "num_hidden_layers must be an integer from 1 to 10000, got None"),
+        ({"num_hidden_layers": 10**12}, {}, "num_hidden_layers must be an integer from 1 to 10000"),
+        ({"max_position_embeddings": "4096"}, {}, "max_position_embeddings must be an integer at least 1, got '4096'"),
+        # the base
+        ({"rope_theta": "500000"}, {}, "rope_theta must be a finite number greater than 1, got '500000'"),
+        ({"rope_theta": True}, {}, "rope_theta must be a finite number"),
+        ({"rope_theta": -10000}, {}, "rope_theta must be a finite number greater than 1, got -10000"),
+        ({"rope_theta": math.nan}, {}, "rope_theta must be a finite number"),
+        ({"rope_theta": 10**400}, {}, "rope_theta must be a finite number"),
+        ({"rope_theta": [10000]}, {}, "rope_theta must be a finite number"),
+        ({}, {"base": 1e6}, "rope_theta: it is 500000, and base must agree with it, got base=1e+06"),
+        ({}, {"base": "1e6"}, "from_config: base must be a finite number"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, {}, "rope_parameters.rope_theta: it must agree with rope_theta, which is 500000.0, got 1000000.0"),
+        # schemes
+        ({"rope_scaling": "linear"}, {}, "rope_scaling: it must be an object or null, got 'linear'"),
+        ({"rope_parameters": [1]}, {}, "rope_parameters: it must be an object or null"),
+        ({"rope_scaling": {"rope_type": "liner", "factor": 2}}, {}, "rope_scaling.rope_type: it must be one of default, linear, llama3, yarn, got 'liner'. Other schemes are not supported yet. Did you mean 'linear'?"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, {}, "not supported yet"),
+        ({"rope_scaling": {"rope_type": 3}}, {}, "rope_scaling.rope_type: it must be one of"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, {}, "rope_scaling.rope_type: it must be one of"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, {}, "rope_scaling.rope_type: it must agree with rope_scaling.type, which is 'linear', got 'yarn'"),
+        ({"rope_scaling": {"factor": 2}}, {}, "rope_type 'default' must not have keys that it does not read, got 2. It would have no effect. Is rope_type missing?"),
+        ({"rope_scaling": {"type": "linear"}}, {}, "rope_type 'linear': factor must be given, got none"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}, "original_max_position_embeddings must be given"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "attn_factor": 1}}, {}, "rope_scaling.attn_factor: rope_type 'yarn' must not have keys that it does not read, got 1. It would have no effect. Did you mean 'attention_factor'?"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 32}}, {}, "rope_scaling.beta_fast: rope_type 'linear' must not have keys"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, {}, "rope_scaling: Linear: factor must be a finite number of at least 1, got 0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, {}, "Linear: factor must be a finite number"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 8}}, {}, "Llama3: high_freq_factor must be a finite number of at least 8"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 0.5}}, {}, "were the two swapped?"),
+        ({"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": 4096}, {}, "rope_scaling.original_max_position_embeddings: it must agree with original_max_position_embeddings, which is 4096"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention: the parameters must be flat"),
+        ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor: llama rotates the whole head, got 0.5"),
+        ({"partial_rotary_factor": "half"}, {}, "partial_rotary_factor must be a finite number"),
+        # keys that nothing reads
+        ({"rope_thetta": 1e6}, {}, "'rope_thetta': a key about rotation must be one that model_type llama reads"),
+        ({"rope_thetta": 1e6}, {}, "Did you mean 'rope_theta'?"),
+        ({"rope_scalling": {"type": "linear"}}, {}, "Did you mean 'rope_scaling'?"),
+        ({"ropescaling": {"type": "linear"}}, {}, "Did you mean 'rope_scaling'?"),
+        ({"scaling_rope": {"type": "linear"}}, {}, "a key about rotation"),
+        ({"rotary_pct": 0.25}, {}, "'rotary_pct': a key about rotation must be one that model_type llama reads"),
+        ({"no_rope_layers": [1, 0]}, {}, "'no_rope_layers'"),
+    ],
+)  # fmt: skip
+def test_refusals(changes: dict[str, Any], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_config(config(**changes), **kwargs)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(("config: ", "config", "from_config: "))
+
+
+@pytest.mark.parametrize("key", ["property", "theta_wave_europe_x", "bos_token_id"])
+def test_keys_of_other_things_pass(key: str) -> None:
+    if "theta" in key:
+        with pytest.raises(RopeError):
+            from_config(config(**{key: 1}))
+    else:
+        assert from_config(config(**{key: 1})).rope.base == 500000.0
+
+
+def test_messages_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(rope_scaling={"type": "linear", "factor": 0})))
+    with pytest.raises(RopeError) as raised:
+        from_config(path)
+    assert str(raised.value).startswith(f"{path}: rope_scaling: Linear: factor must be")
+
+
+def test_the_config_is_not_changed() -> None:
+    values = v4("type", name="yarn", **YARN)
+    before = json.dumps(values)
+    from_config(values)
+    assert json.dumps(values) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"finetuned": True}, "rope_scaling.finetuned has no effect: it records that the weights were fine-tuned."),
+        ({"mscale": 1.0}, "count only together"),
+        ({"mscale_all_dim": 1.0}, "count only together"),
+        ({"mscale": 0.7, "mscale_all_dim": 0.7}, "equal, so the attention factor is 1"),
+        (
+            {"mscale": 0.7, "mscale_all_dim": 0.7, "attention_factor": 1.2},
+            "so mscale and mscale_all_dim have no effect",
+        ),
+        ({"factor": 16.0}, "max_position_embeddings is 4096, neither original_max_position_embeddings 32768 nor"),
+    ],
+)
+def test_warnings(changes: dict[str, Any], warning: str) -> None:
+    ropes = from_config(v4("type", name="yarn", **{**YARN, **changes}))
+    assert any(warning in line for line in ropes.warnings), ropes.warnings
+    assert warning in ropes.explain()
+
+
+@pytest.mark.parametrize("longest", [32768, 131072, None])
+def test_no_warning_where_there_is_nothing_to_say(longest: int | None) -> None:
+    values = v4("type", name="yarn", **YARN)
+    assert from_config({**values, "max_position_embeddings": longest}).warnings == ()
+    assert from_config(config()).warnings == ()
+
+
+def test_layers_that_differ_have_no_single_rope() -> None:
+    first, second = Rope(16, 1e4, "half"), Rope(16, 1e6, "half")
+    ropes = ModelRopes(layers=(first, second, first, None), model_type="test", source="here")
+    with pytest.raises(RopeError) as raised:
+        _ = ropes.rope
+    assert str(raised.value) == (
+        f"here: rope must be the same in all layers, got layers 0, 2: {first}; layers 1: {second}; layers 3: None. "
+        "Use .layers[i]."
+    )
+    with pytest.raises(RopeError, match="layers 0-1: None"):
+        _ = ModelRopes(layers=(None, None), model_type="test", source="here").rope
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["yarn", "linear"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+some_key = st.sampled_from(
+    [
+        "model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "rope_theta", "rope_scaling",
+        "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "original_max_position_embeddings",
+    ]
+)  # fmt: skip
+scheme_key = st.sampled_from(
+    ["type", "rope_type", "factor", "beta_fast", "mscale", "truncate", "original_max_position_embeddings", "rope_theta"]
+)
+
+
+@given(st.dictionaries(some_key, anything), st.dictionaries(scheme_key, anything, max_size=4))
+def test_nothing_but_ropes_or_rope_errors(changes: dict[str, Any], scaling: dict[str, Any]) -> None:
+    values = config(**{"rope_scaling": scaling, **changes})
+    try:
+        ropes = from_config(values)
+    except RopeError:
+        return
+    assert all(math.isfinite(w) for w in ropes.rope.inv_freq)
+    json.dumps(ropes.facts(100), allow_nan=False)
+    assert ropes.explain(100)

@@ -1,0 +1,172 @@
+"""Proof that the suite can fail: break the library one line at a time and see it go red. Run by hand, outside CI.
+
+    python tests/mutants.py            all mutants, two at a time (some minutes)
+    python tests/mutants.py sin yarn   those whose name contains one of the words
+
+Each mutant is a copy of src/ with one replacement; the text to replace must stand there exactly once. Exit status 1 if a
+mutant survives.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+# In the order in which they are likely to notice; slow compilations left out.
+SUITE = [
+    "tests/test_golden.py",
+    "tests/schemes",
+    "tests/rotation/test_rotation.py",
+    "tests/test_rope.py",
+    "tests/test_fixed_point.py",
+    "tests/test_positions.py",
+    "tests/configs",
+    "tests/test_angles.py",
+    "tests/test_nn.py",
+    "tests/rotation/test_gradients.py",
+    "tests/rotation/test_transforms.py",
+]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+REFERENCE, API, OPS = "rotation/reference.py", "rotation/api.py", "rotation/ops.py"
+YARN, LLAMA3, DEFAULT = "schemes/yarn.py", "schemes/llama3.py", "schemes/default.py"
+
+MUTANTS = [
+    # the rotation
+    Mutant("sign of sin in a", REFERENCE, "a * cos - b * sin", "a * cos + b * sin"),
+    Mutant("sign of sin in b", REFERENCE, "a * sin + b * cos", "b * cos - a * sin"),
+    Mutant("pairing swapped", REFERENCE, 'if pairing == "half":\n        a, b', 'if pairing != "half":\n        a, b'),
+    Mutant("half written as interleaved", REFERENCE, 'if pairing == "half":\n        return', "if False:\n        return"),
+    Mutant("partial tail rotated", REFERENCE, "turned_b, x[..., end:])", "turned_b, -x[..., end:])"),
+    Mutant("interleaved tail rotated", REFERENCE, "turned, x[..., end:])", "turned, -x[..., end:])"),
+    Mutant("head of the slice dropped", REFERENCE, "(x[..., :start], turned_a,", "(0 * x[..., :start], turned_a,"),
+    Mutant("offset ignored", REFERENCE, "start, end = rotary_offset, rotary_offset +", "start, end = 0,"),
+    Mutant("output dtype float32", REFERENCE, "- b * sin).to(x.dtype)", "- b * sin).float()"),
+    Mutant("two roundings", REFERENCE, "(a * cos - b * sin).to(", "(a * cos).to(x.dtype).sub(b * sin).to("),
+    Mutant("float64 in float32", REFERENCE, "torch.float64 if x.dtype == torch.float64 else torch.float32", "torch.float32"),
+    Mutant("layout axes swapped", API, '-3 if layout == "bhsd" else -2', '-2 if layout == "bhsd" else -3'),
+    Mutant("sbhd not transposed", API, "table = table.transpose(0, 1)", "pass"),
+    Mutant("k with the heads of q", API, 'self._turned("k", k, layout))', 'self._turned("k", k, layout).expand_as(q))'),
+    Mutant("batch rows after the first ignored", API, "    if table.ndim == 1:\n", "    table = table[:1].expand_as(table) if table.ndim == 3 else table\n    if table.ndim == 1:\n"),
+    Mutant("in place leaves k", API, 'for name, x in (("q", q), ("k", k)):\n            if x is not None:\n                # Learned', 'for name, x in (("q", q),):\n            if x is not None:\n                # Learned'),
+    Mutant("in place with learned tables keeps no copy", API, "x.clone() if learned else x", "x"),
+    Mutant("k checked after q is changed", API, '(("q", q), ("k", k)):  # both', '(("q", q),):  # both'),
+    Mutant("same tensor twice", API, "if q is k:", "if False:"),
+    Mutant("inverse turns the same way", API, "-self.sin / square", "self.sin / square"),
+    Mutant("inverse keeps the factor", API, "square = self.attention_factor * self.attention_factor", "square = 1.0"),
+    Mutant("inverse applies the factor twice", API, "square = self.attention_factor * self.attention_factor", "square = self.attention_factor ** 3"),
+    Mutant("inverse forgets its own factor", API, "attention_factor=1.0 / self.attention_factor", "attention_factor=self.attention_factor"),
+    Mutant("negative rows wrap", API, "torch.nn.functional.embedding(rows, self.cos), torch.nn.functional.embedding(rows, self.sin)", "self.cos[rows.long()], self.sin[rows.long()]"),
+    Mutant("immutable no more", API, 'raise AttributeError(f"Rotation', 'object.__setattr__(self, name, value)\n        return\n        raise AttributeError(f"Rotation'),
+    Mutant("batch not checked", "rotation/checks.py", "cos.shape[0] != 1 and cos.shape[0] != batch", "False"),
+    Mutant("tokens not checked", "rotation/checks.py", "if seq != cos.shape[-2]:", "if False:"),
+    Mutant("head_dim not checked", "rotation/checks.py", "if x.shape[-1] != head_dim:", "if False:"),
+    Mutant("tables in bfloat16 pass", "rotation/checks.py", "(torch.float32, torch.float64)\n_DTYPES", "(torch.float32, torch.float64, torch.bfloat16)\n_DTYPES"),
+    # gradients
+    Mutant("backward not conjugated", OPS, "cos, -sin, pairing=ctx", "cos, sin, pairing=ctx"),
+    Mutant("backward forgets the offset", OPS, "rotary_offset=ctx.rotary_offset", "rotary_offset=0"),
+    Mutant("Function under functorch", OPS, "        or torch._C._are_functorch_transforms_active()\n", ""),
+    Mutant("Function in forward mode", OPS, "        or torch.autograd.forward_ad._current_level >= 0\n", ""),
+    Mutant("no gradient to cos", OPS, "        or cos.requires_grad\n        or sin.requires_grad\n", ""),
+    Mutant("no Function at all", OPS, "if _plain_autograd_is_needed(cos, sin) or not", "if True or not"),
+    # angles
+    Mutant("cos and sin swapped", "rope.py", "            cos,\n            sin,\n", "            sin,\n            cos,\n"),
+    Mutant("attention factor dropped", "rope.py", "self._rotation(positions, self.attention_factor,", "self._rotation(positions, 1.0,"),
+    Mutant("attention factor on cos only", "angles.py", "(angle.sin() * factor)", "angle.sin()"),
+    Mutant("attention factor on sin only", "angles.py", "(angle.cos() * factor)", "angle.cos()"),
+    Mutant("shift with the factor", "rope.py", "angles.delta_tensor(delta, device), 1.0,", "angles.delta_tensor(delta, device), self.attention_factor,"),
+    Mutant("step from float32 inv_freq", "rope.py", "_fixed_point.step(w)", "_fixed_point.step(float(np.float32(w)))"),
+    Mutant("step truncated", "_fixed_point.py", "round(turns)", "int(turns // 4096 * 4096)"),
+    Mutant("negative positions", "angles.py", "positions.to(torch.int64).unsqueeze(-1)", "positions.to(torch.int64).abs().unsqueeze(-1)"),
+    Mutant("int32 product", "angles.py", "positions.to(torch.int64).unsqueeze(-1)", "positions.to(torch.int32).to(torch.int64).unsqueeze(-1) % 2**30"),
+    Mutant("quadrant off by one", "angles.py", "(phase + (1 << 61)) >> 62", "(phase + (3 << 61)) >> 62"),
+    Mutant("quadrant cut, not rounded", "angles.py", "(phase + (1 << 61)) >> 62", "phase >> 62"),
+    Mutant("sign of cos by quadrant", "angles.py", "((quadrant + 1) & 2)", "(quadrant & 2)"),
+    Mutant("one coefficient", "angles.py", "0.015854344232677915077", "0.015854"),
+    Mutant("low part of pi dropped", "angles.py", "_QUARTER_PI_LOW = math.pi / 4 - _QUARTER_PI_HIGH", "_QUARTER_PI_LOW = 0.0"),
+    Mutant("steps kept from inference mode", "angles.py", "        or torch.is_inference_mode_enabled()\n", ""),
+    Mutant("steps kept from fake tensors", "angles.py", "        or type(positions) is not Tensor\n", ""),
+    Mutant("16-bit positions pass", "angles.py", "if positions.dtype not in _INTEGERS + _FLOATS:", "if False:"),
+    # schemes
+    Mutant("head_dim in the exponent", "rope.py", "default.inv_freq(base, rotary_dim)", "default.inv_freq(base, head_dim)[: rotary_dim // 2]"),
+    Mutant("exponent off by one pair", DEFAULT, "-2 * i /", "-2 * (i + 1) /"),
+    Mutant("linear multiplies", "schemes/linear.py", "w / self.factor", "w * self.factor"),
+    Mutant("yarn ramp swapped", YARN, "w / self.factor * s + w * (1 - s)", "w / self.factor * (1 - s) + w * s"),
+    Mutant("yarn ends swapped", YARN, "low, high = self.ramp(base, rotary_dim)", "high, low = self.ramp(base, rotary_dim)"),
+    Mutant("yarn ceil for floor", YARN, "math.floor(low), math.ceil(high)", "math.ceil(low), math.ceil(high)"),
+    Mutant("yarn floor for ceil", YARN, "math.floor(low), math.ceil(high)", "math.floor(low), math.floor(high)"),
+    Mutant("yarn truncate ignored", YARN, "if self.truncate:", "if True:"),
+    Mutant("yarn lower clamp dropped", YARN, "max(low, 0), min", "low, min"),
+    Mutant("yarn upper clamp dropped", YARN, "min(high, rotary_dim - 1)", "high"),
+    Mutant("yarn upper clamp at the last pair", YARN, "min(high, rotary_dim - 1)", "min(high, rotary_dim // 2 - 1)"),
+    Mutant("yarn ramp not clamped", YARN, "min(max((i - low) / (high - low), 0.0), 1.0)", "(i - low) / (high - low)"),
+    Mutant("yarn ramp without width", YARN, "(low, high + 0.001) if low == high", "(low, high + 1.0) if low == high"),
+    Mutant("yarn betas swapped", YARN, "low = self._index_of_turns(self.beta_fast,", "low = self._index_of_turns(self.beta_slow,"),
+    Mutant("yarn attention_factor ignored", YARN, "if self.attention_factor is not None:\n            return", "if False:\n            return"),
+    Mutant("yarn mscale alone counts", YARN, "if self.mscale and self.mscale_all_dim:", "if self.mscale:"),
+    Mutant("yarn mscale upside down", YARN, "self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)", "self._magnitude(self.mscale_all_dim) / self._magnitude(self.mscale)"),
+    Mutant("llama3 smooth inverted", LLAMA3, "(1 - smooth) * w / self.factor + smooth * w", "smooth * w / self.factor + (1 - smooth) * w"),
+    Mutant("llama3 edge divides by zero", LLAMA3, "if turns <= self.low_freq_factor:", "if turns < self.low_freq_factor:"),
+    Mutant("llama3 high ignored", LLAMA3, "if turns > self.high_freq_factor:", "if turns > 8192:"),
+    # positions
+    Mutant("packed without restart", "positions.py", "return token - starts[", "return token + 0 * starts["),
+    Mutant("packed off by one", "positions.py", "right=True) - 1", "right=False) - 1"),
+    Mutant("ragged ignores offsets", "positions.py", "offsets.to(torch.int64).unsqueeze(1) +", "0 * offsets.to(torch.int64).unsqueeze(1) +"),
+    Mutant("mask counts from one", "positions.py", "(real.cumsum(dim=1) - 1)", "(real.cumsum(dim=1))"),
+    # configs
+    Mutant("contradiction passes", "configs/hf.py", "elif before.value != value:", "elif False:"),
+    Mutant("unused key passes", "configs/hf.py", "elif key not in _SHARED_KEYS and given.where not in _TOP_KEYS:", "elif False:"),
+    Mutant("misspelt key passes", "configs/hf.py", "if _ROPE_WORDS.intersection(words)", "if False and _ROPE_WORDS.intersection(words)"),
+    Mutant("base guessed", "configs/hf.py", 'if implied is None or self._has("rope_parameters"):', "if False:"),
+    Mutant("lost base guessed", "configs/hf.py", 'if implied is None or self._has("rope_parameters"):', "if implied is None:"),
+    Mutant("type not read", "configs/hf.py", '_ALIASES = {"type": "rope_type"}', "_ALIASES: dict[str, str] = {}"),
+    Mutant("head_dim worked out though given", "configs/hf.py", 'if self._has("head_dim"):', "if False:"),
+    Mutant("duplicate key passes", "configs/source.py", "if len(result) < len(pairs):", "if False:"),
+]  # fmt: skip
+
+
+def survives(mutant: Mutant) -> bool:
+    """Whether the suite stays green over this mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", broken, ignore=shutil.ignore_patterns("__pycache__"))
+        file = broken / "ropewalk" / mutant.file
+        text = file.read_text()
+        if text.count(mutant.old) != 1:
+            sys.exit(f"{mutant.name}: its text stands {text.count(mutant.old)} times in {mutant.file}, not once")
+        file.write_text(text.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor", *SUITE]
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if ran.returncode not in (0, 1, 2):
+            sys.exit(f"{mutant.name}: pytest could not run\n{ran.stdout}{ran.stderr}")
+        return ran.returncode == 0
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in m.name for word in words)]
+    survivors = []
+    with ThreadPoolExecutor(2) as pool:
+        for mutant, survived in zip(chosen, pool.map(survives, chosen), strict=True):
+            print(f"{'SURVIVED' if survived else 'killed  '}  {mutant.name}", flush=True)
+            survivors += [mutant.name] * survived
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} killed")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""The house rules: the public names, which way imports point, and what does not load torch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ropewalk
+
+SOURCE = Path(ropewalk.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in SOURCE.rglob("*.py")
+}
+
+# room → the rooms it may import. A room is a top-level module or folder of ropewalk.
+BOTTOM = {"_checks"}
+MAY_IMPORT = {
+    "_checks": set(),
+    "_fixed_point": set(),
+    "schemes": BOTTOM,
+    "angles": BOTTOM,
+    "rotation": BOTTOM,
+    "positions": BOTTOM,
+    "rope": BOTTOM | {"_fixed_point", "schemes", "angles", "rotation"},
+    "configs": BOTTOM | {"rope", "schemes"},
+    "nn": BOTTOM | {"rope", "rotation"},
+    # These stand outside: the public names only, which is the package itself.
+    "plots": set(),
+    "demo": {"plots"},
+    "cli": {"plots", "demo"},
+    "__main__": {"cli"},
+}
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The rooms that a file imports, wherever in it; `if TYPE_CHECKING` blocks included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found.update(name.split(".")[1] for name in names if name.startswith("ropewalk."))
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"__init__"}))
+def test_imports_point_one_way(module: str) -> None:
+    room = module.split(".")[0]
+    allowed = MAY_IMPORT[room] | {room} | ({*ropewalk.__all__} if room in ("plots", "demo", "cli") else set())
+    assert rooms_imported(MODULES[module]) <= allowed
+
+
+def test_the_rule_can_fail(tmp_path: Path) -> None:
+    broken = tmp_path / "reference.py"
+    broken.write_text("def f():\n    from ropewalk.schemes import YaRN\n")
+    assert not rooms_imported(broken) <= MAY_IMPORT["rotation"] | {"rotation"}
+
+
+def test_public_names() -> None:
+    assert ropewalk.__all__ == [
+        "Llama3",
+        "ModelRopes",
+        "Rope",
+        "RopeError",
+        "RotaryEmbedding",
+        "Rotation",
+        "YaRN",
+        "from_config",
+        "positions",
+        "schemes",
+    ]
+    assert dir(ropewalk) == sorted([*ropewalk.__all__, "__version__"])
+    for name in ropewalk.__all__:
+        assert getattr(ropewalk, name).__doc__
+    with pytest.raises(AttributeError, match="module 'ropewalk' has no attribute 'rope_theta'"):
+        _ = ropewalk.rope_theta
+
+
+def loaded_by(program: str) -> set[str]:
+    ran = subprocess.run(
+        [sys.executable, "-c", f"{program}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return set(json.loads(ran.stderr.splitlines()[-1]))
+
+
+CONFIG = str(Path(__file__).parent / "golden" / "models" / "llama-3.1-8b.json")
+READ = f"import json; from ropewalk import from_config; m = from_config(json.load(open({CONFIG!r}))['config'])"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import ropewalk",
+        f"{READ}; m.explain(); m.rope.inv_freq",
+        "import ropewalk.cli",
+        "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
+    ],
+)
+def test_starts_without_torch(program: str) -> None:
+    modules = loaded_by(program)
+    assert "ropewalk" in modules
+    assert not modules & {"torch", "transformers", "matplotlib"}
+
+
+def test_explain_starts_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(Path(CONFIG).read_text())["config"]))
+    program = (
+        "from click.testing import CliRunner; from ropewalk.cli import main\n"
+        f"assert CliRunner().invoke(main, ['explain', {str(path)!r}]).exit_code == 0"
+    )
+    assert "torch" not in loaded_by(program)
+
+
+def test_that_test_can_fail() -> None:
+    assert "torch" in loaded_by("from ropewalk import RotaryEmbedding")
+
+
+def test_no_file_is_too_long() -> None:
+    assert {name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 400} == set()
+
+
+def test_no_assert_and_no_print_in_the_library() -> None:
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Assert), name
+            assert not (isinstance(node, ast.Call) and getattr(node.func, "id", None) == "print"), name
