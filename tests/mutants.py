@@ -98,7 +98,6 @@ MUTANTS = [
     Mutant("sign of cos by quadrant", "angles.py", "((quadrant + 1) & 2)", "(quadrant & 2)"),
     Mutant("one coefficient", "angles.py", "0.015854344232677915077", "0.015854"),
     Mutant("low part of pi dropped", "angles.py", "_QUARTER_PI_LOW = math.pi / 4 - _QUARTER_PI_HIGH", "_QUARTER_PI_LOW = 0.0"),
-    Mutant("steps kept from inference mode", "angles.py", "        or torch.is_inference_mode_enabled()\n", ""),
     Mutant("steps kept from fake tensors", "angles.py", "        or type(positions) is not Tensor\n", ""),
     Mutant("16-bit positions pass", "angles.py", "if positions.dtype not in _INTEGERS + _FLOATS:", "if False:"),
     # schemes

@@ -160,14 +160,13 @@ def _tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
     """The steps as a tensor beside positions.
 
     Kept for the next call, which then copies nothing to the device; but only where both are ordinary tensors: one
-    made under FakeTensorMode, inference mode, functorch or while compiling would poison the calls after it.
+    made under FakeTensorMode, functorch or while compiling would poison the calls after it.
     """
     device = positions.device
     if (
         torch.compiler.is_compiling()
         or type(positions) is not Tensor
         or positions.is_meta
-        or torch.is_inference_mode_enabled()
         or torch._C._are_functorch_transforms_active()
     ):
         return torch.tensor(steps, dtype=torch.int64, device=device)
