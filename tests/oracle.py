@@ -104,3 +104,19 @@ def golden_k(shape: Sequence[int]) -> np.ndarray:
     """The keys of the golden files."""
     i = np.arange(math.prod(shape), dtype=np.int64)
     return np.cos(0.2 + 0.9 * i + 0.5 * (i * i % 13)).astype(np.float32).reshape(shape)
+
+
+def ntk(base: float, rotary_dim: int, alpha: float) -> list[mpmath.mpf]:
+    """NTK-aware: base · alpha^(d / (d − 2))."""
+    with mpmath.workdps(PRECISION):
+        stretched = mpmath.mpf(base) * mpmath.mpf(alpha) ** (mpmath.mpf(rotary_dim) / (rotary_dim - 2))
+        return [stretched ** (-mpmath.mpf(2 * i) / rotary_dim) for i in range(rotary_dim // 2)]
+
+
+def proportional(base: float, head_dim: int, share: float, factor: float = 1) -> list[mpmath.mpf]:
+    """p-RoPE: the exponent over the whole head, nothing after the share."""
+    with mpmath.workdps(PRECISION):
+        return [
+            w / factor if 2 * (i + 1) <= share * head_dim else mpmath.mpf(0)
+            for i, w in enumerate(inv_freq(base, head_dim))
+        ]

@@ -225,7 +225,9 @@ class TestShift:
         np.testing.assert_allclose(rotation.cos, cos[0], atol=ON_CPU)
         np.testing.assert_allclose(rotation.sin, sin[0], atol=ON_CPU)
 
-    @pytest.mark.parametrize("delta", [3, torch.tensor([3, 3, 3, 3, 3]), torch.full((2, 5), 3, dtype=torch.int32)])
+    @pytest.mark.parametrize(
+        "delta", [3, torch.tensor(3), torch.tensor([3, 3, 3, 3, 3]), torch.full((2, 5), 3, dtype=torch.int32)]
+    )
     def test_moves_keys_already_turned(self, delta: int | torch.Tensor) -> None:
         keys, positions = torch.randn(2, 5, 1, 8), torch.arange(1_000_000, 1_000_005)
         moved = self.rope.shift(delta)(self.rope.at(positions)(keys, layout="bshd"), layout="bshd")
@@ -233,7 +235,7 @@ class TestShift:
 
     @pytest.mark.parametrize(
         "delta",
-        [1.5, True, "3", 2**63, None, torch.tensor([0.5]), torch.tensor(3), torch.zeros(2, 2, 2, dtype=torch.int64)],
+        [1.5, True, "3", 2**63, None, torch.tensor([0.5]), torch.zeros(2, 2, 2, dtype=torch.int64)],
     )
     def test_wants_integers(self, delta: object) -> None:
         with pytest.raises(RopeError, match=r"Rope\.shift: delta must be"):
@@ -317,6 +319,11 @@ class TestSurroundings:
         with FakeTensorMode():
             fake = self.rope.at(torch.arange(16))
             assert fake.cos.shape == (16, 32)
+        self.check()
+
+    def test_fake_mode_around_real_positions(self) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            self.rope.at(self.positions)
         self.check()
 
     def test_real_first_then_fake(self) -> None:

@@ -68,8 +68,12 @@ def test_the_rule_can_fail(tmp_path: Path) -> None:
 
 def test_public_names() -> None:
     assert ropewalk.__all__ == [
+        "NTK",
+        "DynamicNTK",
         "Llama3",
+        "LongRoPE",
         "ModelRopes",
+        "Proportional",
         "Rope",
         "RopeError",
         "RotaryEmbedding",

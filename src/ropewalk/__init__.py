@@ -17,14 +17,22 @@ if TYPE_CHECKING:
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
+    from ropewalk.schemes import NTK as NTK
+    from ropewalk.schemes import DynamicNTK as DynamicNTK
     from ropewalk.schemes import Llama3 as Llama3
+    from ropewalk.schemes import LongRoPE as LongRoPE
+    from ropewalk.schemes import Proportional as Proportional
     from ropewalk.schemes import YaRN as YaRN
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "DynamicNTK": "schemes",
     "Llama3": "schemes",
+    "LongRoPE": "schemes",
     "ModelRopes": "configs",
+    "NTK": "schemes",
+    "Proportional": "schemes",
     "Rope": "rope",
     "RopeError": "_checks",
     "RotaryEmbedding": "nn",
@@ -35,8 +43,12 @@ _HOME = {
 _MODULES = ("positions", "schemes")
 
 __all__ = [
+    "NTK",
+    "DynamicNTK",
     "Llama3",
+    "LongRoPE",
     "ModelRopes",
+    "Proportional",
     "Rope",
     "RopeError",
     "RotaryEmbedding",

@@ -34,6 +34,9 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
+# Far above any model (the widest known head has 512 channels); it keeps a corrupt config from filling the memory.
+MAX_HEAD_DIM = 65_536
+
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 _short.maxlong = 40
@@ -54,18 +57,39 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
     return int(value)
 
 
+def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:
+    """A number of tokens. The upper bound is far above any, and keeps arithmetic with floats from overflowing."""
+    result = integer(who, name, value, at_least=at_least)
+    if result > 2**53:
+        raise error(who, f"{name} must be a number of tokens", "more than 2**53", "Is the number right?")
+    return result
+
+
 def number(
-    who: str, name: str, value: Any, *, above: float | None = None, at_least: float | None = None, cure: str = ""
+    who: str,
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    cure: str = "",
 ) -> float:
-    """`value` as a finite float, greater than `above` or at least `at_least`; booleans are refused."""
+    """`value` as a finite float within the bounds; booleans are refused."""
     bound = "" if above is None else f" greater than {above:g}"
     bound = bound if at_least is None else f" of at least {at_least:g}"
+    bound = bound if at_most is None else f"{bound} and at most {at_most:g}"
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             result = float(value)
         except OverflowError:
             result = math.inf
-        if math.isfinite(result) and (above is None or result > above) and (at_least is None or result >= at_least):
+        if (
+            math.isfinite(result)
+            and (above is None or result > above)
+            and (at_least is None or result >= at_least)
+            and (at_most is None or result <= at_most)
+        ):
             return result
     raise error(who, f"{name} must be a finite number{bound}", shown(value), cure or f"Pass a plain number as {name}.")
 
@@ -77,7 +101,7 @@ def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'rope_theta'?` or an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
+    """` Did you mean 'rope_theta'?` or an empty string; likeness 1 is the same word."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -52,16 +52,16 @@ def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tens
     """A shift as an integer tensor: `[]` for an int, else as it came."""
     who = "Rope.shift"
     if isinstance(delta, Tensor):
-        if delta.dtype not in _INTEGERS or delta.ndim not in (1, 2):
+        if delta.dtype not in _INTEGERS or delta.ndim > 2:
             raise _checks.error(
                 who,
-                "delta must be an int or an int32 or int64 tensor [seq] or [batch, seq]",
+                "delta must be an int or an int32 or int64 tensor [], [seq] or [batch, seq]",
                 f"{delta.dtype} of shape {tuple(delta.shape)}",
                 "Pass how many tokens each key moves.",
             )
         return delta
     _checks.integer(who, "delta", delta, at_least=-(2**63), at_most=2**63 - 1)
-    return torch.tensor(delta, dtype=torch.int64, device=device)
+    return torch.tensor(delta, dtype=torch.int64, device="cpu" if device is None else device)
 
 
 def cos_sin(
@@ -168,11 +168,14 @@ def _tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
         or type(positions) is not Tensor
         or positions.is_meta
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
     ):
         return torch.tensor(steps, dtype=torch.int64, device=device)
-    key = (steps, device)
-    if (kept := _steps_on_device.get(key)) is None:
+    if (kept := _steps_on_device.get((steps, device))) is not None:
+        return kept
+    made = torch.tensor(steps, dtype=torch.int64, device=device)
+    if type(made) is Tensor:  # a mode around us may have made it something else
         if len(_steps_on_device) >= _MOST_KEPT:
             _steps_on_device.clear()
-        kept = _steps_on_device[key] = torch.tensor(steps, dtype=torch.int64, device=device)
-    return kept
+        _steps_on_device[steps, device] = made
+    return made

@@ -21,7 +21,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except ropewalk.RopeError as e:
+        except (ropewalk.RopeError, OSError) as e:
             raise click.ClickException(str(e)) from e
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
 Pairing = Literal["half", "interleaved"]
 PAIRINGS = ("half", "interleaved")
-
-# Far above any model (the widest known head has 512 channels); it keeps a corrupt config from filling the memory.
-_MAX_HEAD_DIM = 65_536
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,6 +35,7 @@ class Rope:
             with 2i + 1 (GPT-J, Meta's Llama). Called `is_neox_style` (True is half) in vLLM, `traditional` (True is
             interleaved) in MLX.
         rotary_dim: channels that are rotated, even; all from `rotary_offset` on when None. The others pass unchanged.
+            `dataclasses.replace` keeps the number that None became: to widen the head, replace both.
         rotary_offset: the first rotated channel (DeepSeek's MLA rotates the last 64 of 192: offset 128). For a tensor
             that is the rotated slice alone, use `dataclasses.replace(rope, head_dim=rope.rotary_dim,
             rotary_offset=0)`.
@@ -63,13 +61,13 @@ class Rope:
     scaling: Scheme | None = None
 
     # Worked out once in __post_init__: torch.compile can trace a tuple of numbers, but no NumPy and no cached_property.
-    attention_factor: float = field(init=False, compare=False)
-    """Multiplies cos and sin, dimensionless: YaRN's temperature, else 1.0. Scores of q and k change by its square."""
-    _inv_freq: tuple[float, ...] = field(init=False, compare=False)
-    _steps: tuple[int, ...] = field(init=False, compare=False)
+    # None for a scheme that depends on the length.
+    _attention_factor: float | None = field(init=False, compare=False)
+    _inv_freq: tuple[float, ...] | None = field(init=False, compare=False)
+    _steps: tuple[int, ...] | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        head_dim = _checks.integer("Rope", "head_dim", self.head_dim, at_least=2, at_most=_MAX_HEAD_DIM)
+        head_dim = _checks.integer("Rope", "head_dim", self.head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
         base = _checks.number("Rope", "base", self.base, above=1.0)
         _checks.choice("Rope", "pairing", self.pairing, PAIRINGS)
         offset = _checks.integer("Rope", "rotary_offset", self.rotary_offset, at_least=0, at_most=head_dim - 2)
@@ -96,18 +94,29 @@ class Rope:
                 _checks.shown(self.scaling),
                 "Build one, e.g. Llama3(...), or read a config with from_config.",
             )
-        scheme = self.scaling
-        inv_freq = default.inv_freq(base, rotary_dim) if scheme is None else scheme.inv_freq(base, rotary_dim)
         for name, value in (
             ("head_dim", head_dim),
             ("base", base),
             ("rotary_offset", offset),
             ("rotary_dim", rotary_dim),
-            ("attention_factor", 1.0 if scheme is None else scheme.table_factor()),
-            ("_inv_freq", inv_freq),
-            ("_steps", tuple(_fixed_point.step(w) for w in inv_freq)),
         ):
             object.__setattr__(self, name, value)
+        self._work_out()
+
+    def _work_out(self) -> None:
+        scheme = self.scaling
+        inv_freq: tuple[float, ...] | None
+        if scheme is None:
+            factor, inv_freq = 1.0, default.inv_freq(self.base, self.rotary_dim)
+        elif scheme.depends_on_length:
+            scheme.check(self.rotary_dim)
+            factor, inv_freq = None, None
+        else:
+            factor, inv_freq = scheme.table_factor(), scheme.inv_freq(self.base, self.rotary_dim)
+        object.__setattr__(self, "_attention_factor", factor)
+        object.__setattr__(self, "_inv_freq", inv_freq)
+        steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
+        object.__setattr__(self, "_steps", steps)
 
     def __repr__(self) -> str:
         parts = [f"head_dim={self.head_dim}", f"base={self.base!r}", f"pairing={self.pairing!r}"]
@@ -120,14 +129,38 @@ class Rope:
         return f"Rope({', '.join(parts)})"
 
     @property
+    def attention_factor(self) -> float:
+        """Multiplies cos and sin, dimensionless: YaRN, LongRoPE; else 1.0. Scores of q and k change by its square.
+
+        Raises:
+            RopeError: it depends on the length (use `at_length`).
+        """
+        if self._attention_factor is None:
+            raise self._unresolved()
+        return self._attention_factor
+
+    @property
     def inv_freq(self) -> np.ndarray:
-        """Speed of each pair in radians per position, scaling applied; a new float64 array of rotary_dim // 2."""
-        return np.array(self._inv_freq, dtype=np.float64)
+        """Speed of each pair in radians per position, scaling applied; a new float64 array of rotary_dim // 2.
+
+        Raises:
+            RopeError: it depends on the length (use `at_length`).
+        """
+        return np.array(self._frequencies(), dtype=np.float64)
 
     @property
     def wavelength(self) -> np.ndarray:
-        """Tokens in a full turn of each pair, 2π / inv_freq; float64, rotary_dim // 2; inf for an idle pair."""
-        return np.array([2 * math.pi / w if w else math.inf for w in self._inv_freq], dtype=np.float64)
+        """Tokens in a full turn of each pair, 2π / inv_freq; float64, rotary_dim // 2; inf for an idle pair.
+
+        Raises:
+            RopeError: it depends on the length (use `at_length`).
+        """
+        return np.array([2 * math.pi / w if w else math.inf for w in self._frequencies()], dtype=np.float64)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the frequencies are known; else they depend on the length, and `at_length` resolves them."""
+        return self._inv_freq is not None
 
     def at(
         self,
@@ -170,8 +203,8 @@ class Rope:
         """The rotation that moves keys already rotated by `delta` positions: no attention factor a second time.
 
         Args:
-            delta: how far, in tokens, negative is back: an int for all tokens, or an integer tensor `[seq]` or
-                `[batch, seq]`.
+            delta: how far, in tokens, negative is back: an int (or an integer tensor `[]`) for all tokens, or an
+                integer tensor `[seq]` or `[batch, seq]`.
             device, dtype: as in `at`; an int delta is on the CPU when device is None.
 
         Returns:
@@ -193,13 +226,40 @@ class Rope:
         return self._rotation(angles.delta_tensor(delta, device), 1.0, device, dtype)
 
     def at_length(self, n: int) -> Rope:
-        """The static rope for sequences of up to n tokens. Every scheme here is static, so this rope itself.
+        """The static rope for sequences of up to n tokens.
+
+        Dynamic NTK and LongRoPE have other frequencies for longer sequences. Say once how long they will be, and use
+        the result throughout: keys in a cache keep the rotation they were given. A static rope returns itself.
+
+        Args:
+            n: the longest sequence, in tokens, at least 1.
 
         Raises:
-            RopeError: n is not an integer of at least 1.
+            RopeError: n is not such an integer.
+
+        Example:
+            >>> from ropewalk import DynamicNTK
+            >>> rope = Rope(head_dim=8, base=10_000.0, pairing="half", scaling=DynamicNTK(2.0, 4096))
+            >>> rope.at_length(4096)
+            Rope(head_dim=8, base=10000.0, pairing='half')
+            >>> rope.at_length(8192)
+            Rope(head_dim=8, base=10000.0, pairing='half', scaling=NTK(alpha=3.0))
         """
-        _checks.integer("Rope.at_length", "n", n, at_least=1)
-        return self
+        n = _checks.length("Rope.at_length", "n", n)
+        return self if self.scaling is None or self.is_static else replace(self, scaling=self.scaling.at_length(n))
+
+    def _frequencies(self) -> tuple[float, ...]:
+        if self._inv_freq is None:
+            raise self._unresolved()
+        return self._inv_freq
+
+    def _unresolved(self) -> _checks.RopeError:
+        return _checks.error(
+            "Rope",
+            f"the length must be said, since the frequencies of {type(self.scaling).__name__} depend on it",
+            "a rope that is not resolved",
+            "Use rope.at_length(n), once, with n the longest sequence you will run.",
+        )
 
     def _rotation(
         self,
@@ -210,14 +270,9 @@ class Rope:
     ) -> Rotation:
         """The one place where frequencies, positions and the rotation meet."""
         from ropewalk import angles
-        from ropewalk.rotation.api import Rotation
+        from ropewalk.rotation.api import made
 
+        if self._steps is None or self._inv_freq is None:
+            raise self._unresolved()
         cos, sin = angles.cos_sin(positions, self._steps, self._inv_freq, factor, device=device, dtype=dtype)
-        return Rotation(
-            cos,
-            sin,
-            pairing=self.pairing,
-            head_dim=self.head_dim,
-            rotary_offset=self.rotary_offset,
-            attention_factor=factor,
-        )
+        return made(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)

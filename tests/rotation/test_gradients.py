@@ -33,6 +33,14 @@ class TestGradcheck:
         assert gradcheck(function, (q, k), check_forward_ad=True, check_batched_grad=True)
         assert gradgradcheck(function, (q, k))
 
+    def test_new_tensors_of_a_whole_head(self, layout: str, pairing: str) -> None:
+        rotation = Rope(8, 1e4, pairing).at(torch.tensor([5, 0, 100_000]), dtype=torch.float64)
+        function = lambda q: rotation(q, layout=layout)  # noqa: E731
+        q = double(*LAYOUTS[layout])
+        assert gradcheck(function, q, check_forward_ad=True, check_batched_grad=True)
+        jacobian = torch.autograd.functional.jacobian(function, q, vectorize=True)
+        torch.testing.assert_close(jacobian, torch.autograd.functional.jacobian(function, q))
+
     def test_in_place(self, layout: str, pairing: str) -> None:
         rotation, q, k = self.rotation(pairing), double(*LAYOUTS[layout]), double(*LAYOUTS[layout])
 

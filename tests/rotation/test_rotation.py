@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,9 +165,13 @@ def test_in_place_changes_nothing_when_k_does_not_fit() -> None:
 
 
 def test_in_place_refuses_to_turn_one_tensor_twice() -> None:
-    q = torch.randn(1, SEQ, 2, 8)
-    with pytest.raises(RopeError, match="q and k must be two tensors"):
-        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(q, q, layout="bshd")
+    rotation, q = Rope(8, 1e4, "half").at(torch.arange(SEQ)), torch.randn(1, SEQ, 2, 8)
+    fused = torch.randn(1, SEQ, 6, 8)
+    for a, b in ((q, q), (q, q[:]), (fused[:, :, :3], fused[:, :, 2:]), (fused[:, :, :1], fused[:, :, :5])):
+        with pytest.raises(RopeError, match="q and k must not share elements"):
+            rotation.apply_(a, b, layout="bshd")
+    rotation.apply_(fused[:, :, :3], fused[:, :, 3:], layout="bshd")  # neighbours share nothing
+    rotation.apply_(fused[:, :, ::2], fused[:, :, 1::2], layout="bshd")
 
 
 def test_in_place_refuses_overlapping_memory() -> None:
@@ -300,6 +305,10 @@ class TestValue:
             with pytest.raises(RopeError, match=r"Rotation\.to: only the device can be changed"):
                 self.rotation.to(dtype)  # type: ignore[arg-type]
 
+    def test_is_loaded_without_trusting_the_file(self, tmp_path: Path) -> None:
+        torch.save(self.rotation, tmp_path / "rotation.pt")
+        self.check_twin(torch.load(tmp_path / "rotation.pt", weights_only=True))
+
     def test_repr(self) -> None:
         assert repr(Rope(8, 1e4, "half").at(torch.arange(3))) == (
             "Rotation(tokens=(3,), pairs=4, pairing='half', dtype=torch.float32, device='cpu')"
@@ -321,9 +330,13 @@ class TestValue:
         ({"cos": torch.ones(3, 0), "sin": torch.ones(3, 0)}, "must have the same shape"),
         ({"cos": torch.ones(3, 4, device="meta")}, "cos and sin must be on the same device, got meta and cpu"),
         ({"pairing": "neox"}, "pairing must be one of 'half', 'interleaved', got 'neox'"),
-        ({"head_dim": 6}, "head_dim must hold the 8 rotated channels"),
-        ({"head_dim": 10, "rotary_offset": 4}, "got head_dim=10 and rotary_offset=4"),
-        ({"rotary_offset": -2}, "got head_dim=6 and rotary_offset=-2"),
+        ({"head_dim": 6}, "head_dim must be an integer at least 8, got 6"),
+        ({"head_dim": 10, "rotary_offset": 4}, "head_dim must be an integer at least 12, got 10"),
+        ({"head_dim": 8.0}, "head_dim must be an integer"),
+        ({"rotary_offset": -2}, "rotary_offset must be an integer at least 0, got -2"),
+        ({"rotary_offset": "2"}, "rotary_offset must be an integer"),
+        ({"attention_factor": 0}, "attention_factor must be a finite number greater than 0"),
+        ({"attention_factor": float("nan")}, "attention_factor must be a finite number"),
     ],
 )
 def test_tables_of_ones_own_are_checked(changes: dict[str, Any], message: str) -> None:

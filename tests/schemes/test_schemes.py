@@ -147,8 +147,18 @@ def test_yarn_temperature_of_the_paper(factor: float, magnitude: float) -> None:
         (Llama3, {"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an integer"),
         (Llama3, {"original_max_position_embeddings": 8192.5}, "original_max_position_embeddings must be an integer"),
         (YaRN, {"factor": -4}, "YaRN: factor must be"),
-        (YaRN, {"beta_slow": 33}, "beta_fast must be a finite number of at least 33, got 32.0. It must not be less"),
-        (YaRN, {"beta_slow": 0}, "beta_slow must be a finite number greater than 0"),
+        (
+            YaRN,
+            {"beta_slow": 33},
+            "beta_fast must be a finite number of at least 33 and at most 1e+06, got 32.0. It must not be less",
+        ),
+        (YaRN, {"beta_slow": 0}, "beta_slow must be a finite number of at least 1e-06"),
+        (YaRN, {"beta_fast": 1e300}, "beta_fast must be a finite number of at least 1 and at most 1e+06"),
+        (
+            YaRN,
+            {"original_max_position_embeddings": 10**400},
+            "original_max_position_embeddings must be a number of tokens, got more than 2**53",
+        ),
         (YaRN, {"truncate": 0}, "truncate must be True or False, got 0"),
         (YaRN, {"truncate": "false"}, "truncate must be True or False"),
         (YaRN, {"attention_factor": 0}, "attention_factor must be a finite number greater than 0"),
@@ -172,4 +182,6 @@ def test_schemes_are_values() -> None:
 
 
 def test_every_scheme_is_found_by_its_rope_type() -> None:
-    assert {name: scheme.rope_type for name, scheme in SCHEMES.items()} == {n: n for n in ("linear", "llama3", "yarn")}
+    assert {name: scheme.rope_type for name, scheme in SCHEMES.items()} == {
+        n: n for n in ("dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
+    }

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ropewalk._checks import integer
+from ropewalk._checks import length as checked_length
 from ropewalk.schemes import Scheme, default
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def facts(ropes: ModelRopes, length: int | None) -> dict[str, Any]:
     """What is to be said about a model's ropes, as plain data."""
     if length is not None:
-        length = integer("explain", "length", length, at_least=1)
+        length = checked_length("explain", "length", length)
     return {
         "source": ropes.source,
         "model_type": ropes.model_type,

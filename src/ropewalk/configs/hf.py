@@ -15,8 +15,9 @@ from ropewalk._checks import RopeError, choice, error, integer, nearest, number,
 from ropewalk.configs.architectures import ARCHITECTURES, Architecture
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope import PAIRINGS, Pairing, Rope
-from ropewalk.schemes import SCHEMES, Scheme, YaRN
+from ropewalk.schemes import Linear, Llama3, Scheme, YaRN
 
+SCHEMES: dict[str, type[Scheme]] = {scheme.rope_type: scheme for scheme in (Linear, Llama3, YaRN)}
 _SECTIONS = ("rope_scaling", "rope_parameters")
 _ALIASES = {"type": "rope_type"}
 # Keys at the top of a config that decide rotation; they may also stand in a section.
@@ -26,7 +27,7 @@ _SHARED_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
 # Written by some files, with no effect on the angles: (rope_type, key) → what it records.
 _IDLE_KEYS = {("yarn", "finetuned"): "records that the weights were fine-tuned"}
 # A key with one of these words is about rotation: reading past one is how a model breaks.
-_ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn"})
+_ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 # The deepest model has some hundred layers; this keeps a corrupt file from filling the memory.
 _MAX_LAYERS = 10_000
@@ -158,12 +159,12 @@ class _Reader:
             )
 
     def _refuse_stray_keys(self) -> None:
-        known = (*_TOP_KEYS, *_SECTIONS, "rope_interleaved")
+        known = (*_TOP_KEYS, *_SECTIONS, "rope_interleaved", "head_dim", "max_position_embeddings")
         for key, value in self.config.items():
             if key in known or value is None:
                 continue
             words = str(key).lower().split("_")
-            if _ROPE_WORDS.intersection(words) or words[0].startswith("rope") or nearest(str(key), _SECTIONS):
+            if _ROPE_WORDS.intersection(words) or words[0].startswith("rope") or nearest(str(key), known, likeness=0.8):
                 raise self._error(
                     shown(key),
                     f"a key about rotation must be one that model_type {self.model_type} reads",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from ropewalk._checks import RopeError
@@ -31,7 +30,7 @@ class ModelRopes:
     source: str
     trained_length: int | None = None
     max_position_embeddings: int | None = None
-    origins: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
 
     @property

@@ -31,8 +31,14 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
         return _object(source.to_dict(), name), name
     if isinstance(source, str | os.PathLike):
         path = Path(source)
-        path = path / "config.json" if path.is_dir() else path
-        return _object(_json(path), str(path)), str(path)
+        try:
+            path = path / "config.json" if path.is_dir() else path
+            content = _read(path)
+        except (OSError, ValueError) as e:
+            if isinstance(e, RopeError):
+                raise
+            raise RopeError(f"{path}: cannot be read: {e}.") from e
+        return _object(_json(content, path), str(path)), str(path)
     raise error(
         "from_config",
         "source must be a dict, a config object with to_dict(), or a path",
@@ -41,18 +47,17 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
     )
 
 
-def _json(path: Path) -> object:
-    try:
-        if not path.is_file():
-            raise error(str(path), "the config must be a file", "none there", "Is the path right?")
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as e:
-        if isinstance(e, RopeError):
-            raise
-        raise RopeError(f"{path}: cannot be read: {e}.") from e
+def _read(path: Path) -> bytes:
+    if not path.is_file():
+        raise error(str(path), "the config must be a file", "none there", "Is the path right?")
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
         raise error(str(path), f"a config must have at most {_MAX_BYTES} bytes", "more", "Is this a config.json?")
+    return content
+
+
+def _json(content: bytes, path: Path) -> object:
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
     except RopeError as e:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import choice, error, shown
+from ropewalk._checks import choice, error, integer, number, shown
 from ropewalk.rotation import checks, ops
 
 Pairing = Literal["half", "interleaved"]
@@ -63,15 +63,10 @@ class Rotation:
     ) -> None:
         checks.tables(cos, sin)
         choice("Rotation", "pairing", pairing, checks.PAIRINGS)
+        rotary_offset = integer("Rotation", "rotary_offset", rotary_offset, at_least=0)
         end = rotary_offset + 2 * cos.shape[-1]
-        head_dim = end if head_dim is None else head_dim
-        if rotary_offset < 0 or head_dim < end:
-            raise error(
-                "Rotation",
-                f"head_dim must hold the {2 * cos.shape[-1]} rotated channels from rotary_offset on",
-                f"head_dim={head_dim} and rotary_offset={rotary_offset}",
-                "Pass rotary_offset of at least 0 and head_dim of at least rotary_offset + 2 * pairs.",
-            )
+        head_dim = end if head_dim is None else integer("Rotation", "head_dim", head_dim, at_least=end)
+        attention_factor = number("Rotation", "attention_factor", attention_factor, above=0.0)
         _set(self, cos, sin, pairing, head_dim, rotary_offset, attention_factor)
 
     @overload
@@ -104,12 +99,12 @@ class Rotation:
 
         Also on slices of a fused QKV tensor, and where gradients are recorded.
         """
-        if q is k:
+        if k is not None and not torch.compiler.is_compiling() and checks.share_elements(q, k):
             raise error(
                 "Rotation.apply_",
-                "q and k must be two tensors",
-                "the same one twice",
-                "Pass it once: it would be turned twice.",
+                "q and k must not share elements",
+                "tensors that overlap in memory",
+                "What they share would be turned twice.",
             )
         for name, x in (("q", q), ("k", k)):  # both before either is changed
             if x is not None:
@@ -185,7 +180,7 @@ class Rotation:
 
     def _with(self, cos: Tensor, sin: Tensor, *, attention_factor: float | None = None) -> Rotation:
         factor = self.attention_factor if attention_factor is None else attention_factor
-        return _rebuilt(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)
+        return made(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)
 
     def _turned(self, name: str, x: Tensor, layout: str) -> Tensor:
         checks.tensor_fits(name, x, layout, self.cos, self.sin, self.head_dim)
@@ -199,7 +194,7 @@ class Rotation:
         self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, tuple(getattr(self, name) for name in _FIELDS)
+        return made, tuple(getattr(self, name) for name in _FIELDS)
 
     def __repr__(self) -> str:
         parts = [f"tokens={tuple(self.cos.shape[:-1])}", f"pairs={self.cos.shape[-1]}", f"pairing={self.pairing!r}"]
@@ -217,8 +212,12 @@ def _set(rotation: Rotation, *values: object) -> None:
         object.__setattr__(rotation, name, value)
 
 
-def _rebuilt(*values: object) -> Rotation:
-    """A Rotation without checks: pytrees put other things than tensors in the place of cos and sin."""
+def made(*values: object) -> Rotation:
+    """A Rotation from its fields, without checks.
+
+    For Rope, whose numbers are checked; for pytrees, which put other things than tensors in the place of cos and sin;
+    and for pickle.
+    """
     rotation = object.__new__(Rotation)
     _set(rotation, *values)
     return rotation
@@ -245,7 +244,7 @@ def _flatten_with_keys(rotation: Rotation) -> tuple[list[tuple[Any, Any]], tuple
 
 
 def _unflatten(tables: Any, context: tuple[Any, ...]) -> Rotation:
-    return _rebuilt(*tables, *context)
+    return made(*tables, *context)
 
 
 pytree.register_pytree_node(
@@ -257,3 +256,5 @@ pytree.register_pytree_node(
     to_dumpable_context=list,
     from_dumpable_context=tuple,
 )
+
+torch.serialization.add_safe_globals([made])  # torch.load(weights_only=True), also of exported programs

@@ -110,3 +110,28 @@ def _tokens_fit(name: str, x: Tensor, layout: str, cos: Tensor) -> None:
             f"{batch} in shape {tuple(x.shape)}",
             "Is the layout right?",
         )
+
+
+def share_elements(q: Tensor, k: Tensor) -> bool:
+    """Whether two tensors with the same strides have an element in common. With other strides it is not looked for."""
+    if q is k:
+        return True
+    if type(q) is not Tensor or type(k) is not Tensor or q.is_meta or q.stride() != k.stride() or q.dtype != k.dtype:
+        return False
+    if torch._C._are_functorch_transforms_active() or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return False
+    axes = sorted(zip(q.stride(), q.shape, k.shape, strict=True), reverse=True)
+    return _is_reached(int(k.storage_offset()) - int(q.storage_offset()), axes)
+
+
+def _is_reached(distance: int, axes: list[tuple[int, int, int]]) -> bool:
+    """Whether steps along the axes, those of an element of q less those of one of k, can add up to the distance."""
+    if not axes:
+        return distance == 0
+    (stride, of_q, of_k), rest = axes[0], axes[1:]
+    if stride == 0:
+        return _is_reached(distance, rest)
+    nearest = distance // stride
+    return any(
+        -of_k < steps < of_q and _is_reached(distance - steps * stride, rest) for steps in (nearest, nearest + 1)
+    )

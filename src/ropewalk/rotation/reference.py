@@ -29,10 +29,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
     Precision:
         products and sum in float32, float64 for float64 x; one rounding to the dtype of x.
     """
-    start, end = rotary_offset, rotary_offset + 2 * cos.shape[-1]
+    width = 2 * cos.shape[-1]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos.to(compute), sin.to(compute)
-    part = x[..., start:end]
+    before, part, after = torch.split(x, [rotary_offset, width, x.shape[-1] - rotary_offset - width], dim=-1)
     if pairing == "half":
         a, b = part.chunk(2, dim=-1)
     else:
@@ -41,6 +41,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
     turned_a = (a * cos - b * sin).to(x.dtype)
     turned_b = (a * sin + b * cos).to(x.dtype)
     if pairing == "half":
-        return torch.cat((x[..., :start], turned_a, turned_b, x[..., end:]), dim=-1)
+        return torch.cat((before, turned_a, turned_b, after), dim=-1)
     turned = torch.stack((turned_a, turned_b), dim=-1).reshape(part.shape)
-    return torch.cat((x[..., :start], turned, x[..., end:]), dim=-1)
+    return torch.cat((before, turned, after), dim=-1)

@@ -59,9 +59,7 @@ class Llama3(Scheme):
         )
         put(
             "original_max_position_embeddings",
-            _checks.integer(
-                "Llama3", "original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
-            ),
+            _checks.length("Llama3", "original_max_position_embeddings", self.original_max_position_embeddings),
         )
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:

@@ -31,8 +31,8 @@ class YaRN(Scheme):
     Args:
         factor: wanted length / trained length, dimensionless, at least 1.
         original_max_position_embeddings: trained length, in tokens.
-        beta_fast: turns within the trained length from which a pair keeps its speed; greater than 0.
-        beta_slow: turns up to which a pair is slowed by the whole factor; greater than 0, at most beta_fast. Equal
+        beta_fast: turns within the trained length from which a pair keeps its speed; at most 1e6.
+        beta_slow: turns up to which a pair is slowed by the whole factor; at least 1e-6, at most beta_fast. Equal
             makes the ramp a step (Kimi K2).
         truncate: round the ends of the ramp outwards to whole pairs. False in gpt-oss.
         attention_factor: multiplier of cos and sin, dimensionless, greater than 0; None computes it.
@@ -64,11 +64,9 @@ class YaRN(Scheme):
         put("factor", _checks.number("YaRN", "factor", self.factor, at_least=1.0))
         put(
             "original_max_position_embeddings",
-            _checks.integer(
-                "YaRN", "original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
-            ),
+            _checks.length("YaRN", "original_max_position_embeddings", self.original_max_position_embeddings),
         )
-        put("beta_slow", _checks.number("YaRN", "beta_slow", self.beta_slow, above=0.0))
+        put("beta_slow", _checks.number("YaRN", "beta_slow", self.beta_slow, at_least=1e-6))
         put(
             "beta_fast",
             _checks.number(
@@ -76,6 +74,7 @@ class YaRN(Scheme):
                 "beta_fast",
                 self.beta_fast,
                 at_least=self.beta_slow,
+                at_most=1e6,
                 cure="It must not be less than beta_slow; were the two swapped?",
             ),
         )

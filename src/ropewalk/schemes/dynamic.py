@@ -1,0 +1,52 @@
+"""Dynamic NTK: no scaling up to the trained length, beyond it NTK-aware scaling that grows with the length.
+
+The frequencies depend on the length of the sequence. Engines disagree on which length that is (of this call, of the
+longest call so far, the longest that is configured), and keys already in a cache keep the rotation of an earlier
+length. Here the caller says it once: `rope.at_length(n)`.
+
+Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.3. Deployed as
+`_compute_dynamic_ntk_parameters` in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ropewalk import _checks
+from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes.ntk import NTK
+
+
+@dataclass(frozen=True)
+class DynamicNTK(Scheme):
+    """At length n beyond max_position_embeddings, NTK with alpha = factor · n / max_position_embeddings − (factor − 1).
+
+    Args:
+        factor: how fast alpha grows, dimensionless, at least 1. With 1, too, it is no scaling only up to
+            max_position_embeddings: beyond, alpha is n / max_position_embeddings.
+        max_position_embeddings: trained length, in tokens.
+
+    Raises:
+        RopeError: a value is outside its range.
+    """
+
+    rope_type: ClassVar[str] = "dynamic"
+    depends_on_length: ClassVar[bool] = True
+    factor: float
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factor", _checks.number("DynamicNTK", "factor", self.factor, at_least=1.0))
+        length = _checks.length("DynamicNTK", "max_position_embeddings", self.max_position_embeddings)
+        object.__setattr__(self, "max_position_embeddings", length)
+
+    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """Raises RopeError: there are none without a length. `Rope` says so before it comes to this."""
+        raise _checks.error("DynamicNTK", "the length must be said", "none", "Use at_length(n) first.")
+
+    def at_length(self, n: int) -> Scheme | None:
+        """None (the default frequencies) up to max_position_embeddings, else `NTK`."""
+        if n <= self.max_position_embeddings:
+            return None
+        return NTK(alpha=self.factor * n / self.max_position_embeddings - (self.factor - 1))

@@ -1,0 +1,100 @@
+"""LongRoPE: each pair slowed by a searched factor of its own, one list for short sequences and one for long ones.
+
+When "long" applies, seven engines have seven rules (of this call, of the whole batch, of what is configured, always).
+Here the caller says it once: `rope.at_length(n)` takes the long list where n exceeds the trained length.
+
+Source: Ding et al. 2024, arXiv:2402.13753, section 3; Phi-3's released code. Deployed as
+`_compute_longrope_parameters` in transformers 5.23; short_mscale and long_mscale as in its models/phimoe.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ropewalk import _checks
+from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes.per_pair import PerPair, as_many_as_pairs, numbers
+
+
+@dataclass(frozen=True)
+class LongRoPE(Scheme):
+    """inv_freq / short_factor up to the trained length, inv_freq / long_factor beyond.
+
+    The attention factor, which applies in both, is, in this order: short_mscale or long_mscale if given;
+    `attention_factor` if given; else √(1 + ln factor / ln original_max_position_embeddings).
+
+    Args:
+        short_factor, long_factor: rotary_dim // 2 numbers greater than 0, dimensionless.
+        original_max_position_embeddings: trained length, in tokens, at least 2.
+        factor: wanted length / trained length, dimensionless; at least 1, needed unless the attention factor is given.
+        attention_factor: multiplier of cos and sin, dimensionless, greater than 0; None computes it.
+        short_mscale, long_mscale: the same for one of the lists (Phi-3.5-MoE), or None. Given together or not at all.
+
+    Raises:
+        RopeError: a value is outside its range, a list has the wrong length, or the attention factor cannot be told.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+    depends_on_length: ClassVar[bool] = True
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    short_mscale: float | None = None
+    long_mscale: float | None = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("short_factor", "long_factor"):
+            put(name, numbers("LongRoPE", name, getattr(self, name)))
+        length = _checks.length(
+            "LongRoPE", "original_max_position_embeddings", self.original_max_position_embeddings, at_least=2
+        )
+        put("original_max_position_embeddings", length)
+        if self.factor is not None:
+            put("factor", _checks.number("LongRoPE", "factor", self.factor, at_least=1.0))
+        for name in ("attention_factor", "short_mscale", "long_mscale"):
+            if (value := getattr(self, name)) is not None:
+                put(name, _checks.number("LongRoPE", name, value, above=0.0))
+        if (self.short_mscale is None) != (self.long_mscale is None):
+            raise _checks.error(
+                "LongRoPE",
+                "short_mscale and long_mscale must be given together",
+                f"{self.short_mscale} and {self.long_mscale}",
+                "Add the other one or remove both.",
+            )
+        if self.factor is None and self.attention_factor is None and self.short_mscale is None:
+            raise _checks.error(
+                "LongRoPE",
+                "factor, attention_factor or both mscales must be given",
+                "none of them",
+                "factor is max_position_embeddings / original_max_position_embeddings of the model.",
+            )
+
+    def check(self, rotary_dim: int) -> None:
+        """Raise unless both lists have a number for each pair."""
+        as_many_as_pairs("LongRoPE", "short_factor", self.short_factor, rotary_dim)
+        as_many_as_pairs("LongRoPE", "long_factor", self.long_factor, rotary_dim)
+
+    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """Raises RopeError: there are none without a length. `Rope` says so before it comes to this."""
+        raise _checks.error("LongRoPE", "the length must be said", "none", "Use at_length(n) first.")
+
+    def at_length(self, n: int) -> Scheme:
+        """`PerPair` with the long list where n exceeds original_max_position_embeddings, else with the short one."""
+        long = n > self.original_max_position_embeddings
+        mscale = self.long_mscale if long else self.short_mscale
+        return PerPair(
+            factors=self.long_factor if long else self.short_factor,
+            attention_factor=self._magnitude() if mscale is None else mscale,
+        )
+
+    def _magnitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor or 1.0) / math.log(self.original_max_position_embeddings))

@@ -1,0 +1,44 @@
+"""NTK-aware scaling: a larger base, chosen so that the fastest pair keeps its speed and the slowest is slowed by alpha.
+
+Source: bloc97, "NTK-Aware Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.1, equation 15 there with
+s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers 5.23 (Hunyuan) and as `alpha` of vLLM's
+"dynamic".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ropewalk import _checks
+from ropewalk.schemes import default
+from ropewalk.schemes._scheme import Scheme
+
+
+@dataclass(frozen=True)
+class NTK(Scheme):
+    """base · alpha^(d / (d − 2)), the same at every length.
+
+    Args:
+        alpha: how much the slowest pair is slowed, dimensionless, at least 1 (1000 in Hunyuan).
+
+    Raises:
+        RopeError: alpha is not a finite number of at least 1; rotary_dim is 2, where the formula divides by zero.
+
+    Example:
+        >>> NTK(alpha=4.0).inv_freq(10_000.0, 4)
+        (1.0, 0.0025)
+    """
+
+    rope_type: ClassVar[str] = "ntk"
+    alpha: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", _checks.number("NTK", "alpha", self.alpha, at_least=1.0))
+
+    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """Radians per position of each pair: the default ones of the larger base."""
+        if rotary_dim == 2:
+            raise _checks.error("NTK", "rotary_dim must be at least 4", "2", "One pair alone cannot be stretched.")
+        stretched: float = base * self.alpha ** (rotary_dim / (rotary_dim - 2))
+        return default.inv_freq(stretched, rotary_dim)

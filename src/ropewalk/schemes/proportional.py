@@ -1,0 +1,62 @@
+"""Proportional RoPE (p-RoPE): the fastest pairs turn as in a whole head, the others stand still.
+
+Not partial rotation: the exponent is over the whole head, and the pairs are those of the whole head (channel i with
+i + head_dim/2), so the same share gives other frequencies and other channels.
+
+Source: Barbero et al. 2024, "Round and Round We Go!", arXiv:2410.06205, section 6.1. Deployed as
+`_compute_proportional_rope_parameters` in transformers 5.23 (Gemma 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ropewalk import _checks
+from ropewalk.schemes import default
+from ropewalk.schemes._scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Proportional(Scheme):
+    """The first int(partial_rotary_factor · rotary_dim // 2) pairs turn at inv_freq / factor; the rest at 0.
+
+    `Rope.rotary_dim` is the whole head (`Rope.head_dim`).
+
+    Args:
+        partial_rotary_factor: share of the pairs that turn, dimensionless, greater than 0, at most 1.
+        factor: slows all of them, dimensionless, at least 1.
+
+    Raises:
+        RopeError: a value is outside its range, or no pair is left to turn.
+
+    Example:
+        >>> Proportional(partial_rotary_factor=0.5).inv_freq(10_000.0, 8)
+        (1.0, 0.1, 0.0, 0.0)
+    """
+
+    rope_type: ClassVar[str] = "proportional"
+    partial_rotary_factor: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        share = _checks.number("Proportional", "partial_rotary_factor", self.partial_rotary_factor, above=0.0)
+        if share > 1.0:
+            raise _checks.error(
+                "Proportional", "partial_rotary_factor must be at most 1", f"{share}", "It is a share of the pairs."
+            )
+        object.__setattr__(self, "partial_rotary_factor", share)
+        object.__setattr__(self, "factor", _checks.number("Proportional", "factor", self.factor, at_least=1.0))
+
+    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """Radians per position of each pair: the default ones of the whole head, 0 after the share that turns."""
+        turning = int(self.partial_rotary_factor * rotary_dim // 2)
+        if turning == 0:
+            raise _checks.error(
+                "Proportional",
+                f"at least one pair of rotary_dim={rotary_dim} must turn",
+                f"partial_rotary_factor={self.partial_rotary_factor}",
+                "Use no rope at all where nothing turns.",
+            )
+        inv_freq = default.inv_freq(base, rotary_dim)
+        return tuple(w / self.factor if i < turning else 0.0 for i, w in enumerate(inv_freq))
