@@ -36,22 +36,32 @@ def main() -> None:
 @click.option("--length", type=click.IntRange(min=1), help="Also say what holds for sequences of so many tokens.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
 @click.option("--base", type=float, help="For a config that states no base.")
+@click.option("--factor", type=float, help="For Meta's params.json, which does not carry it: 8 or 32.")
+@click.option("--text-only", is_flag=True, help="Of a model of several axes (M-RoPE), the rope of its text tokens.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw inverse frequencies before and after.")
 def explain(
-    source: Path, length: int | None, pairing: str | None, base: float | None, as_json: bool, plot: Path | None
+    source: Path,
+    length: int | None,
+    pairing: str | None,
+    base: float | None,
+    factor: float | None,
+    text_only: bool,
+    as_json: bool,
+    plot: Path | None,
 ) -> None:
     """Say what the config SOURCE means for rotation.
 
-    SOURCE is a config.json, or the folder of a model.
+    SOURCE is a config.json, the folder of a model, or Meta's params.json.
     """
-    ropes = ropewalk.from_config(source, pairing=pairing, base=base)
+    ropes = ropewalk.from_config(source, pairing=pairing, base=base, factor=factor, text_only=text_only)
     facts = ropes.facts(length)
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
     if plot is not None:
         from ropewalk import plots
 
-        plots.save(plots.inv_freq(ropes.rope), plot)
+        rope = ropes.rope if length is None else ropes.rope.at_length(length)
+        plots.save(plots.inv_freq(rope), plot)
         click.echo(f"drew {plot}", err=as_json)
 
 

@@ -1,38 +1,357 @@
-"""The architectures: what a model_type implies about rotation and its config does not say. Data in one place.
+"""The architecture table: model_type → what it implies about rotation. Data in one place.
 
-A row is a fact about code that many run, so each names its source.
+A row is a fact about code that many run, so each names its source: a file of transformers 5.23. The rows were checked
+by running that code: the frequencies of its rotary class, and which channels its attention turns with which.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ropewalk.configs.architecture import ALL, Architecture, Every, Kind, NoRopeLayers
+
+_PARTIAL = ("partial_rotary_factor",)
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What a model_type implies.
-
-    Args:
-        pairing: "half" or "interleaved".
-        implied_base: the base of configs that state none; None where that is an error.
-        partial: whether `partial_rotary_factor` may leave channels unrotated.
-        source: where this can be seen.
-    """
-
-    pairing: str
-    source: str
-    implied_base: float | None = None
-    partial: bool = False
+def _source(folder: str) -> str:
+    return f"transformers 5.23 models/{folder}"
 
 
-ARCHITECTURES = {
-    "llama": Architecture(
-        pairing="half",
-        # Configs written before transformers 4.31 (Llama 1 and 2, Vicuna, Yarn-Llama) have no rope_theta at all.
-        implied_base=10_000.0,
-        source="transformers 5.23 models/llama: rotate_half; LlamaConfig, rope_theta 10000 before it was a key",
-    ),
-    "mistral": Architecture(pairing="half", source="transformers 5.23 models/mistral: rotate_half"),
-    "qwen2": Architecture(pairing="half", source="transformers 5.23 models/qwen2: rotate_half"),
-    "qwen3": Architecture(pairing="half", source="transformers 5.23 models/qwen3: rotate_half"),
+def _llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
+    """The whole head of every layer turns, as in Llama. `type@folder` where the folder has another name."""
+    rows = {}
+    for name in names.split():
+        model_type, _, folder = name.partition("@")
+        source = _source(folder or model_type)
+        rows[model_type] = Architecture(source=source, head_dim_divides=head_dim_divides, pairing=pairing)
+    return rows
+
+
+def _partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
+    """A share of the head turns, in every layer."""
+    return Architecture(source=_source(folder), pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
+
+
+def _latent(
+    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: object
+) -> Architecture:
+    """Multi-head latent attention: the last qk_rope_head_dim channels of the head turn."""
+    return Architecture(
+        source=_source(folder),
+        pairing=pairing,
+        output_order=output_order,
+        latent=True,
+        softmax_factor=True,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def _hybrid(
+    folder: str, attention: str, others: tuple[str, ...], pattern: Every | None, **more: object
+) -> Architecture:
+    """Only the attention layers turn; the others have none or are of another kind."""
+    kinds = {attention: Kind(), **dict.fromkeys(others)}
+    return Architecture(source=_source(folder), kinds=kinds, pattern=pattern, **more)  # type: ignore[arg-type]
+
+
+def _local_only(folder: str, pattern: Every, **more: object) -> Architecture:
+    """Sliding layers turn, full ones do not."""
+    kinds = {"sliding_attention": Kind(), "full_attention": None}
+    return Architecture(source=_source(folder), kinds=kinds, pattern=pattern, **more)  # type: ignore[arg-type]
+
+
+def _several_axes(folder: str, *, share: float | None = None, **more: object) -> Architecture:
+    return Architecture(source=_source(folder), axes=3, partial=share, **more)  # type: ignore[arg-type]
+
+
+def _without_rope(folder: str) -> Architecture:
+    """It rotates nothing, though its config may say rope_theta."""
+    return Architecture(source=_source(folder), kinds={ALL: None})
+
+
+def _refused(folder: str, why: str) -> Architecture:
+    return Architecture(source=_source(folder), refusal=why)
+
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Of six layers the last is full and turns slowly; the others are local, and no scaling is meant for them.
+_GEMMA_KINDS = {
+    _FULL: Kind(),
+    _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False),
 }
+_GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
+_MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
+_GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING: Kind(bases=())}
+_EACH_ITS_OWN = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+_LINEAR = ("linear_attention",)
+_EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
+_BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
+
+ARCHITECTURES: dict[str, Architecture] = {
+    # Head size hidden / heads where head_dim is not given.
+    **_llama_like(
+        "apertus arcee aria_text@aria bitnet chameleon csm csm_depth_decoder_model@csm dia_encoder@dia "
+        "dia_decoder@dia diffllama doge dots1 emu3_text_model@emu3 eurobert falcon_h1 flex_olmo granite "
+        "granitemoe granitemoeshared gte hyperclovax jais2 jina_embeddings_v3 kyutai_speech_to_text "
+        "lasr_encoder@lasr mimi mimi_encoder@mimi mimi_decoder@mimi mistral mixtral moshi nomic_bert olmo "
+        "olmo2 olmoe phimoe pocket_tts pocket_tts_audio_tokenizer qwen2 qwen2_moe qwen3_moe "
+        "qwen3_omni_moe_code2wav@qwen3_omni_moe starcoder2 unlimited_ocr_text@unlimited_ocr "
+        "voxtral_realtime_text@voxtral_realtime "),
+    # Head size a number of its own: the config must give it.
+    **_llama_like(
+        "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
+        "ministral neucodec qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe seed_oss "
+        "t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime xcodec2 ",
+        head_dim_divides=False,
+    ),
+    **_llama_like(
+        "ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
+    **_llama_like(
+        "helium pe_audio_encoder@pe_audio pe_audio_video_encoder@pe_audio_video pe_video_encoder@pe_video ",
+        pairing="interleaved",
+        head_dim_divides=False,
+    ),
+    "llama": Architecture(
+        # Configs written before transformers 4.31 (Llama 1 and 2, Vicuna, Yarn-Llama) have no rope_theta at all.
+        source=_source("llama"),
+        kinds={ALL: Kind(implied_base=10_000.0)},
+    ),
+    "falcon": Architecture(
+        source=_source("falcon"),
+        kinds={ALL: Kind(implied_base=10_000.0)},
+        heads=("num_attention_heads", "n_head"),
+        layers=("num_hidden_layers", "n_layer"),
+    ),
+    "jetmoe": Architecture(source=_source("jetmoe"), head_dim_keys=("kv_channels",), head_dim_divides=False),
+    "idefics": Architecture(source=_source("idefics"), head_dim_keys=()),
+    "mllama_text_model": _refused("mllama", "Its cross-attention layers do not rotate: not supported yet."),
+    "ministral3": Architecture(source=_source("ministral3"), head_dim_divides=False, query_beta=True),
+    "openai_privacy_filter": Architecture(
+        source=_source("openai_privacy_filter"),
+        pairing="interleaved",
+        head_dim_divides=False,
+        query_constant=-0.25,
+        scales_keys=True,
+    ),
+    "gpt_oss": Architecture(source=_source("gpt_oss"), head_dim_divides=False),
+    # Encoders with a base that no config states.
+    "esm": Architecture(
+        source=_source("esm"), head_dim_keys=(), kinds={ALL: Kind(bases=(), implied_base=10_000.0)}, query_constant=-0.5
+    ),
+    "roformer": Architecture(
+        source=_source("roformer"),
+        pairing="interleaved",
+        head_dim_keys=(),
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+        idle=("rotary_value",),
+    ),
+    # A part of the head.
+    "gpt_neox": Architecture(
+        source=_source("gpt_neox"),
+        head_dim_keys=(),
+        partial_keys=("rotary_pct", "partial_rotary_factor"),
+        partial=0.25,
+        kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
+    ),
+    "gpt_neox_japanese": Architecture(
+        source=_source("gpt_neox_japanese"),
+        head_dim_keys=(),
+        partial_keys=("rotary_pct", "partial_rotary_factor"),
+        partial=1.0,
+        kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
+    ),
+    "gptj": Architecture(
+        source=_source("gptj"),
+        pairing="interleaved",
+        head_dim_keys=(),
+        hidden=("n_embd", "hidden_size"),
+        heads=("n_head", "num_attention_heads"),
+        layers=("n_layer", "num_hidden_layers"),
+        dim_key="rotary_dim",
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+    ),
+    "codegen": Architecture(
+        source=_source("codegen"),
+        pairing="interleaved",
+        head_dim_keys=(),
+        hidden=("n_embd", "hidden_size"),
+        heads=("n_head", "num_attention_heads"),
+        layers=("n_layer", "num_hidden_layers"),
+        dim_key="rotary_dim",
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+    ),
+    "glm": _partly("glm", 0.5, pairing="interleaved"),
+    "glm4": _partly("glm4", 0.5, pairing="interleaved"),
+    "glm4_moe": _partly("glm4_moe", 0.5),
+    "minimax_m2": Architecture(
+        source=_source("minimax_m2"), head_dim_divides=False, partial=1.0, dim_key="rotary_dim"
+    ),
+    "minimax_m3_vl_text": Architecture(
+        source=_source("minimax_m3_vl"), head_dim_divides=False, partial=1.0, idle=("rotary_dim",)
+    ),
+    "moonshine": Architecture(
+        source=_source("moonshine"),
+        pairing="interleaved",
+        partial=0.9,
+        heads=("decoder_num_attention_heads", "num_attention_heads"),
+        layers=("decoder_num_hidden_layers", "num_hidden_layers"),
+    ),
+    "moonshine_streaming": _partly("moonshine_streaming", 0.8, pairing="interleaved"),
+    "nemotron": _partly("nemotron", 0.5),
+    "persimmon": Architecture(source=_source("persimmon"), head_dim_keys=(), partial=0.5),
+    "phi": Architecture(source=_source("phi"), partial=0.5, idle=("rotary_dim",)),
+    "phi3": _partly("phi3", 1.0),
+    "phi4_multimodal": _partly("phi4_multimodal", 1.0),
+    "nemotron3_5_transcribe_asr_audio": _partly("nemotron3_5_transcribe", 0.5),
+    "nemotron3_5_transcribe_word_timestamp": _partly("nemotron3_5_transcribe", 0.5),
+    "nemotron3_diarization_audio": _partly("nemotron3_diarization", 1.0),
+    "solar_open": _partly("solar_open", 1.0, head_dim_divides=False),
+    "stablelm": Architecture(source=_source("stablelm"), head_dim_keys=(), partial=0.25, idle=("rope_pct",)),
+    # Multi-head latent attention.
+    "deepseek_v2": _latent("deepseek_v2", output_order=None),
+    "deepseek_v3": _latent("deepseek_v3"),
+    "deepseek_v32": _latent("deepseek_v32", indexer="half"),
+    "kimi_k2": _latent("deepseek_v3"),
+    "axk1": _latent("axk1"),
+    "glm4_moe_lite": _latent("glm4_moe_lite"),
+    "glm_moe_dsa": _latent("glm_moe_dsa", indexer="interleaved"),
+    "mistral4": _latent("mistral4", query_beta=True, partial=1.0),
+    "hy_v4": _latent("hy_v4", pairing="half", output_order=None),
+    "minicpm3": _latent("minicpm3", pairing="half", output_order=None),
+    "youtu": _latent("youtu"),
+    "longcat_flash": _refused("longcat_flash", "It has two attentions a layer and scales q: not supported yet."),
+    # Layers that differ in their frequencies.
+    "gemma3_text": Architecture(
+        source=_source("gemma3"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN
+    ),
+    "gemma3n_text": Architecture(
+        source=_source("gemma3n"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)
+    ),
+    "t5gemma2_text": Architecture(
+        source=_source("t5gemma2"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN
+    ),
+    "t5gemma2_decoder": Architecture(
+        source=_source("t5gemma2"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN
+    ),
+    "gemma4_text": Architecture(
+        source=_source("gemma4"), head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)
+    ),
+    "modernbert": Architecture(
+        source=_source("modernbert"),
+        head_dim_keys=(),
+        kinds=_MODERNBERT_KINDS,
+        pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
+    ),
+    "modernbert-decoder": Architecture(
+        source=_source("modernbert_decoder"),
+        head_dim_keys=(),
+        kinds=_MODERNBERT_KINDS,
+        pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
+    ),
+    "olmo3": Architecture(
+        source=_source("olmo3"),
+        kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
+        pattern=Every(4, _FULL, _SLIDING),
+    ),
+    "granite_swa": Architecture(source=_source("granite_swa"), pattern=NoRopeLayers(key="layer_rope_theta")),
+    "laguna": Architecture(source=_source("laguna"), head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
+    "mellum": Architecture(source=_source("mellum"), head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
+    "lfm3": Architecture(
+        source=_source("lfm3"), head_dim_divides=False, kinds={**_EACH_ITS_OWN, "conv": None}
+    ),
+    "zaya": Architecture(
+        source=_source("zaya"),
+        head_dim_divides=False,
+        partial=1.0,
+        kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())},
+    ),
+    "mimo_v2_flash": Architecture(
+        source=_source("mimo_v2_flash"),
+        head_dim_divides=False,
+        partial=0.334,
+        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
+        idle=("hybrid_layer_pattern",),
+    ),
+    # Layers that do not rotate.
+    "llama4_text": Architecture(
+        source=_source("llama4"), pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()
+    ),
+    "smollm3": Architecture(source=_source("smollm3"), pattern=NoRopeLayers()),
+    "cohere2": _local_only("cohere2", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), pairing="interleaved"),
+    "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
+    "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
+    "afmoe": _local_only(
+        "afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False
+    ),
+    "kolibri1": _local_only("kolibri1", Every(5, _FULL, _SLIDING), head_dim_divides=False),
+    "lfm2": _hybrid("lfm2", _FULL, ("conv",), None),
+    "lfm2_moe": _hybrid("lfm2_moe", _FULL, ("conv",), None),
+    "minimax": _hybrid(
+        "minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle=("rotary_dim",)
+    ),
+    "qwen3_next": _hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
+    # Tokens of several axes: text_only gives what their text tokens use.
+    "qwen2_vl_text": _several_axes("qwen2_vl", head_dim_keys=()),
+    "qwen2_5_vl_text": _several_axes("qwen2_5_vl", head_dim_keys=()),
+    "qwen2_vl": _several_axes("qwen2_vl", head_dim_keys=()),
+    "qwen2_5_vl": _several_axes("qwen2_5_vl", head_dim_keys=()),
+    "qwen2_5_omni_text": _several_axes("qwen2_5_omni"),
+    "qwen2_5_omni_talker": _several_axes("qwen2_5_omni", head_dim_divides=False),
+    "qwen3_vl_text": _several_axes("qwen3_vl", head_dim_divides=False),
+    "qwen3_vl_moe_text": _several_axes("qwen3_vl_moe"),
+    "qwen3_omni_moe_text": _several_axes("qwen3_omni_moe"),
+    "qwen3_omni_moe_talker_text": _several_axes("qwen3_omni_moe"),
+    "paddleocr_vl_text": _several_axes("paddleocr_vl", head_dim_divides=False),
+    "hunyuan_vl_text": _several_axes("hunyuan_vl", head_dim_divides=False),
+    "qwen3_5_text": _several_axes(
+        "qwen3_5",
+        share=0.25,
+        head_dim_divides=False,
+        kinds={_FULL: Kind(), "linear_attention": None},
+        pattern=_EVERY_FOURTH_FULL,
+    ),
+    "qwen3_5_moe_text": _several_axes(
+        "qwen3_5_moe",
+        share=0.25,
+        head_dim_divides=False,
+        kinds={_FULL: Kind(), "linear_attention": None},
+        pattern=_EVERY_FOURTH_FULL,
+    ),
+    # What is no Rope.
+    "molmo2_text": _refused("molmo2", "Its scaling is meant for some layers only: not supported yet."),
+    "olmo_hybrid": _refused("olmo_hybrid", "Whether it rotates depends on a null base: not supported yet."),
+    "qwen2_5_omni_dit": _refused("qwen2_5_omni", "It rotates one head only."),
+    "nanochat": _refused("nanochat", "It turns the other way, by minus the angle: negate the positions yourself."),
+    "vjepa2": _refused("vjepa2", "It pairs channels with cos and sin of others, which is no rotation."),
+    "mistral_large4_text": _refused(
+        "mistral_large4", "Its frequencies come from the checkpoint: a learned factor for each pair."
+    ),
+    "wav2vec2-bert": _refused("wav2vec2_bert", _BEFORE_PROJECTION),
+    "wav2vec2-conformer": _refused("wav2vec2_conformer", _BEFORE_PROJECTION),
+    "seamless_m4t": _refused("seamless_m4t", _BEFORE_PROJECTION),
+    "neomme": _refused("neomme", "Its tokens have two axes: not supported yet."),
+    "jamba": _without_rope("jamba"),
+    "kimi_linear": _without_rope("kimi_linear"),
+    "nemotron_h": _without_rope("nemotron_h"),
+    "zamba": _without_rope("zamba"),
+    "inkling_text": _without_rope("inkling"),
+    "inkling2_text": _without_rope("inkling2"),
+    "moshi_depth": _without_rope("moshi"),
+    **{
+        name: _refused(name, "Vision towers have several axes: not supported yet.")
+        for name in (
+            "dinov3_vit", "gemma4_vision", "llama4_vision_model", "mlcd", "pixtral", "qwen2_5_vl_vision",
+            "qwen2_vl_vision", "qwen3_5_vision", "qwen3_vl_vision", "sam2_video", "sam3_vit_model",
+            "siglip2_vision_model",
+        )
+    },
+}  # fmt: skip
+"""model_type → row."""
+
+_WITH_TEXT_CONFIG = (
+    "aria gemma3 gemma3n gemma4 glm4v hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl "
+    "lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minimax_m3_vl mistral3 "
+    "mistral_large4 mllama modernvbert molmo2 musicflamingo ovis2 paddleocr_vl paligemma perception_lm "
+    "qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm "
+    "unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
+)
+WRAPPERS: dict[str, str] = dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config")
+"""model_type of a model made of several → the key that holds its text model."""

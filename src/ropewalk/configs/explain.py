@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ropewalk._checks import length as checked_length
 from ropewalk.schemes import Scheme, default
@@ -31,17 +31,25 @@ def facts(ropes: ModelRopes, length: int | None) -> dict[str, Any]:
             {"layers": layers, "rope": None if rope is None else _rope_facts(rope, ropes.trained_length, length)}
             for rope, layers in ropes.groups()
         ],
+        "others": {name: _rope_facts(rope, ropes.trained_length, length) for name, rope in ropes.others.items()},
+        "softmax_factor": ropes.softmax_factor,
+        "query_scale": None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
+        "output_order": ropes.output_order,
         "origins": dict(ropes.origins),
         "warnings": list(ropes.warnings),
     }
 
 
 def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
-    rope = rope if length is None else rope.at_length(length)
+    scheme, resolved_at = rope.scaling, None
+    if not rope.is_static:
+        resolved_at = length or trained or 1
+        rope = rope.at_length(resolved_at)
     inv_freq, wavelength = rope.inv_freq.tolist(), rope.wavelength.tolist()
     unscaled = default.inv_freq(rope.base, rope.rotary_dim)
     return {
-        "scheme": _scheme_facts(rope.scaling),
+        "scheme": _scheme_facts(scheme),
+        "resolved_at_length": resolved_at,
         "base": rope.base,
         "pairing": rope.pairing,
         "head_dim": rope.head_dim,
@@ -61,7 +69,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
 def _scheme_facts(scheme: Scheme | None) -> dict[str, Any]:
     if scheme is None:
         return {"rope_type": "default"}
-    return {"rope_type": scheme.rope_type, **dataclasses.asdict(scheme)}  # type: ignore[call-overload]
+    return {"rope_type": scheme.rope_type, **dataclasses.asdict(cast(Any, scheme))}
 
 
 def text(said: dict[str, Any]) -> str:
@@ -70,6 +78,9 @@ def text(said: dict[str, Any]) -> str:
     for group in said["ropes"]:
         lines += ["", f"layers {ranges(group['layers'])} of {said['layers']}"]
         lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], said)
+    for name, rope in said["others"].items():
+        lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, said)]
+    lines += _beside_lines(said)
     lines += ["", "where each value came from"]
     lines += [f"  {name:<16}  {where}" for name, where in said["origins"].items()]
     if said["warnings"]:
@@ -77,9 +88,25 @@ def text(said: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _beside_lines(said: dict[str, Any]) -> list[str]:
+    """What the architecture does beside the rotation."""
+    lines = []
+    if said["softmax_factor"] != 1.0:
+        lines.append(f"  the softmax scale of the attention is multiplied by {said['softmax_factor']:.6g}")
+    query = said["query_scale"]
+    if query is not None and query["constant"] != 1.0:
+        lines.append(f"  q{' and k are' if query['scales_keys'] else ' is'} multiplied by {query['constant']:.6g}")
+    if query is not None and query["beta"]:
+        length = query["original_max_position_embeddings"]
+        lines.append(f"  q is multiplied by 1 + {query['beta']:g} ln(1 + floor(position / {length}))")
+    if said["output_order"] is not None:
+        lines.append(f"  pairs are read interleaved and written in {said['output_order']} order; scores are the same")
+    return ["", "beside the rotation", *lines] if lines else []
+
+
 def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
     start, end = rope["rotary_offset"], rope["rotary_offset"] + rope["rotary_dim"]
-    parameters = ", ".join(f"{k} {v}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None)
+    parameters = ", ".join(f"{k} {_shown(v)}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None)
     turning = [w for w in rope["wavelength"] if w is not None]
     rows = [
         ("scheme", rope["scheme"]["rope_type"] + (f": {parameters}" if parameters else "")),
@@ -90,6 +117,8 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
         ("slowed", _slowed_words(rope["slowed_by"])),
         ("attention factor", _factor_words(rope["attention_factor"])),
     ]
+    if rope["resolved_at_length"] is not None:
+        rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
     if said["trained_length"] is not None:
         full = rope["full_turns_when_trained"]
         rows.append(
@@ -102,6 +131,13 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
     if said["length"] is not None:
         rows.append(("at length", _length_words(rope, said)))
     return [f"  {name:<16}  {value}" for name, value in rows]
+
+
+def _shown(value: Any) -> str:
+    """A parameter of a scheme; a long list by its ends."""
+    if isinstance(value, list | tuple):
+        return f"{value[0]:g} … {value[-1]:g} ({len(value)})"
+    return str(value)
 
 
 def _pairing_words(rope: dict[str, Any]) -> str:
@@ -146,6 +182,8 @@ def _slowed_words(slowed_by: list[float | None]) -> str:
         if abs(slow - 1) < 1e-9:
             return "keep their speed"
         top = max(s for s in slowed_by if s is not None)
+        if slow < 1 - 1e-9:
+            return "between"
         return f"slowed {top:.4g} times" if abs(slow - top) < 1e-9 * top else "between"
 
     parts = []

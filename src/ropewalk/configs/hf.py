@@ -1,316 +1,304 @@
-"""Hugging Face's config.json, in the schemas of transformers 4 (`rope_theta`, `rope_scaling`) and 5
-(`rope_parameters`).
+"""Hugging Face's config.json, in the schemas of transformers 4 (`rope_scaling`) and 5 (`rope_parameters`).
 
 Every value keeps the place it came from, so that messages and `explain` can name it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, choice, error, integer, nearest, number, shown
-from ropewalk.configs.architectures import ARCHITECTURES, Architecture
-from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk._checks import RopeError, choice, nearest, number, shown
+from ropewalk._checks import length as checked_length
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.architectures import ARCHITECTURES, WRAPPERS
+from ropewalk.configs.fields import Fields
+from ropewalk.configs.hf_scheme import read_scheme, scheme_warnings, softmax_factor
+from ropewalk.configs.layers import NO_ROPE, kinds_of_layers
+from ropewalk.configs.model_ropes import ModelRopes, QueryScale
+from ropewalk.configs.rope_keys import Given, RopeKeys
 from ropewalk.rope import PAIRINGS, Pairing, Rope
-from ropewalk.schemes import Linear, Llama3, Scheme, YaRN
-
-SCHEMES: dict[str, type[Scheme]] = {scheme.rope_type: scheme for scheme in (Linear, Llama3, YaRN)}
-_SECTIONS = ("rope_scaling", "rope_parameters")
-_ALIASES = {"type": "rope_type"}
-# Keys at the top of a config that decide rotation; they may also stand in a section.
-_TOP_KEYS = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-# Keys that are no parameter of a scheme.
-_SHARED_KEYS = ("rope_type", "rope_theta", "partial_rotary_factor")
-# Written by some files, with no effect on the angles: (rope_type, key) → what it records.
-_IDLE_KEYS = {("yarn", "finetuned"): "records that the weights were fine-tuned"}
-# A key with one of these words is about rotation: reading past one is how a model breaks.
-_ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
-
-# The deepest model has some hundred layers; this keeps a corrupt file from filling the memory.
-_MAX_LAYERS = 10_000
+from ropewalk.schemes import Linear, Llama3, LongRoPE, Scheme, YaRN
 
 
-def read(config: Mapping[str, Any], source: str, *, pairing: str | None, base: float | None) -> ModelRopes:
+def read(
+    config: Mapping[str, Any], source: str, *, pairing: str | None, base: float | None, text_only: bool
+) -> ModelRopes:
     """The ropes of a Hugging Face config; see `from_config` for arguments and errors."""
-    return _Reader(config, source, pairing, base).read()
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A value and the key it stands under."""
-
-    value: Any
-    where: str
+    model_type = config.get("model_type")
+    key = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if key is not None:
+        inner = config.get(key)
+        if not isinstance(inner, Mapping):
+            raise Fields(config, source).error(key, "it must be an object", shown(inner), "The text model is there.")
+        return read(inner, f"{source}: {key}", pairing=pairing, base=base, text_only=text_only)
+    return _Reader(Fields(config, source), pairing, base, text_only).read()
 
 
 class _Reader:
-    """One config being read: what it says, where each value came from, and what to warn about."""
+    """One config being read: its row of the table, where each value came from, and what to warn about."""
 
-    def __init__(self, config: Mapping[str, Any], source: str, pairing: str | None, base: float | None) -> None:
-        self.config = config
-        self.source = source
-        self.pairing = pairing
-        self.base = base
-        self.given: dict[str, _Given] = {}
+    def __init__(self, fields: Fields, pairing: str | None, base: float | None, text_only: bool) -> None:
+        self.fields = fields
+        self.passed_pairing = pairing
+        self.passed_base = None if base is None else number("from_config", "base", base, above=1.0)
+        self.text_only = text_only
         self.origins: dict[str, str] = {}
         self.warnings: list[str] = []
 
     def read(self) -> ModelRopes:
-        self.model_type, self.architecture = self._architecture()
-        self._collect_rope_keys()
-        self._refuse_stray_keys()
-        self._check_rope_interleaved()
-        head_dim = self._head_dim()
-        base = self._base()
-        rotary_dim = self._rotary_dim(head_dim)
-        scaling = self._scheme()
-        try:
-            rope = Rope(
-                head_dim, base, cast(Pairing, self.architecture.pairing), rotary_dim=rotary_dim, scaling=scaling
-            )
-        except RopeError as e:
-            raise RopeError(f"{self.source}: {e}") from None
-        layers = self._size("num_hidden_layers", at_most=_MAX_LAYERS)
-        self.origins["layers"] = "num_hidden_layers"
-        longest = self._size("max_position_embeddings") if self._has("max_position_embeddings") else None
-        self.warnings += _yarn_warnings(scaling, longest)
+        self.model_type, self.row = self._architecture()
+        self.keys = RopeKeys(self.fields, self.row)
+        self.pairing = self._pairing()
+        layers = kinds_of_layers(self.fields, self.row, self.origins)
+        longest = self._longest()
+        schemes: list[Scheme | None] = []
+        ropes: dict[str, Rope | None] = {NO_ROPE: None}
+        others: dict[str, Rope] = {}
+        for name in dict.fromkeys(layers):
+            kind = self.row.kinds.get(name)
+            if name != NO_ROPE and kind is not None:
+                given = self.keys.of_kind(name, kind)
+                scheme, rope = self._rope(name, kind, given, longest)
+                ropes[name] = rope
+                schemes.append(scheme)
+                others.update(self._indexer(rope))
+            else:
+                ropes[name] = None
+        self.warnings += [w for s in dict.fromkeys(schemes) for w in scheme_warnings(s, longest)]
+        trained = [s.original_max_position_embeddings for s in schemes if isinstance(s, Llama3 | LongRoPE | YaRN)]
+        linear = any(isinstance(s, Linear) for s in schemes)
         return ModelRopes(
-            layers=(rope,) * layers,
+            layers=tuple(ropes[name] for name in layers),
             model_type=self.model_type,
-            source=self.source,
-            trained_length=getattr(scaling, "original_max_position_embeddings", None) or longest,
+            source=self.fields.source,
+            trained_length=min(trained) if trained else (None if linear else longest),
             max_position_embeddings=longest,
+            others=others,
+            softmax_factor=self._softmax_factor(schemes),
+            query_scale=self._query_scale(),
+            output_order=self.row.output_order if self.pairing == "interleaved" else None,
             origins=self.origins,
             warnings=tuple(self.warnings),
         )
 
-    def _error(self, key: str, must: str, got: str, cure: str) -> RopeError:
-        return error(f"{self.source}: {key}", must, got, cure)
-
-    def _has(self, key: str) -> bool:
-        return self.config.get(key) is not None
-
-    def _size(self, key: str, *, at_most: int | None = None, cure: str = "") -> int:
-        return integer(self.source, key, self.config.get(key), at_least=1, at_most=at_most, cure=cure)
-
     def _architecture(self) -> tuple[str, Architecture]:
-        model_type = self.config.get("model_type")
+        model_type = self.fields.get("model_type")
         if not isinstance(model_type, str):
-            raise self._error("model_type", "it must be a string", shown(model_type), "Is this a model's config.json?")
-        if self.pairing is not None:
-            choice("from_config", "pairing", self.pairing, PAIRINGS)
-        known = ARCHITECTURES.get(model_type)
-        if known is None and self.pairing is None:
-            raise self._error(
+            raise self.fields.error(
+                "model_type", "it must be a string", shown(model_type), "Is this a model's config.json?"
+            )
+        row = ARCHITECTURES.get(model_type)
+        if self.passed_pairing is not None:
+            choice("from_config", "pairing", self.passed_pairing, PAIRINGS)
+        if row is None:
+            return model_type, self._unknown(model_type)
+        if row.refusal is not None:
+            raise self.fields.error(
+                "model_type", "it must be one that turns as a Rope does", repr(model_type), row.refusal
+            )
+        if row.axes > 1 and not self.text_only:
+            raise self.fields.error(
                 "model_type",
-                f"it must be one of {', '.join(ARCHITECTURES)}",
+                "its tokens must have one position each",
+                f"{model_type}, with {row.axes}",
+                "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
+            )
+        if row.axes > 1:
+            self.warnings.append("text only: positions of images and video have several axes and are not described.")
+        return model_type, row
+
+    def _unknown(self, model_type: str) -> Architecture:
+        if self.passed_pairing is None:
+            inside = [
+                key for key, value in self.fields.config.items() if isinstance(value, Mapping) and "model_type" in value
+            ]
+            hint = f" It holds other models: pass config[{inside[0]!r}]." if inside else ""
+            raise self.fields.error(
+                "model_type",
+                "it must be one that ropewalk knows",
                 shown(model_type),
-                f"The config alone does not say how it rotates.{nearest(model_type, ARCHITECTURES)} If it rotates all "
+                f"Its config does not say how it rotates.{nearest(model_type, ARCHITECTURES)}{hint} If it rotates all "
                 'layers alike, as Llama does, pass pairing="half" or pairing="interleaved" to from_config.',
             )
-        if known is None:
-            self.origins["pairing"] = "passed by the caller"
-            return model_type, Architecture(pairing=str(self.pairing), source="passed by the caller", partial=True)
-        if self.pairing not in (None, known.pairing):
-            raise self._error(
-                "model_type",
-                f"{model_type} has pairing {known.pairing!r} ({known.source})",
-                f"pairing={self.pairing!r}",
-                "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
-            )
-        self.origins["pairing"] = f"model_type {model_type} ({known.source})"
-        return model_type, known
-
-    def _collect_rope_keys(self) -> None:
-        """All keys that decide rotation, wherever they stand."""
-        for key in _TOP_KEYS:
-            self._collect(key, self.config.get(key), key)
-        for section in _SECTIONS:
-            values = self.config.get(section)
-            if values is None:
-                continue
-            if not isinstance(values, Mapping):
-                raise self._error(section, "it must be an object or null", shown(values), "Remove or mend it.")
-            for key, value in values.items():
-                self._collect(_ALIASES.get(key, str(key)), value, f"{section}.{key}")
-
-    def _collect(self, key: str, value: Any, where: str) -> None:
-        if value is None:
-            return
-        if isinstance(value, Mapping):
-            raise self._error(
-                where,
-                f"the parameters must be flat for model_type {self.model_type}",
-                "an object for each layer type",
-                "Ropes that differ between layer types are not supported yet.",
-            )
-        before = self.given.get(key)
-        if before is None:
-            self.given[key] = _Given(value, where)
-        elif before.value != value:
-            raise self._error(
-                where,
-                f"it must agree with {before.where}, which is {shown(before.value)}",
-                shown(value),
-                "Remove the wrong one.",
-            )
-
-    def _refuse_stray_keys(self) -> None:
-        known = (*_TOP_KEYS, *_SECTIONS, "rope_interleaved", "head_dim", "max_position_embeddings")
-        for key, value in self.config.items():
-            if key in known or value is None:
-                continue
-            words = str(key).lower().split("_")
-            if _ROPE_WORDS.intersection(words) or words[0].startswith("rope") or nearest(str(key), known, likeness=0.8):
-                raise self._error(
-                    shown(key),
-                    f"a key about rotation must be one that model_type {self.model_type} reads",
-                    shown(value),
-                    f"It would have no effect.{nearest(str(key), known)} Mend or remove it.",
+        for key in ("layer_types", "no_rope_layers"):
+            listed = self.fields.get(key)
+            if isinstance(listed, list) and any(entry != listed[0] for entry in listed):
+                raise self.fields.error(
+                    key,
+                    "all layers must be alike where ropewalk does not know the model_type",
+                    "layers of several kinds",
+                    "Build the Rope of each kind by hand.",
                 )
+        return Architecture(source="passed by the caller", pairing=str(self.passed_pairing), partial=1.0)
 
-    def _check_rope_interleaved(self) -> None:
-        """SmolLM2's files say `rope_interleaved`, which no engine reads; it must at least be true."""
-        said = self.config.get("rope_interleaved")
-        if said is not None and said is not (self.architecture.pairing == "interleaved"):
-            raise self._error(
+    def _pairing(self) -> Pairing:
+        pairing = self.row.pairing
+        interleave = self.fields.boolean("rope_interleave", True)  # of MLA models: false is half
+        if self.row.latent and not interleave:
+            pairing = "half"
+        said = self.fields.get("rope_interleaved")  # SmolLM2's files say so; no engine reads it
+        if said is not None and said is not (pairing == "interleaved"):
+            raise self.fields.error(
                 "rope_interleaved",
-                f"it must agree with the pairing {self.architecture.pairing!r} ({self.architecture.source})",
+                f"it must agree with the pairing {pairing!r} ({self.row.source})",
                 shown(said),
                 "Remove it: transformers does not read it.",
             )
+        if self.passed_pairing not in (None, pairing):
+            raise self.fields.error(
+                "model_type",
+                f"{self.model_type} has pairing {pairing!r} ({self.row.source})",
+                f"pairing={self.passed_pairing!r}",
+                "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
+            )
+        known = self.model_type in ARCHITECTURES
+        self.origins["pairing"] = (
+            f"model_type {self.model_type} ({self.row.source})" if known else "passed by the caller"
+        )
+        return cast(Pairing, pairing)
 
-    def _head_dim(self) -> int:
-        if self._has("head_dim"):
-            self.origins["head_dim"] = "head_dim"
-            return self._size("head_dim")
-        cure = "It is needed where head_dim is not given."
-        hidden = self._size("hidden_size", cure=cure)
-        heads = self._size("num_attention_heads", cure=cure)
+    def _longest(self) -> int | None:
+        key = self.fields.first(("max_position_embeddings", "n_positions"))
+        return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
+
+    def _rope(self, name: str, kind: Kind, given: dict[str, Given], longest: int | None) -> tuple[Scheme | None, Rope]:
+        base = self._base(kind, given)
+        scheme = read_scheme(self.fields, given, longest, self.origins, self.warnings, self.row.axes > 1)
+        head_dim = self._head_dim(kind)
+        offset = 0
+        if self.row.latent:
+            rotary_dim = self.fields.size("qk_rope_head_dim")
+            offset = head_dim - rotary_dim
+            self.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
+        elif scheme is not None and scheme.rope_type == "proportional":
+            rotary_dim = head_dim
+        else:
+            rotary_dim = self._rotary_dim(kind, given, head_dim)
+        try:
+            rope = Rope(head_dim, base, self.pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme)
+        except RopeError as e:
+            raise RopeError(f"{self.fields.source}: {e}") from None
+        return scheme, rope
+
+    def _head_dim(self, kind: Kind) -> int:
+        if self.row.latent:
+            self.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
+            return self.fields.size("qk_nope_head_dim") + self.fields.size("qk_rope_head_dim")
+        keys = tuple(key for key in (kind.head_dim_key, *self.row.head_dim_keys) if key)
+        key = self.fields.first(keys) if keys else ""
+        if key and self.fields.has(key):
+            self.origins["head_dim"] = self._and("head_dim", key)
+            return self.fields.size(key)
+        if not self.row.head_dim_divides:
+            raise self.fields.error(
+                key, "it must be given", "none", f"In {self.model_type} it is not hidden_size / num_attention_heads."
+            )
+        cure = f"It is needed where {key} is not given." if key else ""
+        hidden, heads = self.fields.size(self.row.hidden, cure=cure), self.fields.size(self.row.heads, cure=cure)
+        names = f"{self.fields.first(self.row.hidden)} / {self.fields.first(self.row.heads)}"
         if hidden % heads:
-            raise self._error(
-                "hidden_size",
-                f"it must be a multiple of num_attention_heads={heads} where head_dim is not given",
+            raise self.fields.error(
+                self.fields.first(self.row.hidden),
+                f"it must be a multiple of {self.fields.first(self.row.heads)}={heads} where head_dim is not given",
                 str(hidden),
                 "Add head_dim.",
             )
-        self.origins["head_dim"] = "hidden_size / num_attention_heads"
+        self.origins["head_dim"] = names
         return hidden // heads
 
-    def _base(self) -> float:
-        passed = None if self.base is None else number("from_config", "base", self.base, above=1.0)
-        stated = self.given.get("rope_theta")
+    def _base(self, kind: Kind, given: dict[str, Given]) -> float:
+        stated = given.get("rope_theta")
         if stated is not None:
-            base = number(self.source, stated.where, stated.value, above=1.0)
-            if passed not in (None, base):
-                raise self._error(
+            base = number(self.fields.source, stated.where, stated.value, above=1.0)
+            if self.passed_base not in (None, base):
+                raise self.fields.error(
                     stated.where,
                     f"it is {base:g}, and base must agree with it",
-                    f"base={passed:g}",
+                    f"base={self.passed_base:g}",
                     "Leave base out, or use dataclasses.replace(rope, base=...).",
                 )
-            self.origins["base"] = stated.where
+            self.origins["base"] = self._and("base", stated.where)
             return base
-        if passed is not None:
+        if self.passed_base is not None:
             self.origins["base"] = "passed by the caller"
-            return passed
-        return self._implied_base()
-
-    def _implied_base(self) -> float:
-        implied = self.architecture.implied_base
+            return self.passed_base
         # transformers 5 always writes rope_theta into rope_parameters: where there are some without it, it was lost.
-        if implied is None or self._has("rope_parameters"):
-            raise self._error(
-                "rope_theta", "the base must be given", "none", "Add rope_theta, or pass base=... to from_config."
+        if kind.implied_base is None or self.fields.has("rope_parameters"):
+            raise self.fields.error(
+                kind.bases[0] if kind.bases else "rope_theta",
+                "the base must be given",
+                "none",
+                "Add rope_theta, or pass base=... to from_config.",
             )
-        self.origins["base"] = f"implied by model_type {self.model_type} ({self.architecture.source})"
-        self.warnings.append(
-            f"the file states no rope_theta; {implied:g} is what model_type {self.model_type} meant before that key "
-            "existed. If the model is newer, the key was lost."
-        )
-        return implied
-
-    def _rotary_dim(self, head_dim: int) -> int:
-        partial = self.given.get("partial_rotary_factor")
-        if partial is None:
-            self.origins["rotary_dim"] = "the whole head"
-            return head_dim
-        share = number(self.source, partial.where, partial.value, above=0.0)
-        if share > 1.0 or (share < 1.0 and not self.architecture.partial):
-            must = "it must be at most 1" if self.architecture.partial else f"{self.model_type} rotates the whole head"
-            raise self._error(partial.where, must, shown(partial.value), "Remove it.")
-        self.origins["rotary_dim"] = f"{partial.where} · head_dim"
-        return int(head_dim * share)
-
-    def _scheme(self) -> Scheme | None:
-        rope_type = self.given.get("rope_type", _Given("default", "rope_type"))
-        name = rope_type.value
-        if name != "default" and (not isinstance(name, str) or name not in SCHEMES):
-            raise self._error(
-                rope_type.where,
-                f"it must be one of default, {', '.join(SCHEMES)}",
-                shown(name),
-                f"Other schemes are not supported yet.{nearest(str(name), SCHEMES)}",
+        self.origins["base"] = self._and("base", f"implied by model_type {self.model_type} ({self.row.source})")
+        if "rope_theta" in kind.bases:
+            self.warnings.append(
+                f"the file states no rope_theta; {kind.implied_base:g} is what model_type {self.model_type} meant "
+                "before that key existed. If the model is newer, the key was lost."
             )
-        self.origins["scaling"] = rope_type.where if "rope_type" in self.given else "no rope_type is given"
-        scheme = None if name == "default" else SCHEMES[name]
-        parameters = self._parameters(name, scheme)
-        if scheme is None:
-            return None
-        self.origins.update({key: given.where for key, given in parameters.items()})
+        return kind.implied_base
+
+    def _and(self, name: str, where: str) -> str:
+        before = self.origins.get(name)
+        return where if before in (None, where) else f"{before} and {where}"
+
+    def _rotary_dim(self, kind: Kind, given: dict[str, Given], head_dim: int) -> int:
+        row, share = self.row, given.get("partial_rotary_factor")
+        if row.dim_key and self.fields.has(row.dim_key) and share is None:
+            self.origins["rotary_dim"] = row.dim_key
+            return self.fields.size(row.dim_key)
+        implied = row.partial if kind.partial is None else kind.partial
+        if share is None:
+            if implied in (None, 1.0):
+                self.origins["rotary_dim"] = "the whole head"
+                return head_dim
+            self.origins["rotary_dim"] = (
+                f"{implied} of the head, implied by model_type {self.model_type} ({row.source})"
+            )
+            return int(head_dim * implied)
+        value = number(self.fields.source, share.where, share.value, above=0.0)
+        if value > 1.0 or (value < 1.0 and row.partial is None):
+            must = "it must be at most 1" if row.partial is not None else f"{self.model_type} rotates the whole head"
+            raise self.fields.error(share.where, must, shown(share.value), "Remove it.")
+        self.origins["rotary_dim"] = f"{share.where} · head_dim"
+        return int(head_dim * value)
+
+    def _indexer(self, rope: Rope) -> dict[str, Rope]:
+        if self.row.indexer is None or not self.fields.has("index_head_dim"):
+            return {}
+        width = self.fields.size("index_head_dim")
+        self.origins["indexer"] = f"index_head_dim and model_type {self.model_type} ({self.row.source})"
         try:
-            return scheme(**{key: given.value for key, given in parameters.items()})
+            return {
+                "indexer": Rope(
+                    width, rope.base, cast(Pairing, self.row.indexer), rotary_dim=rope.rotary_dim, scaling=rope.scaling
+                )
+            }
         except RopeError as e:
-            sections = sorted({given.where.split(".")[0] for given in parameters.values()})
-            raise RopeError(f"{self.source}: {' and '.join(sections)}: {e}") from None
+            raise RopeError(f"{self.fields.source}: index_head_dim: {e}") from None
 
-    def _parameters(self, name: str, scheme: type[Scheme] | None) -> dict[str, _Given]:
-        """The keys that the scheme reads; any other is an error, and so is one that it needs and that is missing."""
-        fields = {} if scheme is None else {f.name: f for f in dataclasses.fields(cast(Any, scheme))}
-        parameters = {}
-        for key, given in self.given.items():
-            if key in fields:
-                parameters[key] = given
-            elif (name, key) in _IDLE_KEYS:
-                self.warnings.append(f"{given.where} has no effect: it {_IDLE_KEYS[name, key]}.")
-            elif key not in _SHARED_KEYS and given.where not in _TOP_KEYS:
-                missing = "" if "rope_type" in self.given else " Is rope_type missing?"
-                raise self._error(
-                    given.where,
-                    f"rope_type {name!r} must not have keys that it does not read",
-                    shown(given.value),
-                    f"It would have no effect.{missing}{nearest(key, [*fields, *_SHARED_KEYS])} Mend or remove it.",
+    def _softmax_factor(self, schemes: list[Scheme | None]) -> float:
+        factors = {softmax_factor(s) for s in schemes} if self.row.softmax_factor else {1.0}
+        return max(factors, default=1.0)
+
+    def _query_scale(self) -> QueryScale | None:
+        if self.row.query_constant:
+            constant = float(self._head_dim(Kind())) ** self.row.query_constant
+            return QueryScale(constant=constant, scales_keys=self.row.scales_keys)
+        if not self.row.query_beta:
+            return None
+        for section, values in self.keys.sections.items():
+            beta = values.get("llama_4_scaling_beta")
+            if beta is not None:
+                where = f"{section}.llama_4_scaling_beta"
+                self.origins["query_scale"] = where
+                return QueryScale(
+                    beta=number(self.fields.source, where, beta, at_least=0.0),
+                    original_max_position_embeddings=checked_length(
+                        self.fields.source,
+                        f"{section}.original_max_position_embeddings",
+                        values.get("original_max_position_embeddings"),
+                    ),
                 )
-        for key, field in fields.items():
-            if key not in parameters and field.default is dataclasses.MISSING:
-                raise self._error(
-                    f"rope_type {name!r}",
-                    f"{key} must be given",
-                    "none",
-                    "Add it: engines differ in what they would put there.",
-                )
-        return parameters
-
-
-def _yarn_warnings(scheme: Scheme | None, longest: int | None) -> list[str]:
-    if not isinstance(scheme, YaRN):
-        return []
-    warnings = []
-    trained, scaled = scheme.original_max_position_embeddings, scheme.original_max_position_embeddings * scheme.factor
-    if longest not in (None, trained, scaled):
-        warnings.append(
-            f"max_position_embeddings is {longest}, neither original_max_position_embeddings {trained} nor that times "
-            f"factor, {scaled:.0f}; the factor decides the angles."
-        )
-    if scheme.mscale is None and scheme.mscale_all_dim is None:
-        return warnings
-    if scheme.attention_factor is not None:
-        warnings.append("attention_factor is given, so mscale and mscale_all_dim have no effect.")
-    elif not (scheme.mscale and scheme.mscale_all_dim):
-        warnings.append("mscale and mscale_all_dim count only together; SGLang and mlx-lm use one alone.")
-    elif scheme.mscale == scheme.mscale_all_dim:
-        warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1; llama.cpp may differ.")
-    return warnings
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,31 @@ from typing import Any
 from ropewalk._checks import RopeError
 from ropewalk.configs import explain
 from ropewalk.rope import Rope
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """What an architecture multiplies q with beside the rotation, dimensionless.
+
+    constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings)))
+
+    Args:
+        constant: at every position (ESM: head_dim^-0.5).
+        scales_keys: whether k is multiplied by the constant too.
+        beta: growth with the position (Ministral 3: `llama_4_scaling_beta`).
+        original_max_position_embeddings: in tokens; needed where beta is not 0.
+    """
+
+    constant: float = 1.0
+    scales_keys: bool = False
+    beta: float = 0.0
+    original_max_position_embeddings: int = 1
+
+    def at(self, position: int) -> float:
+        """The multiplier of the query at a position, in tokens."""
+        return self.constant * (
+            1.0 + self.beta * math.log(1 + math.floor(position / self.original_max_position_embeddings))
+        )
 
 
 @dataclass(frozen=True)
@@ -21,6 +47,10 @@ class ModelRopes:
         source: the file, or what else was read.
         trained_length: tokens the positions were trained on before any scaling; None where the file does not say.
         max_position_embeddings: tokens, as the config says; None where it does not.
+        others: name → a second rope that the layers have (DeepSeek-V3.2's "indexer").
+        softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
+        query_scale: what q is multiplied with beside the rotation, or None.
+        output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3); None: in place.
         origins: name of a value → where it came from, in words.
         warnings: what a reader should know, in words.
     """
@@ -30,6 +60,10 @@ class ModelRopes:
     source: str
     trained_length: int | None = None
     max_position_embeddings: int | None = None
+    others: Mapping[str, Rope] = field(default_factory=dict, hash=False)
+    softmax_factor: float = 1.0
+    query_scale: QueryScale | None = None
+    output_order: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
 

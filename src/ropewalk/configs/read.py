@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropewalk.configs import hf, source
+from ropewalk._checks import error
+from ropewalk.configs import hf, meta, source
 from ropewalk.configs.model_ropes import ModelRopes
 
 
-def from_config(config: Any, *, pairing: str | None = None, base: float | None = None) -> ModelRopes:
+def from_config(
+    config: Any,
+    *,
+    pairing: str | None = None,
+    base: float | None = None,
+    factor: float | None = None,
+    text_only: bool = False,
+) -> ModelRopes:
     """What a model's config means for rotation.
 
     Strict: a key that is misspelt, unused, contradictory or impossible is an error that names file, key and cure;
@@ -16,10 +24,12 @@ def from_config(config: Any, *, pairing: str | None = None, base: float | None =
 
     Args:
         config: a dict, a config object with `to_dict()`, or a path to a config.json or to a folder that holds one.
-            Hugging Face's Llama family (model_type llama, mistral, qwen2, qwen3), in the schema of transformers 4
-            (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+            Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+            (`rope_parameters`), also text models inside multimodal ones; Meta's params.json.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
+        factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1, 32 in 3.2).
+        text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use.
 
     Returns:
         `ModelRopes`: `.rope`, `.layers`, `.explain()`.
@@ -43,4 +53,8 @@ def from_config(config: Any, *, pairing: str | None = None, base: float | None =
         32
     """
     values, name = source.load(config)
-    return hf.read(values, name, pairing=pairing, base=base)
+    if meta.is_params(values):
+        return meta.read(values, name, base=base, factor=factor)
+    if factor is not None:
+        raise error("from_config", "factor is for Meta's params.json only", f"{factor}", "Leave it out.")
+    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)

@@ -1,0 +1,99 @@
+"""What a row of the architecture table says: all that a model_type implies about rotation and its config does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the layers of one kind get their rope.
+
+    Args:
+        bases: keys at the top of a config that give the base; where several are given, they must agree.
+        implied_base: the base where a config states none; None where that is an error.
+        scaled: whether a scaling that is given for the whole model is meant for this kind.
+        partial: share of the head that turns where the config does not say; None takes the architecture's.
+        head_dim_key: key of the size of a head where this kind has one of its own, before the architecture's.
+    """
+
+    bases: tuple[str, ...] = ("rope_theta",)
+    implied_base: float | None = None
+    scaled: bool = True
+    partial: float | None = None
+    head_dim_key: str = ""
+
+
+@dataclass(frozen=True)
+class Every:
+    """Of each n layers one is `hit` (the last, or the first), the others are `miss`; n may stand under a key."""
+
+    n: int
+    hit: str
+    miss: str
+    key: str = ""
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class NoRopeLayers:
+    """A list with 0 where a layer does not rotate; without it, every interval-th layer does not."""
+
+    key: str = "no_rope_layers"
+    interval_key: str = "no_rope_layer_interval"
+    interval: int = 4
+
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a model_type implies.
+
+    Args:
+        source: where this can be seen.
+        pairing: "half" or "interleaved".
+        head_dim_keys: keys of the size of a head; the first that is given counts.
+        head_dim_divides: whether hidden / heads is the size of a head where no key gives it; else that is an error.
+        hidden, heads, layers: keys of those sizes.
+        partial_keys: keys at the top that give the share of the head that turns.
+        partial: that share where no key gives it; None: the whole head turns, and no share is accepted.
+        dim_key: key of the number of channels that turn, instead of a share.
+        latent: MLA: the head is qk_nope_head_dim + qk_rope_head_dim channels, and the last of them turn.
+        output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
+        kinds: name of a kind of layer → how it gets its rope; None where it does not rotate.
+        pattern: which layer is of which kind where the config has no `layer_types`.
+        softmax_factor: whether the softmax scale is multiplied by the square of m(mscale_all_dim).
+        query_constant: q is multiplied by head_dim^query_constant before it is turned (ESM).
+        scales_keys: whether k is multiplied by the same constant.
+        query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
+        indexer: a second rope in each layer: its pairing (DeepSeek-V3.2's indexer).
+        axes: positions of a token.
+        idle: keys that look like rotation and have no effect.
+        refusal: why this cannot be a `Rope`; None if it can.
+    """
+
+    source: str
+    pairing: str = "half"
+    head_dim_keys: tuple[str, ...] = ("head_dim",)
+    head_dim_divides: bool = True
+    hidden: tuple[str, ...] = ("hidden_size",)
+    heads: tuple[str, ...] = ("num_attention_heads",)
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    partial_keys: tuple[str, ...] = ("partial_rotary_factor",)
+    partial: float | None = None
+    dim_key: str = ""
+    latent: bool = False
+    output_order: str | None = None
+    kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
+    pattern: Every | NoRopeLayers | None = None
+    softmax_factor: bool = False
+    query_constant: float = 0.0
+    scales_keys: bool = False
+    query_beta: bool = False
+    indexer: str | None = None
+    axes: int = 1
+    idle: tuple[str, ...] = ()
+    refusal: str | None = None

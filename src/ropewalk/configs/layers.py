@@ -1,0 +1,56 @@
+"""Which layer is of which kind."""
+
+from __future__ import annotations
+
+from ropewalk._checks import shown
+from ropewalk.configs.architecture import ALL, Architecture, Every, NoRopeLayers
+from ropewalk.configs.fields import Fields
+
+NO_ROPE = "no rope"
+
+
+def kinds_of_layers(fields: Fields, architecture: Architecture, origins: dict[str, str]) -> list[str]:
+    """The kind of each layer: a name of `architecture.kinds`, or `NO_ROPE`."""
+    count = fields.layers(architecture.layers)
+    origins["layers"] = fields.first(architecture.layers)
+    if isinstance(architecture.pattern, NoRopeLayers):
+        return _no_rope_layers(fields, architecture.pattern, count, origins)
+    if set(architecture.kinds) == {ALL}:
+        return [ALL] * count
+    listed = fields.listed("layer_types", count)
+    if listed is not None:
+        for kind in listed:
+            if not isinstance(kind, str) or kind not in architecture.kinds:
+                known = ", ".join(architecture.kinds)
+                raise fields.error("layer_types", f"each must be one of {known}", shown(kind), "Mend it.")
+        origins["layer_types"] = "layer_types"
+        return listed
+    if architecture.pattern is None:
+        raise fields.error(
+            "layer_types", "it must be given, since the layers differ", "none", "Add a list with one entry a layer."
+        )
+    return _every(fields, architecture.pattern, count, origins)
+
+
+def _every(fields: Fields, pattern: Every, count: int, origins: dict[str, str]) -> list[str]:
+    stated = bool(pattern.key) and fields.has(pattern.key)
+    n = fields.size(pattern.key) if stated else pattern.n
+    which = "first" if pattern.first else "last"
+    origins["layer_types"] = f"{pattern.key if stated else 'implied'}: the {which} of every {n} is {pattern.hit}"
+    at = 0 if pattern.first else n - 1
+    return [pattern.hit if i % n == at else pattern.miss for i in range(count)]
+
+
+def _no_rope_layers(fields: Fields, pattern: NoRopeLayers, count: int, origins: dict[str, str]) -> list[str]:
+    listed = fields.listed(pattern.key, count) if fields.get(pattern.key) != [] else None
+    if listed is not None:
+        for flag in listed:
+            if isinstance(flag, bool) or not isinstance(flag, int | float) or flag < 0:
+                must = "each must be a number: 0 where the layer does not rotate"
+                raise fields.error(pattern.key, must, shown(flag), "Mend it.")
+        origins["layer_types"] = f"{pattern.key}: 0 does not rotate"
+        return [ALL if flag else NO_ROPE for flag in listed]
+    stated = fields.has(pattern.interval_key)
+    n = fields.size(pattern.interval_key) if stated else pattern.interval
+    origins["layer_types"] = f"{pattern.interval_key if stated else 'implied'}: every {n}. layer does not rotate"
+    return [NO_ROPE if (i + 1) % n == 0 else ALL for i in range(count)]
