@@ -59,7 +59,7 @@ def test_explain_of_an_unknown_model(tmp_path: Path) -> None:
     refused = run("explain", path)
     assert refused.exit_code == 1
     assert refused.stdout == ""
-    assert refused.stderr.startswith(f"Error: {path}: model_type: it must be one of")
+    assert refused.stderr.startswith(f"Error: {path}: model_type: it must be one that ropewalk knows")
     assert refused.stderr.count("\n") == 1
     ran = run("explain", path, "--pairing", "interleaved", "--base", 1e4)
     assert ran.exit_code == 0

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import oracle
-from ropewalk import ModelRopes, Rope, RopeError, YaRN, from_config
+from ropewalk import LongRoPE, ModelRopes, Proportional, Rope, RopeError, YaRN, from_config
 from ropewalk.configs.explain import ranges
+from ropewalk.configs.model_ropes import QueryScale
 from ropewalk.schemes import Linear
 
 LLAMA31 = {
@@ -122,3 +123,51 @@ def test_ranges() -> None:
     assert ranges([]) == ""
     assert ranges([5]) == "5"
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_what_stands_beside_the_rotation() -> None:
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
+    sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 2}
+    ropes = from_config({"model_type": "deepseek_v32", "rope_theta": 1e4, "rope_scaling": yarn, **sizes})
+    said = ropes.explain()
+    for line in (
+        "channels          128 to 191 of 192 rotate, in 32 pairs",
+        "a second rope in each layer: indexer",
+        "channels          0 to 63 of 128 rotate, in 32 pairs",
+        "the softmax scale of the attention is multiplied by 1.87385",
+        "pairs are read interleaved and written in half order; scores are the same",
+    ):
+        assert line in said
+    facts = ropes.facts()
+    assert facts["others"]["indexer"]["pairing"] == "half"
+    assert facts["softmax_factor"] == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert facts["output_order"] == "half"
+
+
+def test_query_scales_in_words() -> None:
+    def said(**scale: Any) -> str:
+        rope = Rope(8, 1e4, "half")
+        return ModelRopes((rope,), "test", "here", query_scale=QueryScale(**scale)).explain()
+
+    assert "q is multiplied by 0.125\n" in said(constant=0.125)
+    assert "q and k are multiplied by 0.125\n" in said(constant=0.125, scales_keys=True)
+    growing = said(beta=0.1, original_max_position_embeddings=8192)
+    assert "q is multiplied by 1 + 0.1 ln(1 + floor(position / 8192))" in growing
+
+
+def test_frequencies_that_depend_on_the_length() -> None:
+    scheme = LongRoPE([1.0, 1.5], [2.0, 4.0], 64, factor=4.0)
+    ropes = ModelRopes((Rope(4, 1e4, "half", scaling=scheme),), "test", "here", trained_length=64)
+    assert "longrope: short_factor 1 … 1.5 (2), long_factor 2 … 4 (2)" in ropes.explain()
+    assert "depends on length  these are the frequencies at 64 tokens" in ropes.explain()
+    assert "pairs 0 slowed 2 times; pairs 1 slowed 4 times" in ropes.explain(65).replace(
+        "slowed 2 to 2 times", "slowed 2 times"
+    )
+    json.dumps(ropes.facts(), allow_nan=False)
+
+
+def test_idle_pairs() -> None:
+    ropes = ModelRopes((Rope(8, 1e4, "half", scaling=Proportional(0.5)),), "test", "here", trained_length=64)
+    assert "pairs 0-1 keep their speed; pairs 2-3 stand still" in ropes.explain()
+    assert ropes.facts()["ropes"][0]["rope"]["wavelength"][2:] == [None, None]
+    ropes.explain(100)

@@ -38,11 +38,22 @@ class Every:
 
 @dataclass(frozen=True)
 class NoRopeLayers:
-    """A list with 0 where a layer does not rotate; without it, every interval-th layer does not."""
+    """A list with 0 where a layer does not rotate; without it, every interval-th layer does not (0: all rotate).
+
+    `holds_base`: the other entries are the base.
+    """
 
     key: str = "no_rope_layers"
     interval_key: str = "no_rope_layer_interval"
     interval: int = 4
+    holds_base: bool = False
+
+
+@dataclass(frozen=True)
+class Indices:
+    """A list with the numbers of the layers that rotate; none without it."""
+
+    key: str
 
 
 ALL = "all"
@@ -65,6 +76,7 @@ class Architecture:
         output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
         kinds: name of a kind of layer → how it gets its rope; None where it does not rotate.
         pattern: which layer is of which kind where the config has no `layer_types`.
+        switch: a key and the values of which it must have one, or nothing rotates.
         softmax_factor: whether the softmax scale is multiplied by the square of m(mscale_all_dim).
         query_constant: q is multiplied by head_dim^query_constant before it is turned (ESM).
         scales_keys: whether k is multiplied by the same constant.
@@ -88,7 +100,8 @@ class Architecture:
     latent: bool = False
     output_order: str | None = None
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
-    pattern: Every | NoRopeLayers | None = None
+    pattern: Every | NoRopeLayers | Indices | None = None
+    switch: tuple[str, tuple[object, ...]] | None = None
     softmax_factor: bool = False
     query_constant: float = 0.0
     scales_keys: bool = False

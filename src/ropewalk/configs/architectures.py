@@ -6,7 +6,7 @@ by running that code: the frequencies of its rotary class, and which channels it
 
 from __future__ import annotations
 
-from ropewalk.configs.architecture import ALL, Architecture, Every, Kind, NoRopeLayers
+from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, Kind, NoRopeLayers
 
 _PARTIAL = ("partial_rotary_factor",)
 
@@ -52,7 +52,7 @@ def _hybrid(
     return Architecture(source=_source(folder), kinds=kinds, pattern=pattern, **more)  # type: ignore[arg-type]
 
 
-def _local_only(folder: str, pattern: Every, **more: object) -> Architecture:
+def _local_only(folder: str, pattern: Every | None, **more: object) -> Architecture:
     """Sliding layers turn, full ones do not."""
     kinds = {"sliding_attention": Kind(), "full_attention": None}
     return Architecture(source=_source(folder), kinds=kinds, pattern=pattern, **more)  # type: ignore[arg-type]
@@ -81,6 +81,7 @@ _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
 _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING: Kind(bases=())}
 _EACH_ITS_OWN = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+_LAYER_BASES = NoRopeLayers(key="layer_rope_theta", interval_key="", interval=0, holds_base=True)
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
@@ -88,13 +89,14 @@ _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and
 ARCHITECTURES: dict[str, Architecture] = {
     # Head size hidden / heads where head_dim is not given.
     **_llama_like(
-        "apertus arcee aria_text@aria bitnet chameleon csm csm_depth_decoder_model@csm dia_encoder@dia "
-        "dia_decoder@dia diffllama doge dots1 emu3_text_model@emu3 eurobert falcon_h1 flex_olmo granite "
-        "granitemoe granitemoeshared gte hyperclovax jais2 jina_embeddings_v3 kyutai_speech_to_text "
-        "lasr_encoder@lasr mimi mimi_encoder@mimi mimi_decoder@mimi mistral mixtral moshi nomic_bert olmo "
-        "olmo2 olmoe phimoe pocket_tts pocket_tts_audio_tokenizer qwen2 qwen2_moe qwen3_moe "
-        "qwen3_omni_moe_code2wav@qwen3_omni_moe starcoder2 unlimited_ocr_text@unlimited_ocr "
-        "voxtral_realtime_text@voxtral_realtime "),
+        "apertus arcee deepseek_ocr2_encoder@deepseek_ocr2 esmc evolla gradium_phonon_tts "
+        "granite4_vision_text@granite4_vision granite_docling_text@granite_docling aria_text@aria bitnet "
+        "chameleon csm csm_depth_decoder_model@csm dia_encoder@dia dia_decoder@dia diffllama doge dots1 "
+        "emu3_text_model@emu3 eurobert falcon_h1 flex_olmo granite granitemoe granitemoeshared gte "
+        "hyperclovax jais2 jina_embeddings_v3 kyutai_speech_to_text lasr_encoder@lasr mimi mimi_encoder@mimi "
+        "mimi_decoder@mimi mistral mixtral moshi nomic_bert olmo olmo2 olmoe phimoe pocket_tts "
+        "pocket_tts_audio_tokenizer qwen2 qwen2_moe qwen3_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
+        "starcoder2 unlimited_ocr_text@unlimited_ocr voxtral_realtime_text@voxtral_realtime "),
     # Head size a number of its own: the config must give it.
     **_llama_like(
         "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
@@ -119,9 +121,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={ALL: Kind(implied_base=10_000.0)},
         heads=("num_attention_heads", "n_head"),
         layers=("num_hidden_layers", "n_layer"),
+        switch=("alibi", (None, False)),
     ),
     "jetmoe": Architecture(source=_source("jetmoe"), head_dim_keys=("kv_channels",), head_dim_divides=False),
     "idefics": Architecture(source=_source("idefics"), head_dim_keys=()),
+    "deepseek_ocr2_text": Architecture(source=_source("deepseek_ocr2"), head_dim_keys=()),
+    **{
+        name: Architecture(source=_source("blt"), pairing="interleaved", head_dim_keys=())
+        for name in ("blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher")
+    },
     "mllama_text_model": _refused("mllama", "Its cross-attention layers do not rotate: not supported yet."),
     "ministral3": Architecture(source=_source("ministral3"), head_dim_divides=False, query_beta=True),
     "openai_privacy_filter": Architecture(
@@ -134,7 +142,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt_oss": Architecture(source=_source("gpt_oss"), head_dim_divides=False),
     # Encoders with a base that no config states.
     "esm": Architecture(
-        source=_source("esm"), head_dim_keys=(), kinds={ALL: Kind(bases=(), implied_base=10_000.0)}, query_constant=-0.5
+        source=_source("esm"),
+        head_dim_keys=(),
+        kinds={ALL: Kind(implied_base=10_000.0)},
+        query_constant=-0.5,
+        switch=("position_embedding_type", ("rotary",)),
     ),
     "roformer": Architecture(
         source=_source("roformer"),
@@ -144,40 +156,29 @@ ARCHITECTURES: dict[str, Architecture] = {
         idle=("rotary_value",),
     ),
     # A part of the head.
-    "gpt_neox": Architecture(
-        source=_source("gpt_neox"),
-        head_dim_keys=(),
-        partial_keys=("rotary_pct", "partial_rotary_factor"),
-        partial=0.25,
-        kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
-    ),
-    "gpt_neox_japanese": Architecture(
-        source=_source("gpt_neox_japanese"),
-        head_dim_keys=(),
-        partial_keys=("rotary_pct", "partial_rotary_factor"),
-        partial=1.0,
-        kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
-    ),
-    "gptj": Architecture(
-        source=_source("gptj"),
-        pairing="interleaved",
-        head_dim_keys=(),
-        hidden=("n_embd", "hidden_size"),
-        heads=("n_head", "num_attention_heads"),
-        layers=("n_layer", "num_hidden_layers"),
-        dim_key="rotary_dim",
-        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-    ),
-    "codegen": Architecture(
-        source=_source("codegen"),
-        pairing="interleaved",
-        head_dim_keys=(),
-        hidden=("n_embd", "hidden_size"),
-        heads=("n_head", "num_attention_heads"),
-        layers=("n_layer", "num_hidden_layers"),
-        dim_key="rotary_dim",
-        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-    ),
+    **{
+        name: Architecture(
+            source=_source(name),
+            head_dim_keys=(),
+            partial_keys=("rotary_pct", "partial_rotary_factor"),
+            partial=share,
+            kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
+        )
+        for name, share in (("gpt_neox", 0.25), ("gpt_neox_japanese", 1.0))
+    },
+    **{
+        name: Architecture(
+            source=_source(name),
+            pairing="interleaved",
+            head_dim_keys=(),
+            hidden=("n_embd", "hidden_size"),
+            heads=("n_head", "num_attention_heads"),
+            layers=("n_layer", "num_hidden_layers"),
+            dim_key="rotary_dim",
+            kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+        )
+        for name in ("gptj", "codegen")
+    },
     "glm": _partly("glm", 0.5, pairing="interleaved"),
     "glm4": _partly("glm4", 0.5, pairing="interleaved"),
     "glm4_moe": _partly("glm4_moe", 0.5),
@@ -200,6 +201,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi": Architecture(source=_source("phi"), partial=0.5, idle=("rotary_dim",)),
     "phi3": _partly("phi3", 1.0),
     "phi4_multimodal": _partly("phi4_multimodal", 1.0),
+    "glmasr_encoder": _partly("glmasr", 0.5),
     "nemotron3_5_transcribe_asr_audio": _partly("nemotron3_5_transcribe", 0.5),
     "nemotron3_5_transcribe_word_timestamp": _partly("nemotron3_5_transcribe", 0.5),
     "nemotron3_diarization_audio": _partly("nemotron3_diarization", 1.0),
@@ -211,6 +213,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v32": _latent("deepseek_v32", indexer="half"),
     "kimi_k2": _latent("deepseek_v3"),
     "axk1": _latent("axk1"),
+    "axk2": _latent("axk2", indexer="half"),
+    "bailing_hybrid": _latent(
+        "bailing_hybrid",
+        kinds={_FULL: Kind(), "linear_attention": None},
+        pattern=Every(6, _FULL, "linear_attention", key="layer_group_size"),
+    ),
     "glm4_moe_lite": _latent("glm4_moe_lite"),
     "glm_moe_dsa": _latent("glm_moe_dsa", indexer="interleaved"),
     "mistral4": _latent("mistral4", query_beta=True, partial=1.0),
@@ -219,21 +227,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "youtu": _latent("youtu"),
     "longcat_flash": _refused("longcat_flash", "It has two attentions a layer and scales q: not supported yet."),
     # Layers that differ in their frequencies.
-    "gemma3_text": Architecture(
-        source=_source("gemma3"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN
-    ),
+    **{
+        name: Architecture(source=_source(folder), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
+        for name, folder in (
+            ("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2")
+        )
+    },
     "gemma3n_text": Architecture(
         source=_source("gemma3n"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)
-    ),
-    "t5gemma2_text": Architecture(
-        source=_source("t5gemma2"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN
-    ),
-    "t5gemma2_decoder": Architecture(
-        source=_source("t5gemma2"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN
     ),
     "gemma4_text": Architecture(
         source=_source("gemma4"), head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)
     ),
+    **{
+        f"{name}_text": Architecture(source=_source(name), head_dim_divides=False, kinds=_GEMMA4_KINDS)
+        for name in ("gemma4_unified", "diffusion_gemma", "embedding_gemma2")
+    },
     "modernbert": Architecture(
         source=_source("modernbert"),
         head_dim_keys=(),
@@ -251,7 +260,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
         pattern=Every(4, _FULL, _SLIDING),
     ),
-    "granite_swa": Architecture(source=_source("granite_swa"), pattern=NoRopeLayers(key="layer_rope_theta")),
+    "granite_swa": Architecture(source=_source("granite_swa"), pattern=_LAYER_BASES),
+    "granitemoe_swa": Architecture(source=_source("granitemoe_swa"), pattern=_LAYER_BASES),
     "laguna": Architecture(source=_source("laguna"), head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
     "mellum": Architecture(source=_source("mellum"), head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
     "lfm3": Architecture(
@@ -281,7 +291,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "afmoe": _local_only(
         "afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False
     ),
+    "flint": _local_only("flint", None),
+    "beam": Architecture(
+        source=_source("beam"), kinds={_SLIDING: Kind(bases=()), _FULL: None}
+    ),
     "kolibri1": _local_only("kolibri1", Every(5, _FULL, _SLIDING), head_dim_divides=False),
+    "granitemoehybrid": _hybrid(
+        "granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))
+    ),
+    "bamba": Architecture(source=_source("bamba"), partial=0.5, pattern=Indices("attn_layer_indices")),
     "lfm2": _hybrid("lfm2", _FULL, ("conv",), None),
     "lfm2_moe": _hybrid("lfm2_moe", _FULL, ("conv",), None),
     "minimax": _hybrid(
@@ -299,6 +317,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_vl_moe_text": _several_axes("qwen3_vl_moe"),
     "qwen3_omni_moe_text": _several_axes("qwen3_omni_moe"),
     "qwen3_omni_moe_talker_text": _several_axes("qwen3_omni_moe"),
+    "cosmos3_edge_text": _several_axes("cosmos3_edge"),
+    "ernie4_5_vl_moe_text": _several_axes("ernie4_5_vl_moe", pairing="interleaved"),
+    "glm4v_text": _several_axes("glm4v", share=1.0, pairing="interleaved"),
+    "glm4v_moe_text": _several_axes("glm4v_moe", share=0.5),
+    "glm_image_text": _several_axes("glm_image", share=1.0),
+    "glm_ocr_text": _several_axes("glm_ocr", share=1.0, pairing="interleaved"),
     "paddleocr_vl_text": _several_axes("paddleocr_vl", head_dim_divides=False),
     "hunyuan_vl_text": _several_axes("hunyuan_vl", head_dim_divides=False),
     "qwen3_5_text": _several_axes(
@@ -328,6 +352,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "wav2vec2-conformer": _refused("wav2vec2_conformer", _BEFORE_PROJECTION),
     "seamless_m4t": _refused("seamless_m4t", _BEFORE_PROJECTION),
     "neomme": _refused("neomme", "Its tokens have two axes: not supported yet."),
+    "clvp_encoder": _refused("clvp", "It rotates the values as well."),
+    "cohere2_moe": _refused("cohere2_moe", "Some of its full layers rotate: not supported yet."),
+    "cohere_compass_text": _refused("cohere_compass", "Its tokens have three axes: not supported yet."),
+    "dbrx": _refused("dbrx", "Its base stands in attn_config: not supported yet."),
+    "deepseek_v4": _refused("deepseek_v4", "It turns the attention's output back as well: not supported yet."),
+    "dots3_note_text": _refused("dots3_note", "Its layers have heads of different sizes: not supported yet."),
+    "glm5_next_text": _without_rope("glm5_next"),
     "jamba": _without_rope("jamba"),
     "kimi_linear": _without_rope("kimi_linear"),
     "nemotron_h": _without_rope("nemotron_h"),
@@ -347,11 +378,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 """model_type → row."""
 
 _WITH_TEXT_CONFIG = (
-    "aria gemma3 gemma3n gemma4 glm4v hyperclovax_vision_v2 idefics2 idefics3 internvl janus kimi_k25 lfm2_vl "
-    "lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minimax_m3_vl mistral3 "
-    "mistral_large4 mllama modernvbert molmo2 musicflamingo ovis2 paddleocr_vl paligemma perception_lm "
-    "qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe shieldgemma2 smolvlm "
-    "unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
+    "aria audioflamingo3 aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "
+    "deepseek_vl_hybrid diffusion_gemma embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 fast_vlm fuyu gemma3 "
+    "gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr got_ocr2 "
+    "granite4_vision granite_docling granite_speech granite_speech_plus hyperclovax_vision_v2 idefics2 "
+    "idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video "
+    "llava_onevision minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo ovis2 "
+    "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl "
+    "qwen3_vl_moe shieldgemma2 smolvlm unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
 )
 WRAPPERS: dict[str, str] = dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config")
 """model_type of a model made of several → the key that holds its text model."""

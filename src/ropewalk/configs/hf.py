@@ -50,7 +50,7 @@ class _Reader:
         self.model_type, self.row = self._architecture()
         self.keys = RopeKeys(self.fields, self.row)
         self.pairing = self._pairing()
-        layers = kinds_of_layers(self.fields, self.row, self.origins)
+        self.layers = layers = kinds_of_layers(self.fields, self.row, self.origins)
         longest = self._longest()
         schemes: list[Scheme | None] = []
         ropes: dict[str, Rope | None] = {NO_ROPE: None}
@@ -165,7 +165,7 @@ class _Reader:
     def _rope(self, name: str, kind: Kind, given: dict[str, Given], longest: int | None) -> tuple[Scheme | None, Rope]:
         base = self._base(kind, given)
         scheme = read_scheme(self.fields, given, longest, self.origins, self.warnings, self.row.axes > 1)
-        head_dim = self._head_dim(kind)
+        head_dim = self._own_head_dim(name) or self._head_dim(kind)
         offset = 0
         if self.row.latent:
             rotary_dim = self.fields.size("qk_rope_head_dim")
@@ -180,6 +180,34 @@ class _Reader:
         except RopeError as e:
             raise RopeError(f"{self.fields.source}: {e}") from None
         return scheme, rope
+
+    def _own_head_dim(self, name: str) -> int | None:
+        """`per_layer_config` (Gemma 4 saved by transformers 5): sizes that single layers have of their own."""
+        entries = self.fields.get("per_layer_config")
+        if entries is None:
+            return None
+        if not isinstance(entries, Mapping):
+            raise self.fields.error("per_layer_config", "it must be an object", shown(entries), "Mend it.")
+        sizes = {}
+        for key, entry in entries.items():
+            index = int(key) if str(key).isdecimal() and len(str(key)) < 8 else len(self.layers)
+            if not isinstance(entry, Mapping) or index >= len(self.layers):
+                raise self.fields.error(
+                    f"per_layer_config.{shown(key)}",
+                    "it must be an object under a layer's number",
+                    shown(entry),
+                    "Mend it.",
+                )
+            if self.layers[index] == name and entry.get("head_dim") is not None:
+                inner = Fields(entry, f"{self.fields.source}: per_layer_config.{key}")
+                sizes[inner.size("head_dim")] = key
+        if len(sizes) > 1:
+            raise self.fields.error(
+                "per_layer_config", f"layers of kind {name} must have the same head_dim", str(sorted(sizes)), "Mend it."
+            )
+        if sizes:
+            self.origins["head_dim"] = self._and("head_dim", "per_layer_config")
+        return next(iter(sizes), None)
 
     def _head_dim(self, kind: Kind) -> int:
         if self.row.latent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ropewalk._checks import shown
-from ropewalk.configs.architecture import ALL, Architecture, Every, NoRopeLayers
+from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, NoRopeLayers
 from ropewalk.configs.fields import Fields
 
 NO_ROPE = "no rope"
@@ -13,6 +13,13 @@ def kinds_of_layers(fields: Fields, architecture: Architecture, origins: dict[st
     """The kind of each layer: a name of `architecture.kinds`, or `NO_ROPE`."""
     count = fields.layers(architecture.layers)
     origins["layers"] = fields.first(architecture.layers)
+    if architecture.switch is not None:
+        key, values = architecture.switch
+        if fields.get(key) not in values:
+            origins["layer_types"] = f"{key} is {shown(fields.get(key))}, so nothing rotates"
+            return [NO_ROPE] * count
+    if isinstance(architecture.pattern, Indices):
+        return _indices(fields, architecture.pattern, count, origins)
     if isinstance(architecture.pattern, NoRopeLayers):
         return _no_rope_layers(fields, architecture.pattern, count, origins)
     if set(architecture.kinds) == {ALL}:
@@ -50,7 +57,18 @@ def _no_rope_layers(fields: Fields, pattern: NoRopeLayers, count: int, origins: 
                 raise fields.error(pattern.key, must, shown(flag), "Mend it.")
         origins["layer_types"] = f"{pattern.key}: 0 does not rotate"
         return [ALL if flag else NO_ROPE for flag in listed]
-    stated = fields.has(pattern.interval_key)
+    stated = bool(pattern.interval_key) and fields.has(pattern.interval_key)
     n = fields.size(pattern.interval_key) if stated else pattern.interval
+    if n == 0:
+        return [ALL] * count
     origins["layer_types"] = f"{pattern.interval_key if stated else 'implied'}: every {n}. layer does not rotate"
     return [NO_ROPE if (i + 1) % n == 0 else ALL for i in range(count)]
+
+
+def _indices(fields: Fields, pattern: Indices, count: int, origins: dict[str, str]) -> list[str]:
+    listed = fields.get(pattern.key) or []
+    if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
+        must = f"it must be a list of layer numbers below {count}"
+        raise fields.error(pattern.key, must, shown(listed), "Mend it.")
+    origins["layer_types"] = f"{pattern.key}: the layers that rotate"
+    return [ALL if i in set(listed) else NO_ROPE for i in range(count)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk._checks import error, integer, nearest, number, shown
+from ropewalk._checks import RopeError, error, integer, nearest, number, shown
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope import Rope
 from ropewalk.schemes import Llama3
@@ -27,12 +27,11 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
     warnings: list[str] = []
     _refuse_stray_keys(config, source)
     head_dim = _head_dim(config, source, origins)
-    rope = Rope(
-        head_dim,
-        _base(config, source, base, origins, warnings),
-        "interleaved",
-        scaling=_scaling(config, source, factor, origins),
-    )
+    stated = _base(config, source, base, origins, warnings)
+    try:
+        rope = Rope(head_dim, stated, "interleaved", scaling=_scaling(config, source, factor, origins))
+    except RopeError as e:
+        raise e if str(e).startswith(source) else RopeError(f"{source}: {e}") from None
     layers = integer(source, "n_layers", config.get("n_layers"), at_least=1, at_most=_MAX_LAYERS)
     return ModelRopes(
         layers=(rope,) * layers,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import nearest, shown
-from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
+from ropewalk.configs.architecture import Architecture, Indices, Kind, NoRopeLayers
 from ropewalk.configs.fields import Fields
 
 SECTIONS = ("rope_scaling", "rope_parameters")
@@ -58,6 +58,10 @@ class RopeKeys:
         given: dict[str, Given] = {}
         for base in kind.bases:
             self._add(given, "rope_theta", self.fields.get(base), base)
+        pattern = self.architecture.pattern
+        if isinstance(pattern, NoRopeLayers) and pattern.holds_base and isinstance(self.fields.get(pattern.key), list):
+            for i, base in enumerate(self.fields.get(pattern.key)):
+                self._add(given, "rope_theta", base or None, f"{pattern.key}[{i}]")
         for key in self.architecture.partial_keys:
             self._add(given, "partial_rotary_factor", self.fields.get(key), key)
         self._add(given, _TRAINED, self.fields.get(_TRAINED), _TRAINED)
@@ -92,6 +96,10 @@ class RopeKeys:
         mine = values.get(name)
         if mine is None:
             return
+        if not isinstance(mine, Mapping):
+            raise self.fields.error(
+                f"rope_parameters.{name}", "it must be an object or null", shown(mine), "Remove or mend it."
+            )
         for key, value in mine.items():
             self._add(given, "rope_type" if key == "type" else str(key), value, f"rope_parameters.{name}.{key}")
 
@@ -131,6 +139,8 @@ class RopeKeys:
         mine |= {"rope_interleaved", "rope_interleave", "head_dim", "max_position_embeddings"}
         if isinstance(row.pattern, NoRopeLayers):
             mine |= {row.pattern.key, row.pattern.interval_key}
+        if isinstance(row.pattern, Indices):
+            mine.add(row.pattern.key)
         mine |= {kind.head_dim_key for kind in kinds}
         mine |= {"v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"}
         for key, value in self.fields.config.items():

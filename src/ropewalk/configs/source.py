@@ -19,7 +19,7 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
 
     Args:
         source: a dict; an object with `to_dict()` (a transformers config); a path to a JSON file, or to a folder that
-            has a config.json.
+            has a config.json or else a params.json.
 
     Raises:
         RopeError: there is nothing to read, or it is not one JSON object.
@@ -32,7 +32,8 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
     if isinstance(source, str | os.PathLike):
         path = Path(source)
         try:
-            path = path / "config.json" if path.is_dir() else path
+            if path.is_dir():
+                path = path / ("params.json" if _only_params(path) else "config.json")
             content = _read(path)
         except (OSError, ValueError) as e:
             if isinstance(e, RopeError):
@@ -45,6 +46,11 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
         shown(source),
         "Pass the path of a config.json or of the folder that holds it.",
     )
+
+
+def _only_params(folder: Path) -> bool:
+    """Whether a folder is Meta's: a params.json and no config.json."""
+    return (folder / "params.json").is_file() and not (folder / "config.json").exists()
 
 
 def _read(path: Path) -> bytes:

@@ -1,0 +1,354 @@
+"""The architecture table against the models' own code, run: see golden/README.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from ropewalk import ModelRopes, Rope, RopeError, from_config
+from ropewalk.configs.architectures import ARCHITECTURES, WRAPPERS
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODELS = json.loads((GOLDEN / "text_models.json").read_text())["rows"]
+DEFAULTS = json.loads((GOLDEN / "class_defaults.json").read_text())["rows"]
+
+# transformers raises base to a power in float32, and is up to this far from the exact frequency.
+FLOAT32_POWER = 4.5e-7
+
+
+def ropes_of(config: dict[str, Any]) -> ModelRopes:
+    return from_config(config, text_only=True)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(row, case, id=f"{row['name']}: {case['id']}")
+        for row in MODELS
+        for case in row["cases"]
+        if "inv_freq" in case or case.get("layout") == "none"
+    ]
+
+
+def rope_of(row: dict[str, Any], case: dict[str, Any]) -> Rope | None:
+    ropes = ropes_of(row["config"])
+    rope = ropes.others["indexer"] if case["id"] == "dsa_indexer" else ropes.layers[case.get("layer_idx", 0)]
+    return None if rope is None else rope.at_length(case["seq_len"])
+
+
+@pytest.mark.parametrize(("row", "case"), cases())
+class TestReleasedModels:
+    def test_frequencies(self, row: dict[str, Any], case: dict[str, Any]) -> None:
+        rope = rope_of(row, case)
+        if case.get("layout") == "none":
+            assert rope is None
+            return
+        assert rope is not None
+        np.testing.assert_allclose(rope.inv_freq, case["inv_freq"], rtol=FLOAT32_POWER)
+        assert rope.attention_factor == pytest.approx(case["attention_scaling"], rel=1e-6)
+
+    def test_pairing_and_slice(self, row: dict[str, Any], case: dict[str, Any]) -> None:
+        rope, layout = rope_of(row, case), case.get("layout")
+        if rope is None or layout is None:
+            return  # a case at another length: the base case has the pairs
+        pairing, _, permuted = layout.partition("+")
+        if pairing != "offset-256":  # Gemma 4: pairs of the whole head, of which a quarter turns
+            assert rope.pairing == pairing
+            assert rope.rotary_dim == case["rotary_dim"]
+            assert [rope.rotary_offset, rope.rotary_offset + rope.rotary_dim - 1] == case["moved_range"]
+        if case["id"] != "dsa_indexer":
+            assert (ropes_of(row["config"]).output_order == "half") == bool(permuted)
+
+    def test_rotated(self, row: dict[str, Any], case: dict[str, Any]) -> None:
+        rope = rope_of(row, case)
+        if "q_rot" not in case or rope is None:
+            return
+        ropes, positions = ropes_of(row["config"]), case["positions"]
+        tokens = list(range(len(positions)))
+        if isinstance(positions[0], list):  # several axes: a text token has the same position on all
+            tokens = [i for i in range(len(positions[0])) if len({axis[i] for axis in positions}) == 1]
+            positions = [positions[0][i] for i in tokens]
+        bound = np.array([p * 2.0**-23 + 1e-6 for p in positions])[:, None] * np.sqrt(2) * rope.attention_factor
+        for name, make in (("q", oracle.golden_q), ("k", oracle.golden_k)):
+            x = torch.from_numpy(make(case[f"{name}_shape"])[:, :1])
+            expected = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)[:, :, tokens]
+            x = x[:, :, tokens]
+            if x.shape[-1] != rope.head_dim:  # the rotated slice alone (MLA's shared key)
+                assert x.shape[-1] == rope.rotary_dim
+                alone = Rope(rope.rotary_dim, rope.base, rope.pairing, scaling=rope.scaling)
+            else:
+                alone = rope
+            mine = alone.at(torch.tensor(positions))(x, layout="bhsd").numpy().copy()
+            if ropes.output_order == "half" and case["id"] != "dsa_indexer":
+                start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
+                mine[..., start:end] = np.concatenate((mine[..., start:end:2], mine[..., start + 1 : end : 2]), axis=-1)
+            scale = ropes.query_scale
+            if scale is not None and (name == "q" or scale.scales_keys):
+                factors = [scale.at(p) if name == "q" else scale.constant for p in positions]
+                mine = mine * np.array(factors)[:, None]
+            assert (np.abs(mine - expected) <= bound * max(1.0, 0 if scale is None else scale.at(max(positions)))).all()
+
+    def test_softmax_factor(self, row: dict[str, Any], case: dict[str, Any]) -> None:
+        rope, ropes = rope_of(row, case), ropes_of(row["config"])
+        row_of_table = ARCHITECTURES[ropes.model_type]
+        if rope is None or not row_of_table.latent or case["id"] == "dsa_indexer" or "softmax_scale" not in case:
+            return
+        assert case["softmax_scale"] == pytest.approx(ropes.softmax_factor * rope.head_dim**-0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row["model_type"]) for row in DEFAULTS])
+def test_class_defaults(row: dict[str, Any]) -> None:
+    """Every architecture that could be built from its class defaults: the frequencies and pairs of its own code."""
+    ropes = ropes_of(row["config"])
+    for index, expected in row["layers"].items():
+        rope = ropes.layers[int(index)]
+        if expected is None:
+            assert rope is None
+            continue
+        assert rope is not None
+        if expected.get("inv_freq"):
+            np.testing.assert_allclose(rope.inv_freq, expected["inv_freq"], rtol=FLOAT32_POWER)
+        assert rope.attention_factor == pytest.approx(expected["attention_factor"], rel=1e-6)
+        assert rope.pairing == expected["pairing"]
+        assert rope.rotary_offset == (expected.get("rotary_offset") or 0)
+    kinds = row["layer_kinds"]
+    if kinds:
+        rotates = [kind is not None and row["layers"][str(kind)] is not None for kind in kinds]
+        assert [rope is not None for rope in ropes.layers] == rotates
+
+
+def test_most_of_the_table_was_run() -> None:
+    run = {row["model_type"] for row in DEFAULTS} | {ropes_of(row["config"]).model_type for row in MODELS}
+    described = {name for name, row in ARCHITECTURES.items() if row.refusal is None}
+    assert len(described & run) >= 0.9 * len(described), sorted(described - run)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ARCHITECTURES.items() if row.refusal is not None])
+def test_what_is_no_rope_says_why(name: str) -> None:
+    with pytest.raises(RopeError, match=r"model_type: it must be one that turns as a Rope does, got"):
+        from_config({"model_type": name, "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize("name", [name for name, row in ARCHITECTURES.items() if row.axes > 1])
+def test_several_axes_name_text_only(name: str) -> None:
+    with pytest.raises(RopeError, match=r"Several axes: not supported yet\. text_only=True gives"):
+        from_config({"model_type": name})
+
+
+def test_every_row_has_its_source() -> None:
+    for name, row in ARCHITECTURES.items():
+        assert row.source.startswith("transformers 5.23 models/"), name
+
+
+def test_text_model_inside_another() -> None:
+    text = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 5e5}
+    ropes = from_config({"model_type": "llava", "text_config": text, "vision_config": {"model_type": "clip"}})
+    assert ropes.rope == Rope(8, 5e5, "half")
+    assert ropes.source == "config: text_config"
+    with pytest.raises(RopeError, match="config: text_config: rope_theta must be a finite number"):
+        from_config({"model_type": "llava", "text_config": {**text, "rope_theta": 0}})
+    for broken in (None, [text], "text"):
+        with pytest.raises(RopeError, match="config: text_config: it must be an object"):
+            from_config({"model_type": "llava", "text_config": broken})
+    with pytest.raises(RopeError, match=r"pass config\['text_config'\]"):
+        from_config({"model_type": "unheard_of", "text_config": text})
+    assert not set(WRAPPERS) & set(ARCHITECTURES)
+
+
+class TestLayers:
+    base: ClassVar = {"model_type": "gemma3_text", "head_dim": 8, "num_hidden_layers": 6, "rope_theta": 1e6}
+
+    def test_implied_pattern(self) -> None:
+        ropes = from_config({**self.base, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 8}})
+        assert [rope.base for rope in ropes.layers if rope] == [1e4] * 5 + [1e6]
+        assert [rope.scaling is None for rope in ropes.layers if rope] == [True] * 5 + [False]
+        assert ropes.origins["layer_types"] == "implied: the last of every 6 is full_attention"
+
+    def test_stated_pattern(self) -> None:
+        ropes = from_config({**self.base, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2})
+        assert [rope.base for rope in ropes.layers if rope] == [1e4, 1e6] * 3
+
+    def test_stated_layers(self) -> None:
+        kinds = ["full_attention"] * 5 + ["sliding_attention"]
+        nested = {
+            "full_attention": {"rope_theta": 1e6},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        }
+        values = {**self.base, "rope_theta": None, "layer_types": kinds, "rope_parameters": nested}
+        assert [rope.base for rope in from_config(values).layers if rope] == [1e6] * 5 + [1e4]
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"layer_types": ["full_attention"]}, "layer_types: it must be a list with an entry for each of the 6 layers"),
+            ({"layer_types": "full_attention"}, "layer_types: it must be a list with an entry"),
+            ({"layer_types": ["full"] * 6}, "layer_types: each must be one of full_attention, sliding_attention, got 'full'"),
+            ({"layer_types": [["full_attention"]] * 6}, "layer_types: each must be one of"),
+            ({"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer at least 1"),
+            ({"rope_parameters": {"full": {"rope_theta": 1e6}}}, "rope_parameters.full: the layer types must be among"),
+            ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, "it must agree with rope_theta, which is 1000000.0"),
+        ],
+    )  # fmt: skip
+    def test_refusals(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(RopeError) as raised:
+            from_config({**self.base, "rope_local_base_freq": 1e4, **changes})
+        assert message in str(raised.value)
+
+    def test_no_rope_layers(self) -> None:
+        base = {"model_type": "smollm3", "head_dim": 8, "num_hidden_layers": 4, "rope_theta": 1e6}
+        assert [r is None for r in from_config(base).layers] == [False, False, False, True]
+        assert [r is None for r in from_config({**base, "no_rope_layer_interval": 2}).layers] == [False, True] * 2
+        assert [r is None for r in from_config({**base, "no_rope_layers": [0, 1, 1, 0]}).layers] == [
+            True,
+            False,
+            False,
+            True,
+        ]
+        for wrong in ([True] * 4, ["x"] * 4, [-1] * 4):
+            with pytest.raises(RopeError, match="no_rope_layers: each must be a number"):
+                from_config({**base, "no_rope_layers": wrong})
+
+    def test_bases_of_layers(self) -> None:
+        base = {"model_type": "granite_swa", "head_dim": 8, "num_hidden_layers": 3}
+        ropes = from_config({**base, "layer_rope_theta": [1e4, 0, 1e4]})
+        assert ropes.layers == (Rope(8, 1e4, "half"), None, Rope(8, 1e4, "half"))
+        with pytest.raises(RopeError, match=r"layer_rope_theta\[2\]: it must agree with layer_rope_theta\[0\]"):
+            from_config({**base, "layer_rope_theta": [1e4, 0, 1e5]})
+
+    def test_numbered_layers(self) -> None:
+        base = {"model_type": "bamba", "head_dim": 8, "num_hidden_layers": 3, "rope_theta": 1e4}
+        ropes = from_config({**base, "attn_layer_indices": [1]})
+        assert ropes.layers == (None, Rope(8, 1e4, "half", rotary_dim=4), None)
+        assert from_config(base).layers == (None, None, None)
+        with pytest.raises(RopeError, match="attn_layer_indices: it must be a list of layer numbers below 3"):
+            from_config({**base, "attn_layer_indices": [3]})
+
+    def test_layers_that_must_be_told_apart(self) -> None:
+        with pytest.raises(RopeError, match="layer_types: it must be given, since the layers differ"):
+            from_config({"model_type": "laguna", "head_dim": 8, "num_hidden_layers": 2, "rope_parameters": {}})
+
+    def test_switched_off(self) -> None:
+        base = {"model_type": "falcon", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+        assert from_config(base).rope == Rope(8, 1e4, "half")
+        assert from_config({**base, "alibi": True}).layers == (None, None)
+
+    def test_unknown_model_whose_layers_differ(self) -> None:
+        values = {"model_type": "mine", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 1e4}
+        assert from_config(values, pairing="half").rope == Rope(8, 1e4, "half")
+        for key, listed in (("layer_types", ["full_attention", "sliding_attention"]), ("no_rope_layers", [1, 0])):
+            with pytest.raises(RopeError, match="all layers must be alike where ropewalk does not know"):
+                from_config({**values, key: listed}, pairing="half")
+
+
+class TestLatentAttention:
+    base: ClassVar = {
+        "model_type": "deepseek_v3", "num_hidden_layers": 1, "rope_theta": 1e4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    }  # fmt: skip
+
+    def test_the_last_channels_turn(self) -> None:
+        ropes = from_config(self.base)
+        assert ropes.rope == Rope(24, 1e4, "interleaved", rotary_dim=8, rotary_offset=16)
+        assert ropes.output_order == "half"
+        assert ropes.softmax_factor == 1.0
+
+    def test_rope_interleave(self) -> None:
+        ropes = from_config({**self.base, "rope_interleave": False})
+        assert ropes.rope.pairing == "half"
+        assert ropes.output_order is None
+        with pytest.raises(RopeError, match="rope_interleave: it must be true or false"):
+            from_config({**self.base, "rope_interleave": "no"})
+
+    def test_softmax_factor(self) -> None:
+        yarn = {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1,
+            "mscale_all_dim": 1,
+        }
+        ropes = from_config({**self.base, "rope_scaling": yarn})
+        assert ropes.softmax_factor == pytest.approx(1.368888**2, abs=1e-5)
+        assert ropes.rope.attention_factor == 1.0
+
+    def test_sizes_are_needed(self) -> None:
+        with pytest.raises(RopeError, match="qk_rope_head_dim must be an integer at least 1, got None"):
+            from_config({**self.base, "qk_rope_head_dim": None})
+        with pytest.raises(RopeError, match="index_head_dim: Rope: rotary_dim"):
+            from_config({**self.base, "model_type": "deepseek_v32", "index_head_dim": 4})
+
+
+def test_query_scale_of_ministral() -> None:
+    yarn = {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192,
+        "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    values = {"model_type": "ministral3", "head_dim": 8, "num_hidden_layers": 1, "rope_parameters": yarn}
+    scale = from_config(values).query_scale
+    assert scale is not None
+    assert scale.at(8191) == 1.0
+    assert scale.at(8192) == pytest.approx(1 + 0.1 * np.log(2))
+    plain = {key: value for key, value in yarn.items() if key != "llama_4_scaling_beta"}
+    assert from_config({**values, "rope_parameters": plain}).query_scale is None
+
+
+class TestSchemesThatTakeFromElsewhere:
+    base: ClassVar = {
+        "model_type": "llama",
+        "head_dim": 8,
+        "num_hidden_layers": 1,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 4096,
+    }
+
+    def test_dynamic_takes_the_length_of_the_model(self) -> None:
+        rope = from_config({**self.base, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope
+        assert rope.at_length(8192).scaling.alpha == 3.0
+        with pytest.raises(RopeError, match="max_position_embeddings must be given"):
+            from_config(
+                {**self.base, "max_position_embeddings": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+            )
+
+    def test_dynamic_with_alpha_is_ntk(self) -> None:
+        """Hunyuan, whose files carry parameters of other schemes beside it."""
+        given = {
+            "type": "dynamic",
+            "alpha": 1000.0,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32,
+        }
+        ropes = from_config({**self.base, "model_type": "hunyuan_v1_dense", "rope_scaling": given})
+        assert ropes.rope.scaling.alpha == 1000.0
+        assert any("is not read where alpha is given" in warning for warning in ropes.warnings)
+
+    def test_longrope_by_any_name(self) -> None:
+        given = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        values = {**self.base, "model_type": "phi3", "original_max_position_embeddings": 1024}
+        ropes = [from_config({**values, "rope_scaling": {"type": name, **given}}).rope for name in ("longrope", "su")]
+        assert ropes[0] == ropes[1]
+        assert ropes[0].scaling.factor == 4.0
+        assert ropes[0].at_length(1025).inv_freq[0] == 0.5
+        with pytest.raises(RopeError, match="LongRoPE: short_factor must have 4 numbers"):
+            from_config({**values, "rope_scaling": {"type": "su", **given, "short_factor": [1.0]}})
+
+
+def test_sizes_of_single_layers() -> None:
+    base = {
+        "model_type": "gemma4_text", "head_dim": 8, "num_hidden_layers": 6,
+        "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+    }  # fmt: skip
+    assert from_config({**base, "global_head_dim": 16}).layers[5] == Rope(16, 1e6, "half")
+    ropes = from_config({**base, "per_layer_config": {"05": {"head_dim": 16}}})
+    assert ropes.layers[5] == Rope(16, 1e6, "half")
+    assert ropes.layers[0] == Rope(8, 1e4, "half")
+    for wrong in ([1], {"5x": {}}, {"99": {}}, {"05": 16}, {"05": {"head_dim": "16"}}):
+        with pytest.raises(RopeError, match=r"per_layer_config|head_dim must be"):
+            from_config({**base, "per_layer_config": wrong})
+    with pytest.raises(RopeError, match="layers of kind sliding_attention must have the same head_dim"):
+        from_config({**base, "per_layer_config": {"0": {"head_dim": 16}, "1": {"head_dim": 32}}})

@@ -1,0 +1,88 @@
+"""Meta's params.json: the files of the oracle, and what they leave out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracle
+from ropewalk import Llama3, Rope, RopeError, from_config
+
+LLAMA3 = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "rope_theta": 500000.0, "use_scaled_rope": False}
+LLAMA31 = {**LLAMA3, "use_scaled_rope": True}
+LLAMA2 = {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-06, "vocab_size": -1}
+
+
+def test_llama_3() -> None:
+    ropes = from_config(LLAMA3)
+    assert ropes.rope == Rope(128, 500000.0, "interleaved")
+    assert len(ropes.layers) == 32
+    assert "view_as_complex" in ropes.explain()
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_31_and_32(factor: float) -> None:
+    rope = from_config(LLAMA31, factor=factor).rope
+    np.testing.assert_allclose(
+        rope.inv_freq, np.array(oracle.by_parts(5e5, 128, factor, 1, 4, 8192), float), rtol=1e-14
+    )
+    assert from_config({**LLAMA31, "rope_scaling_factor": factor}).rope == rope
+
+
+def test_llama_2_states_no_base() -> None:
+    ropes = from_config(LLAMA2)
+    assert ropes.rope == Rope(128, 10_000.0, "interleaved")
+    assert ropes.warnings
+    assert from_config(LLAMA2, base=1e6).rope.base == 1e6
+
+
+def test_from_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(json.dumps(LLAMA3))
+    assert from_config(tmp_path).rope == from_config(tmp_path / "params.json").rope == from_config(LLAMA3).rope
+
+
+@pytest.mark.parametrize(
+    ("config", "kwargs", "message"),
+    [
+        (LLAMA31, {}, "the factor of the scaling must be passed, since the format does not carry it"),
+        (LLAMA31, {}, "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2)"),
+        (LLAMA31, {"factor": 0.5}, "factor must be a finite number of at least 1"),
+        (
+            {**LLAMA31, "rope_scaling_factor": 8},
+            {"factor": 32.0},
+            "rope_scaling_factor: it is 8, and factor must agree",
+        ),
+        (LLAMA3, {"factor": 8.0}, "use_scaled_rope: it must be true where a factor is given"),
+        ({**LLAMA3, "use_scaled_rope": 1}, {}, "use_scaled_rope: it must be true or false, got 1"),
+        ({**LLAMA3, "rope_theta": None}, {}, "rope_theta: the base must be given"),
+        ({**LLAMA3, "rope_theta": "5e5"}, {}, "rope_theta must be a finite number"),
+        (LLAMA3, {"base": 1e6}, "rope_theta: it is 500000, and base must agree"),
+        ({**LLAMA3, "rope_thetta": 1}, {}, "'rope_thetta': a key about rotation must be one of"),
+        ({**LLAMA3, "yarn": {"factor": 4}}, {}, "'yarn': a key about rotation"),
+        ({**LLAMA3, "dim": 4097}, {}, "dim: it must be a multiple of n_heads=32"),
+        ({**LLAMA3, "n_layers": 10**9}, {}, "n_layers must be an integer from 1 to 10000"),
+        ({**LLAMA3, "n_heads": 0}, {}, "n_heads must be an integer at least 1"),
+        ({**LLAMA3, "head_dim": 10**9}, {}, "config: Rope: head_dim must be"),
+    ],
+)
+def test_refusals(config: dict[str, Any], kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_config(config, **kwargs)
+    assert message in str(raised.value)
+
+
+def test_head_dim_of_its_own() -> None:
+    assert from_config({**LLAMA3, "head_dim": 64}).rope.head_dim == 64
+
+
+def test_factor_is_for_this_format_only() -> None:
+    with pytest.raises(RopeError, match=r"factor is for Meta's params\.json only"):
+        from_config({"model_type": "llama"}, factor=8.0)
+
+
+def test_scheme() -> None:
+    assert from_config(LLAMA31, factor=8.0).rope.scaling == Llama3(8.0, 1.0, 4.0, 8192)
