@@ -9,6 +9,8 @@ from ropewalk._checks import RopeError, error, integer, shown
 
 # The deepest model has some hundred layers; this keeps a corrupt file from filling the memory.
 MAX_LAYERS = 10_000
+# Far above any size of a model; it keeps arithmetic with floats from overflowing.
+_MAX_SIZE = 2**53
 
 
 class Fields:
@@ -34,10 +36,15 @@ class Fields:
         """The first of the keys that is given; the first of all if none is."""
         return next((key for key in keys if self.has(key)), keys[0])
 
-    def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, cure: str = "") -> int:
+    def size(self, keys: str | tuple[str, ...], *, at_most: int = _MAX_SIZE, cure: str = "") -> int:
         """The first of the keys that is given, as an integer of at least 1."""
         key = self.first((keys,) if isinstance(keys, str) else keys)
-        return integer(self.source, key, self.get(key), at_least=1, at_most=at_most, cure=cure)
+        value = self.get(key)
+        if at_most == _MAX_SIZE and isinstance(value, int) and value > at_most:
+            raise self.error(key, "it must be a size of a model", "more than 2**53", "Is the number right?")
+        return integer(
+            self.source, key, value, at_least=1, at_most=None if at_most == _MAX_SIZE else at_most, cure=cure
+        )
 
     def boolean(self, key: str, default: bool) -> bool:
         """The key as true or false."""

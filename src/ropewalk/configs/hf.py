@@ -74,6 +74,8 @@ class _Reader:
             source=self.fields.source,
             trained_length=min(trained) if trained else (None if linear else longest),
             max_position_embeddings=longest,
+            layer_kinds=tuple(layers),
+            config=dict(self.fields.config),
             others=others,
             softmax_factor=self._softmax_factor(schemes),
             query_scale=self._query_scale(),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ropewalk._checks import RopeError
-from ropewalk.configs import explain
+from ropewalk.configs import explain, hf_write
 from ropewalk.rope import Rope
 
 
@@ -51,6 +51,8 @@ class ModelRopes:
         softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
         query_scale: what q is multiplied with beside the rotation, or None.
         output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3); None: in place.
+        layer_kinds: the kind of each layer, as the config calls it ("sliding_attention"); () where all are alike.
+        config: what was read, for `to_hf_config`; not compared.
         origins: name of a value → where it came from, in words.
         warnings: what a reader should know, in words.
     """
@@ -64,6 +66,8 @@ class ModelRopes:
     softmax_factor: float = 1.0
     query_scale: QueryScale | None = None
     output_order: str | None = None
+    layer_kinds: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
 
@@ -86,6 +90,20 @@ class ModelRopes:
         for index, rope in enumerate(self.layers):
             layers_of.setdefault(rope, []).append(index)
         return list(layers_of.items())
+
+    def to_hf_config(self, *, version: int) -> dict[str, Any]:
+        """The Hugging Face config that was read, with its rope keys said anew.
+
+        Args:
+            version: 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`, by layer type where layers differ).
+
+        Returns:
+            A new dict; `from_config` reads the same ropes from it.
+
+        Raises:
+            RopeError: the ropes come from elsewhere, or the schema cannot say them.
+        """
+        return hf_write.write(self, version)
 
     def facts(self, length: int | None = None) -> dict[str, Any]:
         """What `explain` says as plain data, ready for JSON. `length`: as there."""

@@ -1,0 +1,115 @@
+"""ModelRopes → a Hugging Face config: the one that was read, with its rope keys said anew in the schema asked for."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+from ropewalk._checks import error, shown
+from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
+from ropewalk.configs.architectures import ARCHITECTURES
+from ropewalk.configs.rope_keys import SECTIONS
+from ropewalk.schemes import NTK, PerPair
+
+if TYPE_CHECKING:
+    from ropewalk.configs.model_ropes import ModelRopes
+    from ropewalk.rope import Rope
+
+_WHO = "ModelRopes.to_hf_config"
+
+
+def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
+    """The config in the schema of transformers 4 or 5; see `ModelRopes.to_hf_config`."""
+    if version not in (4, 5) or isinstance(version, bool):
+        raise error(_WHO, "version must be 4 or 5", shown(version), "They are the schemas of transformers.")
+    row = ARCHITECTURES.get(ropes.model_type)
+    if row is None or ropes.config is None:
+        raise error(
+            _WHO,
+            "the ropes must have been read from a config of Hugging Face",
+            ropes.model_type,
+            "Write its config by hand.",
+        )
+    if row.axes > 1:
+        raise error(_WHO, "tokens must have one position each", ropes.model_type, "Several axes: not supported yet.")
+    config = _without_rope_keys(ropes.config, row)
+    first = dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True))
+    kinds = {name: (kind, first.get(name)) for name, kind in row.kinds.items() if kind is not None}
+    said = {name: (kind, rope) for name, (kind, rope) in kinds.items() if rope is not None}
+    if version == 5:
+        parameters = {name: _parameters(rope, row, ropes) for name, (_, rope) in said.items()}
+        config["rope_parameters"] = parameters if len(row.kinds) > 1 else next(iter(parameters.values()), None)
+    else:
+        config.update(_version_4(said, row, ropes))
+    return config
+
+
+def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
+    bases = {base for kind in row.kinds.values() if kind is not None for base in kind.bases}
+    if isinstance(row.pattern, NoRopeLayers) and row.pattern.holds_base:
+        bases.discard(row.pattern.key)
+    drop = {*SECTIONS, *bases, *row.partial_keys}
+    return {key: copy.deepcopy(value) for key, value in config.items() if key not in drop}
+
+
+def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+    """What `rope_parameters` says about one kind of layer."""
+    parameters = {"rope_theta": rope.base, **_scheme(rope)}
+    share = _share(rope, row)
+    if share is not None:
+        parameters["partial_rotary_factor"] = share
+    if ropes.query_scale is not None and ropes.query_scale.beta:
+        parameters["llama_4_scaling_beta"] = ropes.query_scale.beta
+    return parameters
+
+
+def _scheme(rope: Rope) -> dict[str, Any]:
+    scheme = rope.scaling
+    if scheme is None:
+        return {"rope_type": "default"}
+    if isinstance(scheme, PerPair):
+        raise error(_WHO, "a scheme must have a rope_type", "PerPair", "No config can say it.")
+    if isinstance(scheme, NTK):
+        return {"rope_type": "dynamic", "alpha": scheme.alpha}
+    fields = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(cast(Any, scheme))}
+    if scheme.rope_type == "dynamic":
+        del fields["max_position_embeddings"]  # that of the model
+    said = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+    return {"rope_type": scheme.rope_type, **{key: value for key, value in said.items() if value is not None}}
+
+
+def _share(rope: Rope, row: Architecture) -> float | None:
+    """partial_rotary_factor, where it must be said."""
+    if row.latent or row.partial is None or row.dim_key or getattr(rope.scaling, "rope_type", "") == "proportional":
+        return None
+    share = rope.rotary_dim / rope.head_dim
+    return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)
+
+
+def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+    """`rope_theta` and its like at the top, and one `rope_scaling` for all layers that take it."""
+    config: dict[str, Any] = {}
+    scalings = []
+    for name, (kind, rope) in said.items():
+        if kind.bases:
+            config[kind.bases[0]] = rope.base
+        elif kind.implied_base is None:
+            raise error(
+                _WHO, "each kind of layer must have a key of its own for the base", name, "Only version 5 can say it."
+            )
+        parameters = _parameters(rope, row, ropes)
+        share = parameters.pop("partial_rotary_factor", None)
+        if share is not None and row.partial_keys:
+            config[row.partial_keys[0]] = share
+        del parameters["rope_theta"]
+        if kind.scaled:
+            scalings.append(parameters)
+        elif parameters != {"rope_type": "default"}:
+            raise error(_WHO, f"layers of kind {name} must have no scaling", repr(rope), "Only version 5 can say it.")
+    if any(scaling != scalings[0] for scaling in scalings):
+        raise error(_WHO, "all layers must have the same scaling", "several", "Only version 5 can say it.")
+    if scalings and scalings[0] != {"rope_type": "default"}:
+        config["rope_scaling"] = scalings[0]
+    return config

@@ -1,0 +1,84 @@
+"""to_hf_config: what is written is read back as the same ropes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ropewalk import ModelRopes, Rope, RopeError, from_config
+from ropewalk.configs.architectures import ARCHITECTURES
+from ropewalk.schemes import PerPair
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CONFIGS = [
+    pytest.param(row["config"], id=row.get("name", row.get("model_type")))
+    for name in ("text_models", "class_defaults")
+    for row in json.loads((GOLDEN / f"{name}.json").read_text())["rows"]
+]
+
+
+def same(one: ModelRopes, other: ModelRopes) -> bool:
+    names = ("layers", "others", "softmax_factor", "query_scale", "output_order", "max_position_embeddings")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_version_5(config: dict[str, Any]) -> None:
+    ropes = from_config(config, text_only=True)
+    if ARCHITECTURES[ropes.model_type].axes > 1:
+        with pytest.raises(RopeError, match="Several axes: not supported yet"):
+            ropes.to_hf_config(version=5)
+        return
+    written = ropes.to_hf_config(version=5)
+    json.dumps(written)
+    assert "rope_scaling" not in written
+    again = from_config(written)
+    assert same(again, ropes)
+    assert again.to_hf_config(version=5) == written
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_version_4(config: dict[str, Any]) -> None:
+    ropes = from_config(config, text_only=True)
+    if ARCHITECTURES[ropes.model_type].axes > 1:
+        return
+    try:
+        written = ropes.to_hf_config(version=4)
+    except RopeError as refusal:
+        assert "Only version 5 can say it." in str(refusal)  # noqa: PT017
+        return
+    assert "rope_parameters" not in written
+    assert same(from_config(written), ropes)
+
+
+def test_from_one_schema_to_the_other() -> None:
+    old = {
+        "model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 5e5, "vocab_size": 7,
+        "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64, "finetuned": True},
+    }  # fmt: skip
+    ropes = from_config(old)
+    new = ropes.to_hf_config(version=5)
+    assert new["rope_parameters"]["rope_theta"] == 5e5
+    assert new["rope_parameters"]["rope_type"] == "yarn"
+    assert new["vocab_size"] == 7
+    assert "rope_theta" not in new
+    assert from_config(from_config(new).to_hf_config(version=4)).layers == ropes.layers
+    assert old["rope_scaling"]["type"] == "yarn"  # and the first is as it was
+
+
+def test_refusals() -> None:
+    ropes = from_config({"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 5e5})
+    for version in (3, "5", True, None):
+        with pytest.raises(RopeError, match=r"ModelRopes\.to_hf_config: version must be 4 or 5"):
+            ropes.to_hf_config(version=version)  # type: ignore[arg-type]
+    meta = from_config({"dim": 16, "n_layers": 1, "n_heads": 2, "rope_theta": 5e5, "use_scaled_rope": False})
+    with pytest.raises(RopeError, match="the ropes must have been read from a config of Hugging Face"):
+        meta.to_hf_config(version=5)
+    own = ModelRopes(
+        (Rope(4, 1e4, "half", scaling=PerPair([1.0, 2.0])),), "llama", "here", layer_kinds=("all",), config={}
+    )
+    with pytest.raises(RopeError, match="a scheme must have a rope_type, got PerPair"):
+        own.to_hf_config(version=5)
