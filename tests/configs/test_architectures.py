@@ -12,7 +12,8 @@ import torch
 
 import oracle
 from ropewalk import ModelRopes, Rope, RopeError, from_config
-from ropewalk.configs.architectures import ARCHITECTURES, WRAPPERS
+from ropewalk.configs.architectures import ARCHITECTURES
+from ropewalk.configs.wrappers import WRAPPERS
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = json.loads((GOLDEN / "text_models.json").read_text())["rows"]

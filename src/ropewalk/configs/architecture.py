@@ -40,7 +40,7 @@ class Every:
 class NoRopeLayers:
     """A list with 0 where a layer does not rotate; without it, every interval-th layer does not (0: all rotate).
 
-    `holds_base`: the other entries are the base.
+    `holds_base`: the other entries are the base. Without `interval_key`, the list must be given.
     """
 
     key: str = "no_rope_layers"
@@ -51,7 +51,15 @@ class NoRopeLayers:
 
 @dataclass(frozen=True)
 class Indices:
-    """A list with the numbers of the layers that rotate; none without it."""
+    """A list with the numbers of the layers that rotate, or of those that do not; empty without it."""
+
+    key: str
+    rotate: bool = True
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A list of kinds of layers that is repeated over all of them."""
 
     key: str
 
@@ -76,9 +84,11 @@ class Architecture:
         output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
         kinds: name of a kind of layer → how it gets its rope; None where it does not rotate.
         pattern: which layer is of which kind where the config has no `layer_types`.
+        layer_types_key: key of the list that says of which kind each layer is.
         switch: a key and the values of which it must have one, or nothing rotates.
         softmax_factor: whether the softmax scale is multiplied by the square of m(mscale_all_dim).
         query_constant: q is multiplied by head_dim^query_constant before it is turned (ESM).
+        query_constant_key: q is multiplied by what stands under this key.
         scales_keys: whether k is multiplied by the same constant.
         query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
         indexer: a second rope in each layer: its pairing (DeepSeek-V3.2's indexer).
@@ -100,10 +110,12 @@ class Architecture:
     latent: bool = False
     output_order: str | None = None
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
-    pattern: Every | NoRopeLayers | Indices | None = None
+    pattern: Every | NoRopeLayers | Indices | Repeated | None = None
+    layer_types_key: str = "layer_types"
     switch: tuple[str, tuple[object, ...]] | None = None
     softmax_factor: bool = False
     query_constant: float = 0.0
+    query_constant_key: str = ""
     scales_keys: bool = False
     query_beta: bool = False
     indexer: str | None = None

@@ -6,7 +6,9 @@ by running that code: the frequencies of its rotary class, and which channels it
 
 from __future__ import annotations
 
-from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, Kind, NoRopeLayers
+from typing import Any
+
+from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, Kind, NoRopeLayers, Repeated
 
 _PARTIAL = ("partial_rotary_factor",)
 
@@ -15,33 +17,29 @@ def _source(folder: str) -> str:
     return f"transformers 5.23 models/{folder}"
 
 
+def _row(folder: str, **more: Any) -> Architecture:
+    return Architecture(source=_source(folder), **more)
+
+
 def _llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
     """The whole head of every layer turns, as in Llama. `type@folder` where the folder has another name."""
     rows = {}
     for name in names.split():
         model_type, _, folder = name.partition("@")
-        source = _source(folder or model_type)
-        rows[model_type] = Architecture(source=source, head_dim_divides=head_dim_divides, pairing=pairing)
+        rows[model_type] = _row(folder or model_type, head_dim_divides=head_dim_divides, pairing=pairing)
     return rows
 
 
 def _partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
     """A share of the head turns, in every layer."""
-    return Architecture(source=_source(folder), pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
+    return _row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
 
 
 def _latent(
     folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: object
 ) -> Architecture:
     """Multi-head latent attention: the last qk_rope_head_dim channels of the head turn."""
-    return Architecture(
-        source=_source(folder),
-        pairing=pairing,
-        output_order=output_order,
-        latent=True,
-        softmax_factor=True,
-        **more,  # type: ignore[arg-type]
-    )
+    return _row(folder, pairing=pairing, output_order=output_order, latent=True, softmax_factor=True, **more)
 
 
 def _hybrid(
@@ -49,39 +47,37 @@ def _hybrid(
 ) -> Architecture:
     """Only the attention layers turn; the others have none or are of another kind."""
     kinds = {attention: Kind(), **dict.fromkeys(others)}
-    return Architecture(source=_source(folder), kinds=kinds, pattern=pattern, **more)  # type: ignore[arg-type]
+    return _row(folder, kinds=kinds, pattern=pattern, **more)
 
 
-def _local_only(folder: str, pattern: Every | None, **more: object) -> Architecture:
+def _local_only(folder: str, pattern: Every | None, **more: Any) -> Architecture:
     """Sliding layers turn, full ones do not."""
     kinds = {"sliding_attention": Kind(), "full_attention": None}
-    return Architecture(source=_source(folder), kinds=kinds, pattern=pattern, **more)  # type: ignore[arg-type]
+    return _row(folder, kinds=kinds, pattern=pattern, **more)
 
 
-def _several_axes(folder: str, *, share: float | None = None, **more: object) -> Architecture:
-    return Architecture(source=_source(folder), axes=3, partial=share, **more)  # type: ignore[arg-type]
+def _several_axes(folder: str, *, share: float | None = None, **more: Any) -> Architecture:
+    return _row(folder, axes=3, partial=share, **more)
 
 
 def _without_rope(folder: str) -> Architecture:
     """It rotates nothing, though its config may say rope_theta."""
-    return Architecture(source=_source(folder), kinds={ALL: None})
+    return _row(folder, kinds={ALL: None})
 
 
 def _refused(folder: str, why: str) -> Architecture:
-    return Architecture(source=_source(folder), refusal=why)
+    return _row(folder, refusal=why)
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Of six layers the last is full and turns slowly; the others are local, and no scaling is meant for them.
-_GEMMA_KINDS = {
-    _FULL: Kind(),
-    _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False),
-}
+_GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False)}
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
 _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING: Kind(bases=())}
 _EACH_ITS_OWN = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
-_LAYER_BASES = NoRopeLayers(key="layer_rope_theta", interval_key="", interval=0, holds_base=True)
+_LAYER_BASES = NoRopeLayers(key="layer_rope_theta", interval_key="", holds_base=True)
+_ZERO_DOES_NOT = NoRopeLayers(key="layer_rope_theta", interval_key="")
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
@@ -95,17 +91,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         "emu3_text_model@emu3 eurobert falcon_h1 flex_olmo granite granitemoe granitemoeshared gte "
         "hyperclovax jais2 jina_embeddings_v3 kyutai_speech_to_text lasr_encoder@lasr mimi mimi_encoder@mimi "
         "mimi_decoder@mimi mistral mixtral moshi nomic_bert olmo olmo2 olmoe phimoe pocket_tts "
-        "pocket_tts_audio_tokenizer qwen2 qwen2_moe qwen3_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
-        "starcoder2 unlimited_ocr_text@unlimited_ocr voxtral_realtime_text@voxtral_realtime "),
+        "pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_encoder@pocket_tts_audio_tokenizer "
+        "pocket_tts_audio_tokenizer_decoder@pocket_tts_audio_tokenizer qwen2 "
+        "qwen2_moe qwen3_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
+        "starcoder2 unlimited_ocr_text@unlimited_ocr voxtral_realtime_text@voxtral_realtime "
+    ),
     # Head size a number of its own: the config must give it.
     **_llama_like(
         "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
-        "ministral neucodec qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe seed_oss "
-        "t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime xcodec2 ",
+        "ministral muse_glimmer_assistant neucodec qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
+        "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime "
+        "xcodec2 ",
         head_dim_divides=False,
     ),
-    **_llama_like(
-        "ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
+    **_llama_like("ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
     **_llama_like(
         "helium pe_audio_encoder@pe_audio pe_audio_video_encoder@pe_audio_video pe_video_encoder@pe_video ",
         pairing="interleaved",
@@ -116,40 +115,36 @@ ARCHITECTURES: dict[str, Architecture] = {
         source=_source("llama"),
         kinds={ALL: Kind(implied_base=10_000.0)},
     ),
-    "falcon": Architecture(
-        source=_source("falcon"),
+    "falcon": _row(
+        "falcon",
         kinds={ALL: Kind(implied_base=10_000.0)},
         heads=("num_attention_heads", "n_head"),
         layers=("num_hidden_layers", "n_layer"),
         switch=("alibi", (None, False)),
     ),
-    "jetmoe": Architecture(source=_source("jetmoe"), head_dim_keys=("kv_channels",), head_dim_divides=False),
-    "idefics": Architecture(source=_source("idefics"), head_dim_keys=()),
-    "deepseek_ocr2_text": Architecture(source=_source("deepseek_ocr2"), head_dim_keys=()),
+    "jetmoe": _row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
+    "idefics": _row("idefics", head_dim_keys=()),
+    "deepseek_ocr2_text": _row("deepseek_ocr2", head_dim_keys=()),
     **{
-        name: Architecture(source=_source("blt"), pairing="interleaved", head_dim_keys=())
+        name: _row("blt", pairing="interleaved", head_dim_keys=())
         for name in ("blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher")
     },
-    "mllama_text_model": _refused("mllama", "Its cross-attention layers do not rotate: not supported yet."),
-    "ministral3": Architecture(source=_source("ministral3"), head_dim_divides=False, query_beta=True),
-    "openai_privacy_filter": Architecture(
-        source=_source("openai_privacy_filter"),
-        pairing="interleaved",
-        head_dim_divides=False,
-        query_constant=-0.25,
-        scales_keys=True,
+    "mllama_text_model": _row("mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", rotate=False)),
+    "ministral3": _row("ministral3", head_dim_divides=False, query_beta=True),
+    "openai_privacy_filter": _row(
+        "openai_privacy_filter", pairing="interleaved", head_dim_divides=False, query_constant=-0.25, scales_keys=True
     ),
-    "gpt_oss": Architecture(source=_source("gpt_oss"), head_dim_divides=False),
+    "gpt_oss": _row("gpt_oss", head_dim_divides=False),
     # Encoders with a base that no config states.
-    "esm": Architecture(
-        source=_source("esm"),
+    "esm": _row(
+        "esm",
         head_dim_keys=(),
         kinds={ALL: Kind(implied_base=10_000.0)},
         query_constant=-0.5,
         switch=("position_embedding_type", ("rotary",)),
     ),
-    "roformer": Architecture(
-        source=_source("roformer"),
+    "roformer": _row(
+        "roformer",
         pairing="interleaved",
         head_dim_keys=(),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
@@ -157,8 +152,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     # A part of the head.
     **{
-        name: Architecture(
-            source=_source(name),
+        name: _row(
+            name,
             head_dim_keys=(),
             partial_keys=("rotary_pct", "partial_rotary_factor"),
             partial=share,
@@ -167,8 +162,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         for name, share in (("gpt_neox", 0.25), ("gpt_neox_japanese", 1.0))
     },
     **{
-        name: Architecture(
-            source=_source(name),
+        name: _row(
+            name,
             pairing="interleaved",
             head_dim_keys=(),
             hidden=("n_embd", "hidden_size"),
@@ -182,14 +177,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm": _partly("glm", 0.5, pairing="interleaved"),
     "glm4": _partly("glm4", 0.5, pairing="interleaved"),
     "glm4_moe": _partly("glm4_moe", 0.5),
-    "minimax_m2": Architecture(
-        source=_source("minimax_m2"), head_dim_divides=False, partial=1.0, dim_key="rotary_dim"
-    ),
-    "minimax_m3_vl_text": Architecture(
-        source=_source("minimax_m3_vl"), head_dim_divides=False, partial=1.0, idle=("rotary_dim",)
-    ),
-    "moonshine": Architecture(
-        source=_source("moonshine"),
+    "minimax_m2": _row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
+    "minimax_m3_vl_text": _row("minimax_m3_vl", head_dim_divides=False, partial=1.0, idle=("rotary_dim",)),
+    "moonshine": _row(
+        "moonshine",
         pairing="interleaved",
         partial=0.9,
         heads=("decoder_num_attention_heads", "num_attention_heads"),
@@ -197,8 +188,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "moonshine_streaming": _partly("moonshine_streaming", 0.8, pairing="interleaved"),
     "nemotron": _partly("nemotron", 0.5),
-    "persimmon": Architecture(source=_source("persimmon"), head_dim_keys=(), partial=0.5),
-    "phi": Architecture(source=_source("phi"), partial=0.5, idle=("rotary_dim",)),
+    "persimmon": _row("persimmon", head_dim_keys=(), partial=0.5),
+    "phi": _row("phi", partial=0.5, idle=("rotary_dim",)),
     "phi3": _partly("phi3", 1.0),
     "phi4_multimodal": _partly("phi4_multimodal", 1.0),
     "glmasr_encoder": _partly("glmasr", 0.5),
@@ -206,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron3_5_transcribe_word_timestamp": _partly("nemotron3_5_transcribe", 0.5),
     "nemotron3_diarization_audio": _partly("nemotron3_diarization", 1.0),
     "solar_open": _partly("solar_open", 1.0, head_dim_divides=False),
-    "stablelm": Architecture(source=_source("stablelm"), head_dim_keys=(), partial=0.25, idle=("rope_pct",)),
+    "stablelm": _row("stablelm", head_dim_keys=(), partial=0.25, idle=("rope_pct",)),
     # Multi-head latent attention.
     "deepseek_v2": _latent("deepseek_v2", output_order=None),
     "deepseek_v3": _latent("deepseek_v3"),
@@ -228,78 +219,75 @@ ARCHITECTURES: dict[str, Architecture] = {
     "longcat_flash": _refused("longcat_flash", "It has two attentions a layer and scales q: not supported yet."),
     # Layers that differ in their frequencies.
     **{
-        name: Architecture(source=_source(folder), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
-        for name, folder in (
-            ("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2")
-        )
+        name: _row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
+        for name, folder in (("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2"))
     },
-    "gemma3n_text": Architecture(
-        source=_source("gemma3n"), head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)
-    ),
-    "gemma4_text": Architecture(
-        source=_source("gemma4"), head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)
-    ),
+    "gemma3n_text": _row("gemma3n", head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)),
+    "gemma4_text": _row("gemma4", head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)),
     **{
-        f"{name}_text": Architecture(source=_source(name), head_dim_divides=False, kinds=_GEMMA4_KINDS)
+        f"{name}_text": _row(name, head_dim_divides=False, kinds=_GEMMA4_KINDS)
         for name in ("gemma4_unified", "diffusion_gemma", "embedding_gemma2")
     },
-    "modernbert": Architecture(
-        source=_source("modernbert"),
+    "modernbert": _row(
+        "modernbert",
         head_dim_keys=(),
         kinds=_MODERNBERT_KINDS,
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
     ),
-    "modernbert-decoder": Architecture(
-        source=_source("modernbert_decoder"),
+    "modernbert-decoder": _row(
+        "modernbert_decoder",
         head_dim_keys=(),
         kinds=_MODERNBERT_KINDS,
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
     ),
-    "olmo3": Architecture(
-        source=_source("olmo3"),
-        kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
-        pattern=Every(4, _FULL, _SLIDING),
+    "olmo3": _row("olmo3", kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)}, pattern=Every(4, _FULL, _SLIDING)),
+    "granite_swa": _row("granite_swa", pattern=_LAYER_BASES),
+    "granitemoe_swa": _row("granitemoe_swa", pattern=_LAYER_BASES),
+    "ultrabert": _row("ultrabert", kinds=_EACH_ITS_OWN, pattern=Every(3, _FULL, _SLIDING)),
+    "laguna": _row("laguna", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
+    "mellum": _row("mellum", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
+    "lfm3": _row("lfm3", head_dim_divides=False, kinds={**_EACH_ITS_OWN, "conv": None}),
+    "zaya": _row(
+        "zaya", head_dim_divides=False, partial=1.0, kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())}
     ),
-    "granite_swa": Architecture(source=_source("granite_swa"), pattern=_LAYER_BASES),
-    "granitemoe_swa": Architecture(source=_source("granitemoe_swa"), pattern=_LAYER_BASES),
-    "laguna": Architecture(source=_source("laguna"), head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
-    "mellum": Architecture(source=_source("mellum"), head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
-    "lfm3": Architecture(
-        source=_source("lfm3"), head_dim_divides=False, kinds={**_EACH_ITS_OWN, "conv": None}
-    ),
-    "zaya": Architecture(
-        source=_source("zaya"),
-        head_dim_divides=False,
-        partial=1.0,
-        kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())},
-    ),
-    "mimo_v2_flash": Architecture(
-        source=_source("mimo_v2_flash"),
+    "mimo_v2_flash": _row(
+        "mimo_v2_flash",
         head_dim_divides=False,
         partial=0.334,
         kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
         idle=("hybrid_layer_pattern",),
     ),
     # Layers that do not rotate.
-    "llama4_text": Architecture(
-        source=_source("llama4"), pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()
-    ),
-    "smollm3": Architecture(source=_source("smollm3"), pattern=NoRopeLayers()),
+    "llama4_text": _row("llama4", pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()),
+    **{
+        f"{name}_text": _row(name, head_dim_divides=False, pattern=_ZERO_DOES_NOT, query_constant_key="qk_scale_factor")
+        for name in ("muse_glimmer", "muse_spark")
+    },
+    "smollm3": _row("smollm3", pattern=NoRopeLayers()),
     "cohere2": _local_only("cohere2", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), pairing="interleaved"),
     "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
     "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
-    "afmoe": _local_only(
-        "afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False
-    ),
+    "afmoe": _local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),
     "flint": _local_only("flint", None),
-    "beam": Architecture(
-        source=_source("beam"), kinds={_SLIDING: Kind(bases=()), _FULL: None}
-    ),
+    "beam": _row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}),
     "kolibri1": _local_only("kolibri1", Every(5, _FULL, _SLIDING), head_dim_divides=False),
     "granitemoehybrid": _hybrid(
         "granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))
     ),
-    "bamba": Architecture(source=_source("bamba"), partial=0.5, pattern=Indices("attn_layer_indices")),
+    "bamba": _row("bamba", partial=0.5, pattern=Indices("attn_layer_indices")),
+    "recurrent_gemma": _row(
+        "recurrent_gemma", partial=0.5, kinds={"attention": Kind(), "recurrent": None}, pattern=Repeated("block_types")
+    ),
+    "zamba2": _hybrid(
+        "zamba2",
+        "hybrid",
+        ("linear_attention", "mamba"),
+        None,
+        head_dim_keys=("attention_head_dim",),
+        head_dim_divides=False,
+        layer_types_key="layers_block_type",
+        switch=("use_mem_rope", (True,)),
+    ),
     "lfm2": _hybrid("lfm2", _FULL, ("conv",), None),
     "lfm2_moe": _hybrid("lfm2_moe", _FULL, ("conv",), None),
     "minimax": _hybrid(
@@ -325,6 +313,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm_ocr_text": _several_axes("glm_ocr", share=1.0, pairing="interleaved"),
     "paddleocr_vl_text": _several_axes("paddleocr_vl", head_dim_divides=False),
     "hunyuan_vl_text": _several_axes("hunyuan_vl", head_dim_divides=False),
+    "qwen4_exp_text": _several_axes(
+        "qwen4_exp",
+        share=1.0,
+        head_dim_divides=False,
+        kinds={"indexed_attention": Kind(), "full_attention": Kind(), "linear_attention": None},
+        pattern=Every(4, "indexed_attention", "linear_attention", key="full_attention_interval"),
+    ),
     "qwen3_5_text": _several_axes(
         "qwen3_5",
         share=0.25,
@@ -369,23 +364,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     **{
         name: _refused(name, "Vision towers have several axes: not supported yet.")
         for name in (
-            "dinov3_vit", "gemma4_vision", "llama4_vision_model", "mlcd", "pixtral", "qwen2_5_vl_vision",
-            "qwen2_vl_vision", "qwen3_5_vision", "qwen3_vl_vision", "sam2_video", "sam3_vit_model",
+            "dinov3_vit",
+            "gemma4_vision",
+            "llama4_vision_model",
+            "mlcd",
+            "pixtral",
+            "qwen2_5_vl_vision",
+            "qwen2_vl_vision",
+            "qwen3_5_vision",
+            "qwen3_vl_vision",
+            "sam2_video",
+            "sam3_vit_model",
             "siglip2_vision_model",
         )
     },
-}  # fmt: skip
+}
 """model_type → row."""
-
-_WITH_TEXT_CONFIG = (
-    "aria audioflamingo3 aya_vision cohere2_vision cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "
-    "deepseek_vl_hybrid diffusion_gemma embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 fast_vlm fuyu gemma3 "
-    "gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr got_ocr2 "
-    "granite4_vision granite_docling granite_speech granite_speech_plus hyperclovax_vision_v2 idefics2 "
-    "idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video "
-    "llava_onevision minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo ovis2 "
-    "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl "
-    "qwen3_vl_moe shieldgemma2 smolvlm unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
-)
-WRAPPERS: dict[str, str] = dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config")
-"""model_type of a model made of several → the key that holds its text model."""

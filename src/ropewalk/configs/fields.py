@@ -36,15 +36,13 @@ class Fields:
         """The first of the keys that is given; the first of all if none is."""
         return next((key for key in keys if self.has(key)), keys[0])
 
-    def size(self, keys: str | tuple[str, ...], *, at_most: int = _MAX_SIZE, cure: str = "") -> int:
+    def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, cure: str = "") -> int:
         """The first of the keys that is given, as an integer of at least 1."""
         key = self.first((keys,) if isinstance(keys, str) else keys)
-        value = self.get(key)
-        if at_most == _MAX_SIZE and isinstance(value, int) and value > at_most:
+        value = integer(self.source, key, self.get(key), at_least=1, at_most=at_most, cure=cure)
+        if value > _MAX_SIZE:
             raise self.error(key, "it must be a size of a model", "more than 2**53", "Is the number right?")
-        return integer(
-            self.source, key, value, at_least=1, at_most=None if at_most == _MAX_SIZE else at_most, cure=cure
-        )
+        return value
 
     def boolean(self, key: str, default: bool) -> bool:
         """The key as true or false."""

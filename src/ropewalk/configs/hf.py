@@ -11,12 +11,13 @@ from typing import Any, cast
 from ropewalk._checks import RopeError, choice, nearest, number, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.architectures import ARCHITECTURES, WRAPPERS
+from ropewalk.configs.architectures import ARCHITECTURES
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.hf_scheme import read_scheme, scheme_warnings, softmax_factor
 from ropewalk.configs.layers import NO_ROPE, kinds_of_layers
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.rope_keys import Given, RopeKeys
+from ropewalk.configs.wrappers import WRAPPERS
 from ropewalk.rope import PAIRINGS, Pairing, Rope
 from ropewalk.schemes import Linear, Llama3, LongRoPE, Scheme, YaRN
 
@@ -313,6 +314,10 @@ class _Reader:
         return max(factors, default=1.0)
 
     def _query_scale(self) -> QueryScale | None:
+        if self.row.query_constant_key and self.fields.has(self.row.query_constant_key):
+            key = self.row.query_constant_key
+            self.origins["query_scale"] = key
+            return QueryScale(constant=number(self.fields.source, key, self.fields.get(key), above=0.0))
         if self.row.query_constant:
             constant = float(self._head_dim(Kind())) ** self.row.query_constant
             return QueryScale(constant=constant, scales_keys=self.row.scales_keys)

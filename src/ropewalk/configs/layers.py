@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ropewalk._checks import shown
-from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, NoRopeLayers
+from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, NoRopeLayers, Repeated
 from ropewalk.configs.fields import Fields
 
 NO_ROPE = "no rope"
@@ -24,17 +24,28 @@ def kinds_of_layers(fields: Fields, architecture: Architecture, origins: dict[st
         return _no_rope_layers(fields, architecture.pattern, count, origins)
     if set(architecture.kinds) == {ALL}:
         return [ALL] * count
-    listed = fields.listed("layer_types", count)
+    if isinstance(architecture.pattern, Repeated):
+        key = architecture.pattern.key
+        listed = fields.get(key)
+        if not isinstance(listed, list) or not listed:
+            raise fields.error(key, "it must be a list of kinds of layers", shown(listed), "Add it.")
+        listed = [listed[i % len(listed)] for i in range(count)]
+    else:
+        key = architecture.layer_types_key
+        listed = fields.listed(key, count)
     if listed is not None:
         for kind in listed:
             if not isinstance(kind, str) or kind not in architecture.kinds:
                 known = ", ".join(architecture.kinds)
-                raise fields.error("layer_types", f"each must be one of {known}", shown(kind), "Mend it.")
-        origins["layer_types"] = "layer_types"
-        return listed
-    if architecture.pattern is None:
+                raise fields.error(key, f"each must be one of {known}", shown(kind), "Mend it.")
+        origins["layer_types"] = key
+        return [str(kind) for kind in listed]
+    if not isinstance(architecture.pattern, Every):
         raise fields.error(
-            "layer_types", "it must be given, since the layers differ", "none", "Add a list with one entry a layer."
+            architecture.layer_types_key,
+            "it must be given, since the layers differ",
+            "none",
+            "Add a list with one entry a layer.",
         )
     return _every(fields, architecture.pattern, count, origins)
 
@@ -57,10 +68,12 @@ def _no_rope_layers(fields: Fields, pattern: NoRopeLayers, count: int, origins: 
                 raise fields.error(pattern.key, must, shown(flag), "Mend it.")
         origins["layer_types"] = f"{pattern.key}: 0 does not rotate"
         return [ALL if flag else NO_ROPE for flag in listed]
-    stated = bool(pattern.interval_key) and fields.has(pattern.interval_key)
+    if not pattern.interval_key:
+        if pattern.holds_base:
+            return [ALL] * count  # the base is that of the model
+        raise fields.error(pattern.key, "it must be given, since some layers do not rotate", "none", "Add it.")
+    stated = fields.has(pattern.interval_key)
     n = fields.size(pattern.interval_key) if stated else pattern.interval
-    if n == 0:
-        return [ALL] * count
     origins["layer_types"] = f"{pattern.interval_key if stated else 'implied'}: every {n}. layer does not rotate"
     return [NO_ROPE if (i + 1) % n == 0 else ALL for i in range(count)]
 
@@ -70,5 +83,5 @@ def _indices(fields: Fields, pattern: Indices, count: int, origins: dict[str, st
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
         must = f"it must be a list of layer numbers below {count}"
         raise fields.error(pattern.key, must, shown(listed), "Mend it.")
-    origins["layer_types"] = f"{pattern.key}: the layers that rotate"
-    return [ALL if i in set(listed) else NO_ROPE for i in range(count)]
+    origins["layer_types"] = f"{pattern.key}: the layers that {'rotate' if pattern.rotate else 'do not'}"
+    return [ALL if (i in set(listed)) == pattern.rotate else NO_ROPE for i in range(count)]

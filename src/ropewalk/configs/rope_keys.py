@@ -141,10 +141,12 @@ class RopeKeys:
             mine |= {row.pattern.key, row.pattern.interval_key}
         if isinstance(row.pattern, Indices):
             mine.add(row.pattern.key)
+        if row.switch is not None:
+            mine.add(row.switch[0])
         mine |= {kind.head_dim_key for kind in kinds}
         mine |= {"v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"}
         for key, value in self.fields.config.items():
-            if key in mine or value is None or key == "layer_types":
+            if key in mine or value is None or key in ("layer_types", row.layer_types_key):
                 continue
             words = str(key).lower().split("_")
             if (
