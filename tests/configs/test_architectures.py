@@ -14,6 +14,7 @@ import oracle
 from ropewalk import ModelRopes, Rope, RopeError, from_config
 from ropewalk.configs.architectures import ARCHITECTURES
 from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.schemes import Linear
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = json.loads((GOLDEN / "text_models.json").read_text())["rows"]
@@ -159,6 +160,28 @@ def test_text_model_inside_another() -> None:
     with pytest.raises(RopeError, match=r"pass config\['text_config'\]"):
         from_config({"model_type": "unheard_of", "text_config": text})
     assert not set(WRAPPERS) & set(ARCHITECTURES)
+
+
+def test_what_a_text_model_inside_another_leaves_out() -> None:
+    """The files of Gemma 3 4B and LLaVA 1.5, from memory of what they state."""
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    text = {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "rope_scaling": scaling}
+    ropes = from_config({"model_type": "gemma3", "text_config": text})
+    assert len(ropes.layers) == 34
+    assert ropes.layers[0] == Rope(256, 10_000.0, "half")
+    assert ropes.layers[5] == Rope(256, 1_000_000.0, "half", scaling=Linear(8.0))
+    assert any("head_dim, rope_theta, rope_local_base_freq: not stated" in warning for warning in ropes.warnings)
+    llava = from_config(
+        {"model_type": "llava", "text_config": {"model_type": "llama", "max_position_embeddings": 4096}}
+    )
+    assert llava.rope == Rope(128, 10_000.0, "half")
+    assert len(llava.layers) == 32
+    with pytest.raises(RopeError, match="num_hidden_layers must be"):  # at the top, nothing is left out
+        from_config({"model_type": "llama", "max_position_embeddings": 4096})
+    nested = {"model_type": "gemma3_text", "rope_parameters": {
+        "full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}}  # fmt: skip
+    stated = from_config({"model_type": "gemma3", "text_config": nested})
+    assert [rope.base for rope in stated.layers[4:6] if rope] == [2e4, 5e5]
 
 
 class TestLayers:

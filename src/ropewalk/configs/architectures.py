@@ -170,6 +170,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             heads=("n_head", "num_attention_heads"),
             layers=("n_layer", "num_hidden_layers"),
             dim_key="rotary_dim",
+            idle=("rotary",),
             kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
         )
         for name in ("gptj", "codegen")
@@ -264,7 +265,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         for name in ("muse_glimmer", "muse_spark")
     },
     "smollm3": _row("smollm3", pattern=NoRopeLayers()),
-    "cohere2": _local_only("cohere2", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), pairing="interleaved"),
+    "cohere2": _local_only(
+        "cohere2",
+        Every(4, _FULL, _SLIDING, key="sliding_window_pattern"),
+        pairing="interleaved",
+        partial_keys=("partial_rotary_factor", "rotary_pct"),  # Command R7B says 1.0
+    ),
     "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
     "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
     "afmoe": _local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),

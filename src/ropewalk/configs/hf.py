@@ -5,6 +5,7 @@ Every value keeps the place it came from, so that messages and `explain` can nam
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from ropewalk.configs.hf_scheme import read_scheme, scheme_warnings, softmax_fac
 from ropewalk.configs.layers import NO_ROPE, kinds_of_layers
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.rope_keys import Given, RopeKeys
-from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.configs.wrappers import WRAPPERS, with_class_defaults
 from ropewalk.rope import PAIRINGS, Pairing, Rope
 from ropewalk.schemes import Linear, Llama3, LongRoPE, Scheme, YaRN
 
@@ -32,8 +33,20 @@ def read(
         inner = config.get(key)
         if not isinstance(inner, Mapping):
             raise Fields(config, source).error(key, "it must be an object", shown(inner), "The text model is there.")
-        return read(inner, f"{source}: {key}", pairing=pairing, base=base, text_only=text_only)
+        whole, left_out = with_class_defaults(inner)
+        ropes = read(whole, f"{source}: {key}", pairing=pairing, base=base, text_only=text_only)
+        return _marked(ropes, left_out)
     return _Reader(Fields(config, source), pairing, base, text_only).read()
+
+
+def _marked(ropes: ModelRopes, left_out: list[str]) -> ModelRopes:
+    """The ropes of a text model inside another, saying what came from its class and not from the file."""
+    if not left_out:
+        return ropes
+    warning = (
+        f"{', '.join(left_out)}: not stated, as transformers leaves out what a class has by default; taken from it."
+    )
+    return dataclasses.replace(ropes, warnings=(*ropes.warnings, warning))
 
 
 class _Reader:
