@@ -114,3 +114,56 @@ def test_as_a_process(command: list[str], config: Path) -> None:
 
 def test_version() -> None:
     assert run("--version").stdout == f"ropewalk, version {ropewalk.__version__}\n"
+
+
+def write(tmp_path: Path, **values: object) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 1e4, **values})
+    )
+    return path
+
+
+def test_explain_draws_what_depends_on_the_length(tmp_path: Path) -> None:
+    path = write(tmp_path, max_position_embeddings=64, rope_scaling={"type": "dynamic", "factor": 2.0})
+    refused = run("explain", path, "--plot", tmp_path / "a.png")
+    assert refused.exit_code == 1
+    assert refused.stdout == ""
+    assert "Pass --length N too." in refused.stderr
+    assert run("explain", path, "--length", 128, "--plot", tmp_path / "a.png").exit_code == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(PNG)
+
+
+def test_explain_draws_each_rope_of_a_model(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="gemma3_text", rope_local_base_freq=1e4, sliding_window_pattern=2, rope_theta=1e6)
+    ran = run("explain", path, "--plot", tmp_path / "a.png")
+    assert ran.exit_code == 0
+    assert {p.name for p in tmp_path.glob("*.png")} == {"a-1.png", "a-2.png"}
+    nothing = run("explain", write(tmp_path, model_type="jamba"), "--plot", tmp_path / "b.png")
+    assert nothing.exit_code == 1
+    assert "no layer rotates" in nothing.stderr
+
+
+def test_explain_of_params_json(tmp_path: Path) -> None:
+    path = tmp_path / "params.json"
+    path.write_text(
+        json.dumps({"dim": 4096, "n_layers": 32, "n_heads": 32, "rope_theta": 5e5, "use_scaled_rope": True})
+    )
+    assert "Pass factor=8.0" in run("explain", path).stderr
+    assert "llama3: factor 8.0" in run("explain", path, "--factor", 8).stdout
+
+
+def test_explain_text_only(tmp_path: Path) -> None:
+    path = write(tmp_path, model_type="qwen2_vl_text", head_dim=None, hidden_size=64, num_attention_heads=4)
+    assert "text_only=True" in run("explain", path).stderr
+    assert "text only" in run("explain", path, "--text-only").stdout
+
+
+def test_a_full_disk_is_no_traceback(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli.click, "echo", full)
+    ran = run("explain", config)
+    assert ran.exit_code == 1
+    assert isinstance(ran.exception, (SystemExit, OSError))

@@ -74,6 +74,7 @@ def test_public_names() -> None:
         "LongRoPE",
         "ModelRopes",
         "Proportional",
+        "QueryScale",
         "Rope",
         "RopeError",
         "RotaryEmbedding",

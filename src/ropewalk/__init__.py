@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ropewalk import schemes as schemes
     from ropewalk._checks import RopeError as RopeError
     from ropewalk.configs import ModelRopes as ModelRopes
+    from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
@@ -33,6 +34,7 @@ _HOME = {
     "ModelRopes": "configs",
     "NTK": "schemes",
     "Proportional": "schemes",
+    "QueryScale": "configs",
     "Rope": "rope",
     "RopeError": "_checks",
     "RotaryEmbedding": "nn",
@@ -49,6 +51,7 @@ __all__ = [
     "LongRoPE",
     "ModelRopes",
     "Proportional",
+    "QueryScale",
     "Rope",
     "RopeError",
     "RotaryEmbedding",

@@ -52,17 +52,33 @@ def explain(
 ) -> None:
     """Say what the config SOURCE means for rotation.
 
-    SOURCE is a config.json, the folder of a model, or Meta's params.json.
+    SOURCE is a config.json, the folder of a model, Meta's params.json or a GGUF file.
     """
     ropes = ropewalk.from_config(source, pairing=pairing, base=base, factor=factor, text_only=text_only)
+    pictures = [] if plot is None else _pictures(ropes, length, plot)
     facts = ropes.facts(length)
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
-    if plot is not None:
+    for rope, layers, path in pictures:
         from ropewalk import plots
 
-        rope = ropes.rope if length is None else ropes.rope.at_length(length)
-        plots.save(plots.inv_freq(rope), plot)
-        click.echo(f"drew {plot}", err=as_json)
+        plots.save(plots.inv_freq(rope), path)
+        click.echo(f"drew {path}: {layers}", err=as_json)
+
+
+def _pictures(ropes: ropewalk.ModelRopes, length: int | None, plot: Path) -> list[tuple[ropewalk.Rope, str, Path]]:
+    """What to draw and where: one picture for each distinct rope, numbered where there are several."""
+    groups = [(rope, layers) for rope, layers in ropes.groups() if rope is not None]
+    if not groups:
+        raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
+    if length is None and not all(rope.is_static for rope, _ in groups):
+        raise click.ClickException("--plot: the frequencies depend on the length. Pass --length N too.")
+    drawn = [
+        (rope if length is None else rope.at_length(length), f"layer {rows[0]} and {len(rows) - 1} more")
+        for rope, rows in groups
+    ]
+    if len(drawn) == 1:
+        return [(*drawn[0], plot)]
+    return [(*one, plot.with_stem(f"{plot.stem}-{i}")) for i, one in enumerate(drawn, start=1)]
 
 
 @main.command()

@@ -67,9 +67,9 @@ def test_text_of_llama_31() -> None:
         # papers: 29 pairs kept, 6 in the ramp with these divisors, 29 divided by 8
         "pairs 0-28 keep their speed; pairs 29-34 slowed 1.207 to 5.257 times; pairs 35-63 slowed 8 times",
         "8,192 tokens; 35 of 64 pairs complete a turn within it",
-        "base              rope_theta",
-        "head_dim          hidden_size / num_attention_heads",
-        "scaling           rope_scaling.rope_type",
+        f"{'base':<32}  rope_theta",
+        f"{'head_dim':<32}  hidden_size / num_attention_heads",
+        f"{'scaling':<32}  rope_scaling.rope_type",
     ):
         assert line in said
     assert "warnings" not in said

@@ -206,6 +206,10 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor: llama rotates the whole head, got 0.5"),
         ({"partial_rotary_factor": "half"}, {}, "partial_rotary_factor must be a finite number"),
         # keys that nothing reads
+        ({"attention_factor": 1.2}, {}, "'attention_factor': a key about rotation must be one that this model_type reads"),
+        ({"beta_fast": 32}, {}, "'beta_fast': a key about rotation"),
+        ({"use_dynamic_ntk": True}, {}, "'use_dynamic_ntk': a key about rotation"),
+        ({"headdim": 64}, {}, "Did you mean 'head_dim'?"),
         ({"rope_thetta": 1e6}, {}, "'rope_thetta': a key about rotation must be one that this model_type reads"),
         ({"rope_thetta": 1e6}, {}, "Did you mean 'rope_theta'?"),
         ({"rope_scalling": {"type": "linear"}}, {}, "Did you mean 'rope_scaling'?"),

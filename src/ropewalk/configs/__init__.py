@@ -5,7 +5,7 @@ Needs neither torch nor transformers.
 
 from __future__ import annotations
 
-from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.read import from_config
 
-__all__ = ["ModelRopes", "from_config"]
+__all__ = ["ModelRopes", "QueryScale", "from_config"]

@@ -82,7 +82,8 @@ def text(said: dict[str, Any]) -> str:
         lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, said)]
     lines += _beside_lines(said)
     lines += ["", "where each value came from"]
-    lines += [f"  {name:<16}  {where}" for name, where in said["origins"].items()]
+    width = max(map(len, said["origins"]), default=0)
+    lines += [f"  {name:<{width}}  {where}" for name, where in said["origins"].items()]
     if said["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in said["warnings"])]
     return "\n".join(lines)

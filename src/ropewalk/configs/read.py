@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ropewalk._checks import error
-from ropewalk.configs import hf, meta, source
+from ropewalk.configs import gguf, hf, meta, source
 from ropewalk.configs.model_ropes import ModelRopes
 
 
@@ -23,9 +23,9 @@ def from_config(
     what a config does not say is never guessed.
 
     Args:
-        config: a dict, a config object with `to_dict()`, or a path to a config.json or to a folder that holds one.
+        config: a dict, a config object with `to_dict()`, or a path to a file or to a folder that holds one.
             Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-            (`rope_parameters`), also text models inside multimodal ones; Meta's params.json.
+            (`rope_parameters`), also text models inside multimodal ones; Meta's params.json; a GGUF file of llama.cpp.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
         factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1, 32 in 3.2).
@@ -52,9 +52,17 @@ def from_config(
         >>> len(ropes.layers)
         32
     """
+    path = source.gguf_path(config)
+    if path is not None:
+        _refuse_factor(factor)
+        return gguf.read(path, pairing=pairing, base=base)
     values, name = source.load(config)
     if meta.is_params(values):
         return meta.read(values, name, base=base, factor=factor)
+    _refuse_factor(factor)
+    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)
+
+
+def _refuse_factor(factor: float | None) -> None:
     if factor is not None:
         raise error("from_config", "factor is for Meta's params.json only", f"{factor}", "Leave it out.")
-    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)

@@ -48,6 +48,24 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
     )
 
 
+def gguf_path(source: Any) -> Path | None:
+    """The path, if it is that of a GGUF file: by its name or by its first four bytes."""
+    if not isinstance(source, str | os.PathLike):
+        return None
+    try:
+        path = Path(source)
+        if path.is_dir():
+            return None
+        if path.suffix.lower() == ".gguf":
+            return path
+        if not path.is_file():
+            return None
+        with path.open("rb") as file:
+            return path if file.read(4) == b"GGUF" else None
+    except (OSError, TypeError, ValueError):
+        return None  # `load` says why
+
+
 def _only_params(folder: Path) -> bool:
     """Whether a folder is Meta's: a params.json and no config.json."""
     return (folder / "params.json").is_file() and not (folder / "config.json").exists()

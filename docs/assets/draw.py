@@ -1,0 +1,72 @@
+"""Draw the pictures of docs/schemes/: inverse frequency before and after each scheme, one SVG each beside this file.
+
+Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are committed, and building the site draws
+nothing. Needs `pip install "ropewalk[plots]"`:
+
+    python docs/assets/draw.py
+
+The same ropes stand in the examples of the pages. Text stays text and ids are fixed, so that a picture is small and
+drawing it again changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+from ropewalk import Rope, plots
+from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
+
+HERE = Path(__file__).parent
+LENGTHS = HERE.parents[1] / "tests" / "golden" / "lengths.json"
+MOST_BYTES = 60_000
+
+
+def phi3() -> LongRoPE:
+    """The searched factors of Phi-3.5-mini, as recorded for the tests."""
+    rows = json.loads(LENGTHS.read_text(encoding="utf-8"))["rows"]
+    given = next(row["rope_parameters"] for row in rows if row["model"] == "phi-3.5-mini-instruct")
+    return LongRoPE(
+        short_factor=given["short_factor"],
+        long_factor=given["long_factor"],
+        original_max_position_embeddings=given["original_max_position_embeddings"],
+        factor=given["factor"],
+    )
+
+
+def ropes() -> dict[str, Rope]:
+    """Name of the picture → the rope that it shows."""
+    llama3 = Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    yarn = YaRN(factor=16.0, original_max_position_embeddings=4096)
+    return {
+        "default": Rope(128, 10_000.0, "half"),
+        "linear": Rope(128, 10_000.0, "half", scaling=Linear(factor=4.0)),
+        "ntk": Rope(128, 10_000.0, "half", scaling=NTK(alpha=8.0)),
+        "dynamic": Rope(128, 10_000.0, "half", scaling=DynamicNTK(2.0, 4096)).at_length(16_384),
+        "yarn": Rope(128, 10_000.0, "half", scaling=yarn),
+        "longrope": Rope(96, 10_000.0, "half", scaling=phi3()).at_length(131_072),
+        "llama3": Rope(128, 500_000.0, "half", scaling=llama3),
+        "proportional": Rope(512, 1_000_000.0, "half", scaling=Proportional(partial_rotary_factor=0.25)),
+    }
+
+
+def main() -> None:
+    """Draw all of them; fail if one is too large to commit."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ropewalk"})
+    for name, rope in ropes().items():
+        path = HERE / f"{name}.svg"
+        figure = plots.inv_freq(rope)
+        for line in figure.axes[0].lines:
+            line.set_markevery(max(1, rope.rotary_dim // 128))  # a dot for each of up to 64 pairs
+        figure.savefig(path, metadata={"Date": None})
+        # Indentation is a fifth of the file.
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.write_text("\n".join(line.strip() for line in lines) + "\n", encoding="utf-8")
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise SystemExit(f"{path}: at most {MOST_BYTES} bytes, got {size}")
+
+
+if __name__ == "__main__":
+    main()

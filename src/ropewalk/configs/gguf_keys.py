@@ -1,0 +1,130 @@
+"""The keys of a GGUF file: which are about rotation, each read once, and none left over."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ropewalk._checks import length as checked_length
+from ropewalk._checks import nearest, shown
+from ropewalk._checks import number as checked_number
+from ropewalk.configs.fields import Fields
+from ropewalk.configs.gguf_architectures import FINETUNED_IS_SWITCH, HALF, INTERLEAVED, NOT_ALL_LAYERS, REFUSED
+
+# Keys after the architecture that say something a Rope for all layers cannot.
+_UNSUPPORTED = {
+    "rope.freq_base_swa": "Sliding-window layers with a base of their own: not supported yet.",
+    "rope.dimension_count_swa": "Sliding-window layers that turn other channels: not supported yet.",
+    "attention.key_length_swa": "Sliding-window layers with heads of another size: not supported yet.",
+    "attention.key_length_mla": "Multi-head latent attention: not supported yet.",
+    "attention.rope_pattern": NOT_ALL_LAYERS,
+    "attention.compress_rope_freq_base": NOT_ALL_LAYERS,
+    "rope.dimension_sections": "Positions with several axes: not supported yet.",
+}
+# Values of keys that change nothing even where they are not read.
+_NEUTRAL = {
+    "rope.scaling.factor": (0.0, 1.0),
+    "rope.scale_linear": (0.0, 1.0),
+    "rope.scaling.alpha": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+_ALWAYS_READ = (
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+)
+_TELLING = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
+_ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
+
+
+class Keys:
+    """The keys of one file, what they meant so far, and what to warn about. Names are those after the architecture."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+        self.origins: dict[str, str] = {}
+        self.warnings: list[str] = []
+        self.architecture = _architecture(fields)
+        self.is_known = self.architecture in INTERLEAVED | HALF
+        self.taken = {self.key(name) for name in _ALWAYS_READ}
+        self.original = self.length("rope.scaling.original_context_length")
+        self.longest = self.length("context_length")
+
+    def key(self, name: str) -> str:
+        """The whole name of a key."""
+        return f"{self.architecture}.{name}"
+
+    def number(self, name: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
+        """A key that counts from here on; None if it is not given."""
+        key = self.key(name)
+        self.taken.add(key)
+        if not self.fields.has(key):
+            return None
+        return checked_number(self.fields.source, key, self.fields.get(key), above=above, at_least=at_least)
+
+    def length(self, name: str) -> int | None:
+        """A key as a number of tokens; None if it is not given."""
+        key = self.key(name)
+        return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
+
+    def needed(self, name: str, value: float | None, why: str) -> Any:
+        """The value, if it is given."""
+        if value is None:
+            raise self.fields.error(self.key(name), "it must be given", "none", why)
+        self.origins[name.rpartition(".")[2]] = self.key(name)
+        return value
+
+    def refuse_unsupported(self) -> None:
+        """Raise if a key says something that one Rope for all layers cannot."""
+        for name, why in _UNSUPPORTED.items():
+            if self.fields.has(self.key(name)):
+                raise self.fields.error(
+                    self.key(name), "it must not be given", shown(self.fields.get(self.key(name))), why
+                )
+        window = self.key("attention.sliding_window")
+        if self.architecture == "olmo2" and self.fields.get(window) not in (None, 0):
+            raise self.fields.error(window, "it must be 0 or absent", shown(self.fields.get(window)), NOT_ALL_LAYERS)
+        switch = self.key("rope.scaling.finetuned")
+        finetuned = self.fields.boolean(switch, True)
+        if self.architecture in FINETUNED_IS_SWITCH and not finetuned:
+            raise self.fields.error(switch, "it must be true or absent", "false", "llama.cpp then rotates nothing.")
+
+    def refuse_untaken(self, kind: str) -> None:
+        """Every key about rotation must have been read, or change nothing."""
+        known = {self.key(name) for name in (*_ALWAYS_READ, *_NEUTRAL)}
+        for key, value in self.fields.config.items():
+            if key in self.taken:
+                continue
+            if key in known:
+                name = key.removeprefix(f"{self.architecture}.")
+                if isinstance(value, bool) or value not in _NEUTRAL[name]:
+                    must = f"it must not be given for {self.architecture} with scaling {kind!r}"
+                    cure = "llama.cpp ignores it there, or does what no scheme says. Mend or remove it."
+                    raise self.fields.error(key, must, shown(value), cure)
+            elif key.rpartition(".")[2] in _TELLING or _ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
+                must = f"a key about rotation must be one that llama.cpp reads for {self.architecture}"
+                cure = f"It would have no effect.{nearest(key, known)} Mend or remove it."
+                raise self.fields.error(shown(key), must, shown(value), cure)
+
+
+def _architecture(fields: Fields) -> str:
+    name = fields.get("general.architecture")
+    if not isinstance(name, str) or not name:
+        raise fields.error(
+            "general.architecture",
+            "it must be a string",
+            shown(name),
+            "Is this a model? Of a model in several files, pass the first.",
+        )
+    if name in REFUSED:
+        raise fields.error(
+            "general.architecture", "it must be one that turns as a Rope does", repr(name), REFUSED[name]
+        )
+    return name

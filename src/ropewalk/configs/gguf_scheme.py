@@ -1,0 +1,214 @@
+"""The scaling of a GGUF file: its type, its parameters, and the tensors of factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ropewalk._checks import choice, integer
+from ropewalk.configs.gguf_architectures import (
+    LONGROPE_BY_TENSORS,
+    LONGROPE_IF_TYPE,
+    READS_ALPHA,
+    READS_FREQS,
+    READS_YARN,
+)
+from ropewalk.configs.gguf_header import FREQS, LONG, SHORT
+from ropewalk.configs.gguf_keys import Keys
+from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scheme, YaRN
+
+_TYPES = ("none", "linear", "yarn", "longrope")
+
+
+class SchemeReader:
+    """One scaling being read."""
+
+    def __init__(self, keys: Keys, tensors: Mapping[str, tuple[float, ...]]) -> None:
+        self.keys = keys
+        self.tensors = tensors
+
+    def read(self) -> Scheme | None:
+        """The scheme, as llama.cpp reads it; every key about rotation has then been read."""
+        kind = self._kind()
+        self._check_tensors(kind)
+        make: dict[str, Callable[[], Scheme | None]] = {
+            "none": self._unscaled,
+            "linear": self._linear,
+            "yarn": self._yarn,
+            "longrope": self._longrope,
+        }
+        scheme = make[kind]()
+        self.keys.refuse_untaken(kind)
+        return scheme
+
+    def _kind(self) -> str:
+        key = self.keys.key("rope.scaling.type")
+        stated = self.keys.fields.get(key)
+        if stated is not None:
+            choice(self.keys.fields.source, key, stated, _TYPES)
+        by_tensors = self.keys.architecture in LONGROPE_BY_TENSORS and not self.tensors.keys().isdisjoint({SHORT, LONG})
+        if by_tensors and stated != "yarn":
+            self.keys.origins["scaling"] = f"{LONG}, whatever rope.scaling.type of {self.keys.architecture} says"
+            return "longrope"
+        if stated is not None:
+            self.keys.origins["scaling"] = key
+            return str(stated)
+        if self._factor() not in (None, 0.0, 1.0):
+            self.keys.origins["scaling"] = f"no {key} is given, and llama.cpp then takes linear"
+            return "linear"
+        self.keys.origins["scaling"] = f"no {key} is given"
+        return "none"
+
+    def _check_tensors(self, kind: str) -> None:
+        """Raise unless the tensors of factors are those that llama.cpp reads for this type and architecture."""
+        longrope = kind == "longrope"
+        wanted = {SHORT, LONG} if longrope else {FREQS}
+        readers = LONGROPE_IF_TYPE | LONGROPE_BY_TENSORS if longrope else READS_FREQS
+        reads = not self.keys.is_known or self.keys.architecture in readers
+        for name in self.tensors:
+            if name not in wanted or not reads:
+                raise self.keys.fields.error(
+                    name,
+                    f"llama.cpp must read it for {self.keys.architecture} with scaling {kind!r}",
+                    "a tensor that it does not read",
+                    "Convert the model anew.",
+                )
+        if (reads or self.keys.architecture in LONGROPE_BY_TENSORS) and not self.tensors:
+            self._refuse_part()
+        if longrope and (missing := sorted(wanted - self.tensors.keys())):
+            raise self.keys.fields.error(missing[0], "longrope needs the tensor", "none", "Convert the model anew.")
+        if kind in ("linear", "yarn") and self.tensors:
+            raise self.keys.fields.error(FREQS, f"it must not come with scaling {kind!r}", "both", "Not supported yet.")
+
+    def _refuse_part(self) -> None:
+        """Of a model in several files, factors may be in one that was not read."""
+        if not self.keys.fields.has("split.count"):
+            return
+        if integer(self.keys.fields.source, "split.count", self.keys.fields.get("split.count"), at_least=0) > 1:
+            raise self.keys.fields.error(
+                "split.count",
+                "the model must be in one file, since tensors of factors may be in another",
+                str(self.keys.fields.get("split.count")),
+                "Merge the files with llama-gguf-split --merge.",
+            )
+
+    def _factor(self) -> float | None:
+        """rope.scaling.factor, or what it was called before."""
+        new, old = (
+            self.keys.number("rope.scaling.factor", at_least=0.0),
+            self.keys.number("rope.scale_linear", at_least=0.0),
+        )
+        if new is not None and old is not None and new != old:
+            raise self.keys.fields.error(
+                self.keys.key("rope.scale_linear"),
+                f"it must agree with rope.scaling.factor={new:g}",
+                f"{old:g}",
+                "Mend it.",
+            )
+        return new if new is not None else old
+
+    def _unscaled(self) -> Scheme | None:
+        self.keys.taken -= {self.keys.key("rope.scaling.factor"), self.keys.key("rope.scale_linear")}
+        if FREQS in self.tensors:
+            self.keys.origins["factors"] = FREQS
+            self.keys.origins["scaling"] = FREQS
+            return PerPair(factors=self.tensors[FREQS], attention_factor=self._attention_factor())
+        alpha = self.keys.number("rope.scaling.alpha") if self.keys.architecture in READS_ALPHA else None
+        if alpha in (None, 0.0, 1.0):
+            return None
+        self.keys.origins["alpha"] = self.keys.origins["scaling"] = self.keys.key("rope.scaling.alpha")
+        return NTK(alpha=alpha)
+
+    def _linear(self) -> Scheme | None:
+        factor = self._factor()
+        if factor in (None, 0.0, 1.0):
+            return self._unscaled()
+        self.keys.origins["factor"] = self._factor_key()
+        return Linear(factor=factor)
+
+    def _factor_key(self) -> str:
+        return self.keys.fields.first((self.keys.key("rope.scaling.factor"), self.keys.key("rope.scale_linear")))
+
+    def _attention_factor(self) -> float:
+        """rope.scaling.attn_factor, which multiplies cos and sin."""
+        factor = self.keys.number("rope.scaling.attn_factor", above=0.0)
+        if factor is not None:
+            self.keys.origins["attention_factor"] = self.keys.key("rope.scaling.attn_factor")
+        return 1.0 if factor is None else factor
+
+    def _yarn(self) -> Scheme:
+        factor = self.keys.needed("rope.scaling.factor", self._factor(), "llama.cpp would not scale at all.")
+        original = self.keys.needed(
+            "rope.scaling.original_context_length", self.keys.original, "llama.cpp would take context_length."
+        )
+        values: dict[str, Any] = {}
+        if self.keys.architecture in READS_YARN:
+            for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+                if (value := self.keys.number(f"rope.scaling.{key}", above=0.0)) is not None:
+                    values[name] = value
+                    self.keys.origins[name] = self.keys.key(f"rope.scaling.{key}")
+            weight = self.keys.number("rope.scaling.yarn_log_multiplier", at_least=0.0)
+            if weight:
+                values |= {"mscale": 1.0, "mscale_all_dim": weight}
+                self.keys.origins["mscale_all_dim"] = self.keys.key("rope.scaling.yarn_log_multiplier")
+        scheme = YaRN(factor=factor, original_max_position_embeddings=original, **values)
+        self._check_stated_magnitude(scheme)
+        extra = self._attention_factor()
+        return scheme if extra == 1.0 else dataclasses.replace(scheme, attention_factor=scheme.table_factor() * extra)
+
+    def _check_stated_magnitude(self, scheme: YaRN) -> None:
+        """llama.cpp computes YaRN's factor itself, whatever yarn_attn_factor says: both must be the same."""
+        stated = self.keys.number("rope.scaling.yarn_attn_factor", above=0.0)
+        if stated is not None and not math.isclose(stated, scheme.table_factor(), rel_tol=1e-5):
+            raise self.keys.fields.error(
+                self.keys.key("rope.scaling.yarn_attn_factor"),
+                f"it must be {scheme.table_factor():.7g}, which llama.cpp takes whatever the key says",
+                f"{stated:g}",
+                "The model and llama.cpp differ: read its config.json instead.",
+            )
+
+    def _longrope(self) -> Scheme:
+        original = self.keys.needed(
+            "rope.scaling.original_context_length", self.keys.original, "The long factors apply beyond it."
+        )
+        self.keys.origins["short_factor"], self.keys.origins["long_factor"] = SHORT, LONG
+        if not self.keys.fields.has(self.keys.key("rope.scaling.attn_factor")):
+            self.keys.warnings.append(
+                "the file states no rope.scaling.attn_factor; llama.cpp takes 1, other engines compute it."
+            )
+        return LongRoPE(
+            short_factor=self.tensors[SHORT],
+            long_factor=self.tensors[LONG],
+            original_max_position_embeddings=original,
+            attention_factor=self._attention_factor(),
+        )
+
+
+def warn(keys: Keys, scheme: Scheme | None) -> None:
+    """What a reader should know about the scheme and the length of its model."""
+    if isinstance(scheme, Linear | PerPair) and keys.original is None:
+        keys.warnings.append(
+            "the file does not say on which length the model was trained: context_length may be before or after."
+        )
+    if isinstance(scheme, LongRoPE):
+        length = scheme.original_max_position_embeddings
+        keys.warnings.append(
+            f"two sets of frequencies, the long ones beyond {length} tokens; llama.cpp goes by its context size."
+        )
+    if isinstance(scheme, YaRN):
+        trained, scaled = (
+            scheme.original_max_position_embeddings,
+            scheme.original_max_position_embeddings * scheme.factor,
+        )
+        if keys.longest not in (None, trained, scaled):
+            keys.warnings.append(
+                f"context_length is {keys.longest}, neither original_context_length {trained} nor that times the "
+                f"factor, {scaled:.0f}; the factor decides the angles."
+            )
+        if keys.architecture == "gpt-oss":
+            keys.warnings.append(
+                "llama.cpp rounds the ends of YaRN's ramp, and so do these ropes; the model's own config does not: "
+                "truncate=False there."
+            )

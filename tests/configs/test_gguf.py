@@ -1,0 +1,649 @@
+"""GGUF: files that llama.cpp's own package wrote, against the oracle and recorded numbers of ggml; and broken bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from ropewalk import Rope, RopeError, from_config
+from ropewalk.configs import ModelRopes, gguf_header
+from ropewalk.configs import gguf_architectures as table
+from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, YaRN
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SIZES = {"block_count": 3, "embedding_length": 64, "attention.head_count": 4, "context_length": 4096}
+LLAMA = {**SIZES, "rope.freq_base": 500000.0, "rope.dimension_count": 16}
+YARN = {
+    **LLAMA,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 16.0,
+    "rope.scaling.original_context_length": 4096,
+    "context_length": 65536,
+}
+LONGROPE = {**LLAMA, "rope.scaling.type": "longrope", "rope.scaling.original_context_length": 4096}
+FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+ONES = [1.0] * 8
+
+
+def write(
+    path: Path,
+    keys: dict[str, Any],
+    tensors: dict[str, Any] | None = None,
+    *,
+    architecture: str = "llama",
+    more: dict[str, Any] | None = None,
+) -> Path:
+    """A model with these keys of the architecture; None leaves one out. `more`: keys with their whole names."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_name("a model")
+    writer.add_array("tokenizer.ggml.tokens", ["<s>", "a", "rope"])
+    writer.add_array("tokenizer.ggml.scores", [0.0, -1.0, -2.0])
+    for key, value in {**{f"{architecture}.{k}": v for k, v in keys.items()}, **(more or {})}.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, np.array(values, dtype=getattr(values, "dtype", np.float32)))
+    writer.add_tensor("output.weight", np.zeros((2, 3), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "model.gguf"
+
+
+# ---- what files mean ------------------------------------------------------------------------------------------------
+
+
+def test_llama(path: Path) -> None:
+    ropes = from_config(write(path, LLAMA))
+    assert ropes.rope == Rope(16, 500000.0, "interleaved")
+    assert len(ropes.layers) == 3
+    assert (ropes.model_type, ropes.source) == ("llama", str(path))
+    assert (ropes.trained_length, ropes.max_position_embeddings) == (4096, 4096)
+    assert ropes.warnings == ()
+    assert ropes.origins["base"] == "llama.rope.freq_base"
+    assert ropes.origins["head_dim"] == "llama.embedding_length / llama.attention.head_count"
+    assert "llama_model_rope_type" in ropes.explain()
+    json.dumps(ropes.facts(5000), allow_nan=False)
+
+
+def test_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", LLAMA)
+    blob = tmp_path / "sha256-abc"  # as Ollama keeps them
+    blob.write_bytes(path.read_bytes())
+    assert from_config(blob).layers == from_config(str(path)).layers == from_config(path).layers
+    loud = path.rename(tmp_path / "MODEL.GGUF")
+    assert from_config(loud).rope == Rope(16, 500000.0, "interleaved")
+
+
+def test_a_folder_is_still_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "repository.gguf"
+    folder.mkdir()
+    with pytest.raises(RopeError, match=r"config\.json: the config must be a file"):
+        from_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pairing"), [("qwen2", "half"), ("gptneox", "half"), ("chatglm", "interleaved")]
+)
+def test_part_of_the_head(path: Path, architecture: str, pairing: Any) -> None:
+    keys = {**LLAMA, "rope.dimension_count": 4, "attention.key_length": 24}
+    assert from_config(write(path, keys, architecture=architecture)).rope == Rope(24, 5e5, pairing, rotary_dim=4)
+
+
+def test_the_whole_head_without_a_count(path: Path) -> None:
+    ropes = from_config(write(path, {**LLAMA, "rope.dimension_count": None}, architecture="qwen3"))
+    assert ropes.rope == Rope(16, 500000.0, "half")
+    assert ropes.origins["rotary_dim"] == "the whole head"
+
+
+def test_old_llama_states_no_base(path: Path) -> None:
+    ropes = from_config(write(path, SIZES))
+    assert ropes.rope == Rope(16, 10_000.0, "interleaved")
+    assert any("no llama.rope.freq_base" in warning for warning in ropes.warnings)
+    ropes = from_config(path, base=1e6)
+    assert ropes.rope.base == 1e6
+    assert ropes.warnings == ()
+    assert from_config(write(path, SIZES, architecture="qwen2"), base=1e6).rope == Rope(16, 1e6, "half")
+
+
+def test_an_unknown_architecture(path: Path) -> None:
+    write(path, LLAMA, architecture="qwen9")
+    with pytest.raises(RopeError, match=r"does not say how it rotates\. Did you mean 'qwen\d?'\? .*pass pairing="):
+        from_config(path)
+    assert from_config(path, pairing="half").rope == Rope(16, 500000.0, "half")
+
+
+def test_llama_3_1(path: Path) -> None:
+    exact = np.array(oracle.by_parts(5e5, 128, 8, 1, 4, 8192), float)
+    factors = np.array(oracle.inv_freq(5e5, 128), float) / exact
+    keys = {**LLAMA, "rope.dimension_count": 128, "embedding_length": 4096, "attention.head_count": 32}
+    ropes = from_config(write(path, {**keys, "context_length": 131072}, {FREQS: factors.astype(np.float32)}))
+    np.testing.assert_allclose(ropes.rope.inv_freq, exact, rtol=6e-8)
+    assert ropes.rope.attention_factor == 1.0
+    assert ropes.rope.pairing == "interleaved"
+    assert ropes.trained_length is None  # 8192, which the file does not say
+    assert ropes.max_position_embeddings == 131072
+    assert ropes.origins["factors"] == FREQS
+
+
+def test_pairs_that_stand_still(path: Path) -> None:
+    rope = from_config(write(path, LLAMA, {FREQS: [1.0, 2.0, 4.0, 1e30, 1e31, math.inf, 1e30, 1e30]})).rope
+    assert rope.scaling == PerPair((1.0, 2.0, 4.0, *[math.inf] * 5))
+    assert rope.inv_freq[3:].tolist() == [0.0] * 5
+
+
+def test_a_factor_of_cos_and_sin_beside_factors(path: Path) -> None:
+    rope = from_config(write(path, {**LLAMA, "rope.scaling.attn_factor": 1.5}, {FREQS: ONES})).rope
+    assert rope.attention_factor == 1.5
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scale_linear": 4.0},
+        {"rope.scaling.factor": 4.0, "rope.scale_linear": 4.0},
+    ],
+)
+def test_linear(path: Path, keys: dict[str, Any]) -> None:
+    ropes = from_config(write(path, {**LLAMA, **keys}))
+    assert ropes.rope.scaling == Linear(4.0)
+    np.testing.assert_allclose(ropes.rope.inv_freq, np.array(oracle.linear(5e5, 16, 4), float), rtol=1e-14)
+    assert ropes.trained_length is None
+    assert ropes.warnings
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope.scaling.type": "none"},
+        {"rope.scaling.type": "linear"},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 1.0},
+        {"rope.scaling.factor": 0.0},
+        {"rope.scaling.attn_factor": 1.0, "rope.scaling.finetuned": False, "rope.scaling.alpha": 0.0},
+        {"rope.scaling.type": "none", "rope.scaling.original_context_length": 2048},
+    ],
+)
+def test_no_scaling(path: Path, keys: dict[str, Any]) -> None:
+    ropes = from_config(write(path, {**LLAMA, **keys}))
+    assert ropes.rope == Rope(16, 500000.0, "interleaved")
+    assert ropes.trained_length == keys.get("rope.scaling.original_context_length", 4096)
+
+
+def test_yarn(path: Path) -> None:
+    ropes = from_config(write(path, YARN))
+    assert ropes.rope.scaling == YaRN(16.0, 4096)
+    np.testing.assert_allclose(ropes.rope.inv_freq, np.array(oracle.yarn(5e5, 16, 16, 4096), float), rtol=1e-13)
+    assert ropes.rope.attention_factor == pytest.approx(0.1 * math.log(16) + 1)
+    assert (ropes.trained_length, ropes.max_position_embeddings) == (4096, 65536)
+    assert ropes.warnings == ()
+    assert ropes.origins["factor"] == "llama.rope.scaling.factor"
+    assert from_config(write(path, {**YARN, "context_length": 32768})).warnings
+
+
+def test_yarn_and_a_factor_of_its_own(path: Path) -> None:
+    rope = from_config(write(path, {**YARN, "rope.scaling.attn_factor": 0.5})).rope
+    assert rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(16) + 1))
+
+
+def test_yarn_says_again_what_llama_cpp_takes(path: Path) -> None:
+    same = {f"rope.scaling.yarn_{name}": value for name, value in (
+        ("beta_fast", 32.0), ("beta_slow", 1.0), ("ext_factor", 1.0), ("attn_factor", 0.1 * math.log(16) + 1),
+        ("log_multiplier", 0.0))}  # fmt: skip
+    assert from_config(write(path, {**YARN, **same})).rope.scaling == YaRN(16.0, 4096)
+
+
+def test_ministral_3_reads_more_of_yarn(path: Path) -> None:
+    more = {"yarn_beta_fast": 4.0, "yarn_beta_slow": 2.0, "yarn_log_multiplier": 1.0}
+    keys = {**YARN, **{f"rope.scaling.{k}": v for k, v in more.items()}, "attention.temperature_scale": 0.5}
+    ropes = from_config(write(path, keys, architecture="mistral3"))
+    assert ropes.rope.scaling == YaRN(16.0, 4096, 4.0, 2.0, mscale=1.0, mscale_all_dim=1.0)
+    assert ropes.rope.attention_factor == 1.0
+    assert ropes.query_scale is not None
+    assert ropes.query_scale.at(4095) == 1.0
+    assert ropes.query_scale.at(4096) == pytest.approx(1 + 0.5 * math.log(2))
+    assert from_config(write(path, YARN, architecture="mistral3")).query_scale is None
+
+
+def test_gpt_oss_is_read_as_llama_cpp_turns_it(path: Path) -> None:
+    ropes = from_config(write(path, YARN, architecture="gpt-oss"))
+    assert ropes.rope == Rope(16, 500000.0, "half", scaling=YaRN(16.0, 4096))
+    assert any("truncate=False" in warning for warning in ropes.warnings)
+
+
+PHI = [row for row in json.loads((GOLDEN / "lengths.json").read_text())["rows"] if "phi" in row["model"]]
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=str(row["length"])) for row in PHI])
+@pytest.mark.parametrize("stated", ["longrope", None])  # older files have no type
+def test_phi_3_5_at_both_lengths(path: Path, row: dict[str, Any], stated: str | None) -> None:
+    """Against transformers' recorded numbers of the same model."""
+    parameters, dim = row["rope_parameters"], row["rotary_dim"]
+    keys = {**LONGROPE, "attention.key_length": dim, "rope.dimension_count": dim, "rope.freq_base": 10000.0,
+            "rope.scaling.attn_factor": math.sqrt(1 + math.log(32) / math.log(4096))}  # fmt: skip
+    tensors = {SHORT: parameters["short_factor"], LONG: parameters["long_factor"]}
+    ropes = from_config(write(path, {**keys, "rope.scaling.type": stated}, tensors, architecture="phi3"))
+    assert isinstance(ropes.rope.scaling, LongRoPE)
+    assert ropes.rope.pairing == "half"
+    rope = ropes.rope.at_length(row["length"])
+    np.testing.assert_allclose(rope.inv_freq, row["inv_freq"], rtol=4e-7)
+    assert rope.attention_factor == pytest.approx(row["attention_scaling"], rel=1e-7)
+    assert any("4096" in warning for warning in ropes.warnings)
+
+
+def test_longrope_without_its_factor(path: Path) -> None:
+    ropes = from_config(write(path, LONGROPE, {SHORT: ONES, LONG: ONES}))
+    assert ropes.rope.at_length(9999).attention_factor == 1.0
+    assert any("attn_factor" in warning for warning in ropes.warnings)
+
+
+def test_alpha(path: Path) -> None:
+    rope = from_config(write(path, {**LLAMA, "rope.scaling.alpha": 1000.0}, architecture="hunyuan_vl")).rope
+    assert rope.scaling == NTK(1000.0)
+    np.testing.assert_allclose(rope.inv_freq, np.array(oracle.ntk(5e5, 16, 1000), float), rtol=1e-13)
+
+
+def test_split_files(path: Path) -> None:
+    parts = {"split.count": 2}
+    for architecture in ("llama", "phi3"):
+        with pytest.raises(RopeError, match=r"split\.count: the model must be in one file"):
+            from_config(write(path, LLAMA, architecture=architecture, more=parts))
+    assert from_config(write(path, LLAMA, {FREQS: ONES}, more=parts)).rope.scaling == PerPair(tuple(ONES))
+    assert from_config(write(path, LLAMA, architecture="qwen2", more=parts)).rope.scaling is None
+
+
+CASES = json.loads((GOLDEN / "peers" / "ggml.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=c["id"]) for c in CASES if not c["params"]["offset"]])
+def test_ggml_turns_alike(path: Path, case: dict[str, Any]) -> None:
+    """What ggml did with the parameters that llama.cpp takes from such a file."""
+    p = case["params"]
+    keys = {**SIZES, "attention.key_length": case["head_dim"], "rope.dimension_count": p["n_dims"],
+            "rope.freq_base": p["freq_base"]}  # fmt: skip
+    if p["ext_factor"]:
+        keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 1 / p["freq_scale"],
+                 "rope.scaling.original_context_length": p["n_ctx_orig"]}  # fmt: skip
+    rope = from_config(write(path, keys, architecture="gptneox" if p["mode"] else "chatglm")).rope
+    q = oracle.golden_q(case["q_shape"])[:, : case["q_heads"]]
+    turned = rope.at(torch.tensor(case["positions"]))(torch.from_numpy(q), layout="bhsd").numpy()
+    expected = np.array(case["q_rot"], np.float32).reshape(q.shape)
+    bound = np.array([4 * math.sqrt(2) * rope.attention_factor * (n * 2.0**-23 + 1e-6) for n in case["positions"]])
+    assert (np.abs(turned - expected) <= bound[:, None]).all()
+
+
+def test_the_package_reads_the_same(path: Path) -> None:
+    factors = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 1e30]
+    write(path, LLAMA, {FREQS: factors})
+    theirs = gguf.GGUFReader(str(path))
+    values, tensors = gguf_header.read(path)
+    for key, value in values.items():
+        if isinstance(value, int | float | str):
+            assert theirs.fields[key].contents() == value
+    assert {name for name in theirs.fields if not name.startswith("GGUF.")} == set(values)
+    expected = next(t.data for t in theirs.tensors if t.name == FREQS)
+    np.testing.assert_array_equal(np.array(tensors[FREQS][:-1], np.float32), expected[:-1])
+    assert tensors[FREQS][-1] == math.inf
+
+
+def test_no_architecture_is_in_two_lists() -> None:
+    assert not table.INTERLEAVED & table.HALF
+    assert not (table.INTERLEAVED | table.HALF) & table.REFUSED.keys()
+    lists = table.READS_FREQS | table.READS_ALPHA | table.READS_YARN | table.FINETUNED_IS_SWITCH
+    assert lists | table.WHOLE_HEAD | table.LONGROPE_BY_TENSORS <= table.INTERLEAVED | table.HALF
+    theirs = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
+    named = table.INTERLEAVED | table.HALF | table.REFUSED.keys()
+    assert len(theirs & named) > 100  # the names are llama.cpp's
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+S = "rope.scaling."
+BOTH = {SHORT: ONES, LONG: ONES}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors", "architecture", "message"),
+    [
+        ({"rope.freq_base": None}, {}, "qwen2", "qwen2.rope.freq_base: the base must be given"),
+        ({"rope.freq_base": "5e5"}, {}, "llama", "llama.rope.freq_base must be a finite number"),
+        ({"rope.freq_base": True}, {}, "llama", "llama.rope.freq_base must be a finite number"),
+        ({"rope.freq_base": [1.0, 2.0]}, {}, "llama", "greater than 1, got an array of 2"),
+        ({"rope.freq_base": math.nan}, {}, "llama", "llama.rope.freq_base must be a finite number"),
+        ({"rope.freq_base": 0.5}, {}, "llama", "llama.rope.freq_base must be a finite number greater than 1"),
+        ({"rope.freq_base_swa": 1e4}, {}, "gpt-oss", "gpt-oss.rope.freq_base_swa: it must not be given"),
+        ({"rope.dimension_count_swa": 8}, {}, "gpt-oss", "not supported yet"),
+        ({"rope.dimension_sections": [4, 2, 2, 0]}, {}, "glm4", "Positions with several axes: not supported yet"),
+        ({"attention.rope_pattern": [1, 0, 1]}, {}, "llama", "layers do not all rotate alike"),
+        ({"attention.key_length_mla": 192}, {}, "llama", "Multi-head latent attention: not supported yet"),
+        ({"attention.sliding_window": 128}, {}, "olmo2", "olmo2.attention.sliding_window: it must be 0 or absent"),
+        ({}, {}, "gemma3", "'gemma3'. Its layers do not all rotate alike: not supported yet."),
+        ({}, {}, "deepseek2", "Multi-head latent attention: not supported yet"),
+        ({}, {}, "qwen2vl", "Its tokens have several axes: not supported yet"),
+        ({}, {}, "mamba", "llama.cpp rotates nothing in it"),
+        ({"rope.dimension_count": 8}, {}, "llama", "llama turns the whole head of 16, got 8"),
+        ({"rope.dimension_count": 7}, {}, "qwen2", "rotary_dim must be even"),
+        ({"rope.dimension_count": 18}, {}, "qwen2", "rotary_dim must be an integer from 2 to 16"),
+        ({"rope.dimension_count": 2**31}, {}, "qwen2", "rotary_dim must be"),
+        ({"embedding_length": None}, {}, "llama", "It is needed where llama.attention.key_length is not given"),
+        ({"embedding_length": 65}, {}, "llama", "it must be a multiple of llama.attention.head_count=4"),
+        (
+            {"attention.head_count": [4, 4, 4]},
+            {},
+            "llama",
+            "head_count must be an integer at least 1, got an array of 3",
+        ),
+        ({"attention.key_length": 2**31}, {}, "llama", "key_length must be an integer from 1 to 65536"),
+        ({"block_count": None}, {}, "llama", "llama.block_count must be an integer from 1 to 10000, got None"),
+        ({"block_count": 2**31}, {}, "llama", "llama.block_count must be an integer from 1 to 10000"),
+        ({"block_count": True}, {}, "llama", "llama.block_count must be an integer"),
+        ({"context_length": 4096.5}, {}, "llama", "llama.context_length must be an integer"),
+        ({"rope.frq_base": 1e4}, {}, "llama", "would have no effect. Did you mean 'llama.rope.freq_base'?"),
+        ({"roep.freq_base": 1e4}, {}, "llama", "'llama.roep.freq_base': a key about rotation must be one that"),
+        ({S + "low_freq_factor": 1.0}, {}, "llama", "a key about rotation must be one that llama.cpp reads for llama"),
+        ({S + "type": "llama3"}, {}, "llama", "type must be one of 'none', 'linear', 'yarn', 'longrope', got 'llama3'"),
+        ({S + "type": 2}, {}, "llama", "llama.rope.scaling.type must be one of"),
+        (
+            {S + "type": "none", S + "factor": 4.0},
+            {},
+            "llama",
+            "must not be given for llama with scaling 'none', got 4.0",
+        ),
+        ({S + "factor": 0.5}, {}, "llama", "Linear: factor must be a finite number of at least 1"),
+        ({S + "factor": -4.0}, {}, "llama", "llama.rope.scaling.factor must be a finite number of at least 0"),
+        ({S + "factor": 4.0, "rope.scale_linear": 2.0}, {}, "llama", "it must agree with rope.scaling.factor=4, got 2"),
+        (
+            {S + "factor": 4.0, S + "attn_factor": 2.0},
+            {},
+            "llama",
+            "llama.rope.scaling.attn_factor: it must not be given",
+        ),
+        ({S + "attn_factor": 2.0}, {}, "llama", "llama.rope.scaling.attn_factor: it must not be given"),
+        ({S + "alpha": 1000.0}, {}, "llama", "llama.rope.scaling.alpha: it must not be given for llama"),
+        ({S + "alpha": 0.5}, {}, "hunyuan_vl", "NTK: alpha must be a finite number of at least 1"),
+        ({S + "finetuned": 1}, {}, "llama", "llama.rope.scaling.finetuned: it must be true or false"),
+        ({S + "finetuned": False}, {}, "granite", "llama.cpp then rotates nothing"),
+        ({**YARN, S + "factor": None}, {}, "llama", "llama.rope.scaling.factor: it must be given"),
+        ({**YARN, S + "original_context_length": None}, {}, "llama", "original_context_length: it must be given"),
+        (
+            {**YARN, S + "original_context_length": 0},
+            {},
+            "llama",
+            "original_context_length must be an integer at least 1",
+        ),
+        ({**YARN, S + "yarn_attn_factor": 1.0}, {}, "llama", "it must be 1.277259, which llama.cpp takes whatever"),
+        ({**YARN, S + "yarn_beta_fast": 64.0}, {}, "llama", "yarn_beta_fast: it must not be given for llama"),
+        ({**YARN, S + "yarn_ext_factor": 0.5}, {}, "llama", "yarn_ext_factor: it must not be given for llama"),
+        ({**YARN, S + "yarn_log_multiplier": 0.1}, {}, "llama", "yarn_log_multiplier: it must not be given for llama"),
+        ({**YARN, S + "yarn_beta_slow": True}, {}, "llama", "yarn_beta_slow: it must not be given for llama"),
+        ({**YARN, S + "yarn_beta_fast": 0.5}, {}, "mistral3", "YaRN: beta_fast must be"),
+        (YARN, {FREQS: ONES}, "llama", "rope_freqs.weight: it must not come with scaling 'yarn'"),
+        ({S + "factor": 4.0}, {FREQS: ONES}, "llama", "rope_freqs.weight: it must not come with scaling 'linear'"),
+        ({}, {FREQS: ONES}, "qwen2", "rope_freqs.weight: llama.cpp must read it for qwen2"),
+        ({}, {FREQS: ONES[:7]}, "llama", "PerPair: factors must have 8 numbers"),
+        ({}, {FREQS: [*ONES[:7], 0.0]}, "llama", "PerPair: factors[7] must be a finite number greater than 0"),
+        ({}, {FREQS: [*ONES[:7], math.nan]}, "llama", "PerPair: factors[7] must be a finite number"),
+        (
+            {},
+            {FREQS: np.ones(8, np.float16)},
+            "llama",
+            "rope_freqs.weight: it must hold 1 to 32768 numbers of type F32",
+        ),
+        ({}, {FREQS: np.ones((2, 4), np.float32)}, "llama", "rope_freqs.weight: it must hold"),
+        ({}, {FREQS: np.ones(40_000, np.float32)}, "llama", "rope_freqs.weight: it must hold"),
+        ({}, {"rope_freqs_swa.weight": ONES}, "llama", "a tensor about rotation must be one of rope_freqs.weight"),
+        ({}, BOTH, "llama", "llama.cpp must read it for llama with scaling 'none'"),
+        (LONGROPE, {}, "llama", "rope_factors_long.weight: longrope needs the tensor"),
+        (LONGROPE, {SHORT: ONES}, "phi3", "rope_factors_long.weight: longrope needs the tensor"),
+        (LONGROPE, {**BOTH, FREQS: ONES}, "llama", "rope_freqs.weight: llama.cpp must read it"),
+        (LONGROPE, BOTH, "qwen2", "llama.cpp must read it for qwen2 with scaling 'longrope'"),
+        (
+            {**LONGROPE, S + "factor": 32.0},
+            BOTH,
+            "phi3",
+            "factor: it must not be given for phi3 with scaling 'longrope'",
+        ),
+        ({**LONGROPE, S + "original_context_length": None}, BOTH, "phi3", "original_context_length: it must be given"),
+        ({**LONGROPE, S + "attn_factor": 0.0}, BOTH, "phi3", "attn_factor must be a finite number greater than 0"),
+        ({**LONGROPE, S + "type": "yarn"}, BOTH, "phi3", "llama.cpp must read it for phi3 with scaling 'yarn'"),
+    ],
+)
+def test_refusals(path: Path, keys: dict[str, Any], tensors: dict[str, Any], architecture: str, message: str) -> None:
+    write(path, {**LLAMA, **keys}, tensors, architecture=architecture)
+    with pytest.raises(RopeError) as raised:
+        from_config(path)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"base": 1e6}, "llama.rope.freq_base: it is 500000, and base must agree with it"),
+        ({"base": 0.5}, "from_config: base must be a finite number greater than 1"),
+        ({"pairing": "half"}, "llama has pairing 'interleaved'"),
+        ({"pairing": "NEOX"}, "from_config: pairing must be one of"),
+        ({"factor": 8.0}, "factor is for Meta's params.json only"),
+    ],
+)
+def test_refused_arguments(path: Path, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_config(write(path, LLAMA), **kwargs)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"qwen2.rope.freq_base": 1e6}, "'qwen2.rope.freq_base': a key about rotation must be one that"),
+        ({"general.alignment": 24}, "general.alignment: it must be a power of 2, got 24"),
+        ({"general.alignment": 2**30}, "general.alignment must be an integer from 1 to 1048576"),
+        ({"general.alignment": "32"}, "general.alignment must be an integer"),
+    ],
+)
+def test_refused_keys_elsewhere(path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_config(write(path, LLAMA, more=more))
+    assert message in str(raised.value)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(RopeError, match=r"gone\.gguf: the model must be a file, got none there"):
+        from_config(tmp_path / "gone.gguf")
+    with pytest.raises(RopeError):
+        from_config("null\0byte.gguf")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "blob"])
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = write(tmp_path / name, LLAMA)
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(RopeError, match=r"cannot be read: .*Permission denied"):
+        from_config(path)
+
+
+# ---- broken bytes ---------------------------------------------------------------------------------------------------
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def head(*entries: bytes, version: int = 3, tensors: int = 0, keys: int | None = None) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, len(entries) if keys is None else keys) + b"".join(entries)
+
+
+def entry(key: str, kind: int, content: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + content
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + content
+
+
+DEEP = array(9, 1) * 1000
+HUGE = 2**63
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the file must go on for 4 more bytes, got 0 that are left"),
+        (b"GGML" + bytes(20), "the file must begin with b'GGUF', got b'GGML'"),
+        (head(version=1), "the version must be 2 or 3, in little-endian, got 1"),
+        (head(version=0x03000000), "It looks like a big-endian file"),
+        (head(keys=HUGE), "keys must be at most 100000"),
+        (head(keys=100_000), "the file must go on for 1300000 more bytes"),
+        (head(tensors=HUGE), "tensors must be at most 1000000"),
+        (head(tensors=1_000_000), "the file must go on for 24000000 more bytes"),
+        (head(struct.pack("<Q", HUGE) + bytes(9)), "the bytes of its name must be at most 256"),
+        (head(struct.pack("<Q", 200) + bytes(9)), "the file must go on for 200 more bytes"),
+        (head(entry("a", 13, b"")), "'a': its type must be one of 0 to 12, got 13"),
+        (head(entry("a", 4, b"12")), "'a': the file must go on for 4 more bytes, got 2"),
+        (head(entry("a", 4, bytes(4)), entry("a", 4, bytes(4))), "'a': every key must be given once"),
+        (head(entry("a", 8, struct.pack("<Q", HUGE))), "'a': the bytes of a string must be at most 67108864"),
+        (head(entry("a", 8, struct.pack("<Q", 2**25))), "'a': the file must go on for 33554432 more bytes"),
+        (head(entry("a", 8, struct.pack("<Q", 2) + b"\xff\xfe")), "'a': it must be UTF-8"),
+        (head(struct.pack("<Q", 1) + b"\xff" + bytes(8)), "it must be UTF-8"),
+        (head(entry("a", 9, array(4, HUGE))), "'a': entries of an array must be at most 4194304"),
+        (head(entry("a", 9, array(4, 2**22))), "'a': the file must go on for 16777216 more bytes"),
+        (head(entry("a", 9, array(8, 2**22))), "'a': the file must go on for 33554432 more bytes"),
+        (head(entry("a", 9, array(13, 1))), "'a': its type must be one of 0 to 12"),
+        (head(entry("a", 9, DEEP)), "'a': arrays must be nested at most 4 deep"),
+        (head(), "general.architecture: it must be a string, got None"),
+        (head(entry("general.architecture", 4, bytes(4))), "general.architecture: it must be a string, got 0"),
+        (head(entry("general.architecture", 8, text("x" * 999))), "it must be a string, got a string of 999 bytes"),
+        (
+            head(text("t") + struct.pack("<I", 5) + bytes(40), tensors=1, keys=0),
+            "'t': a tensor must have at most 4 axes",
+        ),
+    ],
+)
+def test_broken_headers(path: Path, content: bytes, message: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(RopeError) as raised:
+        from_config(path)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(str(path))
+    assert len(str(raised.value)) < 1000
+
+
+def test_tensors_that_are_not_there(path: Path) -> None:
+    info = text(FREQS) + struct.pack("<IQIQ", 1, 8, 0, 2**63)
+    for tensors, message in (
+        (info, "rope_freqs.weight: the file must go on for 32 more bytes"),
+        (info * 2, "a second one"),
+    ):
+        path.write_bytes(head(tensors, tensors=len(tensors) // len(info), keys=0))
+        with pytest.raises(RopeError, match=message):
+            from_config(path)
+
+
+def test_nested_arrays_and_long_strings_are_passed_over(path: Path) -> None:
+    write(path, LLAMA)
+    content = path.read_bytes()
+    keys = struct.unpack_from("<Q", content, 16)[0]
+    more = entry("x.y", 9, array(9, 2, array(8, 1, text("ab")) + array(4, 2, bytes(8))))
+    more += entry("tokenizer.chat_template", 8, text("x" * 100_000))
+    path.write_bytes(content[:16] + struct.pack("<Q", keys + 2) + more + content[24:])
+    assert from_config(path).rope == Rope(16, 500000.0, "interleaved")
+
+
+def test_many_strings_cost_neither_memory_nor_much_time(path: Path) -> None:
+    strings = array(8, 100_000, text("abc") * 100_000)
+    path.write_bytes(head(entry("general.architecture", 8, text("llama")), entry("tokens", 9, strings)))
+    del strings
+    tracemalloc.start()
+    before = time.perf_counter()
+    with pytest.raises(RopeError, match="block_count"):
+        from_config(path)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert time.perf_counter() - before < 60
+
+
+def test_too_many_strings_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 1000)
+    rows = [entry(f"k{i}", 9, array(8, 300, text("") * 300)) for i in range(4)]
+    path.write_bytes(head(*rows))
+    with pytest.raises(RopeError, match="keys, strings and tensors must be at most 1000"):
+        from_config(path)
+
+
+def outcome(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    try:
+        ropes = from_config(path)
+    except RopeError as refusal:
+        return "refused" if len(str(refusal)) < 2000 else "a long message"
+    assert isinstance(ropes, ModelRopes)
+    ropes.explain(5000)
+    return "read"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[bytes]:
+    phi3 = {**LONGROPE, "rope.scaling.attn_factor": 1.2}
+    return [
+        write(tmp_path / "a", LLAMA, {FREQS: ONES}).read_bytes(),
+        write(tmp_path / "b", YARN, architecture="mistral3").read_bytes(),
+        write(tmp_path / "c", phi3, BOTH, architecture="phi3").read_bytes(),
+    ]
+
+
+def test_every_beginning_of_a_file(path: Path, models: list[bytes]) -> None:
+    for content in models:
+        found = [outcome(path, content[:end]) for end in range(len(content))]
+        read = found.index("read")
+        assert read > len(content) // 2
+        assert set(found[read:]) == {"read"}  # only the weights, which nothing here needs
+
+
+def test_mutated_bytes(path: Path, models: list[bytes]) -> None:
+    draw = random.Random(7)
+    found = {"read": 0, "refused": 0}
+    for _ in range(4000):
+        content = bytearray(draw.choice(models))
+        for _ in range(draw.randint(1, 3)):
+            at = draw.randrange(len(content))
+            match draw.randrange(3):
+                case 0:
+                    content[at] = draw.randrange(256)
+                case 1:
+                    content[at : at + 8] = draw.choice(
+                        [b"\xff" * 8, bytes(8), struct.pack("<Q", draw.randrange(2**40))]
+                    )
+                case _:
+                    del content[at : at + draw.randint(1, 9)]
+        found[outcome(path, bytes(content))] += 1  # a KeyError where anything else came
+    assert min(found.values()) > 200
