@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ropewalk._checks import RopeError, error, integer, nearest, number, shown
 from ropewalk.configs.model_ropes import ModelRopes
@@ -124,7 +124,7 @@ def _scaling(config: Mapping[str, Any], source: str, factor: float | None, origi
     # The other three are constants of Meta's code.
     origins["low_freq_factor, high_freq_factor, original_max_position_embeddings"] = f"constants of {_SOURCE}"
     return Llama3(
-        factor=factor if stated is None else stated,  # type: ignore[arg-type]
+        factor=cast(float, factor if stated is None else stated),
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_max_position_embeddings=8192,
