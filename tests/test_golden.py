@@ -14,7 +14,7 @@ import torch
 
 import oracle
 import ropewalk
-from ropewalk import Llama3, Rope, YaRN, schemes
+from ropewalk import NTK, Llama3, Rope, YaRN, schemes
 
 GOLDEN = Path(__file__).parent / "golden"
 LARGEST_PAIR = math.sqrt(2)  # of the inputs
@@ -121,7 +121,9 @@ def llama2c(case: dict[str, Any]) -> Rope:
 
 
 def lucidrains(case: dict[str, Any]) -> Rope:
-    return Rope(case["params"]["dim"], case["params"].get("theta", 10_000.0), "interleaved")
+    p = case["params"]
+    scaling = NTK(p["theta_rescale_factor"]) if "theta_rescale_factor" in p else None
+    return Rope(p["dim"], p.get("theta", 10_000.0), "interleaved", scaling=scaling)
 
 
 def flash_attn(case: dict[str, Any]) -> Rope:
@@ -131,9 +133,11 @@ def flash_attn(case: dict[str, Any]) -> Rope:
 
 def ggml(case: dict[str, Any]) -> Rope:
     p = case["params"]
-    scaling = None
+    scaling: schemes.Scheme | None = None
     if p["ext_factor"]:
         scaling = YaRN(1 / p["freq_scale"], p["n_ctx_orig"], beta_fast=p["beta_fast"], beta_slow=p["beta_slow"])
+    elif p["freq_factors"]:
+        scaling = schemes.PerPair(p["freq_factors"], attention_factor=p["attn_factor"])
     return Rope(
         case["q_shape"][-1],
         p["freq_base"],
