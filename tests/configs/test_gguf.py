@@ -291,7 +291,11 @@ def test_ggml_turns_alike(path: Path, case: dict[str, Any]) -> None:
     if p["ext_factor"]:
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 1 / p["freq_scale"],
                  "rope.scaling.original_context_length": p["n_ctx_orig"]}  # fmt: skip
-    rope = from_config(write(path, keys, architecture="gptneox" if p["mode"] else "chatglm")).rope
+    architecture, tensors = "gptneox" if p["mode"] else "chatglm", None
+    if p["freq_factors"]:
+        architecture, tensors = "phi3", {SHORT: [1.0] * len(p["freq_factors"]), LONG: p["freq_factors"]}
+        keys |= {"rope.scaling.original_context_length": p["n_ctx_orig"], "rope.scaling.attn_factor": p["attn_factor"]}
+    rope = from_config(write(path, keys, tensors, architecture=architecture)).rope.at_length(p["n_ctx_orig"] + 1)
     q = oracle.golden_q(case["q_shape"])[:, : case["q_heads"]]
     turned = rope.at(torch.tensor(case["positions"]))(torch.from_numpy(q), layout="bhsd").numpy()
     expected = np.array(case["q_rot"], np.float32).reshape(q.shape)
