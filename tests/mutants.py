@@ -140,7 +140,7 @@ MUTANTS = [
     # configs
     Mutant("contradiction passes", "configs/rope_keys.py", "elif before.value != value:", "elif False:"),
     Mutant("unused key passes", "configs/hf_scheme.py", "        if not idle:\n", "        if False:\n"),
-    Mutant("misspelt key passes", "configs/rope_keys.py", "_ROPE_WORDS.intersection(words)\n", "False\n"),
+    Mutant("misspelt key passes", "configs/rope_keys.py", "ROPE_WORDS.intersection(words)\n", "False\n"),
     Mutant("misplaced key passes", "configs/rope_keys.py", "or key in _MISPLACED", "or False"),
     Mutant("base guessed", "configs/hf.py", 'if kind.implied_base is None or self.fields.has("rope_parameters"):', "if False:"),
     Mutant("lost base guessed", "configs/hf.py", 'if kind.implied_base is None or self.fields.has("rope_parameters"):', "if kind.implied_base is None:"),
@@ -160,6 +160,9 @@ MUTANTS = [
     Mutant("alpha not read", "configs/hf_scheme.py", 'if name == "dynamic" and "alpha" in given:', "if False:"),
     Mutant("longrope factor not worked out", "configs/hf_scheme.py", 'values["factor"] = longest / trained', "pass"),
     Mutant("several axes pass", "configs/hf.py", "if row.axes > 1 and not self.text_only:", "if False:"),
+    Mutant("another base than the file's", "configs/fields.py", "if passed not in (None, base):", "if False:"),
+    Mutant("head_dim rounded down", "configs/fields.py", "if width % count:", "if False:"),
+    Mutant("errors without the file", "configs/fields.py", "if str(e).startswith(self.source) else", "if True else"),
     Mutant("meta factor guessed", "configs/meta.py", "if stated is None and factor is None:", "if False:"),
     Mutant("meta pairing", "configs/meta.py", '"interleaved", scaling', '"half", scaling'),
     Mutant("share not written", "configs/hf_write.py", "if share is not None:\n        parameters", "if False:\n        parameters"),

@@ -57,6 +57,14 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
     return int(value)
 
 
+PAIRINGS = ("half", "interleaved")
+
+
+def check_pairing(who: str, value: object) -> None:
+    """Raise unless `value` is the name of a pairing."""
+    choice(who, "pairing", value, PAIRINGS)
+
+
 def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:
     """A number of tokens. The upper bound is far above any, and keeps arithmetic with floats from overflowing."""
     result = integer(who, name, value, at_least=at_least)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ropewalk.rotation.api import Rotation
 
 Pairing = Literal["half", "interleaved"]
-PAIRINGS = ("half", "interleaved")
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +68,7 @@ class Rope:
     def __post_init__(self) -> None:
         head_dim = _checks.integer("Rope", "head_dim", self.head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
         base = _checks.number("Rope", "base", self.base, above=1.0)
-        _checks.choice("Rope", "pairing", self.pairing, PAIRINGS)
+        _checks.check_pairing("Rope", self.pairing)
         offset = _checks.integer("Rope", "rotary_offset", self.rotary_offset, at_least=0, at_most=head_dim - 2)
         rotary_dim = head_dim - offset if self.rotary_dim is None else self.rotary_dim
         rotary_dim = _checks.integer(

@@ -63,6 +63,7 @@ def test_from_a_folder(tmp_path: Path) -> None:
         (LLAMA3, {"base": 1e6}, "rope_theta: it is 500000, and base must agree"),
         ({**LLAMA3, "rope_thetta": 1}, {}, "'rope_thetta': a key about rotation must be one of"),
         ({**LLAMA3, "yarn": {"factor": 4}}, {}, "'yarn': a key about rotation"),
+        ({**LLAMA3, "ntk_alpha": 4}, {}, "'ntk_alpha': a key about rotation"),
         ({**LLAMA3, "dim": 4097}, {}, "dim: it must be a multiple of n_heads=32"),
         ({**LLAMA3, "n_layers": 10**9}, {}, "n_layers must be an integer from 1 to 10000"),
         ({**LLAMA3, "n_heads": 0}, {}, "n_heads must be an integer at least 1"),

@@ -159,7 +159,8 @@ class TestCompile:
                 (turned[0].float().pow(3).sum() + turned[1].float().pow(3).sum()).backward()
                 results.append((*turned, q.grad, k.grad))
             for a, b in zip(*results, strict=True):
-                torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+                # One step of bfloat16; and float32 products of up to some tens that cancel. Seen: no difference.
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-5)
 
     def test_in_place(self) -> None:
         def step(q: Tensor) -> Tensor:

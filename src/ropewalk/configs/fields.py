@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from ropewalk._checks import RopeError, error, integer, shown
+from ropewalk._checks import RopeError, error, integer, number, shown
 
 # The deepest model has some hundred layers; this keeps a corrupt file from filling the memory.
 MAX_LAYERS = 10_000
 # Far above any size of a model; it keeps arithmetic with floats from overflowing.
 _MAX_SIZE = 2**53
+
+
+# A key with one of these words is about rotation: reading past one is how a model breaks.
+ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 
 class Fields:
@@ -43,6 +48,31 @@ class Fields:
         if value > _MAX_SIZE:
             raise self.error(key, "it must be a size of a model", "more than 2**53", "Is the number right?")
         return value
+
+    def head_width(self, widths: tuple[str, ...], heads: tuple[str, ...], own: str, *, cure: str = "") -> int:
+        """The width of the model by its number of heads: the head_dim of a file that does not state it as `own`."""
+        width, count = self.size(widths, cure=cure), self.size(heads, cure=cure)
+        if width % count:
+            must = f"it must be a multiple of {self.first(heads)}={count} where {own} is not given"
+            raise self.error(self.first(widths), must, str(width), f"Add {own}.")
+        return width // count
+
+    def base(self, where: str, value: Any, passed: float | None) -> float:
+        """The base that the file states at `where`, which one passed to from_config must agree with."""
+        base = number(self.source, where, value, above=1.0)
+        if passed not in (None, base):
+            must = f"it is {base:g}, and base must agree with it"
+            cure = "Leave base out, or use dataclasses.replace(rope, base=...)."
+            raise self.error(where, must, f"base={passed:g}", cure)
+        return base
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors of what is built inside begin with the name of the file."""
+        try:
+            yield
+        except RopeError as e:
+            raise e if str(e).startswith(self.source) else RopeError(f"{self.source}: {e}") from None
 
     def boolean(self, key: str, default: bool) -> bool:
         """The key as true or false."""

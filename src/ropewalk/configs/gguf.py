@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from ropewalk._checks import MAX_HEAD_DIM, RopeError, choice, nearest, number, shown
+from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown
 from ropewalk.configs import gguf_header
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.gguf_architectures import HALF, INTERLEAVED, SOURCE, WHOLE_HEAD
 from ropewalk.configs.gguf_keys import Keys
 from ropewalk.configs.gguf_scheme import SchemeReader, warn
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
-from ropewalk.rope import PAIRINGS, Pairing, Rope
+from ropewalk.rope import Pairing, Rope
 from ropewalk.schemes import Linear, PerPair, Scheme
 
 
@@ -52,11 +52,9 @@ class _Reader:
         head_dim = self._head_dim()
         rotary_dim, base = self._rotary_dim(head_dim), self._base()
         query_scale = self._query_scale()
-        try:
+        with keys.fields.named():
             scheme = SchemeReader(keys, self.tensors).read()
             rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, scaling=scheme)
-        except RopeError as e:
-            raise e if str(e).startswith(keys.fields.source) else RopeError(f"{keys.fields.source}: {e}") from None
         warn(keys, scheme)
         return ModelRopes(
             layers=(rope,) * layers,
@@ -71,7 +69,7 @@ class _Reader:
 
     def _pairing(self) -> Pairing:
         if self.passed_pairing is not None:
-            choice("from_config", "pairing", self.passed_pairing, PAIRINGS)
+            check_pairing("from_config", self.passed_pairing)
         if not self.keys.is_known:
             if self.passed_pairing is None:
                 raise self.keys.fields.error(
@@ -103,13 +101,8 @@ class _Reader:
             self.keys.origins["head_dim"] = own
             return self.keys.fields.size(own, at_most=MAX_HEAD_DIM)
         cure = f"It is needed where {own} is not given."
-        total, count = self.keys.fields.size(width, cure=cure), self.keys.fields.size(heads, cure=cure)
-        if total % count:
-            raise self.keys.fields.error(
-                width, f"it must be a multiple of {heads}={count} where {own} is not given", str(total), f"Add {own}."
-            )
         self.keys.origins["head_dim"] = f"{width} / {heads}"
-        return total // count
+        return self.keys.fields.head_width((width,), (heads,), own, cure=cure)
 
     def _rotary_dim(self, head_dim: int) -> int:
         key = self.keys.key("rope.dimension_count")
@@ -129,17 +122,9 @@ class _Reader:
 
     def _base(self) -> float:
         key = self.keys.key("rope.freq_base")
-        stated = self.keys.number("rope.freq_base", above=1.0)
-        if stated is not None:
-            if self.passed_base not in (None, stated):
-                raise self.keys.fields.error(
-                    key,
-                    f"it is {stated:g}, and base must agree with it",
-                    f"base={self.passed_base:g}",
-                    "Leave base out, or use dataclasses.replace(rope, base=...).",
-                )
+        if self.keys.fields.has(key):
             self.keys.origins["base"] = key
-            return stated
+            return self.keys.fields.base(key, self.keys.fields.get(key), self.passed_base)
         if self.passed_base is not None:
             self.keys.origins["base"] = "passed by the caller"
             return self.passed_base

@@ -8,7 +8,7 @@ from typing import Any
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import nearest, shown
 from ropewalk._checks import number as checked_number
-from ropewalk.configs.fields import Fields
+from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.gguf_architectures import FINETUNED_IS_SWITCH, HALF, INTERLEAVED, NOT_ALL_LAYERS, REFUSED
 
 # Keys after the architecture that say something a Rope for all layers cannot.
@@ -41,7 +41,6 @@ _ALWAYS_READ = (
     "rope.scaling.finetuned",
 )
 _TELLING = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
-_ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 
 class Keys:
@@ -108,7 +107,7 @@ class Keys:
                     must = f"it must not be given for {self.architecture} with scaling {kind!r}"
                     cure = "llama.cpp ignores it there, or does what no scheme says. Mend or remove it."
                     raise self.fields.error(key, must, shown(value), cure)
-            elif key.rpartition(".")[2] in _TELLING or _ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
+            elif key.rpartition(".")[2] in _TELLING or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
                 must = f"a key about rotation must be one that llama.cpp reads for {self.architecture}"
                 cure = f"It would have no effect.{nearest(key, known)} Mend or remove it."
                 raise self.fields.error(shown(key), must, shown(value), cure)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, choice, nearest, number, shown
+from ropewalk._checks import RopeError, check_pairing, nearest, number, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.architectures import ARCHITECTURES
@@ -19,7 +19,7 @@ from ropewalk.configs.layers import NO_ROPE, kinds_of_layers
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.rope_keys import Given, RopeKeys
 from ropewalk.configs.wrappers import WRAPPERS, with_class_defaults
-from ropewalk.rope import PAIRINGS, Pairing, Rope
+from ropewalk.rope import Pairing, Rope
 from ropewalk.schemes import Linear, Llama3, LongRoPE, Scheme, YaRN
 
 
@@ -106,7 +106,7 @@ class _Reader:
             )
         row = ARCHITECTURES.get(model_type)
         if self.passed_pairing is not None:
-            choice("from_config", "pairing", self.passed_pairing, PAIRINGS)
+            check_pairing("from_config", self.passed_pairing)
         if row is None:
             return model_type, self._unknown(model_type)
         if row.refusal is not None:
@@ -191,10 +191,8 @@ class _Reader:
             rotary_dim = head_dim
         else:
             rotary_dim = self._rotary_dim(kind, given, head_dim)
-        try:
+        with self.fields.named():
             rope = Rope(head_dim, base, self.pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme)
-        except RopeError as e:
-            raise RopeError(f"{self.fields.source}: {e}") from None
         return scheme, rope
 
     def _own_head_dim(self, name: str) -> int | None:
@@ -239,29 +237,13 @@ class _Reader:
                 key, "it must be given", "none", f"In {self.model_type} it is not hidden_size / num_attention_heads."
             )
         cure = f"It is needed where {key} is not given." if key else ""
-        hidden, heads = self.fields.size(self.row.hidden, cure=cure), self.fields.size(self.row.heads, cure=cure)
-        names = f"{self.fields.first(self.row.hidden)} / {self.fields.first(self.row.heads)}"
-        if hidden % heads:
-            raise self.fields.error(
-                self.fields.first(self.row.hidden),
-                f"it must be a multiple of {self.fields.first(self.row.heads)}={heads} where head_dim is not given",
-                str(hidden),
-                "Add head_dim.",
-            )
-        self.origins["head_dim"] = names
-        return hidden // heads
+        self.origins["head_dim"] = f"{self.fields.first(self.row.hidden)} / {self.fields.first(self.row.heads)}"
+        return self.fields.head_width(self.row.hidden, self.row.heads, "head_dim", cure=cure)
 
     def _base(self, kind: Kind, given: dict[str, Given]) -> float:
         stated = given.get("rope_theta")
         if stated is not None:
-            base = number(self.fields.source, stated.where, stated.value, above=1.0)
-            if self.passed_base not in (None, base):
-                raise self.fields.error(
-                    stated.where,
-                    f"it is {base:g}, and base must agree with it",
-                    f"base={self.passed_base:g}",
-                    "Leave base out, or use dataclasses.replace(rope, base=...).",
-                )
+            base = self.fields.base(stated.where, stated.value, self.passed_base)
             self.origins["base"] = self._and("base", stated.where)
             return base
         if self.passed_base is not None:

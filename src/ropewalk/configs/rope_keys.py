@@ -8,14 +8,12 @@ from typing import Any
 
 from ropewalk._checks import nearest, shown
 from ropewalk.configs.architecture import Architecture, Indices, Kind, NoRopeLayers
-from ropewalk.configs.fields import Fields
+from ropewalk.configs.fields import ROPE_WORDS, Fields
 
 SECTIONS = ("rope_scaling", "rope_parameters")
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 _TRAINED = "original_max_position_embeddings"
 
-# A key with one of these words is about rotation: reading past one is how a model breaks.
-_ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 # Parameters of schemes that have no meaning at the top of a config.
 _MISPLACED = frozenset(
     {"attention_factor", "beta_fast", "beta_slow", "high_freq_factor", "long_factor", "low_freq_factor", "mscale",
@@ -150,7 +148,7 @@ class RopeKeys:
                 continue
             words = str(key).lower().split("_")
             if (
-                _ROPE_WORDS.intersection(words)
+                ROPE_WORDS.intersection(words)
                 or words[0].startswith("rope")
                 or key in _MISPLACED
                 or nearest(str(key), _LIKELY, likeness=0.8)

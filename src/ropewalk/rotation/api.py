@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import choice, error, integer, number, shown
+from ropewalk._checks import check_pairing, error, integer, number, shown
 from ropewalk.rotation import checks, ops
-
-Pairing = Literal["half", "interleaved"]
-Layout = Literal["bshd", "bhsd", "sbhd", "thd"]
 
 
 class Rotation:
@@ -62,7 +59,7 @@ class Rotation:
         attention_factor: float = 1.0,
     ) -> None:
         checks.tables(cos, sin)
-        choice("Rotation", "pairing", pairing, checks.PAIRINGS)
+        check_pairing("Rotation", pairing)
         rotary_offset = integer("Rotation", "rotary_offset", rotary_offset, at_least=0)
         end = rotary_offset + 2 * cos.shape[-1]
         head_dim = end if head_dim is None else integer("Rotation", "head_dim", head_dim, at_least=end)

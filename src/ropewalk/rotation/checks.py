@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ropewalk._checks import choice, error, shown
 
-PAIRINGS = ("half", "interleaved")
 LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
