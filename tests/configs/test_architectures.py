@@ -103,7 +103,9 @@ class TestReleasedModels:
         assert case["softmax_scale"] == pytest.approx(ropes.softmax_factor * rope.head_dim**-0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row["model_type"]) for row in DEFAULTS])
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=" ".join((row["model_type"], *row.get("variant", "").split()))) for row in DEFAULTS]
+)
 def test_class_defaults(row: dict[str, Any]) -> None:
     """Every architecture that could be built from its class defaults: the frequencies and pairs of its own code."""
     ropes = ropes_of(row["config"])
@@ -144,7 +146,7 @@ def test_several_axes_name_text_only(name: str) -> None:
 
 def test_every_row_has_its_source() -> None:
     for name, row in ARCHITECTURES.items():
-        assert row.source.startswith("transformers 5.23 models/"), name
+        assert row.source.startswith("transformers 5.23 models/") or name == "chatglm", name
 
 
 def test_text_model_inside_another() -> None:
@@ -182,6 +184,142 @@ def test_what_a_text_model_inside_another_leaves_out() -> None:
         "full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}}  # fmt: skip
     stated = from_config({"model_type": "gemma3", "text_config": nested})
     assert [rope.base for rope in stated.layers[4:6] if rope] == [2e4, 5e5]
+
+
+CHATGLM = {
+    "model_type": "chatglm", "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 40, "kv_channels": 128,
+    "seq_length": 131072, "original_rope": True, "rope_ratio": 500,
+}  # fmt: skip
+
+
+class TestChatGLM:
+    """GLM-4-9B's own code: base 10000 · rope_ratio, half the head, adjacent channels; vLLM: original_rope false is half."""
+
+    def test_base_and_pairs(self) -> None:
+        ropes = from_config(CHATGLM)
+        assert ropes.rope == Rope(128, 5_000_000.0, "interleaved", rotary_dim=64)
+        np.testing.assert_allclose(ropes.rope.inv_freq, 5e6 ** -(np.arange(0, 64, 2) / 64), rtol=1e-15)
+        assert len(ropes.layers) == 40
+        assert ropes.max_position_embeddings == 131072
+        assert ropes.origins["base"].startswith("10000 · rope_ratio")
+        assert any("ChatGLM2-32K divides positions" in warning for warning in ropes.warnings)
+        assert from_config({**CHATGLM, "original_rope": False}).rope.pairing == "half"
+
+    def test_without_a_ratio(self) -> None:
+        ropes = from_config({key: value for key, value in CHATGLM.items() if key != "rope_ratio"})
+        assert ropes.rope.base == 10_000.0
+        assert not ropes.warnings
+        assert from_config({**CHATGLM, "rope_ratio": 1, "_name_or_path": "chatglm2-6b"}).rope.base == 10_000.0
+
+    def test_what_is_another_model(self) -> None:
+        with pytest.raises(RopeError, match="ChatGLM2-32K divides its positions by it: build the Rope by hand"):
+            from_config({**CHATGLM, "_name_or_path": "THUDM/chatglm2-6b-32k"})
+        with pytest.raises(RopeError, match="position_encoding_2d: it must be False, got True"):
+            from_config({**CHATGLM, "position_encoding_2d": True})
+        with pytest.raises(RopeError, match="rope_ratio must be"):
+            from_config({**CHATGLM, "rope_ratio": "500"})
+        with pytest.raises(RopeError, match="Only its own code reads"):
+            from_config(CHATGLM).to_hf_config(version=5)
+
+
+class TestSingleModels:
+    def test_dbrx(self) -> None:
+        dbrx = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768,
+                "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000}}  # fmt: skip
+        ropes = from_config(dbrx)
+        assert ropes.rope == Rope(128, 500_000.0, "half")
+        assert ropes.origins["base"] == "attn_config.rope_theta"
+        assert ropes.max_position_embeddings == 32768
+        for version in (4, 5):
+            assert from_config(ropes.to_hf_config(version=version)).layers == ropes.layers
+        # What transformers 5 writes for its class default: the base that it read and the one that it did not.
+        lost = {"rope_theta": 10000.0, "rope_type": "default"}
+        with pytest.raises(RopeError, match=r"rope_theta: it must agree with attn_config\.rope_theta, which is 500000"):
+            from_config({**dbrx, "rope_parameters": lost})
+        with pytest.raises(RopeError, match=r"attn_config\.rope_theta: the base must be given"):
+            from_config({**dbrx, "attn_config": {"clip_qkv": 8}})
+
+    def test_longcat_flash(self) -> None:
+        ropes = from_config({
+            "model_type": "longcat_flash", "num_layers": 28, "hidden_size": 6144, "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_theta": 1e7,
+        })  # fmt: skip
+        assert len(ropes.layers) == 56
+        assert ropes.rope == Rope(192, 1e7, "interleaved", rotary_dim=64, rotary_offset=128)
+        assert ropes.query_scale is not None
+        assert ropes.query_scale.at(1) == 2.0  # its own code, run: √(6144 / 1536)
+        assert ropes.output_order == "half"
+
+    def test_deepseek_v4(self) -> None:
+        config = next(
+            row["config"] for row in DEFAULTS if row.get("variant") == "flat" and row["model_type"] == "deepseek_v4"
+        )
+        ropes = from_config(config)
+        compressed = ropes.layers[2]
+        assert compressed is not None
+        indexer = Rope(128, 160_000.0, "interleaved", rotary_dim=64, rotary_offset=64, scaling=compressed.scaling)
+        assert ropes.others == {"indexer": indexer}
+        assert ropes.rotates_values
+        assert "the attention's output is turned back" in ropes.explain()
+        with pytest.raises(RopeError, match=r"compress_ratios: each must be one of 0, 4, 128, got 3"):
+            from_config({**config, "compress_ratios": [0, 0, 4, 128, 3]})
+        with pytest.raises(
+            RopeError, match="compress_ratios: it must be a list with an entry for each of the 5 layers"
+        ):
+            from_config({**config, "compress_ratios": [0, 0, 4, 128]})
+
+    def test_mimo_of_its_own_file(self) -> None:
+        ropes = from_config({
+            "model_type": "mimo_v2_flash", "num_hidden_layers": 3, "head_dim": 192, "partial_rotary_factor": 0.334,
+            "rope_theta": 5e6, "swa_rope_theta": 1e4, "hybrid_layer_pattern": [0, 1, 1],
+        })  # fmt: skip
+        assert [rope.base for rope in ropes.layers if rope] == [5e6, 1e4, 1e4]
+
+    def test_step_of_its_own_file(self) -> None:
+        """Lists with an entry for each layer and one more for the layer that predicts a further token."""
+        step = {
+            "model_type": "step3p5", "num_hidden_layers": 4, "head_dim": 128, "num_nextn_predict_layers": 1,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
+            "rope_theta": [5e6, 1e4, 1e4, 1e4, 5e6], "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0, 0.5],
+            "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
+                             "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+            "yarn_only_types": ["full_attention"],
+        }  # fmt: skip
+        ropes = from_config(step)
+        golden = next(row for row in DEFAULTS if row["model_type"] == "step3p5" and row.get("variant") == "mixed")
+        for index in (0, 1):
+            rope, expected = ropes.layers[index], golden["layers"][str(index)]
+            assert rope is not None
+            np.testing.assert_allclose(rope.inv_freq, expected["inv_freq"], rtol=FLOAT32_POWER)
+            assert rope.rotary_dim == expected["rotary_dim"]
+        with pytest.raises(RopeError, match=r"yarn_only_types: it must be \['full_attention'\]"):
+            from_config({**step, "yarn_only_types": ["sliding_attention"]})
+        with pytest.raises(RopeError, match=r"rope_theta\[2\]: it must agree with rope_theta\[1\]"):
+            from_config({**step, "rope_theta": [5e6, 1e4, 2e4, 1e4, 5e6]})
+
+    def test_olmo_hybrid_without_a_base(self) -> None:
+        olmo = {"model_type": "olmo_hybrid", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+        assert not any(from_config({**olmo, "rope_theta": None}).layers)
+        with pytest.raises(RopeError, match="rope_theta: the base must be given"):
+            from_config(olmo)
+
+    def test_layers_without_rope_in_cohere_compass(self) -> None:
+        ropes = from_config({
+            "model_type": "cohere_compass_text", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"sliding_attention": {"rope_theta": 5e4, "mrope_section": [4, 2, 2]}, "full_attention": None},
+        }, text_only=True)  # fmt: skip
+        assert ropes.layers == (Rope(16, 5e4, "half"), None)
+
+    def test_swa_sizes_of_dots(self) -> None:
+        config = next(
+            row["config"] for row in DEFAULTS if row.get("variant") == "flat" and row["model_type"] == "dots3_note_text"
+        )
+        assert from_config(config).others == {"indexer": Rope(128, 8e7, "interleaved", rotary_dim=64)}
+        with pytest.raises(RopeError, match="swa_qk_nope_head_dim must be"):
+            from_config({key: value for key, value in config.items() if key != "swa_qk_nope_head_dim"})
+        with pytest.raises(RopeError, match="swa_head_dim: it must be more than swa_qk_nope_head_dim=192, got 192"):
+            from_config({**config, "swa_head_dim": 192})
 
 
 class TestLayers:

@@ -41,6 +41,19 @@ def test_version_5(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+def test_version_5_has_the_form_that_transformers_reads(config: dict[str, Any]) -> None:
+    """One object, or one for each kind of layer: as in the files that transformers itself wrote."""
+    theirs = config.get("rope_parameters")
+    ropes = from_config(config, text_only=True)
+    if not theirs or ARCHITECTURES[ropes.model_type].axes > 1 or not any(ropes.layers):
+        return
+    ours = ropes.to_hf_config(version=5)["rope_parameters"]
+    nested = [any(isinstance(value, dict) for value in parameters.values()) for parameters in (theirs, ours)]
+    assert nested[0] == nested[1]
+    assert not nested[0] or set(ours) <= set(theirs)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_version_4(config: dict[str, Any]) -> None:
     ropes = from_config(config, text_only=True)
     if ARCHITECTURES[ropes.model_type].axes > 1:

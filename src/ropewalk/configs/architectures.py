@@ -1,14 +1,27 @@
 """The architecture table: model_type → what it implies about rotation. Data in one place.
 
-A row is a fact about code that many run, so each names its source: a file of transformers 5.23. The rows were checked
-by running that code: the frequencies of its rotary class, and which channels its attention turns with which.
+A row is a fact about code that many run, so each names its source: a file of transformers 5.23, but for ChatGLM. The
+rows were checked by running that code: the frequencies of its rotary class, and which channels its attention turns with
+which.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from ropewalk.configs.architecture import ALL, Architecture, Every, Indices, Kind, NoRopeLayers, Repeated
+from ropewalk.configs.architecture import (
+    ALL,
+    NO_ROPE,
+    Architecture,
+    Coded,
+    DensePrefix,
+    Every,
+    Indices,
+    Kind,
+    NoRopeLayers,
+    Repeated,
+)
 
 _PARTIAL = ("partial_rotary_factor",)
 
@@ -39,7 +52,8 @@ def _latent(
     folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: object
 ) -> Architecture:
     """Multi-head latent attention: the last qk_rope_head_dim channels of the head turn."""
-    return _row(folder, pairing=pairing, output_order=output_order, latent=True, softmax_factor=True, **more)
+    of_latent: dict[str, Any] = {"latent": True, "softmax_factor": True, "interleave_key": "rope_interleave"}
+    return _row(folder, pairing=pairing, output_order=output_order, **of_latent, **more)
 
 
 def _hybrid(
@@ -75,6 +89,7 @@ _GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), i
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
 _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING: Kind(bases=())}
+_COMPRESSED = Kind(bases=("compress_rope_theta",), section="compress", attention_factor=1.0)
 _EACH_ITS_OWN = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
 _LAYER_BASES = NoRopeLayers(key="layer_rope_theta", interval_key="", holds_base=True)
 _ZERO_DOES_NOT = NoRopeLayers(key="layer_rope_theta", interval_key="")
@@ -129,7 +144,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         name: _row("blt", pairing="interleaved", head_dim_keys=())
         for name in ("blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher")
     },
-    "mllama_text_model": _row("mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", rotate=False)),
+    "mllama_text_model": _row(
+        "mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", hit=NO_ROPE, miss=ALL)
+    ),
     "ministral3": _row("ministral3", head_dim_divides=False, query_beta=True),
     "openai_privacy_filter": _row(
         "openai_privacy_filter", pairing="interleaved", head_dim_divides=False, query_constant=-0.25, scales_keys=True
@@ -150,7 +167,28 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
         idle=("rotary_value",),
     ),
+    "dbrx": _row(
+        "dbrx",
+        head_dim_keys=(),
+        hidden=("d_model", "hidden_size"),
+        heads=("n_heads", "num_attention_heads"),
+        layers=("n_layers", "num_hidden_layers"),
+        kinds={ALL: Kind(bases=("attn_config.rope_theta", "rope_theta"))},
+    ),
+    "hrm_text": _row("hrm_text", head_dim_divides=False, layers=("num_layers_per_stack", "num_hidden_layers")),
     # A part of the head.
+    "chatglm": Architecture(
+        source="modeling_chatglm.py of chatglm3-6b-32k and glm-4-9b-chat; vLLM model_executor/models/chatglm.py",
+        pairing="interleaved",
+        interleave_key="original_rope",
+        head_dim_keys=("kv_channels",),
+        layers=("num_layers", "num_hidden_layers"),
+        partial_keys=(),
+        partial=0.5,
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+        base_factor_key="rope_ratio",
+        fixed={"position_encoding_2d": False},
+    ),
     **{
         name: _row(
             name,
@@ -217,7 +255,35 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v4": _latent("hy_v4", pairing="half", output_order=None),
     "minicpm3": _latent("minicpm3", pairing="half", output_order=None),
     "youtu": _latent("youtu"),
-    "longcat_flash": _refused("longcat_flash", "It has two attentions a layer and scales q: not supported yet."),
+    "longcat_flash": _latent("longcat_flash", layers=("num_layers",), attentions=2, query_latent=True),
+    "deepseek_v4": _row(
+        "deepseek_v4",
+        pairing="interleaved",
+        head_dim_divides=False,
+        partial=0.125,
+        dim_key="qk_rope_head_dim",
+        trailing=True,
+        kinds={
+            _SLIDING: Kind(scaled=False, section="main", indexer=False),
+            "compressed_sparse_attention": _COMPRESSED,
+            "heavily_compressed_attention": dataclasses.replace(_COMPRESSED, indexer=False),
+        },
+        pattern=Coded(
+            "compress_ratios",
+            {0: _SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"},
+        ),
+        indexer="interleaved",
+        rotates_values=True,
+    ),
+    "dots3_note_text": _latent(
+        "dots3_note",
+        kinds={
+            _FULL: Kind(),
+            "indexed_attention": Kind(),
+            _SLIDING: Kind(bases=("swa_rope_theta",), prefix="swa_", indexer=False),
+        },
+        indexer="interleaved",
+    ),
     # Layers that differ in their frequencies.
     **{
         name: _row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
@@ -256,7 +322,23 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim_divides=False,
         partial=0.334,
         kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
-        idle=("hybrid_layer_pattern",),
+        pattern=Coded("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
+    ),
+    "step3p5": _row(
+        "step3p7",
+        head_dim_divides=False,
+        partial=1.0,
+        partial_keys=("partial_rotary_factor", "partial_rotary_factors"),
+        per_layer=True,
+        kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
+        fixed={"yarn_only_types": [_FULL]},
+    ),
+    "molmo2_text": _row(
+        "molmo2",
+        head_dim_divides=False,
+        kinds={"scaled": Kind(), "unscaled": Kind(scaled=False)},
+        pattern=Indices("rope_scaling_layers", hit="scaled", miss="unscaled", all_without=True),
+        flat=True,
     ),
     # Layers that do not rotate.
     "llama4_text": _row("llama4", pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()),
@@ -270,6 +352,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         Every(4, _FULL, _SLIDING, key="sliding_window_pattern"),
         pairing="interleaved",
         partial_keys=("partial_rotary_factor", "rotary_pct"),  # Command R7B says 1.0
+    ),
+    "cohere2_moe": _row(
+        "cohere2_moe",
+        pairing="interleaved",
+        head_dim_divides=False,
+        kinds={_SLIDING: Kind(), _FULL: None, "dense full_attention": Kind()},
+        pattern=DensePrefix("dense full_attention"),
+        flat=True,
     ),
     "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
     "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
@@ -300,7 +390,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle=("rotary_dim",)
     ),
     "qwen3_next": _hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
+    "olmo_hybrid": _hybrid(
+        "olmo_hybrid", _FULL, _LINEAR, Every(4, _FULL, "linear_attention"), head_dim_keys=(), null_base=True
+    ),
     # Tokens of several axes: text_only gives what their text tokens use.
+    "cohere_compass_text": _several_axes("cohere_compass", kinds=_EACH_ITS_OWN),
     "qwen2_vl_text": _several_axes("qwen2_vl", head_dim_keys=()),
     "qwen2_5_vl_text": _several_axes("qwen2_5_vl", head_dim_keys=()),
     "qwen2_vl": _several_axes("qwen2_vl", head_dim_keys=()),
@@ -341,8 +435,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         pattern=_EVERY_FOURTH_FULL,
     ),
     # What is no Rope.
-    "molmo2_text": _refused("molmo2", "Its scaling is meant for some layers only: not supported yet."),
-    "olmo_hybrid": _refused("olmo_hybrid", "Whether it rotates depends on a null base: not supported yet."),
     "qwen2_5_omni_dit": _refused("qwen2_5_omni", "It rotates one head only."),
     "nanochat": _refused("nanochat", "It turns the other way, by minus the angle: negate the positions yourself."),
     "vjepa2": _refused("vjepa2", "It pairs channels with cos and sin of others, which is no rotation."),
@@ -354,11 +446,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seamless_m4t": _refused("seamless_m4t", _BEFORE_PROJECTION),
     "neomme": _refused("neomme", "Its tokens have two axes: not supported yet."),
     "clvp_encoder": _refused("clvp", "It rotates the values as well."),
-    "cohere2_moe": _refused("cohere2_moe", "Some of its full layers rotate: not supported yet."),
-    "cohere_compass_text": _refused("cohere_compass", "Its tokens have three axes: not supported yet."),
-    "dbrx": _refused("dbrx", "Its base stands in attn_config: not supported yet."),
-    "deepseek_v4": _refused("deepseek_v4", "It turns the attention's output back as well: not supported yet."),
-    "dots3_note_text": _refused("dots3_note", "Its layers have heads of different sizes: not supported yet."),
     "glm5_next_text": _without_rope("glm5_next"),
     "jamba": _without_rope("jamba"),
     "kimi_linear": _without_rope("kimi_linear"),

@@ -35,6 +35,7 @@ def facts(ropes: ModelRopes, length: int | None) -> dict[str, Any]:
         "softmax_factor": ropes.softmax_factor,
         "query_scale": None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
         "output_order": ropes.output_order,
+        "rotates_values": ropes.rotates_values,
         "origins": dict(ropes.origins),
         "warnings": list(ropes.warnings),
     }
@@ -102,6 +103,8 @@ def _beside_lines(said: dict[str, Any]) -> list[str]:
         lines.append(f"  q is multiplied by 1 + {query['beta']:g} ln(1 + floor(position / {length}))")
     if said["output_order"] is not None:
         lines.append(f"  pairs are read interleaved and written in {said['output_order']} order; scores are the same")
+    if said["rotates_values"]:
+        lines.append("  the values are turned as the keys are, and the attention's output is turned back")
     return ["", "beside the rotation", *lines] if lines else []
 
 

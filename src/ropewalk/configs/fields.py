@@ -19,7 +19,7 @@ ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 
 class Fields:
-    """A config and what to call it in messages. A key that is null counts as not given."""
+    """A config and what to call it in messages. A key that is null counts as not given; "a.b" is b inside a."""
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.config = config
@@ -31,11 +31,22 @@ class Fields:
 
     def has(self, key: str) -> bool:
         """Whether the key is given."""
-        return self.config.get(key) is not None
+        return self.get(key) is not None
 
     def get(self, key: str) -> Any:
         """The value of the key, None if it is not given."""
-        return self.config.get(key)
+        return self._found(key)[1]
+
+    def is_null(self, *keys: str) -> bool:
+        """Whether one of the keys stands there and is null."""
+        return any(self._found(key) == (True, None) for key in keys)
+
+    def _found(self, key: str) -> tuple[bool, Any]:
+        if key in self.config or "." not in key:
+            return key in self.config, self.config.get(key)
+        section, _, inner = key.rpartition(".")
+        within = self.config.get(section)
+        return (inner in within, within.get(inner)) if isinstance(within, Mapping) else (False, None)
 
     def first(self, keys: tuple[str, ...]) -> str:
         """The first of the keys that is given; the first of all if none is."""
@@ -76,7 +87,7 @@ class Fields:
 
     def boolean(self, key: str, default: bool) -> bool:
         """The key as true or false."""
-        value = self.config.get(key)
+        value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -87,11 +98,21 @@ class Fields:
         """The number of layers, bounded."""
         return self.size(keys, at_most=MAX_LAYERS)
 
+    def count(self, key: str, *, at_most: int) -> int:
+        """The key as a number of layers, 0 where it is not given."""
+        return integer(self.source, key, self.get(key), at_least=0, at_most=at_most) if self.has(key) else 0
+
     def listed(self, key: str, length: int) -> list[Any] | None:
-        """The key as a list with one entry for each layer; None if it is not given."""
-        value = self.config.get(key)
+        """The key as a list with one entry for each layer; None if it is not given.
+
+        Entries after that are those of the layers that predict further tokens, `num_nextn_predict_layers`.
+        """
+        value = self.get(key)
         if value is None:
             return None
+        further = self.get("num_nextn_predict_layers")
+        if isinstance(value, (list, tuple)) and type(further) is int and len(value) == length + further > length:
+            value = value[:length]
         if not isinstance(value, (list, tuple)) or len(value) != length:
             got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
             raise self.error(key, f"it must be a list with an entry for each of the {length} layers", got, "Mend it.")

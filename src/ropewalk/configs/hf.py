@@ -6,16 +6,17 @@ Every value keeps the place it came from, so that messages and `explain` can nam
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
 from ropewalk._checks import RopeError, check_pairing, nearest, number, shown
 from ropewalk._checks import length as checked_length
-from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.architecture import NO_ROPE, Architecture, Kind
 from ropewalk.configs.architectures import ARCHITECTURES
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.hf_scheme import read_scheme, scheme_warnings, softmax_factor
-from ropewalk.configs.layers import NO_ROPE, kinds_of_layers
+from ropewalk.configs.layers import kinds_of_layers
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.rope_keys import Given, RopeKeys
 from ropewalk.configs.wrappers import WRAPPERS, with_class_defaults
@@ -71,12 +72,12 @@ class _Reader:
         others: dict[str, Rope] = {}
         for name in dict.fromkeys(layers):
             kind = self.row.kinds.get(name)
-            if name != NO_ROPE and kind is not None:
-                given = self.keys.of_kind(name, kind)
+            if kind is not None and not self.keys.is_without(name):
+                given = self.keys.of_kind(name, kind, layers)
                 scheme, rope = self._rope(name, kind, given, longest)
                 ropes[name] = rope
                 schemes.append(scheme)
-                others.update(self._indexer(rope))
+                others.update(self._indexer(kind, rope))
             else:
                 ropes[name] = None
         self.warnings += [w for s in dict.fromkeys(schemes) for w in scheme_warnings(s, longest)]
@@ -93,6 +94,7 @@ class _Reader:
             others=others,
             softmax_factor=self._softmax_factor(schemes),
             query_scale=self._query_scale(),
+            rotates_values=self.row.rotates_values,
             output_order=self.row.output_order if self.pairing == "interleaved" else None,
             origins=self.origins,
             warnings=tuple(self.warnings),
@@ -150,8 +152,7 @@ class _Reader:
 
     def _pairing(self) -> Pairing:
         pairing = self.row.pairing
-        interleave = self.fields.boolean("rope_interleave", True)  # of MLA models: false is half
-        if self.row.latent and not interleave:
+        if self.row.interleave_key and not self.fields.boolean(self.row.interleave_key, True):
             pairing = "half"
         said = self.fields.get("rope_interleaved")  # SmolLM2's files say so; no engine reads it
         if said is not None and said is not (pairing == "interleaved"):
@@ -175,28 +176,29 @@ class _Reader:
         return cast(Pairing, pairing)
 
     def _longest(self) -> int | None:
-        key = self.fields.first(("max_position_embeddings", "n_positions"))
+        key = self.fields.first(("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
     def _rope(self, name: str, kind: Kind, given: dict[str, Given], longest: int | None) -> tuple[Scheme | None, Rope]:
         base = self._base(kind, given)
         scheme = read_scheme(self.fields, given, longest, self.origins, self.warnings, self.row.axes > 1)
-        head_dim = self._own_head_dim(name) or self._head_dim(kind)
         offset = 0
         if self.row.latent:
-            rotary_dim = self.fields.size("qk_rope_head_dim")
-            offset = head_dim - rotary_dim
-            self.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
-        elif scheme is not None and scheme.rope_type == "proportional":
-            rotary_dim = head_dim
+            offset, rotary_dim = self._latent_sizes(name, kind)
+            head_dim = offset + rotary_dim
         else:
-            rotary_dim = self._rotary_dim(kind, given, head_dim)
+            head_dim = self._own_size(name, "head_dim") or self._head_dim(kind)
+            whole = scheme is not None and scheme.rope_type == "proportional"
+            rotary_dim = head_dim if whole else self._rotary_dim(kind, given, head_dim)
+            if self.row.trailing:
+                offset = head_dim - min(rotary_dim, head_dim)
+                self.origins["rotary_dim"] += ", the last of the head"
         with self.fields.named():
             rope = Rope(head_dim, base, self.pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme)
         return scheme, rope
 
-    def _own_head_dim(self, name: str) -> int | None:
-        """`per_layer_config` (Gemma 4 saved by transformers 5): sizes that single layers have of their own."""
+    def _own_size(self, name: str, size: str) -> int | None:
+        """`per_layer_config` (written by transformers 5): sizes that single layers have of their own."""
         entries = self.fields.get("per_layer_config")
         if entries is None:
             return None
@@ -212,21 +214,34 @@ class _Reader:
                     shown(entry),
                     "Mend it.",
                 )
-            if self.layers[index] == name and entry.get("head_dim") is not None:
+            if self.layers[index] == name and entry.get(size) is not None:
                 inner = Fields(entry, f"{self.fields.source}: per_layer_config.{key}")
-                sizes[inner.size("head_dim")] = key
+                sizes[inner.size(size)] = key
         if len(sizes) > 1:
             raise self.fields.error(
-                "per_layer_config", f"layers of kind {name} must have the same head_dim", str(sorted(sizes)), "Mend it."
+                "per_layer_config", f"layers of kind {name} must have the same {size}", str(sorted(sizes)), "Mend it."
             )
         if sizes:
             self.origins["head_dim"] = self._and("head_dim", "per_layer_config")
         return next(iter(sizes), None)
 
+    def _latent_sizes(self, name: str, kind: Kind) -> tuple[int, int]:
+        """Channels of a head before the rotated ones, and the rotated ones."""
+        self.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
+        self.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
+        prefix = "" if self.fields.has("per_layer_config") else kind.prefix
+        before, rotated = f"{prefix}qk_nope_head_dim", f"{prefix}qk_rope_head_dim"
+        still = self._own_size(name, "qk_nope_head_dim") or self.fields.size(before)
+        if prefix and not self.fields.has(rotated):
+            whole = self.fields.size(f"{prefix}head_dim")
+            if whole <= still:
+                raise self.fields.error(
+                    f"{prefix}head_dim", f"it must be more than {before}={still}", str(whole), "Mend it."
+                )
+            return still, whole - still
+        return still, self._own_size(name, "qk_rope_head_dim") or self.fields.size(rotated)
+
     def _head_dim(self, kind: Kind) -> int:
-        if self.row.latent:
-            self.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
-            return self.fields.size("qk_nope_head_dim") + self.fields.size("qk_rope_head_dim")
         keys = tuple(key for key in (kind.head_dim_key, *self.row.head_dim_keys) if key)
         key = self.fields.first(keys) if keys else ""
         if key and self.fields.has(key):
@@ -258,12 +273,27 @@ class _Reader:
                 "Add rope_theta, or pass base=... to from_config.",
             )
         self.origins["base"] = self._and("base", f"implied by model_type {self.model_type} ({self.row.source})")
+        factor_key = self.row.base_factor_key
+        if factor_key and self.fields.has(factor_key):
+            factor = number(self.fields.source, factor_key, self.fields.get(factor_key), above=0.0)
+            if factor != 1.0:
+                self._mind_the_factor(factor_key)
+            self.origins["base"] = f"{kind.implied_base:g} · {factor_key} ({self.row.source})"
+            return self.fields.base(factor_key, kind.implied_base * factor, self.passed_base)
         if "rope_theta" in kind.bases:
             self.warnings.append(
                 f"the file states no rope_theta; {kind.implied_base:g} is what model_type {self.model_type} meant "
                 "before that key existed. If the model is newer, the key was lost."
             )
         return kind.implied_base
+
+    def _mind_the_factor(self, key: str) -> None:
+        name = self.fields.get("_name_or_path")
+        if isinstance(name, str) and "chatglm2" in name.lower():
+            must = "it must multiply the base, as in ChatGLM3 and GLM-4"
+            cure = f"ChatGLM2-32K divides its positions by it: build the Rope by hand, with Linear({key})."
+            raise self.fields.error(key, must, f"a file of {shown(name)}", cure)
+        self.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4; ChatGLM2-32K divides positions.")
 
     def _and(self, name: str, where: str) -> str:
         before = self.origins.get(name)
@@ -290,16 +320,16 @@ class _Reader:
         self.origins["rotary_dim"] = f"{share.where} · head_dim"
         return int(head_dim * value)
 
-    def _indexer(self, rope: Rope) -> dict[str, Rope]:
-        if self.row.indexer is None or not self.fields.has("index_head_dim"):
+    def _indexer(self, kind: Kind, rope: Rope) -> dict[str, Rope]:
+        if self.row.indexer is None or not kind.indexer or not self.fields.has("index_head_dim"):
             return {}
         width = self.fields.size("index_head_dim")
         self.origins["indexer"] = f"index_head_dim and model_type {self.model_type} ({self.row.source})"
+        offset = max(width - rope.rotary_dim, 0) if self.row.trailing else 0
+        pairing, dim = cast(Pairing, self.row.indexer), rope.rotary_dim
         try:
             return {
-                "indexer": Rope(
-                    width, rope.base, cast(Pairing, self.row.indexer), rotary_dim=rope.rotary_dim, scaling=rope.scaling
-                )
+                "indexer": Rope(width, rope.base, pairing, rotary_dim=dim, rotary_offset=offset, scaling=rope.scaling)
             }
         except RopeError as e:
             raise RopeError(f"{self.fields.source}: index_head_dim: {e}") from None
@@ -316,6 +346,9 @@ class _Reader:
         if self.row.query_constant:
             constant = float(self._head_dim(Kind())) ** self.row.query_constant
             return QueryScale(constant=constant, scales_keys=self.row.scales_keys)
+        if self.row.query_latent:
+            self.origins["query_scale"] = "the root of hidden_size / q_lora_rank"
+            return QueryScale(constant=math.sqrt(self.fields.size("hidden_size") / self.fields.size("q_lora_rank")))
         if not self.row.query_beta:
             return None
         for section, values in self.keys.sections.items():

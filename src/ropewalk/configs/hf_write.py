@@ -32,6 +32,10 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
             ropes.model_type,
             "Write its config by hand.",
         )
+    if row.base_factor_key:
+        raise error(
+            _WHO, "transformers must know the model_type", ropes.model_type, "Only its own code reads its config."
+        )
     if row.axes > 1:
         raise error(_WHO, "tokens must have one position each", ropes.model_type, "Several axes: not supported yet.")
     config = _without_rope_keys(ropes.config, row)
@@ -39,11 +43,20 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
     kinds = {name: (kind, first.get(name)) for name, kind in row.kinds.items() if kind is not None}
     said = {name: (kind, rope) for name, (kind, rope) in kinds.items() if rope is not None}
     if version == 5:
-        parameters = {name: _parameters(rope, row, ropes) for name, (_, rope) in said.items()}
-        config["rope_parameters"] = parameters if len(row.kinds) > 1 else next(iter(parameters.values()), None)
+        parameters = {kind.section or name: _parameters(rope, row, ropes) for name, (kind, rope) in said.items()}
+        scaled = [_parameters(rope, row, ropes) for kind, rope in said.values() if kind.scaled]
+        config["rope_parameters"] = parameters if _nested(row) else next(iter([*scaled, *parameters.values()]), None)
     else:
         config.update(_version_4(said, row, ropes))
+    if row.null_base and not said:
+        config.update({"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}})
     return config
+
+
+def _nested(row: Architecture) -> bool:
+    """Whether the parameters stand by kind of layer: where several rotate, or no other key could say the base."""
+    rotating = [kind for kind in row.kinds.values() if kind is not None]
+    return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)
 
 
 def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
@@ -57,7 +70,7 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
     """What `rope_parameters` says about one kind of layer."""
     parameters = {"rope_theta": rope.base, **_scheme(rope)}
-    share = _share(rope, row)
+    share = _share(rope, row, ropes)
     if share is not None:
         parameters["partial_rotary_factor"] = share
     if ropes.query_scale is not None and ropes.query_scale.beta:
@@ -80,9 +93,10 @@ def _scheme(rope: Rope) -> dict[str, Any]:
     return {"rope_type": scheme.rope_type, **{key: value for key, value in said.items() if value is not None}}
 
 
-def _share(rope: Rope, row: Architecture) -> float | None:
+def _share(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:
     """partial_rotary_factor, where it must be said."""
-    if row.latent or row.partial is None or row.dim_key or getattr(rope.scaling, "rope_type", "") == "proportional":
+    stated = bool(row.dim_key) and (ropes.config or {}).get(row.dim_key) is not None
+    if row.latent or row.partial is None or stated or getattr(rope.scaling, "rope_type", "") == "proportional":
         return None
     share = rope.rotary_dim / rope.head_dim
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)
@@ -94,7 +108,9 @@ def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: Mod
     scalings = []
     for name, (kind, rope) in said.items():
         if kind.bases:
-            config[kind.bases[0]] = rope.base
+            key = kind.bases[-1 if "." in kind.bases[0] else 0]
+            if config.setdefault(key, rope.base) != rope.base:
+                raise error(_WHO, f"all layers must have the same {key}", "several", "Only version 5 can say it.")
         elif kind.implied_base is None:
             raise error(
                 _WHO, "each kind of layer must have a key of its own for the base", name, "Only version 5 can say it."

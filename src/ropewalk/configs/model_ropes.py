@@ -51,6 +51,8 @@ class ModelRopes:
         softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
         query_scale: what q is multiplied with beside the rotation, or None.
         output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3); None: in place.
+        rotates_values: the values are turned as the keys are, and the attention's output is turned back by the
+            inverse at the query's position (DeepSeek-V4, whose keys are its values).
         layer_kinds: the kind of each layer, as the config calls it ("sliding_attention"); () where all are alike.
         config: what was read, for `to_hf_config`; not compared.
         origins: name of a value → where it came from, in words.
@@ -66,6 +68,7 @@ class ModelRopes:
     softmax_factor: float = 1.0
     query_scale: QueryScale | None = None
     output_order: str | None = None
+    rotates_values: bool = False
     layer_kinds: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)

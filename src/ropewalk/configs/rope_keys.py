@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import nearest, shown
-from ropewalk.configs.architecture import Architecture, Indices, Kind, NoRopeLayers
+from ropewalk.configs.architecture import Architecture, Coded, Indices, Kind, NoRopeLayers
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 
 SECTIONS = ("rope_scaling", "rope_parameters")
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
+# Sizes of the heads of multi-head latent attention.
+LATENT = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim")
 _TRAINED = "original_max_position_embeddings"
 
 # Parameters of schemes that have no meaning at the top of a config.
@@ -51,17 +53,22 @@ class RopeKeys:
             raise self.fields.error(name, "it must be an object or null", shown(values), "Remove or mend it.")
         return values
 
-    def of_kind(self, name: str, kind: Kind) -> dict[str, Given]:
-        """What is said about a kind of layer; the same thing said twice must agree."""
+    def is_without(self, name: str) -> bool:
+        """Whether nested `rope_parameters` say null of a kind of layer: it does not rotate."""
+        parameters = self.sections.get("rope_parameters", {})
+        return self.nested and name in parameters and parameters[name] is None
+
+    def of_kind(self, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
+        """What is said about a kind of layer; the same thing said twice must agree. `layers`: the kind of each."""
         given: dict[str, Given] = {}
         for base in kind.bases:
-            self._add(given, "rope_theta", self.fields.get(base), base)
+            self._add_each(given, "rope_theta", base, name, layers)
         pattern = self.architecture.pattern
         if isinstance(pattern, NoRopeLayers) and pattern.holds_base and isinstance(self.fields.get(pattern.key), list):
             for i, base in enumerate(self.fields.get(pattern.key)):
                 self._add(given, "rope_theta", base or None, f"{pattern.key}[{i}]")
         for key in self.architecture.partial_keys:
-            self._add(given, "partial_rotary_factor", self.fields.get(key), key)
+            self._add_each(given, "partial_rotary_factor", key, name, layers)
         self._add(given, _TRAINED, self.fields.get(_TRAINED), _TRAINED)
         for section, values in self.sections.items():
             if section == "rope_parameters" and self.nested:
@@ -69,6 +76,15 @@ class RopeKeys:
             else:
                 self._add_flat(given, kind, section, values)
         return given
+
+    def _add_each(self, given: dict[str, Given], key: str, where: str, name: str, layers: list[str]) -> None:
+        """What stands under a key: one value, or a list with that of each layer."""
+        if not self.architecture.per_layer or not isinstance(self.fields.get(where), list):
+            self._add(given, key, self.fields.get(where), where)
+            return
+        for i, value in enumerate(self.fields.listed(where, len(layers)) or []):
+            if layers[i] == name:
+                self._add(given, key, value, f"{where}[{i}]")
 
     def _add_flat(self, given: dict[str, Given], kind: Kind, section: str, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
@@ -78,19 +94,26 @@ class RopeKeys:
                 self._add(given, "rope_type" if key == "type" else str(key), value, where)
             elif isinstance(value, Mapping):
                 raise self._not_flat(where)
+        if kind.attention_factor is not None and given.get("rope_type", Given("", "")).value == "yarn":
+            implied = f"implied by {self.fields.get('model_type')} ({self.architecture.source})"
+            given.setdefault("attention_factor", Given(kind.attention_factor, implied))
 
     def _add_nested(self, given: dict[str, Given], name: str, values: Mapping[str, Any]) -> None:
+        kinds = self.architecture.kinds
+        names = [(kind.section if kind is not None else "") or other for other, kind in kinds.items()]
         for key, value in values.items():
-            if isinstance(value, Mapping) and key not in self.architecture.kinds:
+            if isinstance(value, Mapping) and key not in names:
                 raise self.fields.error(
                     f"rope_parameters.{key}",
-                    f"the layer types must be among {', '.join(self.architecture.kinds)}",
+                    f"the layer types must be among {', '.join(dict.fromkeys(names))}",
                     shown(key),
                     "Mend the name.",
                 )
-            if not isinstance(value, Mapping) and key not in self.architecture.kinds and value is not None:
+            if not isinstance(value, Mapping) and key not in names and value is not None:
                 # Some files hold the flat parameters beside the nested ones; then both must agree.
                 self._add(given, "rope_type" if key == "type" else str(key), value, f"rope_parameters.{key}")
+        own = kinds[name]
+        name = (own.section if own is not None else "") or name
         mine = values.get(name)
         if mine is None:
             return
@@ -134,15 +157,22 @@ class RopeKeys:
         kinds = [kind for kind in row.kinds.values() if kind is not None]
         bases = {base for kind in kinds for base in kind.bases}
         mine = {*SECTIONS, *bases, *row.partial_keys, row.dim_key, _TRAINED, *row.idle, *row.head_dim_keys}
-        mine |= {"rope_interleaved", "rope_interleave", "head_dim", "max_position_embeddings"}
+        mine |= {"rope_interleaved", "head_dim", "max_position_embeddings"}
         if isinstance(row.pattern, NoRopeLayers):
             mine |= {row.pattern.key, row.pattern.interval_key}
-        if isinstance(row.pattern, Indices):
+        if isinstance(row.pattern, Indices | Coded):
             mine.add(row.pattern.key)
+        mine |= {*row.fixed, row.base_factor_key, row.interleave_key}
+        for key, value in row.fixed.items():
+            if self.fields.has(key) and self.fields.get(key) != value:
+                raise self.fields.error(
+                    key, f"it must be {shown(value)}", shown(self.fields.get(key)), "Not supported yet."
+                )
         if row.switch is not None:
             mine.add(row.switch[0])
         mine |= {kind.head_dim_key for kind in kinds}
-        mine |= {"v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim"}
+        mine |= {kind.prefix + key for kind in kinds for key in LATENT}
+        mine |= {"index_head_dim"}
         for key, value in self.fields.config.items():
             if key in mine or value is None or key in ("layer_types", row.layer_types_key):
                 continue
