@@ -250,6 +250,14 @@ class TestSingleModels:
         assert ropes.query_scale.at(1) == 2.0  # its own code, run: √(6144 / 1536)
         assert ropes.output_order == "half"
 
+    def test_a_softmax_factor_that_overflows(self) -> None:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale_all_dim": 1e300}
+        with pytest.raises(RopeError, match="mscale_all_dim: its square must be finite"):
+            from_config({
+                "model_type": "deepseek_v3", "num_hidden_layers": 1, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+                "rope_theta": 1e4, "rope_scaling": scaling,
+            })  # fmt: skip
+
     def test_deepseek_v4(self) -> None:
         config = next(
             row["config"] for row in DEFAULTS if row.get("variant") == "flat" and row["model_type"] == "deepseek_v4"

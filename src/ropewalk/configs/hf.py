@@ -336,7 +336,10 @@ class _Reader:
 
     def _softmax_factor(self, schemes: list[Scheme | None]) -> float:
         factors = {softmax_factor(s) for s in schemes} if self.row.softmax_factor else {1.0}
-        return max(factors, default=1.0)
+        factor = max(factors, default=1.0)
+        if not math.isfinite(factor):
+            raise self.fields.error("mscale_all_dim", "its square must be finite", "one that is not", "Mend it.")
+        return factor
 
     def _query_scale(self) -> QueryScale | None:
         if self.row.query_constant_key and self.fields.has(self.row.query_constant_key):

@@ -123,7 +123,8 @@ def softmax_factor(scheme: Scheme | None) -> float:
     """m(mscale_all_dim)², by which DeepSeek's attention multiplies its softmax scale; 1 without a scaling."""
     if not isinstance(scheme, YaRN) or not scheme.mscale_all_dim:
         return 1.0
-    return (0.1 * scheme.mscale_all_dim * math.log(scheme.factor) + 1.0) ** 2
+    m = 0.1 * scheme.mscale_all_dim * math.log(scheme.factor) + 1.0
+    return m * m
 
 
 def scheme_warnings(scheme: Scheme | None, longest: int | None) -> list[str]:
