@@ -305,12 +305,16 @@ def test_ggml_turns_alike(path: Path, case: dict[str, Any]) -> None:
 
 def test_the_package_reads_the_same(path: Path) -> None:
     factors = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 1e30]
-    write(path, LLAMA, {FREQS: factors})
+    write(path, {**LLAMA, "per_layer": [True, False]}, {FREQS: factors})
     theirs = gguf.GGUFReader(str(path))
     values, tensors = gguf_header.read(path)
+    assert values["tokenizer.ggml.scores"] == (0.0, -1.0, -2.0)
+    assert values["llama.per_layer"] == (True, False)
     for key, value in values.items():
         if isinstance(value, int | float | str):
             assert theirs.fields[key].contents() == value
+        if isinstance(value, tuple):
+            assert theirs.fields[key].contents() == list(value)
     assert {name for name in theirs.fields if not name.startswith("GGUF.")} == set(values)
     expected = next(t.data for t in theirs.tensors if t.name == FREQS)
     np.testing.assert_array_equal(np.array(tensors[FREQS][:-1], np.float32), expected[:-1])
@@ -339,7 +343,7 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({"rope.freq_base": None}, {}, "qwen2", "qwen2.rope.freq_base: the base must be given"),
         ({"rope.freq_base": "5e5"}, {}, "llama", "llama.rope.freq_base must be a finite number"),
         ({"rope.freq_base": True}, {}, "llama", "llama.rope.freq_base must be a finite number"),
-        ({"rope.freq_base": [1.0, 2.0]}, {}, "llama", "greater than 1, got an array of 2"),
+        ({"rope.freq_base": [1.0, 2.0]}, {}, "llama", "greater than 1, got (1.0, 2.0)"),
         ({"rope.freq_base": math.nan}, {}, "llama", "llama.rope.freq_base must be a finite number"),
         ({"rope.freq_base": 0.5}, {}, "llama", "llama.rope.freq_base must be a finite number greater than 1"),
         ({"rope.freq_base_swa": 1e4}, {}, "gpt-oss", "gpt-oss.rope.freq_base_swa: it must not be given"),
@@ -362,7 +366,7 @@ BOTH = {SHORT: ONES, LONG: ONES}
             {"attention.head_count": [4, 4, 4]},
             {},
             "llama",
-            "head_count must be an integer at least 1, got an array of 3",
+            "head_count must be an integer at least 1, got (4, 4, 4)",
         ),
         ({"attention.key_length": 2**31}, {}, "llama", "key_length must be an integer from 1 to 65536"),
         ({"block_count": None}, {}, "llama", "llama.block_count must be an integer from 1 to 10000, got None"),
@@ -594,6 +598,20 @@ def test_many_strings_cost_neither_memory_nor_much_time(path: Path) -> None:
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
     assert time.perf_counter() - before < 60
+
+
+def test_long_arrays_are_passed_over(path: Path) -> None:
+    write(path, {**LLAMA, "short": [1] * 512, "long": [1] * 513})
+    values, _ = gguf_header.read(path)
+    assert values["llama.short"] == (1,) * 512
+    assert repr(values["llama.long"]) == "an array of 513"
+
+
+def test_too_many_numbers_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 1000)
+    path.write_bytes(head(*[entry(f"k{i}", 9, array(4, 300, bytes(1200))) for i in range(4)]))
+    with pytest.raises(RopeError, match="keys, strings and tensors must be at most 1000"):
+        from_config(path)
 
 
 def test_too_many_strings_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,11 @@ def kinds_of_layers(fields: Fields, architecture: Architecture, origins: dict[st
             "none",
             "Add a list with one entry a layer.",
         )
-    return _every(fields, architecture.pattern, count, origins)
+    return every(fields, architecture.pattern, count, origins)
 
 
-def _every(fields: Fields, pattern: Every, count: int, origins: dict[str, str]) -> list[str]:
+def every(fields: Fields, pattern: Every, count: int, origins: dict[str, str]) -> list[str]:
+    """The kind of each layer where one of each n has one kind and the others another."""
     stated = bool(pattern.key) and fields.has(pattern.key)
     n = fields.size(pattern.key) if stated else pattern.n
     which = "first" if pattern.first else "last"
