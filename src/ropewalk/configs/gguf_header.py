@@ -1,4 +1,4 @@
-"""The header of a GGUF file: numbers, short strings and short lists of its keys, and the tensors that divide frequencies.
+"""The header of a GGUF file: numbers, short strings and lists of its keys, and the tensors that divide frequencies.
 
 Walked here and not by the gguf package, which loops over whatever counts a header claims. No length is believed before
 it is held against what is left of the file, and nothing else is kept.
