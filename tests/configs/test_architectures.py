@@ -311,6 +311,19 @@ class TestSingleModels:
         with pytest.raises(RopeError, match="rope_theta: the base must be given"):
             from_config(olmo)
 
+    @pytest.mark.parametrize(
+        ("model_type", "turns"),
+        [("exaone4", True), ("exaone_moe", True), ("kolibri1", True), ("cohere2", False), ("flint", False)],
+    )
+    def test_without_a_window(self, model_type: str, turns: bool) -> None:
+        """EXAONE turns `if sliding_window is None or is_sliding` (EXAONE-4.0-1.2B), Cohere 2 if its layer has a window."""
+        config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+                  "head_dim": 16, "rope_theta": 1e6, "layer_types": ["full_attention"] * 2, "sliding_window": None}  # fmt: skip
+        ropes = from_config(config)
+        assert [rope is not None for rope in ropes.layers] == [turns] * 2
+        assert [rope is not None for rope in from_config({**config, "sliding_window": 8}).layers] == [False] * 2
+        assert from_config(ropes.to_hf_config(version=5)).layers == ropes.layers
+
     def test_layers_without_rope_in_cohere_compass(self) -> None:
         ropes = from_config({
             "model_type": "cohere_compass_text", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,

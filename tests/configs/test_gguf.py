@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import oracle
+from gguf_files import write
 from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs import ModelRopes, gguf_header
 from ropewalk.configs import gguf_architectures as table
@@ -35,40 +36,19 @@ YARN = {
 LONGROPE = {**LLAMA, "rope.scaling.type": "longrope", "rope.scaling.original_context_length": 4096}
 FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 ONES = [1.0] * 8
-
-
-def write(
-    path: Path,
-    keys: dict[str, Any],
-    tensors: dict[str, Any] | None = None,
-    *,
-    architecture: str = "llama",
-    more: dict[str, Any] | None = None,
-) -> Path:
-    """A model with these keys of the architecture; None leaves one out. `more`: keys with their whole names."""
-    writer = gguf.GGUFWriter(str(path), architecture)
-    writer.add_name("a model")
-    writer.add_array("tokenizer.ggml.tokens", ["<s>", "a", "rope"])
-    writer.add_array("tokenizer.ggml.scores", [0.0, -1.0, -2.0])
-    for key, value in {**{f"{architecture}.{k}": v for k, v in keys.items()}, **(more or {})}.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif value is not None:
-            writer.add_array(key, value)
-    for name, values in (tensors or {}).items():
-        writer.add_tensor(name, np.array(values, dtype=getattr(values, "dtype", np.float32)))
-    writer.add_tensor("output.weight", np.zeros((2, 3), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+GEMMA3 = {
+    **LLAMA,
+    "rope.freq_base_swa": 10000.0,
+    "attention.sliding_window": 512,
+    "attention.sliding_window_pattern": [True, True, False],
+}
+DEEPSEEK2 = {
+    **YARN,
+    "attention.key_length": 48,
+    "attention.key_length_mla": 24,
+    "rope.scaling.yarn_log_multiplier": 0.1,
+    "nextn_predict_layers": 1,
+}
 
 
 @pytest.fixture
@@ -130,6 +110,20 @@ def test_old_llama_states_no_base(path: Path) -> None:
     assert ropes.rope.base == 1e6
     assert ropes.warnings == ()
     assert from_config(write(path, SIZES, architecture="qwen2"), base=1e6).rope == Rope(16, 1e6, "half")
+
+
+def test_a_switch_that_is_off(path: Path) -> None:
+    ropes = from_config(write(path, {**LLAMA, "rope.scaling.finetuned": False}, architecture="granite"))
+    assert ropes.layers == (None,) * 3
+    assert "no rotation" in ropes.explain()
+
+
+def test_blocks_that_predict_further_tokens_are_no_layers(path: Path) -> None:
+    ropes = from_config(write(path, {**LLAMA, "nextn_predict_layers": 1}, architecture="glm4moe"))
+    assert ropes.layers == (Rope(16, 500000.0, "half"),) * 2
+    assert ropes.origins["layers"] == "glm4moe.block_count - glm4moe.nextn_predict_layers"
+    with pytest.raises(RopeError, match="nextn_predict_layers must be an integer from 1 to 2, got 3"):
+        from_config(write(path, {**LLAMA, "nextn_predict_layers": 3}, architecture="glm4moe"))
 
 
 def test_an_unknown_architecture(path: Path) -> None:
@@ -305,12 +299,16 @@ def test_ggml_turns_alike(path: Path, case: dict[str, Any]) -> None:
 
 def test_the_package_reads_the_same(path: Path) -> None:
     factors = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 1e30]
-    write(path, LLAMA, {FREQS: factors})
+    write(path, {**LLAMA, "per_layer": [True, False]}, {FREQS: factors})
     theirs = gguf.GGUFReader(str(path))
     values, tensors = gguf_header.read(path)
+    assert values["tokenizer.ggml.scores"] == (0.0, -1.0, -2.0)
+    assert values["llama.per_layer"] == (True, False)
     for key, value in values.items():
         if isinstance(value, int | float | str):
             assert theirs.fields[key].contents() == value
+        if isinstance(value, tuple):
+            assert theirs.fields[key].contents() == list(value)
     assert {name for name in theirs.fields if not name.startswith("GGUF.")} == set(values)
     expected = next(t.data for t in theirs.tensors if t.name == FREQS)
     np.testing.assert_array_equal(np.array(tensors[FREQS][:-1], np.float32), expected[:-1])
@@ -320,7 +318,10 @@ def test_the_package_reads_the_same(path: Path) -> None:
 def test_no_architecture_is_in_two_lists() -> None:
     assert not table.INTERLEAVED & table.HALF
     assert not (table.INTERLEAVED | table.HALF) & table.REFUSED.keys()
-    lists = table.READS_FREQS | table.READS_ALPHA | table.READS_YARN | table.FINETUNED_IS_SWITCH
+    lists = table.READS_FREQS | table.READS_ALPHA | table.READS_LOG | table.READS_BETAS | table.FINETUNED_IS_SWITCH
+    lists |= table.DIFFERING.keys() | table.LATENT | table.MROPE | table.IMROPE | table.MROPE_IF_SECTIONS
+    lists |= table.READS_TEMPERATURE.keys() | table.NEEDS_FREQS
+    assert table.SCALES_SOFTMAX | table.INDEXERS.keys() <= table.LATENT
     assert lists | table.WHOLE_HEAD | table.LONGROPE_BY_TENSORS <= table.INTERLEAVED | table.HALF
     theirs = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
     named = table.INTERLEAVED | table.HALF | table.REFUSED.keys()
@@ -339,18 +340,21 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({"rope.freq_base": None}, {}, "qwen2", "qwen2.rope.freq_base: the base must be given"),
         ({"rope.freq_base": "5e5"}, {}, "llama", "llama.rope.freq_base must be a finite number"),
         ({"rope.freq_base": True}, {}, "llama", "llama.rope.freq_base must be a finite number"),
-        ({"rope.freq_base": [1.0, 2.0]}, {}, "llama", "greater than 1, got an array of 2"),
+        ({"rope.freq_base": [1.0, 2.0]}, {}, "llama", "greater than 1, got (1.0, 2.0)"),
         ({"rope.freq_base": math.nan}, {}, "llama", "llama.rope.freq_base must be a finite number"),
         ({"rope.freq_base": 0.5}, {}, "llama", "llama.rope.freq_base must be a finite number greater than 1"),
-        ({"rope.freq_base_swa": 1e4}, {}, "gpt-oss", "gpt-oss.rope.freq_base_swa: it must not be given"),
+        (
+            {"rope.freq_base_swa": 1e4},
+            {},
+            "llama",
+            "llama.rope.freq_base_swa: it must agree with rope.freq_base=500000",
+        ),
         ({"rope.dimension_count_swa": 8}, {}, "gpt-oss", "not supported yet"),
-        ({"rope.dimension_sections": [4, 2, 2, 0]}, {}, "glm4", "Positions with several axes: not supported yet"),
+        ({"rope.dimension_sections": [4, 2, 2, 0]}, {}, "llama", "Positions with several axes: not supported yet"),
         ({"attention.rope_pattern": [1, 0, 1]}, {}, "llama", "layers do not all rotate alike"),
         ({"attention.key_length_mla": 192}, {}, "llama", "Multi-head latent attention: not supported yet"),
-        ({"attention.sliding_window": 128}, {}, "olmo2", "olmo2.attention.sliding_window: it must be 0 or absent"),
-        ({}, {}, "gemma3", "'gemma3'. Its layers do not all rotate alike: not supported yet."),
-        ({}, {}, "deepseek2", "Multi-head latent attention: not supported yet"),
-        ({}, {}, "qwen2vl", "Its tokens have several axes: not supported yet"),
+        ({}, {}, "deci", "'deci'. Its layers do not all rotate alike: not supported yet."),
+        ({}, {}, "deepseek4", "Latent attention of several kinds: not supported yet"),
         ({}, {}, "mamba", "llama.cpp rotates nothing in it"),
         ({"rope.dimension_count": 8}, {}, "llama", "llama turns the whole head of 16, got 8"),
         ({"rope.dimension_count": 7}, {}, "qwen2", "rotary_dim must be even"),
@@ -362,7 +366,7 @@ BOTH = {SHORT: ONES, LONG: ONES}
             {"attention.head_count": [4, 4, 4]},
             {},
             "llama",
-            "head_count must be an integer at least 1, got an array of 3",
+            "head_count must be an integer at least 1, got (4, 4, 4)",
         ),
         ({"attention.key_length": 2**31}, {}, "llama", "key_length must be an integer from 1 to 65536"),
         ({"block_count": None}, {}, "llama", "llama.block_count must be an integer from 1 to 10000, got None"),
@@ -393,7 +397,6 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({S + "alpha": 1000.0}, {}, "llama", "llama.rope.scaling.alpha: it must not be given for llama"),
         ({S + "alpha": 0.5}, {}, "hunyuan_vl", "NTK: alpha must be a finite number of at least 1"),
         ({S + "finetuned": 1}, {}, "llama", "llama.rope.scaling.finetuned: it must be true or false"),
-        ({S + "finetuned": False}, {}, "granite", "llama.cpp then rotates nothing"),
         ({**YARN, S + "factor": None}, {}, "llama", "llama.rope.scaling.factor: it must be given"),
         ({**YARN, S + "original_context_length": None}, {}, "llama", "original_context_length: it must be given"),
         (
@@ -596,6 +599,20 @@ def test_many_strings_cost_neither_memory_nor_much_time(path: Path) -> None:
     assert time.perf_counter() - before < 60
 
 
+def test_long_arrays_are_passed_over(path: Path) -> None:
+    write(path, {**LLAMA, "short": [1] * 512, "long": [1] * 513})
+    values, _ = gguf_header.read(path)
+    assert values["llama.short"] == (1,) * 512
+    assert repr(values["llama.long"]) == "an array of 513"
+
+
+def test_too_many_numbers_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 1000)
+    path.write_bytes(head(*[entry(f"k{i}", 9, array(4, 300, bytes(1200))) for i in range(4)]))
+    with pytest.raises(RopeError, match="keys, strings and tensors must be at most 1000"):
+        from_config(path)
+
+
 def test_too_many_strings_altogether(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_header, "_MAX_ITEMS", 1000)
     rows = [entry(f"k{i}", 9, array(8, 300, text("") * 300)) for i in range(4)]
@@ -622,6 +639,8 @@ def models(tmp_path: Path) -> list[bytes]:
         write(tmp_path / "a", LLAMA, {FREQS: ONES}).read_bytes(),
         write(tmp_path / "b", YARN, architecture="mistral3").read_bytes(),
         write(tmp_path / "c", phi3, BOTH, architecture="phi3").read_bytes(),
+        write(tmp_path / "d", GEMMA3, architecture="gemma3").read_bytes(),
+        write(tmp_path / "e", DEEPSEEK2, architecture="deepseek2").read_bytes(),
     ]
 
 

@@ -115,6 +115,7 @@ class Architecture:
         latent: MLA: the head is qk_nope_head_dim + qk_rope_head_dim channels, and the last of them turn.
         output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
         base_factor_key: key of a number that the implied base is multiplied by.
+        null_window: kind of every layer where `sliding_window` is null; "" where that changes nothing.
         null_base: a base that is null means that nothing rotates.
         per_layer: bases and shares may be lists with an entry for each layer.
         kinds: name of a kind of layer → how it gets its rope; None where it does not rotate.
@@ -152,6 +153,7 @@ class Architecture:
     latent: bool = False
     output_order: str | None = None
     base_factor_key: str = ""
+    null_window: str = ""
     null_base: bool = False
     per_layer: bool = False
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})

@@ -66,8 +66,8 @@ def _hybrid(
 
 def _local_only(folder: str, pattern: Every | None, **more: Any) -> Architecture:
     """Sliding layers turn, full ones do not."""
-    kinds = {"sliding_attention": Kind(), "full_attention": None}
-    return _row(folder, kinds=kinds, pattern=pattern, **more)
+    kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
+    return _row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
 
 
 def _several_axes(folder: str, *, share: float | None = None, **more: Any) -> Architecture:
@@ -350,6 +350,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": _local_only(
         "cohere2",
         Every(4, _FULL, _SLIDING, key="sliding_window_pattern"),
+        null_window=NO_ROPE,
         pairing="interleaved",
         partial_keys=("partial_rotary_factor", "rotary_pct"),  # Command R7B says 1.0
     ),
@@ -361,12 +362,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         pattern=DensePrefix("dense full_attention"),
         flat=True,
     ),
-    "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
-    "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern")),
+    "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
+    "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
     "afmoe": _local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),
-    "flint": _local_only("flint", None),
+    "flint": _local_only("flint", None, null_window=NO_ROPE),
     "beam": _row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}),
-    "kolibri1": _local_only("kolibri1", Every(5, _FULL, _SLIDING), head_dim_divides=False),
+    "kolibri1": _local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
     "granitemoehybrid": _hybrid(
         "granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))
     ),

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from ropewalk._checks import length as checked_length
-from ropewalk.schemes import Scheme, default
+from ropewalk.schemes import PerPair, Scheme, default
 
 if TYPE_CHECKING:
     from ropewalk.configs.model_ropes import ModelRopes
@@ -70,7 +70,10 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
 def _scheme_facts(scheme: Scheme | None) -> dict[str, Any]:
     if scheme is None:
         return {"rope_type": "default"}
-    return {"rope_type": scheme.rope_type, **dataclasses.asdict(cast(Any, scheme))}
+    said = {"rope_type": scheme.rope_type, **dataclasses.asdict(cast(Any, scheme))}
+    if isinstance(scheme, PerPair):  # as with wavelengths, null is a pair that stands still
+        said["factors"] = [factor if math.isfinite(factor) else None for factor in scheme.factors]
+    return said
 
 
 def text(said: dict[str, Any]) -> str:
@@ -140,7 +143,8 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
 def _shown(value: Any) -> str:
     """A parameter of a scheme; a long list by its ends."""
     if isinstance(value, list | tuple):
-        return f"{value[0]:g} … {value[-1]:g} ({len(value)})"
+        first, last = (math.inf if value[i] is None else value[i] for i in (0, -1))
+        return f"{first:g} … {last:g} ({len(value)})"
     return str(value)
 
 

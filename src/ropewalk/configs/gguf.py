@@ -12,16 +12,41 @@ from typing import cast
 
 from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown
 from ropewalk.configs import gguf_header
+from ropewalk.configs.architecture import ALL, Kind
+from ropewalk.configs.explain import ranges
 from ropewalk.configs.fields import Fields
-from ropewalk.configs.gguf_architectures import HALF, INTERLEAVED, SOURCE, WHOLE_HEAD
+from ropewalk.configs.gguf_architectures import (
+    BASE,
+    BASE_SWA,
+    DIFFERING,
+    DIM,
+    DIM_SWA,
+    HALF,
+    HEAD,
+    HEAD_MLA,
+    IMROPE,
+    INDEXERS,
+    INTERLEAVED,
+    LATENT,
+    MROPE,
+    MROPE_IF_SECTIONS,
+    OWN,
+    READS_TEMPERATURE,
+    SCALES_SOFTMAX,
+    SECTIONS,
+    SOURCE,
+    WHOLE_HEAD,
+)
 from ropewalk.configs.gguf_keys import Keys
+from ropewalk.configs.gguf_layers import kinds_of_layers
 from ropewalk.configs.gguf_scheme import SchemeReader, warn
+from ropewalk.configs.hf_scheme import softmax_factor
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.rope import Pairing, Rope
-from ropewalk.schemes import Linear, PerPair, Scheme
+from ropewalk.schemes import Linear, PerPair, Scheme, YaRN
 
 
-def read(path: Path, *, pairing: str | None, base: float | None) -> ModelRopes:
+def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
     """The ropes of a GGUF file; see `from_config` for arguments and errors."""
     try:
         values, tensors = gguf_header.read(path)
@@ -29,43 +54,102 @@ def read(path: Path, *, pairing: str | None, base: float | None) -> ModelRopes:
         raise
     except (OSError, ValueError) as e:
         raise RopeError(f"{path}: cannot be read: {e}.") from e
-    return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base).read()
+    return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
 
 
 class _Reader:
     """One file being read."""
 
     def __init__(
-        self, keys: Keys, tensors: Mapping[str, tuple[float, ...]], pairing: str | None, base: float | None
+        self,
+        keys: Keys,
+        tensors: Mapping[str, tuple[float, ...]],
+        pairing: str | None,
+        base: float | None,
+        text_only: bool,
     ) -> None:
         self.keys = keys
         self.tensors = tensors
         self.passed_pairing = pairing
         self.passed_base = None if base is None else number("from_config", "base", base, above=1.0)
+        self.text_only = text_only
 
     def read(self) -> ModelRopes:
         keys = self.keys
+        self.sections = self._sections()
         pairing = self._pairing()
         keys.refuse_unsupported()
-        layers = keys.fields.layers((keys.key("block_count"),))
-        keys.origins["layers"] = keys.key("block_count")
-        head_dim = self._head_dim()
-        rotary_dim, base = self._rotary_dim(head_dim), self._base()
+        layers = kinds_of_layers(keys)
+        row = DIFFERING.get(keys.architecture)
+        named = {} if row is None else row.kinds
+        kinds = {name: named.get(name, OWN if name == ALL else None) for name in dict.fromkeys(layers)}
+        turning = {name: kind for name, kind in kinds.items() if kind is not None}
+        shapes = {name: (*self._shape(kind), self._base(kind)) for name, kind in turning.items()}
         query_scale = self._query_scale()
+        ropes: dict[str, Rope | None] = dict.fromkeys(kinds)
+        scheme, others = None, {}
         with keys.fields.named():
-            scheme = SchemeReader(keys, self.tensors).read()
-            rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, scaling=scheme)
+            if turning:
+                scheme = SchemeReader(keys, self.tensors).read()
+                self._check_unscaled(list(turning.values()), scheme)
+            for name, kind in turning.items():
+                head_dim, rotary_dim, offset, base = shapes[name]
+                own = scheme if kind.scaled else None
+                ropes[name] = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own)
+                others.update(self._indexer(cast(Rope, ropes[name])))
+        self._warn_unturned(ropes)
         warn(keys, scheme)
         return ModelRopes(
-            layers=(rope,) * layers,
+            layers=tuple(ropes[name] for name in layers),
             model_type=keys.architecture,
             source=keys.fields.source,
             trained_length=self._trained_length(scheme),
             max_position_embeddings=keys.longest,
+            others=others,
+            softmax_factor=self._softmax_factor(scheme),
             query_scale=query_scale,
+            layer_kinds=() if row is None else tuple(layers),
             origins=keys.origins,
             warnings=tuple(keys.warnings),
         )
+
+    def _sections(self) -> tuple[int, ...] | None:
+        """How many pairs each axis has, None where tokens have one position each."""
+        fields, key = self.keys.fields, self.keys.key(SECTIONS)
+        name = self.keys.architecture
+        if name not in MROPE | IMROPE | MROPE_IF_SECTIONS:
+            return None
+        value = fields.get(key)
+        if value is None and name in MROPE_IF_SECTIONS:
+            return None
+        if not isinstance(value, tuple) or len(value) != 4 or not all(type(n) is int and n >= 0 for n in value):
+            raise fields.error(key, "it must be a list of 4 numbers of pairs", shown(value), "Convert the model anew.")
+        if name in MROPE_IF_SECTIONS and not (value[0] and value[1]):
+            return None
+        if value[3] or not any(value):
+            raise fields.error(key, "some pairs must have an axis, and none the fourth", shown(value), "Is it right?")
+        if not self.text_only:
+            raise fields.error(
+                "general.architecture",
+                "its tokens must have one position each",
+                f"{name}, with several axes",
+                "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
+            )
+        self.keys.warnings.append("text only: positions of images and video have several axes and are not described.")
+        return value
+
+    def _warn_unturned(self, ropes: Mapping[str, Rope | None]) -> None:
+        """IMROPE gives axes to pairs in turn: one that has no more leaves its pairs to the fourth, 0 in text."""
+        if self.sections is None or self.keys.architecture not in IMROPE:
+            return
+        for rope in filter(None, ropes.values()):
+            sectors = [i % sum(self.sections) for i in range(rope.rotary_dim // 2)]
+            unturned = [i for i, sector in enumerate(sectors) if sector >= 3 * self.sections[sector % 3]]
+            if unturned:
+                self.keys.warnings.append(
+                    f"llama.cpp leaves pairs {ranges(unturned)} of text tokens unturned, since no axis of "
+                    f"{SECTIONS} covers them; these ropes turn them, as the model does."
+                )
 
     def _pairing(self) -> Pairing:
         if self.passed_pairing is not None:
@@ -81,7 +165,8 @@ class _Reader:
                 )
             self.keys.origins["pairing"] = "passed by the caller"
             return cast(Pairing, self.passed_pairing)
-        pairing: Pairing = "interleaved" if self.keys.architecture in INTERLEAVED else "half"
+        turns = self.sections is None and self.keys.architecture in INTERLEAVED  # those of several axes turn halves
+        pairing: Pairing = "interleaved" if turns else "half"
         if self.passed_pairing not in (None, pairing):
             raise self.keys.fields.error(
                 "general.architecture",
@@ -89,27 +174,44 @@ class _Reader:
                 f"pairing={self.passed_pairing!r}",
                 "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
             )
-        name = "NORM" if pairing == "interleaved" else "NEOX"
+        name = "NORM" if pairing == "interleaved" else "NEOX" if self.sections is None else "MROPE"
         self.keys.origins["pairing"] = f"general.architecture {self.keys.architecture}: {name} ({SOURCE})"
         return pairing
 
-    def _head_dim(self) -> int:
-        own, width, heads = (
-            self.keys.key(n) for n in ("attention.key_length", "embedding_length", "attention.head_count")
-        )
-        if self.keys.fields.has(own):
-            self.keys.origins["head_dim"] = own
-            return self.keys.fields.size(own, at_most=MAX_HEAD_DIM)
-        cure = f"It is needed where {own} is not given."
-        self.keys.origins["head_dim"] = f"{width} / {heads}"
-        return self.keys.fields.head_width((width,), (heads,), own, cure=cure)
+    def _shape(self, kind: Kind) -> tuple[int, int, int]:
+        """Channels of a head, how many of them turn, and how many stand before those."""
+        head_dim = self._head_dim(kind)
+        rotary_dim = self._rotary_dim(kind, head_dim)
+        if self.keys.architecture not in LATENT:
+            return head_dim, rotary_dim, 0
+        key = self.keys.key(DIM)
+        if not self.keys.fields.has(key) or rotary_dim >= head_dim:
+            must = f"it must be less than the {head_dim} channels of the head"
+            raise self.keys.fields.error(key, must, shown(self.keys.fields.get(key)), "The others do not turn.")
+        self.keys.origins["rotary_dim"] = f"{key}, the last of the head"
+        return head_dim, rotary_dim, head_dim - rotary_dim
 
-    def _rotary_dim(self, head_dim: int) -> int:
-        key = self.keys.key("rope.dimension_count")
+    def _head_dim(self, kind: Kind) -> int:
+        fields = self.keys.fields
+        names = (kind.head_dim_key, HEAD_MLA if self.keys.architecture in LATENT else "", HEAD)
+        own = fields.first(tuple(self.keys.key(name) for name in names if name))
+        if fields.has(own):
+            self._came("head_dim", own)
+            return fields.size(own, at_most=MAX_HEAD_DIM)
+        if self.keys.architecture in LATENT:
+            raise fields.error(own, "it must be given", "none", "Its heads are not embedding_length / head_count wide.")
+        own, width, heads = (self.keys.key(n) for n in (HEAD, "embedding_length", "attention.head_count"))
+        cure = f"It is needed where {own} is not given."
+        self._came("head_dim", f"{width} / {heads}")
+        return fields.head_width((width,), (heads,), own, cure=cure)
+
+    def _rotary_dim(self, kind: Kind, head_dim: int) -> int:
+        names = (DIM_SWA, DIM) if kind.head_dim_key else (DIM,)
+        key = self.keys.fields.first(tuple(self.keys.key(name) for name in names))
         if not self.keys.fields.has(key):
-            self.keys.origins["rotary_dim"] = "the whole head"
+            self._came("rotary_dim", "the whole head")
             return head_dim
-        self.keys.origins["rotary_dim"] = key
+        self._came("rotary_dim", key)
         rotary_dim = self.keys.fields.size(key)
         if self.keys.architecture in WHOLE_HEAD and rotary_dim != head_dim:
             raise self.keys.fields.error(
@@ -120,18 +222,32 @@ class _Reader:
             )
         return rotary_dim
 
-    def _base(self) -> float:
-        key = self.keys.key("rope.freq_base")
+    def _base(self, kind: Kind) -> float:
+        """The base of a kind of layers: of its keys the first that is given, or what it implies."""
+        key = self.keys.key(BASE_SWA)
+        if BASE_SWA in kind.bases and self.keys.fields.has(key):
+            self._came("base", key)
+            return self.keys.fields.base(key, self.keys.fields.get(key), None)
+        if BASE in kind.bases:
+            return self._model_base()
+        if kind.implied_base is None:
+            cure = "llama.cpp would take 10000, which may not be the model's. Convert the model anew."
+            raise self.keys.fields.error(key, "the base of sliding layers must be given", "none", cure)
+        self._came("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
+        return kind.implied_base
+
+    def _model_base(self) -> float:
+        key = self.keys.key(BASE)
         if self.keys.fields.has(key):
-            self.keys.origins["base"] = key
+            self._came("base", key)
             return self.keys.fields.base(key, self.keys.fields.get(key), self.passed_base)
         if self.passed_base is not None:
-            self.keys.origins["base"] = "passed by the caller"
+            self._came("base", "passed by the caller")
             return self.passed_base
         if self.keys.architecture != "llama":
             cure = "llama.cpp would take 10000, which may not be the model's: pass base=... to from_config."
             raise self.keys.fields.error(key, "the base must be given", "none", cure)
-        self.keys.origins["base"] = "implied: files of Llama 1 and 2 have no rope.freq_base"
+        self._came("base", "implied: files of Llama 1 and 2 have no rope.freq_base")
         self.keys.warnings.append(
             f"the file states no {key}; llama.cpp takes 10000. In a newer model than Llama 2 it was lost."
         )
@@ -143,16 +259,52 @@ class _Reader:
         # What these were trained on before is not in the file: context_length may be the length after scaling.
         return None if isinstance(scheme, Linear | PerPair) else self.keys.longest
 
+    def _came(self, name: str, where: str) -> None:
+        """Notes where a value came from, beside where other kinds of layers have it from."""
+        before = self.keys.origins.get(name)
+        self.keys.origins[name] = where if before in (None, where) else f"{before} and {where}"
+
+    def _check_unscaled(self, kinds: list[Kind], scheme: Scheme | None) -> None:
+        """rope.scaling.attn_factor would multiply cos and sin of sliding layers that have no scheme."""
+        key = self.keys.key("rope.scaling.attn_factor")
+        if scheme is not None and not all(kind.scaled for kind in kinds) and self.keys.fields.get(key) not in (None, 1):
+            cure = "Sliding layers would have it without a scaling: not supported yet."
+            raise self.keys.fields.error(key, "it must be 1 or absent", shown(self.keys.fields.get(key)), cure)
+
+    def _indexer(self, rope: Rope) -> dict[str, Rope]:
+        if self.keys.architecture not in INDEXERS:
+            return {}
+        key = self.keys.key("attention.indexer.key_length")
+        width = self.keys.fields.size(key, at_most=MAX_HEAD_DIM)
+        self.keys.origins["indexer"] = key
+        pairing = cast(Pairing, INDEXERS[self.keys.architecture])
+        return {"indexer": Rope(width, rope.base, pairing, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
+
+    def _softmax_factor(self, scheme: Scheme | None) -> float:
+        """DeepSeek's: what llama.cpp's attention multiplies the softmax scale with."""
+        if self.keys.architecture not in SCALES_SOFTMAX or scheme is None:
+            return 1.0
+        if not isinstance(scheme, YaRN):
+            must = f"the scaling of {self.keys.architecture} must be yarn"
+            cure = "llama.cpp would change the scale of the softmax: not supported."
+            raise self.keys.fields.error(self.keys.key("rope.scaling.type"), must, scheme.rope_type, cure)
+        twice = scheme.table_factor()
+        if twice != 1.0:
+            self.keys.warnings.append(
+                f"llama.cpp multiplies cos and sin by {twice:.6g}, and the softmax scale by its square as well; the "
+                "model's own code may not."
+            )
+        return softmax_factor(scheme) * twice * twice
+
     def _query_scale(self) -> QueryScale | None:
-        """attention.temperature_scale of Ministral 3: q grows with the position."""
-        if self.keys.architecture != "mistral3":
+        """attention.temperature_scale of Ministral 3 and Mistral Large 3: q grows with the position."""
+        name = READS_TEMPERATURE.get(self.keys.architecture)
+        beta = self.keys.number("attention.temperature_scale", at_least=0.0) if name else None
+        if name is None or not beta:
             return None
-        beta = self.keys.number("attention.temperature_scale", at_least=0.0)
-        if not beta:
-            return None
-        length = self.keys.original or self.keys.longest
-        length = self.keys.needed(
-            "rope.scaling.original_context_length", length, "attention.temperature_scale needs it."
-        )
+        length = self.keys.length(name)
+        if length is None and name == "rope.scaling.original_context_length":
+            length = self.keys.longest
+        length = self.keys.needed(name, length, "attention.temperature_scale needs it.")
         self.keys.origins["query_scale"] = self.keys.key("attention.temperature_scale")
         return QueryScale(beta=beta, original_max_position_embeddings=cast(int, length))

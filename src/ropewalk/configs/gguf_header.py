@@ -1,4 +1,4 @@
-"""The header of a GGUF file: numbers and short strings of its keys, and the tensors that divide frequencies.
+"""The header of a GGUF file: numbers, short strings and lists of its keys, and the tensors that divide frequencies.
 
 Walked here and not by the gguf package, which loops over whatever counts a header claims. No length is believed before
 it is held against what is left of the file, and nothing else is kept.
@@ -26,6 +26,7 @@ _MAX_TENSORS = 1_000_000
 _MAX_ITEMS = 2**22  # in one array; and strings, keys and tensors together
 _MAX_STRING = 2**26
 _MAX_NAME = 256  # of a key or tensor; longer strings are passed over
+_MAX_KEPT = 512  # numbers of an array, which is the most layers that llama.cpp takes; longer arrays are passed over
 _MAX_NESTING = 4
 _MAX_ALIGNMENT = 2**20
 
@@ -122,8 +123,8 @@ class _Walk:
         self._need(count * least_bytes)
         return count
 
-    def _item(self) -> None:
-        self.items += 1
+    def _item(self, count: int = 1) -> None:
+        self.items += count
         if self.items > _MAX_ITEMS:
             raise self.error(f"keys, strings and tensors must be at most {_MAX_ITEMS}", "more", "Is this a model?")
 
@@ -151,7 +152,7 @@ class _Walk:
         return tensors, self._count("keys", _MAX_KEYS, 13)
 
     def values(self, count: int) -> dict[str, Any]:
-        """All keys; numbers and short strings with their values."""
+        """All keys; numbers, short strings and short arrays of numbers with their values."""
         values: dict[str, Any] = {}
         for i in range(count):
             self.where = f"key {i} of {count}"
@@ -179,14 +180,18 @@ class _Walk:
         self._skip(count)
         return _NotKept(f"a string of {count} bytes")
 
-    def _array(self, depth: int) -> _NotKept:
-        """Passes over an array: nothing here needs one."""
+    def _array(self, depth: int) -> tuple[Any, ...] | _NotKept:
+        """A short array of numbers, which may say something of each layer; any other is passed over."""
         if depth >= _MAX_NESTING:
             raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", "Is the file broken?")
         kind: int = self._number(_U32)
         if kind in _NUMBERS:
-            count = self._count("entries of an array", _MAX_ITEMS, _NUMBERS[kind].size)
-            self._skip(count * _NUMBERS[kind].size)
+            form = _NUMBERS[kind]
+            count = self._count("entries of an array", _MAX_ITEMS, form.size)
+            if depth == 0 and count <= _MAX_KEPT:
+                self._item(count)
+                return tuple(value for (value,) in form.iter_unpack(self._take(count * form.size)))
+            self._skip(count * form.size)
             return _NotKept(f"an array of {count}")
         if kind not in (_STRING, _ARRAY):
             raise self.error("its type must be one of 0 to 12", str(kind), "Is the file broken?")

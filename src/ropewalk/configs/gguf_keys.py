@@ -9,17 +9,30 @@ from ropewalk._checks import length as checked_length
 from ropewalk._checks import nearest, shown
 from ropewalk._checks import number as checked_number
 from ropewalk.configs.fields import ROPE_WORDS, Fields
-from ropewalk.configs.gguf_architectures import FINETUNED_IS_SWITCH, HALF, INTERLEAVED, NOT_ALL_LAYERS, REFUSED
+from ropewalk.configs.gguf_architectures import (
+    BASE,
+    BASE_SWA,
+    DIM,
+    DIM_SWA,
+    HALF,
+    HEAD_MLA,
+    HEAD_SWA,
+    INTERLEAVED,
+    NOT_ALL_LAYERS,
+    REFUSED,
+    ROPE_PATTERN,
+    SECTIONS,
+    read_by,
+)
 
-# Keys after the architecture that say something a Rope for all layers cannot.
-_UNSUPPORTED = {
-    "rope.freq_base_swa": "Sliding-window layers with a base of their own: not supported yet.",
-    "rope.dimension_count_swa": "Sliding-window layers that turn other channels: not supported yet.",
-    "attention.key_length_swa": "Sliding-window layers with heads of another size: not supported yet.",
-    "attention.key_length_mla": "Multi-head latent attention: not supported yet.",
-    "attention.rope_pattern": NOT_ALL_LAYERS,
+# Keys after the architecture that say something where they are read, and must not be given elsewhere.
+_OF_SOME = {
+    DIM_SWA: "Sliding-window layers that turn other channels: not supported yet.",
+    HEAD_SWA: "Sliding-window layers with heads of another size: not supported yet.",
+    HEAD_MLA: "Multi-head latent attention: not supported yet.",
+    ROPE_PATTERN: NOT_ALL_LAYERS,
     "attention.compress_rope_freq_base": NOT_ALL_LAYERS,
-    "rope.dimension_sections": "Positions with several axes: not supported yet.",
+    SECTIONS: "Positions with several axes: not supported yet.",
 }
 # Values of keys that change nothing even where they are not read.
 _NEUTRAL = {
@@ -34,8 +47,8 @@ _NEUTRAL = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 _ALWAYS_READ = (
-    "rope.dimension_count",
-    "rope.freq_base",
+    DIM,
+    BASE,
     "rope.scaling.type",
     "rope.scaling.original_context_length",
     "rope.scaling.finetuned",
@@ -81,19 +94,19 @@ class Keys:
         return value
 
     def refuse_unsupported(self) -> None:
-        """Raise if a key says something that one Rope for all layers cannot."""
-        for name, why in _UNSUPPORTED.items():
-            if self.fields.has(self.key(name)):
-                raise self.fields.error(
-                    self.key(name), "it must not be given", shown(self.fields.get(self.key(name))), why
-                )
-        window = self.key("attention.sliding_window")
-        if self.architecture == "olmo2" and self.fields.get(window) not in (None, 0):
-            raise self.fields.error(window, "it must be 0 or absent", shown(self.fields.get(window)), NOT_ALL_LAYERS)
-        switch = self.key("rope.scaling.finetuned")
-        finetuned = self.fields.boolean(switch, True)
-        if self.architecture in FINETUNED_IS_SWITCH and not finetuned:
-            raise self.fields.error(switch, "it must be true or absent", "false", "llama.cpp then rotates nothing.")
+        """Raise if a key says something that llama.cpp does not read for this architecture."""
+        reads = read_by(self.architecture)
+        for name, why in _OF_SOME.items():
+            value = self.fields.get(self.key(name))
+            if name in reads:
+                self.taken.add(self.key(name))
+            elif value is not None:
+                raise self.fields.error(self.key(name), "it must not be given", shown(value), why)
+        local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
+        self.taken.add(self.key(BASE_SWA))
+        if BASE_SWA not in reads and local not in (None, own):
+            cure = f"llama.cpp does not rotate by it in {self.architecture}: read the model's config.json instead."
+            raise self.fields.error(self.key(BASE_SWA), f"it must agree with {BASE}={shown(own)}", shown(local), cure)
 
     def refuse_untaken(self, kind: str) -> None:
         """Every key about rotation must have been read, or change nothing."""

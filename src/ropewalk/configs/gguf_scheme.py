@@ -9,11 +9,15 @@ from typing import Any
 
 from ropewalk._checks import choice, integer
 from ropewalk.configs.gguf_architectures import (
+    LOG_IS_BOTH,
+    LOG_IS_TENTH,
     LONGROPE_BY_TENSORS,
     LONGROPE_IF_TYPE,
+    NEEDS_FREQS,
     READS_ALPHA,
+    READS_BETAS,
     READS_FREQS,
-    READS_YARN,
+    READS_LOG,
 )
 from ropewalk.configs.gguf_header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf_keys import Keys
@@ -79,6 +83,10 @@ class SchemeReader:
             self._refuse_part()
         if longrope and (missing := sorted(wanted - self.tensors.keys())):
             raise self.keys.fields.error(missing[0], "longrope needs the tensor", "none", "Convert the model anew.")
+        if FREQS not in self.tensors and self.keys.architecture in NEEDS_FREQS:
+            raise self.keys.fields.error(
+                FREQS, f"{self.keys.architecture} needs the tensor", "none", "Convert the model anew."
+            )
         if kind in ("linear", "yarn") and self.tensors:
             raise self.keys.fields.error(FREQS, f"it must not come with scaling {kind!r}", "both", "Not supported yet.")
 
@@ -144,19 +152,28 @@ class SchemeReader:
             "rope.scaling.original_context_length", self.keys.original, "llama.cpp would take context_length."
         )
         values: dict[str, Any] = {}
-        if self.keys.architecture in READS_YARN:
+        if self.keys.architecture in READS_BETAS:
             for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
                 if (value := self.keys.number(f"rope.scaling.{key}", above=0.0)) is not None:
                     values[name] = value
                     self.keys.origins[name] = self.keys.key(f"rope.scaling.{key}")
-            weight = self.keys.number("rope.scaling.yarn_log_multiplier", at_least=0.0)
-            if weight:
-                values |= {"mscale": 1.0, "mscale_all_dim": weight}
-                self.keys.origins["mscale_all_dim"] = self.keys.key("rope.scaling.yarn_log_multiplier")
+        if self.keys.architecture in READS_LOG:
+            values |= self._mscale()
         scheme = YaRN(factor=factor, original_max_position_embeddings=original, **values)
         self._check_stated_magnitude(scheme)
         extra = self._attention_factor()
         return scheme if extra == 1.0 else dataclasses.replace(scheme, attention_factor=scheme.table_factor() * extra)
+
+    def _mscale(self) -> dict[str, float]:
+        """DeepSeek's weights of the attention factor."""
+        weight = self.keys.number("rope.scaling.yarn_log_multiplier", at_least=0.0)
+        if not weight:
+            return {}
+        self.keys.origins["mscale_all_dim"] = self.keys.key("rope.scaling.yarn_log_multiplier")
+        if self.keys.architecture in LOG_IS_TENTH:
+            weight = float(f"{10 * weight:.6g}")  # a tenth in float32: more digits were never there
+            self.keys.origins["mscale_all_dim"] += ", ten times"
+        return {"mscale": weight if self.keys.architecture in LOG_IS_BOTH else 1.0, "mscale_all_dim": weight}
 
     def _check_stated_magnitude(self, scheme: YaRN) -> None:
         """llama.cpp computes YaRN's factor itself, whatever yarn_attn_factor says: both must be the same."""

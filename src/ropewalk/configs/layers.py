@@ -26,6 +26,10 @@ def kinds_of_layers(fields: Fields, architecture: Architecture, origins: dict[st
         if fields.get(key) not in values:
             origins["layer_types"] = f"{key} is {shown(fields.get(key))}, so nothing rotates"
             return [NO_ROPE] * count
+    if architecture.null_window and fields.is_null("sliding_window"):
+        all_or_none = "nothing rotates" if architecture.null_window == NO_ROPE else "every layer rotates"
+        origins["layer_types"] = f"sliding_window is null, so {all_or_none}"
+        return [architecture.null_window] * count
     if architecture.null_base and fields.is_null("rope_theta", "rope_parameters.rope_theta"):
         origins["layer_types"] = "rope_theta is null, so nothing rotates"
         return [NO_ROPE] * count
@@ -62,10 +66,11 @@ def kinds_of_layers(fields: Fields, architecture: Architecture, origins: dict[st
             "none",
             "Add a list with one entry a layer.",
         )
-    return _every(fields, architecture.pattern, count, origins)
+    return every(fields, architecture.pattern, count, origins)
 
 
-def _every(fields: Fields, pattern: Every, count: int, origins: dict[str, str]) -> list[str]:
+def every(fields: Fields, pattern: Every, count: int, origins: dict[str, str]) -> list[str]:
+    """The kind of each layer where one of each n has one kind and the others another."""
     stated = bool(pattern.key) and fields.has(pattern.key)
     n = fields.size(pattern.key) if stated else pattern.n
     which = "first" if pattern.first else "last"

@@ -55,7 +55,7 @@ def from_config(
     path = source.gguf_path(config)
     if path is not None:
         _refuse_factor(factor)
-        return gguf.read(path, pairing=pairing, base=base)
+        return gguf.read(path, pairing=pairing, base=base, text_only=text_only)
     values, name = source.load(config)
     if meta.is_params(values):
         return meta.read(values, name, base=base, factor=factor)
