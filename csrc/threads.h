@@ -1,0 +1,68 @@
+// Rows shared out over torch's own OpenMP threads, without linking OpenMP: a second runtime would bring a second pool.
+// torch must be loaded before the first call that wants more than one thread.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#if __has_include(<dlfcn.h>)
+#include <dlfcn.h>
+#include <pthread.h>
+#define ROPEWALK_THREADS
+#endif
+
+namespace ropewalk {
+
+#ifdef ROPEWALK_THREADS
+// The runtime that torch loaded for everybody (libgomp; LLVM's and Intel's answer to the same names).
+struct OpenMP {
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+    int (*thread_num)();
+    int (*num_threads)();
+
+    OpenMP() {
+        find(parallel, "GOMP_parallel");
+        find(thread_num, "omp_get_thread_num");
+        find(num_threads, "omp_get_num_threads");
+    }
+    bool usable() const { return parallel && thread_num && num_threads; }
+
+private:
+    template <class Function>
+    static void find(Function *&function, const char *name) {
+        function = reinterpret_cast<Function *>(dlsym(RTLD_DEFAULT, name));
+    }
+};
+
+// A fork does not copy the pool's threads, and the runtime would wait for them for ever. Watched from the load of this library
+// on, since torch may have filled the pool before our first call.
+inline bool forked = false;
+inline const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+
+// work(begin, end) for all of [0, rows), on up to so many threads. Each takes one run of rows, the same on every call, which
+// then lie in its own cache. Without torch's pool the calling thread does everything. `work` must not throw.
+template <class Work>
+void share_rows(int64_t rows, int threads, const Work &work) {
+#ifdef ROPEWALK_THREADS
+    if (threads > 1 && rows > 1 && !forked) {
+        static const OpenMP openmp;
+        struct Team {
+            int64_t rows;
+            const Work &work;
+        } team{rows, work};
+        if (openmp.usable()) {
+            auto member = [](void *data) {
+                const Team &team = *static_cast<const Team *>(data);
+                int64_t number = openmp.thread_num(), size = openmp.num_threads();
+                team.work(team.rows * number / size, team.rows * (number + 1) / size);
+            };
+            openmp.parallel(member, &team, static_cast<unsigned>(std::min<int64_t>(threads, rows)), 0);
+            return;
+        }
+    }
+#endif
+    work(int64_t{0}, rows);
+}
+
+}  // namespace ropewalk
