@@ -11,19 +11,63 @@ extern "C" {
 /* Instruction sets, the later the faster. */
 typedef enum { ROPEWALK_BASELINE, ROPEWALK_AVX2, ROPEWALK_AVX512, ROPEWALK_AVX512_BF16, ROPEWALK_LEVELS } ropewalk_level;
 
-/* Placeholder: out[row][i] = factor * in[row][i]. Strides in elements. */
-typedef struct {
-    const float *in;
-    float *out;
-    int64_t rows, columns;
-    int64_t in_stride, out_stride;
-    float factor;
-} ropewalk_scale_args;
+typedef enum { ROPEWALK_F32, ROPEWALK_F64, ROPEWALK_BF16, ROPEWALK_F16 } ropewalk_dtype;
 
-/* One instruction set's kernels. Each does the rows [begin, end); the caller may give other rows to other threads. */
+/* Queries or keys, [batch, token, head, channel]. Strides in elements, in that order. */
+typedef struct {
+    const void *in;
+    void *out; /* another tensor, or `in` itself with the same strides */
+    int64_t heads;
+    int64_t in_stride[4], out_stride[4];
+} ropewalk_tensor;
+
+/* cos and sin, [batch, token, pair]: float32 or float64. Stride 0 repeats a table. */
+typedef struct {
+    const void *cos, *sin;
+    ropewalk_dtype dtype;
+    int64_t cos_stride[3], sin_stride[3];
+} ropewalk_tables;
+
+/* Turn each pair of channels (a, b) of every head to (a cos - b sin, a sin + b cos).
+ *
+ * Pair i is the channels offset + 2i and offset + 2i + 1 where `interleaved`, else offset + i and offset + pairs + i. The
+ * other channels are copied. Products and sums are rounded in float32 (float64 for float64 tensors), without fma, then
+ * once to the dtype of the tensors. `conjugate` turns back. */
+typedef struct {
+    ropewalk_tensor tensors[2]; /* q and k, which may differ in heads */
+    int tensor_count;           /* 1 or 2 */
+    ropewalk_dtype dtype;
+    ropewalk_tables tables;
+    int64_t batch, tokens, head_dim, pairs, offset;
+    int interleaved, conjugate;
+} ropewalk_rotation;
+
+/* The gradient of such a rotation to cos and sin, summed over the heads: `out` of each tensor holds the gradient of what was
+ * turned, `in` what came in. d_cos and d_sin are contiguous [batch, tokens, pairs] of the dtype that sums are made in. */
+typedef struct {
+    ropewalk_rotation rotation;
+    void *d_cos, *d_sin;
+} ropewalk_table_gradient;
+
+/* cos and sin of position * step, times factor. A step is a 64-bit fraction of a turn; the product wraps around, which is
+ * exactly reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. */
+typedef struct {
+    const int64_t *positions;
+    int64_t position_stride;
+    const int64_t *steps;
+    int64_t pairs;
+    double factor;
+    ropewalk_dtype dtype;
+    void *cos, *sin;
+} ropewalk_angles;
+
+/* One instruction set's kernels. Each does the rows [begin, end), where a row is a token: batch * tokens in all. The caller
+ * may give other rows to other threads. */
 typedef struct {
     const char *name;
-    void (*scale)(const ropewalk_scale_args *args, int64_t begin, int64_t end);
+    void (*rotate)(const ropewalk_rotation *, int64_t begin, int64_t end);
+    void (*table_gradient)(const ropewalk_table_gradient *, int64_t begin, int64_t end);
+    void (*angles)(const ropewalk_angles *, int64_t begin, int64_t end);
 } ropewalk_kernels;
 
 /* NULL where this machine cannot run that level, or this library was built without it. The baseline is always there. */

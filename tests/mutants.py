@@ -198,8 +198,8 @@ def survives(mutant: Mutant) -> bool:
         (broken / "sitecustomize.py").write_text(
             "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
         )
-        if kernel := importlib.util.find_spec("ropewalk.rotation._cpu"):
-            shutil.copy(str(kernel.origin), broken / "ropewalk" / "rotation")
+        if kernel := importlib.util.find_spec("ropewalk.kernels._cpu"):
+            shutil.copy(str(kernel.origin), broken / "ropewalk" / "kernels")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor", *SUITE]
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1"}
         ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

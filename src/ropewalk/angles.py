@@ -6,6 +6,8 @@ float64 where the device has it: cos and sin of the phase, rounded once. Elsewhe
 the quadrant, the rest a residual within an eighth of a turn, and a float32 polynomial its cosine and sine (not
 `torch.cos`: the compiled one is off by 1.1e-7, and it is slow on GPUs).
 
+Plain CPU tensors go to the compiled kernel, which does the same in float64: quadrant, residual and a polynomial.
+
 Float positions (image grids) go through a float64 product instead.
 """
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.kernels import backend, cpu
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
@@ -99,7 +102,10 @@ def cos_sin(
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
-        phase = positions.to(torch.int64).unsqueeze(-1) * _tensor_of(steps, positions)
+        speeds = _tensor_of(steps, positions)
+        if has_float64 and backend.cpu_takes(positions, speeds):
+            return cpu.angles(positions.to(torch.int64), speeds, factor, dtype)
+        phase = positions.to(torch.int64).unsqueeze(-1) * speeds
         if not has_float64 and dtype == torch.float32:
             return cos_sin_of_phase_float32(phase, factor)
         _require_float64(has_float64, positions.device)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.rope import Rope
-from ropewalk.rotation.checks import LAYOUTS
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -41,7 +40,7 @@ class RotaryEmbedding(torch.nn.Module):
                 _checks.shown(rope),
                 "Read a model's with from_config(...).rope.",
             )
-        _checks.choice("RotaryEmbedding", "layout", layout, LAYOUTS)
+        _checks.choice("RotaryEmbedding", "layout", layout, _checks.LAYOUTS)
         self.rope = rope
         self.layout = layout
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from ropewalk import Rope, RopeError, Rotation, YaRN
-from ropewalk.rotation import ops, reference
+from ropewalk.rotation import reference
 
 LAYOUTS = {"bshd": (2, 3, 2, 8), "bhsd": (2, 2, 3, 8), "sbhd": (3, 2, 2, 8), "thd": (3, 2, 8)}
 
@@ -180,4 +180,8 @@ def test_tables_of_inference_mode_are_named_when_a_gradient_is_wanted() -> None:
 
 
 def test_a_missing_gradient_stays_missing() -> None:
-    assert ops._Rotate.backward(None, None) == (None,) * 5
+    q, k = double(3, 2, 8), double(3, 1, 8)
+    rotation = rope().at(torch.tensor([5, 0, 9]), dtype=torch.float64)
+    (d_q,) = torch.autograd.grad(rotation(q, k, layout="thd")[0].sum(), q, retain_graph=True)
+    torch.testing.assert_close(d_q, torch.autograd.grad(rotation(q, layout="thd").sum(), q)[0])
+    assert torch.autograd.grad(rotation(q, k, layout="thd")[0].sum(), k, allow_unused=True) == (None,)

@@ -175,7 +175,7 @@ def test_in_place_refuses_to_turn_one_tensor_twice() -> None:
 
 
 def test_in_place_refuses_overlapping_memory() -> None:
-    with pytest.raises(RuntimeError, match="more than one element"):
+    with pytest.raises(RopeError, match="each element must have memory of its own"):
         Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(
             torch.randn(1, SEQ, 1, 8).expand(-1, -1, 2, -1), layout="bshd"
         )

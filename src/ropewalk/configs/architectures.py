@@ -8,7 +8,6 @@ which.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from ropewalk.configs.architecture import (
     ALL,
@@ -22,66 +21,8 @@ from ropewalk.configs.architecture import (
     NoRopeLayers,
     Repeated,
 )
-
-_PARTIAL = ("partial_rotary_factor",)
-
-
-def _source(folder: str) -> str:
-    return f"transformers 5.23 models/{folder}"
-
-
-def _row(folder: str, **more: Any) -> Architecture:
-    return Architecture(source=_source(folder), **more)
-
-
-def _llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
-    """The whole head of every layer turns, as in Llama. `type@folder` where the folder has another name."""
-    rows = {}
-    for name in names.split():
-        model_type, _, folder = name.partition("@")
-        rows[model_type] = _row(folder or model_type, head_dim_divides=head_dim_divides, pairing=pairing)
-    return rows
-
-
-def _partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
-    """A share of the head turns, in every layer."""
-    return _row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
-
-
-def _latent(
-    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: object
-) -> Architecture:
-    """Multi-head latent attention: the last qk_rope_head_dim channels of the head turn."""
-    of_latent: dict[str, Any] = {"latent": True, "softmax_factor": True, "interleave_key": "rope_interleave"}
-    return _row(folder, pairing=pairing, output_order=output_order, **of_latent, **more)
-
-
-def _hybrid(
-    folder: str, attention: str, others: tuple[str, ...], pattern: Every | None, **more: object
-) -> Architecture:
-    """Only the attention layers turn; the others have none or are of another kind."""
-    kinds = {attention: Kind(), **dict.fromkeys(others)}
-    return _row(folder, kinds=kinds, pattern=pattern, **more)
-
-
-def _local_only(folder: str, pattern: Every | None, **more: Any) -> Architecture:
-    """Sliding layers turn, full ones do not."""
-    kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
-    return _row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
-
-
-def _several_axes(folder: str, *, share: float | None = None, **more: Any) -> Architecture:
-    return _row(folder, axes=3, partial=share, **more)
-
-
-def _without_rope(folder: str) -> Architecture:
-    """It rotates nothing, though its config may say rope_theta."""
-    return _row(folder, kinds={ALL: None})
-
-
-def _refused(folder: str, why: str) -> Architecture:
-    return _row(folder, refusal=why)
-
+from ropewalk.configs.no_ropes import NO_ROPES
+from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partly, row, several_axes, source
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Of six layers the last is full and turns slowly; the others are local, and no scaling is meant for them.
@@ -95,11 +36,10 @@ _LAYER_BASES = NoRopeLayers(key="layer_rope_theta", interval_key="", holds_base=
 _ZERO_DOES_NOT = NoRopeLayers(key="layer_rope_theta", interval_key="")
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
-_BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
 
 ARCHITECTURES: dict[str, Architecture] = {
     # Head size hidden / heads where head_dim is not given.
-    **_llama_like(
+    **llama_like(
         "apertus arcee deepseek_ocr2_encoder@deepseek_ocr2 esmc evolla gradium_phonon_tts "
         "granite4_vision_text@granite4_vision granite_docling_text@granite_docling aria_text@aria bitnet "
         "chameleon csm csm_depth_decoder_model@csm dia_encoder@dia dia_decoder@dia diffllama doge dots1 "
@@ -112,62 +52,62 @@ ARCHITECTURES: dict[str, Architecture] = {
         "starcoder2 unlimited_ocr_text@unlimited_ocr voxtral_realtime_text@voxtral_realtime "
     ),
     # Head size a number of its own: the config must give it.
-    **_llama_like(
+    **llama_like(
         "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
         "ministral muse_glimmer_assistant neucodec qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
         "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime "
         "xcodec2 ",
         head_dim_divides=False,
     ),
-    **_llama_like("ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
-    **_llama_like(
+    **llama_like("ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
+    **llama_like(
         "helium pe_audio_encoder@pe_audio pe_audio_video_encoder@pe_audio_video pe_video_encoder@pe_video ",
         pairing="interleaved",
         head_dim_divides=False,
     ),
     "llama": Architecture(
         # Configs written before transformers 4.31 (Llama 1 and 2, Vicuna, Yarn-Llama) have no rope_theta at all.
-        source=_source("llama"),
+        source=source("llama"),
         kinds={ALL: Kind(implied_base=10_000.0)},
     ),
-    "falcon": _row(
+    "falcon": row(
         "falcon",
         kinds={ALL: Kind(implied_base=10_000.0)},
         heads=("num_attention_heads", "n_head"),
         layers=("num_hidden_layers", "n_layer"),
         switch=("alibi", (None, False)),
     ),
-    "jetmoe": _row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
-    "idefics": _row("idefics", head_dim_keys=()),
-    "deepseek_ocr2_text": _row("deepseek_ocr2", head_dim_keys=()),
+    "jetmoe": row("jetmoe", head_dim_keys=("kv_channels",), head_dim_divides=False),
+    "idefics": row("idefics", head_dim_keys=()),
+    "deepseek_ocr2_text": row("deepseek_ocr2", head_dim_keys=()),
     **{
-        name: _row("blt", pairing="interleaved", head_dim_keys=())
+        name: row("blt", pairing="interleaved", head_dim_keys=())
         for name in ("blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher")
     },
-    "mllama_text_model": _row(
+    "mllama_text_model": row(
         "mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", hit=NO_ROPE, miss=ALL)
     ),
-    "ministral3": _row("ministral3", head_dim_divides=False, query_beta=True),
-    "openai_privacy_filter": _row(
+    "ministral3": row("ministral3", head_dim_divides=False, query_beta=True),
+    "openai_privacy_filter": row(
         "openai_privacy_filter", pairing="interleaved", head_dim_divides=False, query_constant=-0.25, scales_keys=True
     ),
-    "gpt_oss": _row("gpt_oss", head_dim_divides=False),
+    "gpt_oss": row("gpt_oss", head_dim_divides=False),
     # Encoders with a base that no config states.
-    "esm": _row(
+    "esm": row(
         "esm",
         head_dim_keys=(),
         kinds={ALL: Kind(implied_base=10_000.0)},
         query_constant=-0.5,
         switch=("position_embedding_type", ("rotary",)),
     ),
-    "roformer": _row(
+    "roformer": row(
         "roformer",
         pairing="interleaved",
         head_dim_keys=(),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
         idle=("rotary_value",),
     ),
-    "dbrx": _row(
+    "dbrx": row(
         "dbrx",
         head_dim_keys=(),
         hidden=("d_model", "hidden_size"),
@@ -175,7 +115,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         layers=("n_layers", "num_hidden_layers"),
         kinds={ALL: Kind(bases=("attn_config.rope_theta", "rope_theta"))},
     ),
-    "hrm_text": _row("hrm_text", head_dim_divides=False, layers=("num_layers_per_stack", "num_hidden_layers")),
+    "hrm_text": row("hrm_text", head_dim_divides=False, layers=("num_layers_per_stack", "num_hidden_layers")),
     # A part of the head.
     "chatglm": Architecture(
         source="modeling_chatglm.py of chatglm3-6b-32k and glm-4-9b-chat; vLLM model_executor/models/chatglm.py",
@@ -190,7 +130,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         fixed={"position_encoding_2d": False},
     ),
     **{
-        name: _row(
+        name: row(
             name,
             head_dim_keys=(),
             partial_keys=("rotary_pct", "partial_rotary_factor"),
@@ -200,7 +140,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         for name, share in (("gpt_neox", 0.25), ("gpt_neox_japanese", 1.0))
     },
     **{
-        name: _row(
+        name: row(
             name,
             pairing="interleaved",
             head_dim_keys=(),
@@ -213,50 +153,50 @@ ARCHITECTURES: dict[str, Architecture] = {
         )
         for name in ("gptj", "codegen")
     },
-    "glm": _partly("glm", 0.5, pairing="interleaved"),
-    "glm4": _partly("glm4", 0.5, pairing="interleaved"),
-    "glm4_moe": _partly("glm4_moe", 0.5),
-    "minimax_m2": _row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
-    "minimax_m3_vl_text": _row("minimax_m3_vl", head_dim_divides=False, partial=1.0, idle=("rotary_dim",)),
-    "moonshine": _row(
+    "glm": partly("glm", 0.5, pairing="interleaved"),
+    "glm4": partly("glm4", 0.5, pairing="interleaved"),
+    "glm4_moe": partly("glm4_moe", 0.5),
+    "minimax_m2": row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
+    "minimax_m3_vl_text": row("minimax_m3_vl", head_dim_divides=False, partial=1.0, idle=("rotary_dim",)),
+    "moonshine": row(
         "moonshine",
         pairing="interleaved",
         partial=0.9,
         heads=("decoder_num_attention_heads", "num_attention_heads"),
         layers=("decoder_num_hidden_layers", "num_hidden_layers"),
     ),
-    "moonshine_streaming": _partly("moonshine_streaming", 0.8, pairing="interleaved"),
-    "nemotron": _partly("nemotron", 0.5),
-    "persimmon": _row("persimmon", head_dim_keys=(), partial=0.5),
-    "phi": _row("phi", partial=0.5, idle=("rotary_dim",)),
-    "phi3": _partly("phi3", 1.0),
-    "phi4_multimodal": _partly("phi4_multimodal", 1.0),
-    "glmasr_encoder": _partly("glmasr", 0.5),
-    "nemotron3_5_transcribe_asr_audio": _partly("nemotron3_5_transcribe", 0.5),
-    "nemotron3_5_transcribe_word_timestamp": _partly("nemotron3_5_transcribe", 0.5),
-    "nemotron3_diarization_audio": _partly("nemotron3_diarization", 1.0),
-    "solar_open": _partly("solar_open", 1.0, head_dim_divides=False),
-    "stablelm": _row("stablelm", head_dim_keys=(), partial=0.25, idle=("rope_pct",)),
+    "moonshine_streaming": partly("moonshine_streaming", 0.8, pairing="interleaved"),
+    "nemotron": partly("nemotron", 0.5),
+    "persimmon": row("persimmon", head_dim_keys=(), partial=0.5),
+    "phi": row("phi", partial=0.5, idle=("rotary_dim",)),
+    "phi3": partly("phi3", 1.0),
+    "phi4_multimodal": partly("phi4_multimodal", 1.0),
+    "glmasr_encoder": partly("glmasr", 0.5),
+    "nemotron3_5_transcribe_asr_audio": partly("nemotron3_5_transcribe", 0.5),
+    "nemotron3_5_transcribe_word_timestamp": partly("nemotron3_5_transcribe", 0.5),
+    "nemotron3_diarization_audio": partly("nemotron3_diarization", 1.0),
+    "solar_open": partly("solar_open", 1.0, head_dim_divides=False),
+    "stablelm": row("stablelm", head_dim_keys=(), partial=0.25, idle=("rope_pct",)),
     # Multi-head latent attention.
-    "deepseek_v2": _latent("deepseek_v2", output_order=None),
-    "deepseek_v3": _latent("deepseek_v3"),
-    "deepseek_v32": _latent("deepseek_v32", indexer="half"),
-    "kimi_k2": _latent("deepseek_v3"),
-    "axk1": _latent("axk1"),
-    "axk2": _latent("axk2", indexer="half"),
-    "bailing_hybrid": _latent(
+    "deepseek_v2": latent("deepseek_v2", output_order=None),
+    "deepseek_v3": latent("deepseek_v3"),
+    "deepseek_v32": latent("deepseek_v32", indexer="half"),
+    "kimi_k2": latent("deepseek_v3"),
+    "axk1": latent("axk1"),
+    "axk2": latent("axk2", indexer="half"),
+    "bailing_hybrid": latent(
         "bailing_hybrid",
         kinds={_FULL: Kind(), "linear_attention": None},
         pattern=Every(6, _FULL, "linear_attention", key="layer_group_size"),
     ),
-    "glm4_moe_lite": _latent("glm4_moe_lite"),
-    "glm_moe_dsa": _latent("glm_moe_dsa", indexer="interleaved"),
-    "mistral4": _latent("mistral4", query_beta=True, partial=1.0),
-    "hy_v4": _latent("hy_v4", pairing="half", output_order=None),
-    "minicpm3": _latent("minicpm3", pairing="half", output_order=None),
-    "youtu": _latent("youtu"),
-    "longcat_flash": _latent("longcat_flash", layers=("num_layers",), attentions=2, query_latent=True),
-    "deepseek_v4": _row(
+    "glm4_moe_lite": latent("glm4_moe_lite"),
+    "glm_moe_dsa": latent("glm_moe_dsa", indexer="interleaved"),
+    "mistral4": latent("mistral4", query_beta=True, partial=1.0),
+    "hy_v4": latent("hy_v4", pairing="half", output_order=None),
+    "minicpm3": latent("minicpm3", pairing="half", output_order=None),
+    "youtu": latent("youtu"),
+    "longcat_flash": latent("longcat_flash", layers=("num_layers",), attentions=2, query_latent=True),
+    "deepseek_v4": row(
         "deepseek_v4",
         pairing="interleaved",
         head_dim_divides=False,
@@ -275,7 +215,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         indexer="interleaved",
         rotates_values=True,
     ),
-    "dots3_note_text": _latent(
+    "dots3_note_text": latent(
         "dots3_note",
         kinds={
             _FULL: Kind(),
@@ -286,45 +226,45 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     # Layers that differ in their frequencies.
     **{
-        name: _row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
+        name: row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
         for name, folder in (("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2"))
     },
-    "gemma3n_text": _row("gemma3n", head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)),
-    "gemma4_text": _row("gemma4", head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)),
+    "gemma3n_text": row("gemma3n", head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=Every(5, _FULL, _SLIDING)),
+    "gemma4_text": row("gemma4", head_dim_divides=False, kinds=_GEMMA4_KINDS, pattern=Every(6, _FULL, _SLIDING)),
     **{
-        f"{name}_text": _row(name, head_dim_divides=False, kinds=_GEMMA4_KINDS)
+        f"{name}_text": row(name, head_dim_divides=False, kinds=_GEMMA4_KINDS)
         for name in ("gemma4_unified", "diffusion_gemma", "embedding_gemma2")
     },
-    "modernbert": _row(
+    "modernbert": row(
         "modernbert",
         head_dim_keys=(),
         kinds=_MODERNBERT_KINDS,
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
     ),
-    "modernbert-decoder": _row(
+    "modernbert-decoder": row(
         "modernbert_decoder",
         head_dim_keys=(),
         kinds=_MODERNBERT_KINDS,
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
     ),
-    "olmo3": _row("olmo3", kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)}, pattern=Every(4, _FULL, _SLIDING)),
-    "granite_swa": _row("granite_swa", pattern=_LAYER_BASES),
-    "granitemoe_swa": _row("granitemoe_swa", pattern=_LAYER_BASES),
-    "ultrabert": _row("ultrabert", kinds=_EACH_ITS_OWN, pattern=Every(3, _FULL, _SLIDING)),
-    "laguna": _row("laguna", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
-    "mellum": _row("mellum", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
-    "lfm3": _row("lfm3", head_dim_divides=False, kinds={**_EACH_ITS_OWN, "conv": None}),
-    "zaya": _row(
+    "olmo3": row("olmo3", kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)}, pattern=Every(4, _FULL, _SLIDING)),
+    "granite_swa": row("granite_swa", pattern=_LAYER_BASES),
+    "granitemoe_swa": row("granitemoe_swa", pattern=_LAYER_BASES),
+    "ultrabert": row("ultrabert", kinds=_EACH_ITS_OWN, pattern=Every(3, _FULL, _SLIDING)),
+    "laguna": row("laguna", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
+    "mellum": row("mellum", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
+    "lfm3": row("lfm3", head_dim_divides=False, kinds={**_EACH_ITS_OWN, "conv": None}),
+    "zaya": row(
         "zaya", head_dim_divides=False, partial=1.0, kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())}
     ),
-    "mimo_v2_flash": _row(
+    "mimo_v2_flash": row(
         "mimo_v2_flash",
         head_dim_divides=False,
         partial=0.334,
         kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
         pattern=Coded("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
     ),
-    "step3p5": _row(
+    "step3p5": row(
         "step3p7",
         head_dim_divides=False,
         partial=1.0,
@@ -333,7 +273,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
         fixed={"yarn_only_types": [_FULL]},
     ),
-    "molmo2_text": _row(
+    "molmo2_text": row(
         "molmo2",
         head_dim_divides=False,
         kinds={"scaled": Kind(), "unscaled": Kind(scaled=False)},
@@ -341,20 +281,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         flat=True,
     ),
     # Layers that do not rotate.
-    "llama4_text": _row("llama4", pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()),
+    "llama4_text": row("llama4", pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()),
     **{
-        f"{name}_text": _row(name, head_dim_divides=False, pattern=_ZERO_DOES_NOT, query_constant_key="qk_scale_factor")
+        f"{name}_text": row(name, head_dim_divides=False, pattern=_ZERO_DOES_NOT, query_constant_key="qk_scale_factor")
         for name in ("muse_glimmer", "muse_spark")
     },
-    "smollm3": _row("smollm3", pattern=NoRopeLayers()),
-    "cohere2": _local_only(
+    "smollm3": row("smollm3", pattern=NoRopeLayers()),
+    "cohere2": local_only(
         "cohere2",
         Every(4, _FULL, _SLIDING, key="sliding_window_pattern"),
         null_window=NO_ROPE,
         pairing="interleaved",
         partial_keys=("partial_rotary_factor", "rotary_pct"),  # Command R7B says 1.0
     ),
-    "cohere2_moe": _row(
+    "cohere2_moe": row(
         "cohere2_moe",
         pairing="interleaved",
         head_dim_divides=False,
@@ -362,20 +302,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         pattern=DensePrefix("dense full_attention"),
         flat=True,
     ),
-    "exaone4": _local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
-    "exaone_moe": _local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
-    "afmoe": _local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),
-    "flint": _local_only("flint", None, null_window=NO_ROPE),
-    "beam": _row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}),
-    "kolibri1": _local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
-    "granitemoehybrid": _hybrid(
-        "granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))
-    ),
-    "bamba": _row("bamba", partial=0.5, pattern=Indices("attn_layer_indices")),
-    "recurrent_gemma": _row(
+    "exaone4": local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
+    "exaone_moe": local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
+    "afmoe": local_only("afmoe", Every(4, _FULL, _SLIDING, key="global_attn_every_n_layers"), head_dim_divides=False),
+    "flint": local_only("flint", None, null_window=NO_ROPE),
+    "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}),
+    "kolibri1": local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
+    "granitemoehybrid": hybrid("granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))),
+    "bamba": row("bamba", partial=0.5, pattern=Indices("attn_layer_indices")),
+    "recurrent_gemma": row(
         "recurrent_gemma", partial=0.5, kinds={"attention": Kind(), "recurrent": None}, pattern=Repeated("block_types")
     ),
-    "zamba2": _hybrid(
+    "zamba2": hybrid(
         "zamba2",
         "hybrid",
         ("linear_attention", "mamba"),
@@ -385,92 +323,54 @@ ARCHITECTURES: dict[str, Architecture] = {
         layer_types_key="layers_block_type",
         switch=("use_mem_rope", (True,)),
     ),
-    "lfm2": _hybrid("lfm2", _FULL, ("conv",), None),
-    "lfm2_moe": _hybrid("lfm2_moe", _FULL, ("conv",), None),
-    "minimax": _hybrid(
-        "minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle=("rotary_dim",)
-    ),
-    "qwen3_next": _hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
-    "olmo_hybrid": _hybrid(
+    "lfm2": hybrid("lfm2", _FULL, ("conv",), None),
+    "lfm2_moe": hybrid("lfm2_moe", _FULL, ("conv",), None),
+    "minimax": hybrid("minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle=("rotary_dim",)),
+    "qwen3_next": hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
+    "olmo_hybrid": hybrid(
         "olmo_hybrid", _FULL, _LINEAR, Every(4, _FULL, "linear_attention"), head_dim_keys=(), null_base=True
     ),
     # Tokens of several axes: text_only gives what their text tokens use.
-    "cohere_compass_text": _several_axes("cohere_compass", kinds=_EACH_ITS_OWN),
-    "qwen2_vl_text": _several_axes("qwen2_vl", head_dim_keys=()),
-    "qwen2_5_vl_text": _several_axes("qwen2_5_vl", head_dim_keys=()),
-    "qwen2_vl": _several_axes("qwen2_vl", head_dim_keys=()),
-    "qwen2_5_vl": _several_axes("qwen2_5_vl", head_dim_keys=()),
-    "qwen2_5_omni_text": _several_axes("qwen2_5_omni"),
-    "qwen2_5_omni_talker": _several_axes("qwen2_5_omni", head_dim_divides=False),
-    "qwen3_vl_text": _several_axes("qwen3_vl", head_dim_divides=False),
-    "qwen3_vl_moe_text": _several_axes("qwen3_vl_moe"),
-    "qwen3_omni_moe_text": _several_axes("qwen3_omni_moe"),
-    "qwen3_omni_moe_talker_text": _several_axes("qwen3_omni_moe"),
-    "cosmos3_edge_text": _several_axes("cosmos3_edge"),
-    "ernie4_5_vl_moe_text": _several_axes("ernie4_5_vl_moe", pairing="interleaved"),
-    "glm4v_text": _several_axes("glm4v", share=1.0, pairing="interleaved"),
-    "glm4v_moe_text": _several_axes("glm4v_moe", share=0.5),
-    "glm_image_text": _several_axes("glm_image", share=1.0),
-    "glm_ocr_text": _several_axes("glm_ocr", share=1.0, pairing="interleaved"),
-    "paddleocr_vl_text": _several_axes("paddleocr_vl", head_dim_divides=False),
-    "hunyuan_vl_text": _several_axes("hunyuan_vl", head_dim_divides=False),
-    "qwen4_exp_text": _several_axes(
+    "cohere_compass_text": several_axes("cohere_compass", kinds=_EACH_ITS_OWN),
+    "qwen2_vl_text": several_axes("qwen2_vl", head_dim_keys=()),
+    "qwen2_5_vl_text": several_axes("qwen2_5_vl", head_dim_keys=()),
+    "qwen2_vl": several_axes("qwen2_vl", head_dim_keys=()),
+    "qwen2_5_vl": several_axes("qwen2_5_vl", head_dim_keys=()),
+    "qwen2_5_omni_text": several_axes("qwen2_5_omni"),
+    "qwen2_5_omni_talker": several_axes("qwen2_5_omni", head_dim_divides=False),
+    "qwen3_vl_text": several_axes("qwen3_vl", head_dim_divides=False),
+    "qwen3_vl_moe_text": several_axes("qwen3_vl_moe"),
+    "qwen3_omni_moe_text": several_axes("qwen3_omni_moe"),
+    "qwen3_omni_moe_talker_text": several_axes("qwen3_omni_moe"),
+    "cosmos3_edge_text": several_axes("cosmos3_edge"),
+    "ernie4_5_vl_moe_text": several_axes("ernie4_5_vl_moe", pairing="interleaved"),
+    "glm4v_text": several_axes("glm4v", share=1.0, pairing="interleaved"),
+    "glm4v_moe_text": several_axes("glm4v_moe", share=0.5),
+    "glm_image_text": several_axes("glm_image", share=1.0),
+    "glm_ocr_text": several_axes("glm_ocr", share=1.0, pairing="interleaved"),
+    "paddleocr_vl_text": several_axes("paddleocr_vl", head_dim_divides=False),
+    "hunyuan_vl_text": several_axes("hunyuan_vl", head_dim_divides=False),
+    "qwen4_exp_text": several_axes(
         "qwen4_exp",
         share=1.0,
         head_dim_divides=False,
         kinds={"indexed_attention": Kind(), "full_attention": Kind(), "linear_attention": None},
         pattern=Every(4, "indexed_attention", "linear_attention", key="full_attention_interval"),
     ),
-    "qwen3_5_text": _several_axes(
+    "qwen3_5_text": several_axes(
         "qwen3_5",
         share=0.25,
         head_dim_divides=False,
         kinds={_FULL: Kind(), "linear_attention": None},
         pattern=_EVERY_FOURTH_FULL,
     ),
-    "qwen3_5_moe_text": _several_axes(
+    "qwen3_5_moe_text": several_axes(
         "qwen3_5_moe",
         share=0.25,
         head_dim_divides=False,
         kinds={_FULL: Kind(), "linear_attention": None},
         pattern=_EVERY_FOURTH_FULL,
     ),
-    # What is no Rope.
-    "qwen2_5_omni_dit": _refused("qwen2_5_omni", "It rotates one head only."),
-    "nanochat": _refused("nanochat", "It turns the other way, by minus the angle: negate the positions yourself."),
-    "vjepa2": _refused("vjepa2", "It pairs channels with cos and sin of others, which is no rotation."),
-    "mistral_large4_text": _refused(
-        "mistral_large4", "Its frequencies come from the checkpoint: a learned factor for each pair."
-    ),
-    "wav2vec2-bert": _refused("wav2vec2_bert", _BEFORE_PROJECTION),
-    "wav2vec2-conformer": _refused("wav2vec2_conformer", _BEFORE_PROJECTION),
-    "seamless_m4t": _refused("seamless_m4t", _BEFORE_PROJECTION),
-    "neomme": _refused("neomme", "Its tokens have two axes: not supported yet."),
-    "clvp_encoder": _refused("clvp", "It rotates the values as well."),
-    "glm5_next_text": _without_rope("glm5_next"),
-    "jamba": _without_rope("jamba"),
-    "kimi_linear": _without_rope("kimi_linear"),
-    "nemotron_h": _without_rope("nemotron_h"),
-    "zamba": _without_rope("zamba"),
-    "inkling_text": _without_rope("inkling"),
-    "inkling2_text": _without_rope("inkling2"),
-    "moshi_depth": _without_rope("moshi"),
-    **{
-        name: _refused(name, "Vision towers have several axes: not supported yet.")
-        for name in (
-            "dinov3_vit",
-            "gemma4_vision",
-            "llama4_vision_model",
-            "mlcd",
-            "pixtral",
-            "qwen2_5_vl_vision",
-            "qwen2_vl_vision",
-            "qwen3_5_vision",
-            "qwen3_vl_vision",
-            "sam2_video",
-            "sam3_vit_model",
-            "siglip2_vision_model",
-        )
-    },
+    **NO_ROPES,
 }
 """model_type → row."""

@@ -88,8 +88,10 @@ class Rotation:
         Precision:
             arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
         """
-        turned_q = self._turned("q", q, layout)
-        return turned_q if k is None else (turned_q, self._turned("k", k, layout))
+        cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
+        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim)
+        turned = ops.rotate(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
+        return turned[0] if k is None else (turned[0], turned[1])
 
     def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: str) -> None:
         """Turn q, or q and k, in place; arguments and errors as for a call.
@@ -103,14 +105,9 @@ class Rotation:
                 "tensors that overlap in memory",
                 "What they share would be turned twice.",
             )
-        for name, x in (("q", q), ("k", k)):  # both before either is changed
-            if x is not None:
-                checks.tensor_fits(name, x, layout, self.cos, self.sin, self.head_dim)
-        for name, x in (("q", q), ("k", k)):
-            if x is not None:
-                # Learned tables need x as it was for their own gradient.
-                learned = self.cos.requires_grad or self.sin.requires_grad
-                x.copy_(self._turned(name, x.clone() if learned else x, layout))
+        cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
+        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim)  # both before either is changed
+        ops.rotate_(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
 
     def inverse(self) -> Rotation:
         """The rotation that undoes this one, attention factor included, up to rounding."""
@@ -179,11 +176,6 @@ class Rotation:
         factor = self.attention_factor if attention_factor is None else attention_factor
         return made(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)
 
-    def _turned(self, name: str, x: Tensor, layout: str) -> Tensor:
-        checks.tensor_fits(name, x, layout, self.cos, self.sin, self.head_dim)
-        cos, sin = _aligned(self.cos, layout), _aligned(self.sin, layout)
-        return ops.rotate(x, cos, sin, pairing=self.pairing, rotary_offset=self.rotary_offset)
-
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"Rotation is immutable: {name} cannot be set. Make a new one with Rope.at.")
 
@@ -218,17 +210,6 @@ def made(*values: object) -> Rotation:
     rotation = object.__new__(Rotation)
     _set(rotation, *values)
     return rotation
-
-
-def _aligned(table: Tensor, layout: str) -> Tensor:
-    """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
-    if table.ndim == 1:
-        return table
-    if table.ndim == 3 and layout == "sbhd":
-        table = table.transpose(0, 1)
-    # [.., seq, pairs] against [.., seq, heads, head_dim] or [.., heads, seq, head_dim]
-    table = table.unsqueeze(-3 if layout == "bhsd" else -2)
-    return table.unsqueeze(1) if layout == "sbhd" and table.ndim == 3 else table
 
 
 def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, error, shown
-
-LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
+from ropewalk._checks import LAYOUTS, choice, error, shown
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +34,41 @@ def tables(cos: Tensor, sin: Tensor) -> None:
         )
     if cos.device != sin.device:
         raise error(_WHO, "cos and sin must be on the same device", f"{cos.device} and {sin.device}", "Move one.")
+
+
+# Of each layout: how many axes, and where tokens and batch stand among them.
+_AXES = {"bshd": (4, 1, 0), "bhsd": (4, 2, 0), "sbhd": (4, 0, 1), "thd": (3, 0, None)}
+
+
+def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    """Raise unless q, and k if there is one, have the axes that `layout` says and the sizes of the tables.
+
+    A quick look at what is nearly always so; only where it is not, each check by itself with its message.
+    """
+    if not _plainly_fit(tensors, layout, cos, sin, head_dim):
+        for name, x in zip(("q", "k"), tensors, strict=False):
+            tensor_fits(name, x, layout, cos, sin, head_dim)
+
+
+def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> bool:
+    axes, table = _AXES.get(layout) if isinstance(layout, str) else None, cos.shape
+    if (
+        axes is None
+        or cos.dtype not in _TABLE_DTYPES
+        or sin.dtype != cos.dtype
+        or sin.shape != table
+        or len(table) != 2
+    ):
+        return False
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            return False
+        shape = x.shape
+        if len(shape) != axes[0] or shape[-1] != head_dim or shape[axes[1]] != table[0] or x.dtype not in _DTYPES:
+            return False
+        if not (x.is_cpu and cos.is_cpu and sin.is_cpu) and not (x.device == cos.device == sin.device):
+            return False
+    return True
 
 
 def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> None:
@@ -67,6 +100,17 @@ def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, hea
             f"{name} must be on {cos.device}, where cos and sin are",
             str(x.device),
             "Move the rotation with .to(device), or make it there: rope.at(positions, device=q.device).",
+        )
+
+
+def can_be_written(x: Tensor) -> None:
+    """Raise if elements of x share their memory, so that it cannot be turned in place."""
+    if 0 in x.stride() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise error(
+            "Rotation.apply_",
+            "each element must have memory of its own",
+            f"strides {x.stride()} of shape {tuple(x.shape)}",
+            "Call the rotation for a new tensor, or expand after turning.",
         )
 
 

@@ -1,8 +1,10 @@
-"""Gradients: the gradient of a rotation is the rotation back, so only the tables are saved.
+"""Which code turns, and gradients: the gradient of a rotation is the rotation back, so only the tables are saved.
 
-PyTorch would find the same gradient by itself through `reference.rotate`, and does wherever something else than eager
-reverse mode asks: an autograd.Function gives no gradient, or a wrong one, in silence under torch.func transforms,
-forward-mode AD, torch.compile(torch.func.grad(f)) and export (tests/rotation/test_transforms.py shows each).
+Plain CPU tensors go to the compiled kernels, through operators of `torch.library` that are private to ropewalk, and
+straight to the kernels where nobody watches operators, which saves a third of the time of one token. All else is the
+reference in plain PyTorch, and so is every case in which PyTorch must look inside: torch.func transforms, forward-mode
+AD, torch.compile and export. An operator or an autograd.Function gives no gradient, or a wrong one, in silence there
+(tests/rotation/test_transforms.py shows each).
 """
 
 from __future__ import annotations
@@ -12,40 +14,204 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.rotation import checks, reference
+from ropewalk.kernels import backend, cpu
+from ropewalk.rotation import checks
+from ropewalk.rotation.reference import rotate_in_layout as _by_reference
+from ropewalk.rotation.reference import table_gradient as _table_gradient_by_reference
+
+_library: Any = torch.library.Library("ropewalk", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "rotate(Tensor[] tensors, Tensor cos, Tensor sin, str layout, bool interleaved, int rotary_offset, bool back) "
+    "-> Tensor[]"
+)
+_library.define(
+    "rotate_(Tensor(a!)[] tensors, Tensor cos, Tensor sin, str layout, bool interleaved, int rotary_offset, bool back) "
+    "-> ()"
+)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: int) -> Tensor:
-    """`reference.rotate`, differentiable by rotating back where that is right and cheaper."""
-    if _plain_autograd_is_needed(cos, sin) or not (torch.is_grad_enabled() and x.requires_grad):
-        return reference.rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset)
-    checks.can_be_saved(cos)
-    turned: Tensor = _Rotate.apply(x, cos, sin, pairing, rotary_offset)  # type: ignore[no-untyped-call]
+def _watched() -> bool:
+    """Whether somebody wants to see each operator: a mode or a profiler."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _rotate_cpu(tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+    outputs = [torch.empty_like(x) for x in tensors]
+    cpu.rotate(tensors, outputs, cos, sin, *how)
+    return outputs
+
+
+def _rotate_cpu_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> None:
+    cpu.rotate(tensors, tensors, cos, sin, *how)
+
+
+def _rotate_meta(tensors: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in tensors]
+
+
+_library.impl("rotate", _rotate_cpu, "CPU")
+_library.impl("rotate_", _rotate_cpu_, "CPU")
+_library.impl("rotate", _rotate_meta, "Meta")
+_library.impl("rotate_", lambda *_: None, "Meta")
+_rotate = torch.ops.ropewalk.rotate.default
+_rotate_ = torch.ops.ropewalk.rotate_.default
+
+
+def rotate(
+    tensors: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: str,
+    pairing: str,
+    rotary_offset: int,
+    back: bool = False,
+) -> list[Tensor]:
+    """Turn q, or q and k, into new tensors, differentiably.
+
+    Args:
+        tensors: one or two in `layout`; checked against the tables.
+        cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
+        pairing, rotary_offset: as in `Rotation`.
+        back: turn by minus the angle, factor included: the transposed rotation.
+    """
+    by_kernel = backend.cpu_takes(*tensors, cos, sin)
+    if not by_kernel and _must_be_seen():
+        return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
+    if len(tensors) == 2 and not _alike(tensors[0], tensors[1], layout):
+        how = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "back": back}
+        return [rotate([x], cos, sin, **how)[0] for x in tensors]  # type: ignore[arg-type]
+    if torch.is_grad_enabled() and (tensors[0].requires_grad or cos.requires_grad or sin.requires_grad):
+        checks.can_be_saved(cos)
+        turned: tuple[Tensor, ...] = _Rotate.apply(  # type: ignore[no-untyped-call]
+            by_kernel, cos, sin, layout, pairing, rotary_offset, back, *tensors
+        )
+        return list(turned)
+    return _run(by_kernel, tensors, cos, sin, layout, pairing, rotary_offset, back)
+
+
+def _run(by_kernel: bool, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+    layout, pairing, rotary_offset, back = how
+    if not by_kernel:
+        return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
+    turn = _rotate if _watched() else _rotate_cpu
+    turned: list[Tensor] = turn(tensors, cos, sin, layout, pairing == "interleaved", rotary_offset, back)
     return turned
 
 
-def _plain_autograd_is_needed(cos: Tensor, sin: Tensor) -> bool:
+def _must_be_seen() -> bool:
+    """Whether PyTorch must see the operators inside, since it makes something else of them than their result."""
     return (
         torch.compiler.is_compiling()
-        or cos.requires_grad
-        or sin.requires_grad
         or torch._C._are_functorch_transforms_active()
         or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
+    """The same in place."""
+    for x in tensors:
+        if not x.is_contiguous():
+            checks.can_be_written(x)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
+    if recorded or not backend.cpu_takes(*tensors, cos, sin):
+        # One tensor after the other: a Function with two outputs cannot change two slices of one fused projection.
+        for x in tensors:
+            # Learned tables need x as it was for their own gradient.
+            given = x.clone() if cos.requires_grad or sin.requires_grad else x
+            x.copy_(rotate([given], cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset)[0])
+        return
+    turn = _rotate_ if _watched() else _rotate_cpu_
+    how = (layout, pairing == "interleaved", rotary_offset, False)
+    if len(tensors) == 1 or _alike(tensors[0], tensors[1], layout):
+        turn(tensors, cos, sin, *how)
+    else:
+        for x in tensors:
+            turn([x], cos, sin, *how)
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)  # who saved x for a backward pass must hear of it
+
+
+# The axes that q and k must have in common, beside that of the channels.
+_COMMON = {"bshd": (0, 1), "bhsd": (0, 2), "sbhd": (0, 1), "thd": (0, 0)}
+
+
+def _alike(q: Tensor, k: Tensor, layout: str) -> bool:
+    """Whether one call can do both."""
+    of_q, of_k, (one, other) = q.shape, k.shape, _COMMON[layout]
+    return (
+        q.dtype == k.dtype
+        and q.requires_grad == k.requires_grad
+        and of_q[one] == of_k[one]
+        and of_q[other] == of_k[other]
     )
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, pairing: str, rotary_offset: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        by_kernel: bool,
+        cos: Tensor,
+        sin: Tensor,
+        layout: str,
+        pairing: str,
+        rotary_offset: int,
+        back: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin)
-        ctx.pairing, ctx.rotary_offset = pairing, rotary_offset
-        return reference.rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset)
+        ctx.learned = cos.requires_grad or sin.requires_grad
+        ctx.save_for_backward(cos, sin, *(tensors if ctx.learned else ()))
+        ctx.how = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset}
+        ctx.back = back
+        return tuple(_run(by_kernel, list(tensors), cos, sin, layout, pairing, rotary_offset, back))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        if grad is None:
-            return None, None, None, None, None
-        cos, sin = ctx.saved_tensors
-        back = rotate(grad, cos, -sin, pairing=ctx.pairing, rotary_offset=ctx.rotary_offset)
-        return back, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin, *tensors = ctx.saved_tensors
+        given = [grad for grad in grads if grad is not None]
+        if not given:
+            return (None,) * (7 + len(grads))
+        # Several gradients at once (is_grads_batched): no operator of ours takes those.
+        batched = any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in given)
+        turned = iter((_by_reference if batched else rotate)(given, cos, sin, **ctx.how, back=not ctx.back))
+        of_tensors = [None if grad is None else next(turned) for grad in grads]
+        of_tables: tuple[Tensor | None, ...] = (None, None)
+        if ctx.learned:
+            with_grad = [x for x, grad in zip(tensors, grads, strict=True) if grad is not None]
+            plain = batched or torch.is_grad_enabled()  # it is itself differentiated
+            of_tables = _table_gradient(with_grad, given, cos, back=ctx.back, plain=plain, **ctx.how)
+        return (None, *of_tables, None, None, None, None, *of_tensors)
+
+
+def _table_gradient(
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    cos: Tensor,
+    *,
+    layout: str,
+    pairing: str,
+    rotary_offset: int,
+    back: bool,
+    plain: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradient to cos and sin, in their shape and dtype; `plain`: in PyTorch's own operators."""
+    pairs = cos.shape[-1]
+    if plain or not backend.cpu_takes(*tensors, *grads):
+        d_cos, d_sin = _table_gradient_by_reference(tensors, grads, pairs, layout, pairing, rotary_offset)
+    else:
+        d_cos, d_sin = cpu.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", rotary_offset)
+    if cos.ndim < 3:
+        d_cos, d_sin = d_cos.sum(0), d_sin.sum(0)
+    elif cos.shape[0] == 1:
+        d_cos, d_sin = d_cos.sum(0, keepdim=True), d_sin.sum(0, keepdim=True)
+    if cos.ndim == 1:
+        d_cos, d_sin = d_cos.sum(0), d_sin.sum(0)
+    return d_cos.to(cos.dtype), (-d_sin if back else d_sin).to(cos.dtype)

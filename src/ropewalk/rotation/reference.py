@@ -29,18 +29,65 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
     Precision:
         products and sum in float32, float64 for float64 x; one rounding to the dtype of x.
     """
-    width = 2 * cos.shape[-1]
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    pairs, compute = cos.shape[-1], _compute_dtype(x)
     cos, sin = cos.to(compute), sin.to(compute)
-    before, part, after = torch.split(x, [rotary_offset, width, x.shape[-1] - rotary_offset - width], dim=-1)
-    if pairing == "half":
-        a, b = part.chunk(2, dim=-1)
-    else:
-        a, b = part[..., 0::2], part[..., 1::2]
-    a, b = a.to(compute), b.to(compute)
+    end = rotary_offset + 2 * pairs
+    before, after = x.narrow(-1, 0, rotary_offset), x.narrow(-1, end, x.shape[-1] - end)
+    a, b = _pairs_of(x, pairs, pairing, rotary_offset)
     turned_a = (a * cos - b * sin).to(x.dtype)
     turned_b = (a * sin + b * cos).to(x.dtype)
     if pairing == "half":
         return torch.cat((before, turned_a, turned_b, after), dim=-1)
-    turned = torch.stack((turned_a, turned_b), dim=-1).reshape(part.shape)
+    turned = torch.stack((turned_a, turned_b), dim=-1).reshape(*x.shape[:-1], 2 * pairs)
     return torch.cat((before, turned, after), dim=-1)
+
+
+def rotate_in_layout(
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int, back: bool
+) -> list[Tensor]:
+    """`rotate` of tensors in a layout by tables `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`; back: by minus."""
+    cos, sin = _aligned(cos, layout), _aligned(-sin if back else sin, layout)
+    return [rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset) for x in tensors]
+
+
+def table_gradient(
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, rotary_offset: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient to cos and sin, summed over heads and tensors.
+
+    With x' = (a cos − b sin, a sin + b cos) and the gradient (g, h) of x': g·a + h·b to cos, h·a − g·b to sin.
+
+    Returns:
+        Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
+    """
+    d_cos = d_sin = torch.zeros((), device=tensors[0].device)
+    for x, grad in zip(tensors, grads, strict=True):
+        a, b = _pairs_of(x, pairs, pairing, rotary_offset)
+        g, h = _pairs_of(grad, pairs, pairing, rotary_offset)
+        heads = layout.index("h")
+        d_cos = d_cos + (g * a + h * b).sum(heads)
+        d_sin = d_sin + (h * a - g * b).sum(heads)
+    if layout == "thd":
+        return d_cos.unsqueeze(0), d_sin.unsqueeze(0)
+    return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if layout == "sbhd" else (d_cos, d_sin)
+
+
+def _pairs_of(x: Tensor, pairs: int, pairing: str, rotary_offset: int) -> tuple[Tensor, Tensor]:
+    part = x.narrow(-1, rotary_offset, 2 * pairs).to(_compute_dtype(x))
+    a, b = part.chunk(2, dim=-1) if pairing == "half" else (part[..., 0::2], part[..., 1::2])
+    return a, b
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _aligned(table: Tensor, layout: str) -> Tensor:
+    """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
+    if table.ndim == 1:
+        return table
+    if table.ndim == 3 and layout == "sbhd":
+        table = table.transpose(0, 1)
+    # [.., seq, pairs] against [.., seq, heads, head_dim] or [.., heads, seq, head_dim]
+    table = table.unsqueeze(-3 if layout == "bhsd" else -2)
+    return table.unsqueeze(1) if layout == "sbhd" and table.ndim == 3 else table

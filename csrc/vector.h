@@ -1,0 +1,243 @@
+// Vectors of the instruction set that a file is compiled for: the few operations that the kernels need, for each dtype.
+// Where the compiler has no vector extensions (before GCC 12, MSVC), there are none, and the kernels are plain loops.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "ropewalk.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
+#define ROPEWALK_VECTORS
+#endif
+
+namespace ropewalk {
+namespace ROPEWALK_NAMESPACE {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32;
+#else
+constexpr int BYTES = 16;
+#endif
+
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From), "the same bits");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// One element: Stored is what lies in memory, Real what it is calculated in.
+
+struct F32 {
+    static constexpr bool is_bfloat = false;
+    using Stored = float;
+    using Real = float;
+    static float get(float x) { return x; }
+    static float put(float x) { return x; }
+};
+
+struct F64 {
+    static constexpr bool is_bfloat = false;
+    using Stored = double;
+    using Real = double;
+    static double get(double x) { return x; }
+    static double put(double x) { return x; }
+};
+
+struct BF16 {
+    static constexpr bool is_bfloat = true;
+    using Stored = uint16_t;
+    using Real = float;
+    static float get(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
+    // To the nearest, ties to even; nan stays nan.
+    static uint16_t put(float x) {
+        uint32_t u = bits<uint32_t>(x);
+        return x != x ? uint16_t(u >> 16 | 0x40) : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+    }
+};
+
+struct F16 {
+    static constexpr bool is_bfloat = false;
+    using Stored = uint16_t;
+    using Real = float;
+    static float get(uint16_t x) {
+        uint32_t sign = uint32_t(x & 0x8000) << 16, rest = x & 0x7fff;
+        if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | rest << 13);
+        // 2^112 brings the exponent home, subnormal numbers included.
+        return bits<float>(sign | bits<uint32_t>(bits<float>(rest << 13) * 0x1p112f));
+    }
+    static uint16_t put(float x) {
+        uint32_t u = bits<uint32_t>(x), sign = u >> 16 & 0x8000, rest = u & 0x7fffffff;
+        if (rest > 0x7f800000) return uint16_t(sign | 0x7e00 | (rest >> 13 & 0x3ff));  // nan
+        if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);                        // rounds to infinity
+        if (rest < 0x38800000) {
+            // Subnormal: adding 0.5 leaves the number in its last bits, rounded by the adder.
+            return uint16_t(sign | (bits<uint32_t>(bits<float>(rest) + 0.5f) - 0x3f000000));
+        }
+        return uint16_t(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
+    }
+};
+
+#ifdef ROPEWALK_VECTORS
+
+template <class T, int N>
+using Vector __attribute__((vector_size(N * sizeof(T)))) = T;
+
+template <class T>
+constexpr int WIDTH = BYTES / int(sizeof(typename T::Real));
+
+// A vector of what a dtype is calculated in.
+template <class T>
+using Reals = Vector<typename T::Real, WIDTH<T>>;
+
+template <class V, class T>
+inline V read(const T *from) {
+    V v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+inline void write(T *to, V v) {
+    __builtin_memcpy(to, &v, sizeof v);
+}
+
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I>
+struct Count<0, I...> {
+    using type = Indices<I...>;
+};
+template <class T>
+using Places = typename Count<WIDTH<T>>::type;
+
+// Even and odd elements of two vectors.
+template <class V, int... I>
+inline void split(V x, V y, V &even, V &odd, Indices<I...>) {
+    even = __builtin_shufflevector(x, y, (2 * I)...);
+    odd = __builtin_shufflevector(x, y, (2 * I + 1)...);
+}
+
+// Neighbours exchanged.
+template <class V, int... I>
+inline V exchanged(V x, Indices<I...>) {
+    return __builtin_shufflevector(x, x, (I ^ 1)...);
+}
+
+// (x0, y0, x1, y1, ...), of the first halves and of the second ones.
+template <class V, int... I>
+inline void weave(V x, V y, V &first, V &second, Indices<I...>) {
+    constexpr int n = sizeof...(I);
+    first = __builtin_shufflevector(x, y, (I / 2 + n * (I % 2))...);
+    second = __builtin_shufflevector(x, y, ((I + n) / 2 + n * (I % 2))...);
+}
+
+// 16 bits to 32 and back; GCC makes more of the general form than one instruction.
+constexpr int WORDS = BYTES / 4;
+
+inline Vector<uint32_t, WORDS> widened(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return bits<Vector<uint32_t, WORDS>>(_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(from)));
+#elif defined(__AVX2__)
+    return bits<Vector<uint32_t, WORDS>>(_mm256_cvtepu16_epi32(read<__m128i>(from)));
+#else
+    return __builtin_convertvector(read<Vector<uint16_t, WORDS>>(from), Vector<uint32_t, WORDS>);
+#endif
+}
+
+inline void narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
+#if defined(__AVX512F__)
+    write(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
+#else
+    write(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
+#endif
+}
+
+// Loads and stores of a whole vector of elements, by dtype.
+
+template <class T>
+inline Reals<T> load(const typename T::Stored *from) {
+    if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
+        return read<Reals<T>>(from);
+    } else if constexpr (T::is_bfloat) {
+        return bits<Reals<T>>(widened(from) << 16);
+    } else {
+#if defined(__AVX512F__)
+        return bits<Reals<T>>(_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(from)));
+#elif defined(__F16C__)
+        return bits<Reals<T>>(_mm256_cvtph_ps(read<__m128i>(from)));
+#else
+        Reals<T> v;
+        for (int i = 0; i < WIDTH<T>; ++i) v[i] = T::get(from[i]);
+        return v;
+#endif
+    }
+}
+
+// The upper halves hold the bfloat16 numbers.
+inline Vector<uint32_t, WIDTH<BF16>> rounded(Reals<BF16> x) {
+    auto u = bits<Vector<uint32_t, WIDTH<BF16>>>(x);
+    auto nearest = u + 0x7fff + (u >> 16 & 1);
+    return x != x ? (u | 0x400000) : nearest;
+}
+
+template <class T>
+inline void store(typename T::Stored *to, Reals<T> x) {
+    if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
+        write(to, x);
+    } else if constexpr (T::is_bfloat) {
+#if defined(__AVX512BF16__)
+        write(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
+#else
+        narrowed(to, rounded(x) >> 16);
+#endif
+    } else {
+#if defined(__AVX512F__)
+        write(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+        write(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+#else
+        for (int i = 0; i < WIDTH<T>; ++i) to[i] = T::put(x[i]);
+#endif
+    }
+}
+
+// Neighbours of bfloat16: two in each 32 bits, the first in the lower half.
+
+inline void load_neighbours(const uint16_t *from, Reals<BF16> &first, Reals<BF16> &second) {
+    auto both = read<Vector<uint32_t, WORDS>>(from);
+    first = bits<Reals<BF16>>(both << 16);
+    second = bits<Reals<BF16>>(both & 0xffff0000);
+}
+
+#if defined(__AVX512BF16__)
+template <class V, int... I>
+inline V halves_woven(V x, Indices<I...>) {
+    return __builtin_shufflevector(x, x, (I / 2 + int(sizeof...(I)) / 2 * (I % 2))...);
+}
+#endif
+
+inline void store_neighbours(uint16_t *to, Reals<BF16> first, Reals<BF16> second) {
+#if defined(__AVX512BF16__)
+    auto halves = bits<Vector<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
+    write(to, halves_woven(halves, Count<32>::type()));
+#else
+    write(to, rounded(first) >> 16 | (rounded(second) & 0xffff0000));
+#endif
+}
+#endif  // ROPEWALK_VECTORS
+
+}  // namespace
+}  // namespace ROPEWALK_NAMESPACE
+}  // namespace ropewalk

@@ -1,0 +1,62 @@
+"""How rows of the architecture table are written: what many of them have in common, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ropewalk.configs.architecture import ALL, Architecture, Every, Kind
+
+
+def source(folder: str) -> str:
+    return f"transformers 5.23 models/{folder}"
+
+
+def row(folder: str, **more: Any) -> Architecture:
+    return Architecture(source=source(folder), **more)
+
+
+def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
+    """The whole head of every layer turns, as in Llama. `type@folder` where the folder has another name."""
+    rows = {}
+    for name in names.split():
+        model_type, _, folder = name.partition("@")
+        rows[model_type] = row(folder or model_type, head_dim_divides=head_dim_divides, pairing=pairing)
+    return rows
+
+
+def partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
+    """A share of the head turns, in every layer."""
+    return row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
+
+
+def latent(
+    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: object
+) -> Architecture:
+    """Multi-head latent attention: the last qk_rope_head_dim channels of the head turn."""
+    of_latent: dict[str, Any] = {"latent": True, "softmax_factor": True, "interleave_key": "rope_interleave"}
+    return row(folder, pairing=pairing, output_order=output_order, **of_latent, **more)
+
+
+def hybrid(folder: str, attention: str, others: tuple[str, ...], pattern: Every | None, **more: object) -> Architecture:
+    """Only the attention layers turn; the others have none or are of another kind."""
+    kinds = {attention: Kind(), **dict.fromkeys(others)}
+    return row(folder, kinds=kinds, pattern=pattern, **more)
+
+
+def local_only(folder: str, pattern: Every | None, **more: Any) -> Architecture:
+    """Sliding layers turn, full ones do not."""
+    kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
+    return row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
+
+
+def several_axes(folder: str, *, share: float | None = None, **more: Any) -> Architecture:
+    return row(folder, axes=3, partial=share, **more)
+
+
+def without_rope(folder: str) -> Architecture:
+    """It rotates nothing, though its config may say rope_theta."""
+    return row(folder, kinds={ALL: None})
+
+
+def refused(folder: str, why: str) -> Architecture:
+    return row(folder, refusal=why)

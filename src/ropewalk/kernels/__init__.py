@@ -1,0 +1,1 @@
+"""Compiled code, and which of it may be used."""

@@ -1,0 +1,48 @@
+"""Which code runs: the compiled kernels wherever they can, or what ROPEWALK_BACKEND says.
+
+The variable is read once: "auto", the default; "reference": plain PyTorch throughout; "kernel": an error wherever
+there is a kernel and it cannot be used.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ropewalk._checks import choice, error
+from ropewalk.kernels import cpu
+
+BACKEND = os.environ.get("ROPEWALK_BACKEND", "auto")
+choice("ROPEWALK_BACKEND", "its value", BACKEND, ("auto", "reference", "kernel"))
+if BACKEND == "kernel" and cpu.why_not:
+    raise error("ROPEWALK_BACKEND=kernel", "the CPU kernel must be there", cpu.why_not, "Install again, or unset it.")
+
+_USES_CPU = BACKEND != "reference" and not cpu.why_not
+
+
+def cpu_takes(*tensors: Tensor) -> bool:
+    """Whether the CPU kernel can do it: plain tensors on the CPU, and no transform that must look inside.
+
+    Raises:
+        RopeError: it cannot, and ROPEWALK_BACKEND asks for it.
+    """
+    takes = (
+        _USES_CPU
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+    for x in tensors:
+        takes = takes and type(x) is Tensor and x.is_cpu
+    if BACKEND == "kernel" and not takes:
+        x = tensors[0]
+        raise error(
+            "ROPEWALK_BACKEND=kernel",
+            "there must be plain tensors on the CPU, and no transform, compilation or export",
+            f"{type(x).__name__} on {x.device}",
+            "Set it to auto.",
+        )
+    return takes
