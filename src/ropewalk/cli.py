@@ -1,4 +1,4 @@
-"""The command line: `ropewalk explain`, `ropewalk demo`, `ropewalk doctor`. Shows what the library returns.
+"""The command line: `ropewalk explain`, `demo`, `bench`, `doctor`. Shows what the library returns.
 
 `explain` and `--help` start without torch; whatever needs it is imported inside its command.
 """
@@ -94,6 +94,61 @@ def demo(folder: Path) -> None:
     from ropewalk import demo as the_demo
 
     the_demo.run(folder, click.echo)
+
+
+@main.command()
+@click.option(
+    "--tokens", type=click.IntRange(1, 2**20), multiple=True, help="A size; may be repeated. [1 128 1024 4096]"
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), multiple=True, help="May be repeated. [both]")
+@click.option("--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True)
+@click.option("--backward/--no-backward", default=True, show_default=True, help="Also forward and backward together.")
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also under torch.compile.")
+@click.option("--only", multiple=True, help="Only contenders with this in their name; may be repeated.")
+@click.option("--threads", type=click.IntRange(min=1), help="Of PyTorch and ONNX Runtime. [as PyTorch finds]")
+@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Samples of each contender.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="No round begins later, after the third.",
+)
+@click.option("--stream", type=click.IntRange(min=0), default=1_000_000, show_default=True, help="Tokens in chunks.")
+@click.option("--quick", is_flag=True, help="At most 5 rounds, 5 seconds and 100,000 tokens in chunks.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything as JSON.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time over that of copy_.")
+def bench(
+    tokens: tuple[int, ...],
+    dtype: tuple[str, ...],
+    layout: str,
+    backward: bool,
+    compiled: bool,
+    only: tuple[str, ...],
+    threads: int | None,
+    rounds: int,
+    seconds: float,
+    stream: int,
+    quick: bool,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Time the rotation on this CPU against a copy, the usual code and other libraries; only what is right is timed."""
+    from ropewalk import bench as the_bench
+
+    settings = the_bench.Settings(
+        tokens=tokens or the_bench.Settings.tokens,
+        dtypes=dtype or the_bench.Settings.dtypes,
+        layout=layout,
+        backward=backward,
+        compiled=compiled,
+        only=only,
+        threads=threads,
+        rounds=min(rounds, 5) if quick else rounds,
+        seconds=min(seconds, 5.0) if quick else seconds,
+        stream=min(stream, 100_000) if quick else stream,
+    )
+    the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
 
 
 @main.command()

@@ -1,0 +1,96 @@
+"""Where a run was made: what one must know before comparing two. No name of the machine, no path."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = (
+    "ropewalk",
+    "torch",
+    "numpy",
+    "rotary-embedding-torch",
+    "onnxruntime",
+    "onnx",
+    "mlx",
+    "jax",
+    "jaxlib",
+)
+_FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "neon")
+_ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
+
+
+def describe() -> dict[str, Any]:
+    """For JSON. None stands for what the system does not say; sizes of caches as it says them."""
+    return {
+        "machine": {
+            "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "caches": _caches(),
+            "flags": [f for f in (_cpuinfo("flags") or _cpuinfo("Features") or "").split() if f.startswith(_FLAGS)],
+            "torch_capability": torch.backends.cpu.get_cpu_capability(),
+            "system": f"{platform.system()} {platform.release()}",
+            "transparent_hugepage": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+            "load": load(),
+        },
+        "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE"),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def load() -> float | None:
+    """Mean number of processes that ran or waited in the last minute."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has none
+        return None
+
+
+def _read(path: str | Path) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _cpuinfo(key: str) -> str | None:
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None
+
+
+def _caches() -> list[str]:
+    """Those of the first core: "L2 Unified 1024K"."""
+    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
+    return [" ".join([f"L{_read(f / 'level')}", *(_read(f / n) or "?" for n in ("type", "size"))]) for f in folders]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the clone that this file is tracked in, with "+" if something tracked was changed."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,237 @@
+"""The benchmark times only what is right, tells who is left out and why, and writes what it found. Nothing on speed."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import oracle
+import ropewalk
+from ropewalk import bench, cli, plots
+from ropewalk.bench import machine, measure
+from ropewalk.bench.case import BASE, HEAD_DIM, Case
+from ropewalk.bench.contenders import CONTENDERS, Call, Contender
+from ropewalk.bench.peers import PEERS
+
+BY_NAME = {one.name: one for one in (*CONTENDERS, *PEERS)}
+EAGER = [one for one in CONTENDERS if "compiled" not in one.name]
+MODULES = ("rotary_embedding_torch", "onnxruntime", "mlx.core", "jax")
+
+
+def rows(*contenders, tokens=5, dtype=torch.float32, layout="bshd", backward=False):
+    case = Case.make(tokens, dtype, layout, backward=backward)
+    return measure.rows(case, contenders, rounds=2, seconds=9.0)
+
+
+def returns(make, **how):
+    """A contender whose result is what `make(case)` gives."""
+    return Contender("made up", "half", lambda case: Call(lambda: make(case)), **how)
+
+
+def turned(case):
+    return ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="half").at(case.positions)(
+        case.q, case.k, layout=case.layout
+    )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_contender_is_right(dtype, layout, backward):
+    found = rows(*EAGER, dtype=dtype, layout=layout, backward=backward)
+    assert [row["contender"] for row in found] == [c.name for c in EAGER if c.backward or not backward]
+    for row in found:
+        assert (row["state"], row["rounds"]) == ("timed", 2), row
+        assert 0 < row["p10"] <= row["median"] <= row["p90"]
+        assert row["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def other_sign(case):
+    q, k = turned(case)
+    return q, -k
+
+
+def one_bad_number(value):
+    def make(case):
+        q, k = turned(case)
+        k[0, -1, 3, 70] = value(k[0, -1, 3, 70])
+        return q, k
+
+    return make
+
+
+WRONG = {
+    "nothing turned": lambda case: (case.q, case.k),
+    "other sign of k": other_sign,
+    "one NaN": one_bad_number(lambda x: torch.nan),
+    "one number off by 1e-5": one_bad_number(lambda x: x + 1e-5),
+    "position one too low": lambda case: [
+        ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="half").at(case.positions - 1)(x, layout="bshd")
+        for x in (case.q, case.k)
+    ],
+    "other pairing": lambda case: ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="interleaved").at(case.positions)(
+        case.q, case.k, layout="bshd"
+    ),
+    "other dtype": lambda case: [x.double() for x in turned(case)],
+    "a token short": lambda case: [x[:, 1:] for x in turned(case)],
+}
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+def test_who_is_wrong_is_not_timed(make):
+    right, wrong = rows(returns(turned), returns(make))
+    assert right["state"] == "timed"
+    assert wrong["state"] == "wrong"
+    assert "median" not in wrong
+    json.dumps(wrong, allow_nan=False)
+
+
+def test_wrong_gradient_is_not_timed():
+    def no_way_back(case):
+        return *turned(case), case.grad_q, case.grad_k
+
+    assert [row["state"] for row in rows(returns(no_way_back), backward=True)] == ["wrong"]
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_the_formula_of_the_check_is_the_oracle(pairing):
+    case = Case.make(3, torch.float32, "bshd", backward=False)
+    angles = np.outer([100, 101, 102], [float(w) for w in oracle.inv_freq(BASE, HEAD_DIM)])
+    exact = [torch.from_numpy(oracle.rotate(x.double().numpy(), angles[:, None], pairing)) for x in (case.q, case.k)]
+    assert case.error(pairing, [x.float() for x in exact]) < 2.0**-23
+    assert case.error("tables", [torch.from_numpy(f(angles)) for f in (np.cos, np.sin)]) < 1e-13
+
+
+def test_float32_angles_are_allowed_to_whom_they_belong():
+    case = Case.make(4096, torch.float32, "bshd", backward=False)
+    assert case.tolerance("half", own_angles=False) == 2.0**-21
+    assert case.tolerance("half", own_angles=True) == 2.0**-21 + 4196 * 2.0**-22
+    assert Case.make(1, torch.bfloat16, "bshd", backward=False).tolerance("half", own_angles=False) == 2.0**-5
+
+
+def test_bytes_are_those_of_q_and_k():
+    forward, both = (Case.make(1, torch.float32, "bshd", backward=b) for b in (False, True))
+    assert forward.bytes_moved == 2 * 4 * (32 + 8) * 128
+    assert both.bytes_moved == 2 * forward.bytes_moved
+
+
+def test_ratios_are_to_the_copy():
+    copy, other = rows(BY_NAME["copy_"], BY_NAME["clone"])
+    assert copy["times_copy"] == 1.0
+    assert other["times_copy"] == other["median"] / copy["median"]
+    assert rows(BY_NAME["clone"])[0]["times_copy"] is None
+    assert other["gb_per_s"] == 2 * 5 * 4 * 40 * 128 / other["median"] / 1e9
+
+
+def test_missing_peers_are_told(monkeypatch):
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+    said = []
+    report = bench.run(bench.Settings(tokens=[2], rounds=1, compiled=False, backward=False, stream=0), said.append)
+    states = {row["contender"]: row["state"] for row in report["rows"]}
+    assert {states[peer.name] for peer in PEERS} == {"not installed"}
+    assert sum("not installed: no module" in line for line in said) == 2 * len(PEERS)
+
+
+def test_who_fails_is_told():
+    def fail(case):
+        raise RuntimeError("no such kernel\nand more")
+
+    (row,) = rows(returns(fail))
+    assert (row["state"], row["reason"]) == ("failed", "RuntimeError: no such kernel")
+
+
+@pytest.mark.parametrize(("module", "peer"), list(zip(MODULES, PEERS, strict=True)))
+def test_installed_peers_are_right(module, peer):
+    pytest.importorskip(module)
+    for layout in ("bshd", "bhsd"):
+        assert [row["state"] for row in rows(peer, layout=layout)] == ["timed"]
+        if peer.backward:
+            assert [row["state"] for row in rows(peer, layout=layout, backward=True)] == ["timed"]
+
+
+def test_a_long_sequence_in_chunks():
+    row = measure.stream(torch.float32, "bshd", tokens=20, chunk=8)
+    assert (row["tokens"], row["chunk"]) == (24, 8)
+    assert row["error"] <= row["allowed"] == 2.0**-21
+    assert min(row["first_per_token"], row["last_per_token"]) > 0
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Output and files of one run of the command."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = ["--tokens", "3", "--tokens", "1", "--dtype", "float32", "--quick", "--rounds", "2", "--stream", "16"]
+    options += ["--only", "ropewalk, in place", "--only", "Hugging", "--no-compile", "--threads", "1"]
+    files = {"json": folder / "bench.json", "plot": folder / "bench.png"}
+    for name, path in files.items():
+        options += [f"--{name}", str(path)]
+    threads = torch.get_num_threads()
+    done = CliRunner().invoke(cli.main, ["bench", *options])
+    torch.set_num_threads(threads)
+    assert done.exit_code == 0, done.output
+    return done.output, files
+
+
+def test_json(ran):
+    report = json.loads(ran[1]["json"].read_text())
+    assert report["threads"] == 1
+    assert report["versions"]["torch"] == torch.__version__
+    assert {"date", "machine", "THP_MEM_ALLOC_ENABLE", "environment", "commit"} < set(report)
+    assert {"cpu", "cores", "caches", "flags", "transparent_hugepage", "load"} < set(report["machine"])
+    assert report["settings"]["tokens"] == [3, 1]
+    found = [(row["tokens"], row["backward"], row["contender"]) for row in report["rows"]]
+    forward = ["copy_", "ropewalk, in place", "Hugging Face", "Hugging Face, table"]
+    assert found == [(n, b, c) for n in (3, 1) for b in (False, True) for c in (forward if not b else forward[::2])]
+    assert all(row["state"] == "timed" for row in report["rows"])
+    assert [row["tokens"] for row in report["stream"]] == [32]
+
+
+def test_what_is_said(ran):
+    assert "3 tokens, float32, forward: 0.12 MB read and written" in ran[0]
+    assert "1 token, float32, forward + backward" in ran[0]
+    assert "32 tokens, float32, in chunks of 16" in ran[0]
+
+
+def test_picture(ran):
+    assert ran[1]["plot"].read_bytes().startswith(b"\x89PNG")
+    figure = plots.times_copy(json.loads(ran[1]["json"].read_text())["rows"])
+    forward, both = figure.axes
+    assert (forward.get_title(), both.get_title()) == ("float32, forward", "float32, forward + backward")
+    assert figure.legends[0].get_texts()[0].get_text() == "copy_"
+    assert forward.lines[0].get_xdata().tolist() == [1, 3]
+    assert forward.lines[0].get_ydata().tolist() == [1.0, 1.0]
+
+
+def test_a_busy_machine_is_told(monkeypatch):
+    monkeypatch.setattr(machine, "load", lambda: 7.0)
+    said = []
+    bench.run(bench.Settings(tokens=[1], dtypes=["float32"], only=["clone"], rounds=1, stream=0), said.append)
+    assert any(line.startswith("Warning: the machine is busy (load 7.0)") for line in said)
+
+
+def test_refusals(tmp_path):
+    settings = bench.Settings(tokens=[1], only=["nobody"])
+    with pytest.raises(
+        ropewalk.RopeError, match=r"bench: only must name a contender, got \['nobody'\]\. There are: co"
+    ):
+        bench.run(settings, print)
+    settings = bench.Settings(tokens=[1], only=["clone"])
+    with pytest.raises(ropewalk.RopeError, match=r"the JSON file must be writable, got .*No such file"):
+        bench.run(settings, print, json_file=tmp_path / "none" / "a.json")
+    with pytest.raises(ropewalk.RopeError, match=r"path must end in one of \.png"):
+        bench.run(settings, print, plot_file=tmp_path / "a.gif")
+
+
+def test_machine_without_proc(monkeypatch):
+    monkeypatch.setattr(machine, "_read", lambda path: None)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(FileNotFoundError()))
+    found = machine.describe()
+    assert found["commit"] is None
+    assert found["machine"]["flags"] == []
+    assert found["machine"]["cpu"]
