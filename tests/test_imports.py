@@ -82,6 +82,7 @@ def test_public_names() -> None:
         "RotaryEmbedding",
         "Rotation",
         "YaRN",
+        "backends",
         "from_config",
         "positions",
         "schemes",

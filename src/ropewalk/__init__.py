@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
+    from ropewalk.kernels.backend import backends as backends
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
@@ -40,6 +41,7 @@ _HOME = {
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
     "YaRN": "schemes",
+    "backends": "kernels.backend",
     "from_config": "configs",
 }
 _MODULES = ("positions", "schemes")
@@ -57,6 +59,7 @@ __all__ = [
     "RotaryEmbedding",
     "Rotation",
     "YaRN",
+    "backends",
     "from_config",
     "positions",
     "schemes",

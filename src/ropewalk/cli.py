@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
 from importlib import metadata
@@ -158,7 +159,7 @@ def doctor() -> None:
     click.echo(f"python      {platform.python_version()} on {platform.platform()}")
     for package in ("torch", "numpy", "triton", "matplotlib"):
         click.echo(f"{package:<10}  {_version(package)}")
-    for backend, state in _backends():
+    for backend, state in _backends().items():
         click.echo(f"{backend:<10}  {state}")
 
 
@@ -169,15 +170,10 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _backends() -> list[tuple[str, str]]:
-    """Each backend and whether it can be used; only the reference exists so far."""
+def _backends() -> dict[str, str]:
+    """Each backend and whether it can be used."""
     try:
-        import torch
+        importlib.import_module("torch")
+        return ropewalk.backends()
     except (ImportError, OSError) as e:
-        return [("reference", f"not usable: torch cannot be imported ({e})")]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none found"
-    return [
-        ("reference", "usable on every device (plain PyTorch)"),
-        ("cpu kernel", "not usable: this release has none"),
-        ("gpu kernel", f"not usable: this release has none (GPU: {gpu})"),
-    ]
+        return {"reference": f"not usable: torch cannot be imported ({e})"}

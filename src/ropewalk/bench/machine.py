@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+import ropewalk
+
 _PACKAGES = (
     "ropewalk",
     "torch",
@@ -42,6 +44,7 @@ def describe() -> dict[str, Any]:
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE"),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "backends": ropewalk.backends(),
         "commit": _commit(),
     }
 

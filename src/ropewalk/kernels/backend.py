@@ -46,3 +46,20 @@ def cpu_takes(*tensors: Tensor) -> bool:
             "Set it to auto.",
         )
     return takes
+
+
+def backends() -> dict[str, str]:
+    """Which code can turn here: name → "usable ..." or "not usable: " and why; and what ROPEWALK_BACKEND says of it.
+
+    Example:
+        >>> import ropewalk
+        >>> print(ropewalk.backends()["reference"])
+        usable on every device (plain PyTorch)
+    """
+    said = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none found"
+    return {
+        "reference": "usable on every device (plain PyTorch)",
+        "cpu kernel": f"not usable: {cpu.why_not}" if cpu.why_not else f"usable: {cpu.level()}{said}",
+        "gpu kernel": f"not usable: this release has none (GPU: {gpu})",
+    }

@@ -23,6 +23,11 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 _LAYOUTS = {layout: i for i, layout in enumerate(LAYOUTS)}
 
 
+def level() -> str:
+    """The instruction set whose kernels run."""
+    return _cpu.levels()[-1]
+
+
 def rotate(
     tensors: list[Tensor],
     outputs: list[Tensor],
