@@ -1,0 +1,413 @@
+// Every kernel of every instruction set that this machine has, against plain loops in double, on memory of exactly the size that
+// is needed: AddressSanitizer then sees one element too many. `sanitize` builds and runs it; `harness verbose` names each case.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "ropewalk.h"
+
+namespace {
+
+char now[400];  // what is being tested
+bool verbose = false;
+long checked = 0;
+
+void check(bool holds, const char *what, double got = 0, double want = 0) {
+    ++checked;
+    if (holds) return;
+    std::printf("%s: %s: got %.17g, want %.17g\n", now, what, got, want);
+    std::exit(1);
+}
+
+void check_close(double got, double want, double bound, const char *what) {
+    bool finite = std::isfinite(want);
+    check(std::isnan(want) ? std::isnan(got) : finite ? std::fabs(got - want) <= bound : got == want, what, got, want);
+}
+
+uint64_t random_bits() {  // splitmix64
+    static uint64_t state = 0;
+    uint64_t z = state += 0x9e3779b97f4a7c15;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9, z = (z ^ z >> 27) * 0x94d049bb133111eb;
+    return z ^ z >> 31;
+}
+
+// ---- elements
+
+constexpr const char *NAMES[] = {"float32", "float64", "bfloat16", "float16"};
+constexpr int64_t SIZES[] = {4, 8, 2, 2};
+// What rounding to a dtype may change: a share of the number, and of a subnormal one so much. AVX-512's bfloat16 has no
+// subnormal numbers.
+constexpr double SHARE[] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11}, LEAST[] = {0, 0, 0x1p-126, 0x1p-25};
+
+// So many elements and not a byte more; each NaN until it is written. Nothing at all for none, as an empty torch tensor has it.
+struct Memory {
+    ropewalk_dtype dtype;
+    int64_t count;
+    std::unique_ptr<unsigned char[]> bytes;
+
+    Memory(ropewalk_dtype dtype, int64_t count) : dtype(dtype), count(count) {
+        if (count == 0) return;
+        bytes.reset(new unsigned char[size()]);
+        std::memset(bytes.get(), 0xff, size());
+    }
+    size_t size() const { return static_cast<size_t>(count * SIZES[dtype]); }
+    std::vector<unsigned char> copy() const { return {bytes.get(), bytes.get() + size()}; }
+
+    void set_random() {
+        for (int64_t i = 0; i < count; ++i) {
+            uint64_t r = random_bits();
+            if (dtype == ROPEWALK_BF16) set_bits(i, static_cast<uint16_t>((r & 0x807f) | (120 + (r >> 32) % 9) << 7));
+            if (dtype == ROPEWALK_F16) set_bits(i, static_cast<uint16_t>((r & 0x83ff) | (8 + (r >> 32) % 9) << 10));
+            if (SIZES[dtype] > 2) set(i, static_cast<double>(static_cast<int64_t>(r)) * 0x1p-62);
+        }
+    }
+    void set_bits(int64_t i, uint16_t bits) { std::memcpy(&bytes[2 * i], &bits, 2); }
+    void set(int64_t i, double x) {
+        float single = static_cast<float>(x);
+        dtype == ROPEWALK_F64 ? std::memcpy(&bytes[8 * i], &x, 8) : std::memcpy(&bytes[4 * i], &single, 4);
+    }
+};
+
+double get(ropewalk_dtype dtype, const unsigned char *from, int64_t i) {
+    double x;
+    float single;
+    uint16_t half;
+    switch (dtype) {
+        case ROPEWALK_F64: return std::memcpy(&x, from + 8 * i, 8), x;
+        case ROPEWALK_F32: return std::memcpy(&single, from + 4 * i, 4), single;
+        default: std::memcpy(&half, from + 2 * i, 2);
+    }
+    if (dtype == ROPEWALK_BF16) {
+        uint32_t bits = static_cast<uint32_t>(half) << 16;
+        return std::memcpy(&single, &bits, 4), single;
+    }
+    int exponent = half >> 10 & 31, digits = half & 0x3ff;
+    x = exponent == 31 ? (digits ? NAN : INFINITY) : exponent ? std::ldexp(digits + 1024, exponent - 25) : std::ldexp(digits, -24);
+    return half & 0x8000 ? -x : x;
+}
+
+// ---- shapes and strides
+
+struct Shape {
+    int64_t batch, tokens, heads[2];
+};
+
+// How [batch, token, head, channel] lies in memory: the order of the outer axes, elements between channels, elements left out
+// after each token, and an axis that is repeated by stride 0.
+struct Place {
+    const char *name;
+    int order[3];
+    int64_t channel, gap;
+    int repeated;
+};
+constexpr Place BSHD = {"bshd", {0, 1, 2}, 1, 0, -1}, BHSD = {"bhsd", {0, 2, 1}, 1, 0, -1}, SBHD = {"sbhd", {1, 0, 2}, 1, 0, -1};
+constexpr Place SLICED = {"sliced", {0, 1, 2}, 1, 37, -1}, APART = {"channels apart", {0, 1, 2}, 3, 0, -1};
+constexpr Place ONE_BATCH = {"one batch", {0, 1, 2}, 1, 0, 0}, ONE_TOKEN = {"one token", {0, 1, 2}, 1, 0, 1};
+constexpr Place ONE_HEAD = {"one head", {0, 1, 2}, 1, 0, 2}, ONE_CHANNEL = {"one channel", {0, 1, 2}, 1, 0, 3};
+
+struct Way {
+    Place in, out;
+    bool in_place;
+};
+constexpr Way WAYS[] = {
+    {BSHD, BSHD, false}, {BHSD, BHSD, false}, {BHSD, BSHD, false}, {SBHD, BHSD, false}, {SLICED, BSHD, false},
+    {BSHD, SLICED, false}, {APART, BSHD, false}, {BSHD, APART, false}, {ONE_BATCH, BSHD, false}, {ONE_TOKEN, BSHD, false},
+    {ONE_HEAD, BHSD, false}, {ONE_CHANNEL, BSHD, false}, {BSHD, BSHD, true}, {BHSD, BHSD, true}, {SLICED, SLICED, true},
+    {APART, APART, true},
+};
+
+struct Head {
+    int64_t dim, pairs, offset;
+};
+constexpr Head HEADS[] = {{2, 1, 0}, {6, 3, 0}, {50, 25, 0}, {80, 40, 0}, {96, 48, 0}, {128, 64, 0}, {256, 128, 0},
+                          {512, 256, 0}, {96, 20, 8}, {64, 15, 7}, {1100, 520, 21}};
+
+struct TableKind {
+    const char *name;
+    ropewalk_dtype dtype;
+    bool per_batch, per_token;
+    int64_t cos_step, sin_step, cos_gap, sin_gap;
+};
+constexpr TableKind KINDS[] = {
+    {"plain tables", ROPEWALK_F32, false, true, 1, 1, 0, 0}, {"a table for each batch", ROPEWALK_F32, true, true, 1, 1, 0, 0},
+    {"float64 tables", ROPEWALK_F64, true, true, 1, 1, 0, 0}, {"one row", ROPEWALK_F32, false, false, 1, 1, 0, 0},
+    {"one number", ROPEWALK_F32, false, false, 0, 0, 0, 0}, {"rows apart", ROPEWALK_F32, true, true, 1, 1, 3, 5},
+    {"pairs apart", ROPEWALK_F64, false, true, 2, 3, 1, 0},
+};
+
+// The elements from the first to the last of them.
+int64_t extent(const int64_t *sizes, const int64_t *strides, int axes) {
+    int64_t count = 1;
+    for (int i = 0; i < axes; ++i) {
+        if (sizes[i] == 0) return 0;
+        count += (sizes[i] - 1) * strides[i];
+    }
+    return count;
+}
+
+Memory placed(ropewalk_dtype dtype, const Place &place, const int64_t *sizes, int64_t *strides) {
+    strides[3] = place.channel;
+    int64_t next = sizes[3] * place.channel;
+    for (int i = 2; i >= 0; --i) {
+        if (place.order[i] == 1) next += place.gap;
+        strides[place.order[i]] = next, next *= sizes[place.order[i]];
+    }
+    if (place.repeated >= 0) strides[place.repeated] = 0;
+    return Memory(dtype, extent(sizes, strides, 4));
+}
+
+Memory placed_table(const TableKind &kind, int64_t step, int64_t gap, const int64_t *sizes, int64_t *strides) {
+    strides[2] = step, strides[1] = kind.per_token ? sizes[2] * step + gap : 0;
+    strides[0] = kind.per_batch ? sizes[1] * strides[1] : 0;
+    Memory table(kind.dtype, extent(sizes, strides, 3));
+    table.set_random();
+    return table;
+}
+
+int64_t at(const int64_t *strides, int64_t batch, int64_t token, int64_t head, int64_t channel) {
+    return batch * strides[0] + token * strides[1] + head * strides[2] + channel * strides[3];
+}
+
+int64_t first_of(const ropewalk_rotation &r, int64_t pair) { return r.offset + (r.interleaved ? 2 * pair : pair); }
+int64_t second_of(const ropewalk_rotation &r, int64_t pair) { return first_of(r, pair) + (r.interleaved ? 1 : r.pairs); }
+
+// Two calls with the rows shared between them, as two threads would.
+template <class Kernel, class Args>
+void call(Kernel kernel, const Args &args, int64_t rows) {
+    int64_t cut = rows * 2 / 3;
+    kernel(&args, cut, rows);
+    kernel(&args, 0, cut);
+}
+
+double real_share(ropewalk_dtype dtype) { return dtype == ROPEWALK_F64 ? 0x1p-53 : 0x1p-24; }
+
+// ---- rotate
+
+void check_rotated(const ropewalk_rotation &r, const ropewalk_tensor &x, const std::vector<unsigned char> &in,
+                   const std::vector<unsigned char> &before, const Memory &out) {
+    const ropewalk_tables &t = r.tables;
+    size_t size = static_cast<size_t>(SIZES[r.dtype]);
+    std::vector<bool> written(static_cast<size_t>(out.count));
+    auto same = [&](const std::vector<unsigned char> &bytes, int64_t i, int64_t of_out, const char *what) {
+        check(!std::memcmp(&bytes[static_cast<size_t>(i) * size], &out.bytes[static_cast<size_t>(of_out) * size], size), what);
+    };
+    for (int64_t row = 0; row < r.batch * r.tokens * x.heads; ++row) {
+        int64_t head = row % x.heads, token = row / x.heads % r.tokens, batch = row / x.heads / r.tokens;
+        for (int64_t i = 0; i < r.head_dim; ++i) {
+            int64_t to = at(x.out_stride, batch, token, head, i);
+            written[static_cast<size_t>(to)] = true;
+            if (i >= r.offset && i < r.offset + 2 * r.pairs) continue;
+            same(in, at(x.in_stride, batch, token, head, i), to, "a channel that stands still");
+        }
+        for (int64_t i = 0; i < r.pairs; ++i) {
+            double a = get(r.dtype, in.data(), at(x.in_stride, batch, token, head, first_of(r, i)));
+            double b = get(r.dtype, in.data(), at(x.in_stride, batch, token, head, second_of(r, i)));
+            double c = get(t.dtype, static_cast<const unsigned char *>(t.cos), at(t.cos_stride, batch, token, i, 0));
+            double s = get(t.dtype, static_cast<const unsigned char *>(t.sin), at(t.sin_stride, batch, token, i, 0));
+            if (r.conjugate) s = -s;
+            double want[] = {a * c - b * s, a * s + b * c}, sums[] = {std::fabs(a * c) + std::fabs(b * s), std::fabs(a * s) + std::fabs(b * c)};
+            int64_t places[] = {first_of(r, i), second_of(r, i)};
+            for (int n = 0; n < 2; ++n) {
+                // Roundings of the table, the products and the sum (in float64: two by the kernel, two here); then to the dtype.
+                double bound = 4 * real_share(r.dtype) * sums[n] + SHARE[r.dtype] * std::fabs(want[n]) + LEAST[r.dtype];
+                check_close(get(r.dtype, out.bytes.get(), at(x.out_stride, batch, token, head, places[n])), want[n], bound, "a rotated channel");
+            }
+        }
+    }
+    for (int64_t i = 0; i < out.count; ++i) {
+        if (!written[static_cast<size_t>(i)]) same(before, i, i, "memory between the channels");
+    }
+}
+
+// What both kernels over tensors are given.
+struct Tensors {
+    std::vector<Memory> in, out;  // `out` is empty where in place
+    std::vector<std::vector<unsigned char>> in_before, out_before;
+
+    Tensors(ropewalk_rotation &r, const Shape &shape, const Way &way) {
+        r.batch = shape.batch, r.tokens = shape.tokens, r.tensor_count = shape.heads[1] ? 2 : 1;
+        for (int n = 0; n < r.tensor_count; ++n) {
+            ropewalk_tensor &x = r.tensors[n];
+            x.heads = shape.heads[n];
+            int64_t sizes[] = {r.batch, r.tokens, x.heads, r.head_dim};
+            in.push_back(placed(r.dtype, way.in, sizes, x.in_stride));
+            in[n].set_random();
+            if (way.in_place) {
+                std::memcpy(x.out_stride, x.in_stride, sizeof x.in_stride);
+            } else {
+                out.push_back(placed(r.dtype, way.out, sizes, x.out_stride));
+            }
+            x.in = in[n].bytes.get(), x.out = output(n).bytes.get();
+        }
+    }
+    Memory &output(int n) { return out.empty() ? in[n] : out[n]; }
+    void remember() {
+        for (size_t n = 0; n < in.size(); ++n) {
+            in_before.push_back(in[n].copy());
+            out_before.push_back(output(static_cast<int>(n)).copy());
+        }
+    }
+};
+
+void test_rotate(const ropewalk_kernels &kernels, ropewalk_rotation r, const Shape &shape, const Way &way, const TableKind &kind) {
+    Tensors tensors(r, shape, way);
+    tensors.remember();
+    int64_t sizes[] = {r.batch, r.tokens, r.pairs};
+    Memory cos = placed_table(kind, kind.cos_step, kind.cos_gap, sizes, r.tables.cos_stride);
+    Memory sin = placed_table(kind, kind.sin_step, kind.sin_gap, sizes, r.tables.sin_stride);
+    r.tables.cos = cos.bytes.get(), r.tables.sin = sin.bytes.get(), r.tables.dtype = kind.dtype;
+    call(kernels.rotate, r, r.batch * r.tokens);
+    for (int n = 0; n < r.tensor_count; ++n) {
+        if (!way.in_place) check(tensors.in[n].copy() == tensors.in_before[n], "the input is as it was");
+        check_rotated(r, r.tensors[n], tensors.in_before[n], tensors.out_before[n], tensors.output(n));
+    }
+}
+
+// All there are, infinity and nan among them.
+void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
+    r.batch = r.tokens = r.tensor_count = 1, r.head_dim = 512, r.pairs = 256;
+    Memory in(r.dtype, 65536), out(r.dtype, 65536);
+    for (int i = 0; i < 65536; ++i) in.set_bits(i, static_cast<uint16_t>(i));
+    r.tensors[0] = {in.bytes.get(), out.bytes.get(), 128, {0, 0, 512, 1}, {0, 0, 512, 1}};
+    for (float c : {1.0f, 1 / 3.0f}) {
+        float s = 1 - c;
+        r.tables = {&c, &s, ROPEWALK_F32, {0, 0, 0}, {0, 0, 0}};
+        call(kernels.rotate, r, 1);
+        check_rotated(r, r.tensors[0], in.copy(), out.copy(), out);
+    }
+}
+
+// ---- table_gradient
+
+void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, const Shape &shape, const Way &way) {
+    Tensors tensors(r, shape, way);
+    for (Memory &gradient : tensors.out) gradient.set_random();
+    tensors.remember();
+    ropewalk_dtype dtype = r.dtype == ROPEWALK_F64 ? ROPEWALK_F64 : ROPEWALK_F32;
+    Memory d_cos(dtype, r.batch * r.tokens * r.pairs), d_sin(dtype, r.batch * r.tokens * r.pairs);
+    ropewalk_table_gradient gradient = {r, d_cos.bytes.get(), d_sin.bytes.get()};
+    call(kernels.table_gradient, gradient, r.batch * r.tokens);
+    for (int n = 0; n < r.tensor_count; ++n) {
+        check(tensors.in[n].copy() == tensors.in_before[n], "what came in is as it was");
+        check(tensors.output(n).copy() == tensors.out_before[n], "the gradient of what was turned is as it was");
+    }
+    for (int64_t i = 0; i < d_cos.count; ++i) {
+        int64_t pair = i % r.pairs, token = i / r.pairs % r.tokens, batch = i / r.pairs / r.tokens;
+        double sums[2] = {}, sizes[2] = {};
+        int64_t heads = 0;
+        for (int n = 0; n < r.tensor_count; ++n) {
+            const ropewalk_tensor &x = r.tensors[n];
+            auto of = [&](const void *from, const int64_t *strides, int64_t head, int64_t channel) {
+                return get(r.dtype, static_cast<const unsigned char *>(from), at(strides, batch, token, head, channel));
+            };
+            heads += x.heads;
+            for (int64_t head = 0; head < x.heads; ++head) {
+                double a = of(x.in, x.in_stride, head, first_of(r, pair)), b = of(x.in, x.in_stride, head, second_of(r, pair));
+                double g = of(x.out, x.out_stride, head, first_of(r, pair)), h = of(x.out, x.out_stride, head, second_of(r, pair));
+                sums[0] += g * a + h * b, sums[1] += h * a - g * b;
+                sizes[0] += std::fabs(g * a) + std::fabs(h * b), sizes[1] += std::fabs(h * a) + std::fabs(g * b);
+            }
+        }
+        // The products, the sum of two, and one sum for each head; in float64 as much again by the loop above.
+        double share = 2 * static_cast<double>(heads + 2) * real_share(r.dtype);
+        check_close(get(dtype, d_cos.bytes.get(), i), sums[0], share * sizes[0], "d_cos");
+        check_close(get(dtype, d_sin.bytes.get(), i), sums[1], share * sizes[1], "d_sin");
+    }
+}
+
+// ---- angles
+
+void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t pairs, int64_t position_stride) {
+    std::vector<int64_t> values = {0, 1, -1, 2, 4095, -4096, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, INT64_MIN + 1};
+    for (int i = 0; i < 8; ++i) values.push_back(static_cast<int64_t>(random_bits()));
+    int64_t rows = static_cast<int64_t>(values.size());
+    std::unique_ptr<int64_t[]> positions(new int64_t[static_cast<size_t>((rows - 1) * position_stride + 1)]());
+    for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i * position_stride)] = values[static_cast<size_t>(i)];
+    std::unique_ptr<int64_t[]> steps(new int64_t[static_cast<size_t>(pairs)]);
+    for (int64_t i = 0; i < pairs; ++i) {
+        // Some are whole eighths of a turn, where the quadrants meet.
+        steps[static_cast<size_t>(i)] = static_cast<int64_t>(i % 3 ? random_bits() >> i % 64 : random_bits() << 61);
+    }
+    Memory cos(dtype, rows * pairs), sin(dtype, rows * pairs);
+    double factor = 1.25;
+    ropewalk_angles args = {positions.get(), position_stride, steps.get(), pairs, factor, dtype, cos.bytes.get(), sin.bytes.get()};
+    call(kernels.angles, args, rows);
+    for (int64_t i = 0; i < rows * pairs; ++i) {
+        auto step = static_cast<uint64_t>(steps[static_cast<size_t>(i % pairs)]);
+        auto position = static_cast<uint64_t>(positions[static_cast<size_t>(i / pairs * position_stride)]);
+        // In units of an eighth of a turn, the last one taken off exactly, for the sake of a long double that is a double.
+        uint64_t phase = step * position, eighth = phase >> 61;
+        long double rest = std::ldexp(static_cast<long double>(phase & ~uint64_t{0} >> 3), -61) * 0.785398163397448309615660845819875721L;
+        long double root = std::sqrt(0.5L), c = std::cos(rest), s = std::sin(rest);
+        for (; eighth > 0; --eighth) {
+            long double turned = root * (c - s);
+            s = root * (c + s), c = turned;
+        }
+        // In float64: 2^-53 each from t, its product, the last two steps of the polynomial and the factor; in float32 one more.
+        double bound = factor * (8 * 0x1p-53 + (dtype == ROPEWALK_F64 ? 0 : 0x1p-24));
+        check_close(get(dtype, cos.bytes.get(), i), static_cast<double>(factor * c), bound, "cos");
+        check_close(get(dtype, sin.bytes.get(), i), static_cast<double>(factor * s), bound, "sin");
+    }
+}
+
+void test_level(const ropewalk_kernels &kernels) {
+    auto tell = [&](const ropewalk_rotation &r, const Shape &shape, const Way &way, const char *what) {
+        std::snprintf(now, sizeof now, "%s, %s, %s%s, head_dim %d, %d pairs from %d, batch %d, %d tokens, %d and %d heads, %s to %s%s, %s",
+                      kernels.name, NAMES[r.dtype], r.interleaved ? "interleaved" : "half", r.conjugate ? " back" : "",
+                      int(r.head_dim), int(r.pairs), int(r.offset), int(shape.batch), int(shape.tokens), int(shape.heads[0]),
+                      int(shape.heads[1]), way.in.name, way.out.name, way.in_place ? " in place" : "", what);
+        if (verbose) std::printf("%s\n", now), std::fflush(stdout);
+    };
+    constexpr Shape small = {2, 3, {2, 1}};
+    // One token, more tokens and heads than the kernel takes at a time, and nothing.
+    constexpr Shape others[] = {{1, 1, {1, 0}}, {3, 1, {2, 2}}, {1, 66, {9, 1}}, {2, 0, {3, 1}}, {0, 3, {3, 1}}, {1, 2, {0, 1}}};
+    for (int variant = 0; variant < 16; ++variant) {
+        ropewalk_rotation r{};
+        r.dtype = static_cast<ropewalk_dtype>(variant / 4), r.interleaved = variant & 1, r.conjugate = variant >> 1 & 1;
+        if (SIZES[r.dtype] == 2) tell(r, small, WAYS[0], "every number"), test_every_16_bits(kernels, r);
+        for (const Head &head : HEADS) {
+            r.head_dim = head.dim, r.pairs = head.pairs, r.offset = head.offset;
+            auto rotate = [&](const Shape &shape, const Way &way, const TableKind &kind) {
+                tell(r, shape, way, kind.name), test_rotate(kernels, r, shape, way, kind);
+            };
+            for (const TableKind &kind : KINDS) rotate(small, WAYS[0], kind), rotate(small, {BHSD, BHSD, true}, kind);
+            for (const Way &way : WAYS) {
+                rotate(small, way, KINDS[0]);
+                if (!r.conjugate) tell(r, small, way, "gradient"), test_table_gradient(kernels, r, small, way);
+                if (head.dim != 6 && head.offset != 8) continue;
+                for (const Shape &shape : others) {
+                    rotate(shape, way, KINDS[1]);
+                    if (!r.conjugate) tell(r, shape, way, "gradient"), test_table_gradient(kernels, r, shape, way);
+                }
+            }
+        }
+    }
+    for (int64_t pairs : {1, 3, 4, 7, 8, 9, 40, 64, 257}) {
+        for (int64_t stride : {1, 0, 3}) {
+            for (ropewalk_dtype dtype : {ROPEWALK_F32, ROPEWALK_F64}) {
+                std::snprintf(now, sizeof now, "%s, angles, %s, %d pairs, stride %d", kernels.name, NAMES[dtype], int(pairs), int(stride));
+                test_angles(kernels, dtype, pairs, stride);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+    verbose = argc > 1 && !std::strcmp(argv[1], "verbose");
+    const ropewalk_kernels *best = nullptr;
+    for (int level = 0; level < ROPEWALK_LEVELS; ++level) {
+        const ropewalk_kernels *kernels = ropewalk_get(static_cast<ropewalk_level>(level));
+        if (!kernels) continue;
+        checked = 0, best = kernels;
+        test_level(*kernels);
+        std::printf("%s: %ld checks\n", kernels->name, checked);
+    }
+    std::snprintf(now, sizeof now, "ropewalk_best");
+    check(best && ropewalk_best() == best, "is the last that there is");
+    return 0;
+}

@@ -1,0 +1,81 @@
+"""The kernels from plain C: csrc/examples/rotate.c is built, without Python and torch, and compared with the oracle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import oracle
+
+ROOT = Path(__file__).parents[2]
+HEAD_DIM, HEADS, KV_HEADS, TOKENS, BASE = 10, 4, 2, 3, 10000.0
+
+# A component is a·c − b·s with |a|, |b| ≤ 1.5. Rounded to float32: cos and sin (2⁻²⁵ each), the products and the
+# difference (2⁻²⁴ of them). Before that the angle is off by no more than the position, below 2²⁰, times 2⁻⁵², where a
+# long double has 53 bits; the oracle takes the frequency as a float64 too.
+ROTATED = 2 * 1.5 * 2**-25 + 2 * 1.5 * 2**-24 + 1.5 * 2**0.5 * (2**-24 + 2**-32)
+# A score sums HEAD_DIM products of such numbers, no greater than 1.5·√2, and rounds each product and each sum.
+SCORE = HEAD_DIM * (2 * ROTATED * 1.5 * 2**0.5 + ROTATED**2 + (HEAD_DIM + 1) * 2**-24 * 2 * 1.5**2)
+
+
+def _need(why: str) -> None:
+    if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
+        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the C example cannot be built: {why}")
+    pytest.skip(why)
+
+
+def _run(*command: str | Path) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for command in ("cmake", os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"):
+        if not shutil.which(command.split()[0]):
+            _need(f"there is no {command}")
+    build = tmp_path_factory.mktemp("core")
+    _run("cmake", "-S", ROOT, "-B", build, f"-DCMAKE_RUNTIME_OUTPUT_DIRECTORY={build}")
+    _run("cmake", "--build", build, "--target", "rotate", "--parallel", "2")
+    return build / "rotate"
+
+
+@pytest.mark.parametrize("first", [0, 1_000_000])
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_example_agrees_with_the_oracle(example: Path, pairing: str, first: int) -> None:
+    printed: dict[str, list[list[float]]] = defaultdict(list)
+    for line in _run(example, pairing, str(first)).splitlines():
+        name, _, _, *values = line.split()
+        printed[name].append([float(value) for value in values])
+    q, k = (np.array(printed[name]).reshape(TOKENS, -1, HEAD_DIM) for name in "qk")
+
+    # What the example turns, and the formula that it takes from.
+    token, i = np.arange(TOKENS)[:, None], np.arange(HEADS * HEAD_DIM)
+    q0 = ((7 * i + 3 * token) % 11 - 5).reshape(TOKENS, HEADS, HEAD_DIM) / 4
+    i = i[: KV_HEADS * HEAD_DIM]
+    k0 = ((5 * i + 2 * token) % 13 - 6).reshape(TOKENS, KV_HEADS, HEAD_DIM) / 4
+    angles = oracle.reduced(range(first, first + TOKENS), oracle.inv_freq(BASE, HEAD_DIM))[:, None]
+
+    exact_q, exact_k = oracle.rotate(q0, angles, pairing), oracle.rotate(k0, angles, pairing)
+    np.testing.assert_allclose(q, exact_q, rtol=0, atol=ROTATED)
+    np.testing.assert_allclose(k, exact_k, rtol=0, atol=ROTATED)
+
+    scores = iter(printed["scores"])
+    for now in range(TOKENS):
+        for head in range(HEADS):
+            exact = exact_k[: now + 1, head * KV_HEADS // HEADS] @ exact_q[now, head]
+            np.testing.assert_allclose(next(scores), exact, rtol=0, atol=SCORE)
+    assert next(scores, None) is None
+
+
+def test_example_wants_a_pairing_that_it_knows(example: Path) -> None:
+    result = subprocess.run([example, "both"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "interleaved or half" in result.stderr
