@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "memory.h"
 #include "ropewalk.h"
 
 namespace {
@@ -15,78 +16,18 @@ char now[400];  // what is being tested
 bool verbose = false;
 long checked = 0;
 
-void check(bool holds, const char *what, double got = 0, double want = 0) {
+void check(bool holds, const char *what) {
     ++checked;
     if (holds) return;
-    std::printf("%s: %s: got %.17g, want %.17g\n", now, what, got, want);
+    std::printf("%s: %s is wrong\n", now, what);
     std::exit(1);
 }
 
 void check_close(double got, double want, double bound, const char *what) {
     bool finite = std::isfinite(want);
-    check(std::isnan(want) ? std::isnan(got) : finite ? std::fabs(got - want) <= bound : got == want, what, got, want);
-}
-
-uint64_t random_bits() {  // splitmix64
-    static uint64_t state = 0;
-    uint64_t z = state += 0x9e3779b97f4a7c15;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9, z = (z ^ z >> 27) * 0x94d049bb133111eb;
-    return z ^ z >> 31;
-}
-
-// ---- elements
-
-constexpr const char *NAMES[] = {"float32", "float64", "bfloat16", "float16"};
-constexpr int64_t SIZES[] = {4, 8, 2, 2};
-// What rounding to a dtype may change: a share of the number, and of a subnormal one so much. AVX-512's bfloat16 has no
-// subnormal numbers.
-constexpr double SHARE[] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11}, LEAST[] = {0, 0, 0x1p-126, 0x1p-25};
-
-// So many elements and not a byte more; each NaN until it is written. Nothing at all for none, as an empty torch tensor has it.
-struct Memory {
-    ropewalk_dtype dtype;
-    int64_t count;
-    std::unique_ptr<unsigned char[]> bytes;
-
-    Memory(ropewalk_dtype dtype, int64_t count) : dtype(dtype), count(count) {
-        if (count == 0) return;
-        bytes.reset(new unsigned char[size()]);
-        std::memset(bytes.get(), 0xff, size());
-    }
-    size_t size() const { return static_cast<size_t>(count * SIZES[dtype]); }
-    std::vector<unsigned char> copy() const { return {bytes.get(), bytes.get() + size()}; }
-
-    void set_random() {
-        for (int64_t i = 0; i < count; ++i) {
-            uint64_t r = random_bits();
-            if (dtype == ROPEWALK_BF16) set_bits(i, static_cast<uint16_t>((r & 0x807f) | (120 + (r >> 32) % 9) << 7));
-            if (dtype == ROPEWALK_F16) set_bits(i, static_cast<uint16_t>((r & 0x83ff) | (8 + (r >> 32) % 9) << 10));
-            if (SIZES[dtype] > 2) set(i, static_cast<double>(static_cast<int64_t>(r)) * 0x1p-62);
-        }
-    }
-    void set_bits(int64_t i, uint16_t bits) { std::memcpy(&bytes[2 * i], &bits, 2); }
-    void set(int64_t i, double x) {
-        float single = static_cast<float>(x);
-        dtype == ROPEWALK_F64 ? std::memcpy(&bytes[8 * i], &x, 8) : std::memcpy(&bytes[4 * i], &single, 4);
-    }
-};
-
-double get(ropewalk_dtype dtype, const unsigned char *from, int64_t i) {
-    double x;
-    float single;
-    uint16_t half;
-    switch (dtype) {
-        case ROPEWALK_F64: return std::memcpy(&x, from + 8 * i, 8), x;
-        case ROPEWALK_F32: return std::memcpy(&single, from + 4 * i, 4), single;
-        default: std::memcpy(&half, from + 2 * i, 2);
-    }
-    if (dtype == ROPEWALK_BF16) {
-        uint32_t bits = static_cast<uint32_t>(half) << 16;
-        return std::memcpy(&single, &bits, 4), single;
-    }
-    int exponent = half >> 10 & 31, digits = half & 0x3ff;
-    x = exponent == 31 ? (digits ? NAN : INFINITY) : exponent ? std::ldexp(digits + 1024, exponent - 25) : std::ldexp(digits, -24);
-    return half & 0x8000 ? -x : x;
+    bool holds = std::isnan(want) ? std::isnan(got) : finite ? std::fabs(got - want) <= bound : got == want;
+    if (!holds) std::printf("got %.17g, want %.17g\n", got, want);
+    check(holds, what);
 }
 
 // ---- shapes and strides
@@ -208,12 +149,14 @@ void check_rotated(const ropewalk_rotation &r, const ropewalk_tensor &x, const s
             double c = get(t.dtype, static_cast<const unsigned char *>(t.cos), at(t.cos_stride, batch, token, i, 0));
             double s = get(t.dtype, static_cast<const unsigned char *>(t.sin), at(t.sin_stride, batch, token, i, 0));
             if (r.conjugate) s = -s;
-            double want[] = {a * c - b * s, a * s + b * c}, sums[] = {std::fabs(a * c) + std::fabs(b * s), std::fabs(a * s) + std::fabs(b * c)};
+            double want[] = {a * c - b * s, a * s + b * c};
+            double sums[] = {std::fabs(a * c) + std::fabs(b * s), std::fabs(a * s) + std::fabs(b * c)};
             int64_t places[] = {first_of(r, i), second_of(r, i)};
             for (int n = 0; n < 2; ++n) {
                 // Roundings of the table, the products and the sum (in float64: two by the kernel, two here); then to the dtype.
                 double bound = 4 * real_share(r.dtype) * sums[n] + SHARE[r.dtype] * std::fabs(want[n]) + LEAST[r.dtype];
-                check_close(get(r.dtype, out.bytes.get(), at(x.out_stride, batch, token, head, places[n])), want[n], bound, "a rotated channel");
+                double got = get(r.dtype, out.bytes.get(), at(x.out_stride, batch, token, head, places[n]));
+                check_close(got, want[n], bound, "a rotated channel");
             }
         }
     }
@@ -261,7 +204,7 @@ void test_rotate(const ropewalk_kernels &kernels, ropewalk_rotation r, const Sha
     r.tables.cos = cos.bytes.get(), r.tables.sin = sin.bytes.get(), r.tables.dtype = kind.dtype;
     call(kernels.rotate, r, r.batch * r.tokens);
     for (int n = 0; n < r.tensor_count; ++n) {
-        if (!way.in_place) check(tensors.in[n].copy() == tensors.in_before[n], "the input is as it was");
+        if (!way.in_place) check(tensors.in[n].copy() == tensors.in_before[n], "the input, which must be as it was,");
         check_rotated(r, r.tensors[n], tensors.in_before[n], tensors.out_before[n], tensors.output(n));
     }
 }
@@ -291,8 +234,8 @@ void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, c
     ropewalk_table_gradient gradient = {r, d_cos.bytes.get(), d_sin.bytes.get()};
     call(kernels.table_gradient, gradient, r.batch * r.tokens);
     for (int n = 0; n < r.tensor_count; ++n) {
-        check(tensors.in[n].copy() == tensors.in_before[n], "what came in is as it was");
-        check(tensors.output(n).copy() == tensors.out_before[n], "the gradient of what was turned is as it was");
+        check(tensors.in[n].copy() == tensors.in_before[n], "what came in, which must be as it was,");
+        check(tensors.output(n).copy() == tensors.out_before[n], "the gradient of what was turned, which must be as it was,");
     }
     for (int64_t i = 0; i < d_cos.count; ++i) {
         int64_t pair = i % r.pairs, token = i / r.pairs % r.tokens, batch = i / r.pairs / r.tokens;
@@ -333,14 +276,16 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
     }
     Memory cos(dtype, rows * pairs), sin(dtype, rows * pairs);
     double factor = 1.25;
-    ropewalk_angles args = {positions.get(), position_stride, steps.get(), pairs, factor, dtype, cos.bytes.get(), sin.bytes.get()};
+    ropewalk_angles args = {positions.get(), position_stride, steps.get(), pairs,
+                            factor, dtype, cos.bytes.get(), sin.bytes.get()};
     call(kernels.angles, args, rows);
     for (int64_t i = 0; i < rows * pairs; ++i) {
         auto step = static_cast<uint64_t>(steps[static_cast<size_t>(i % pairs)]);
         auto position = static_cast<uint64_t>(positions[static_cast<size_t>(i / pairs * position_stride)]);
         // In units of an eighth of a turn, the last one taken off exactly, for the sake of a long double that is a double.
         uint64_t phase = step * position, eighth = phase >> 61;
-        long double rest = std::ldexp(static_cast<long double>(phase & ~uint64_t{0} >> 3), -61) * 0.785398163397448309615660845819875721L;
+        long double rest = std::ldexp(static_cast<long double>(phase & ~uint64_t{0} >> 3), -61);
+        rest *= 0.785398163397448309615660845819875721L;
         long double root = std::sqrt(0.5L), c = std::cos(rest), s = std::sin(rest);
         for (; eighth > 0; --eighth) {
             long double turned = root * (c - s);
@@ -355,8 +300,8 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
 
 void test_level(const ropewalk_kernels &kernels) {
     auto tell = [&](const ropewalk_rotation &r, const Shape &shape, const Way &way, const char *what) {
-        std::snprintf(now, sizeof now, "%s, %s, %s%s, head_dim %d, %d pairs from %d, batch %d, %d tokens, %d and %d heads, %s to %s%s, %s",
-                      kernels.name, NAMES[r.dtype], r.interleaved ? "interleaved" : "half", r.conjugate ? " back" : "",
+        std::snprintf(now, sizeof now, "%s, %s, %s%s, head_dim %d, %d pairs from %d, batch %d, %d tokens, %d and %d heads, "
+                      "%s to %s%s, %s", kernels.name, NAMES[r.dtype], r.interleaved ? "interleaved" : "half", r.conjugate ? " back" : "",
                       int(r.head_dim), int(r.pairs), int(r.offset), int(shape.batch), int(shape.tokens), int(shape.heads[0]),
                       int(shape.heads[1]), way.in.name, way.out.name, way.in_place ? " in place" : "", what);
         if (verbose) std::printf("%s\n", now), std::fflush(stdout);
@@ -388,7 +333,8 @@ void test_level(const ropewalk_kernels &kernels) {
     for (int64_t pairs : {1, 3, 4, 7, 8, 9, 40, 64, 257}) {
         for (int64_t stride : {1, 0, 3}) {
             for (ropewalk_dtype dtype : {ROPEWALK_F32, ROPEWALK_F64}) {
-                std::snprintf(now, sizeof now, "%s, angles, %s, %d pairs, stride %d", kernels.name, NAMES[dtype], int(pairs), int(stride));
+                std::snprintf(now, sizeof now, "%s, angles, %s, %d pairs, stride %d", kernels.name, NAMES[dtype], int(pairs),
+                              int(stride));
                 test_angles(kernels, dtype, pairs, stride);
             }
         }
@@ -408,6 +354,6 @@ int main(int argc, char **argv) {
         std::printf("%s: %ld checks\n", kernels->name, checked);
     }
     std::snprintf(now, sizeof now, "ropewalk_best");
-    check(best && ropewalk_best() == best, "is the last that there is");
+    check(best && ropewalk_best() == best, "the fastest");
     return 0;
 }
