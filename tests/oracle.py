@@ -86,6 +86,45 @@ def rotate(x: np.ndarray, angles: np.ndarray, pairing: str, offset: int = 0, fac
     return result
 
 
+def turned(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str, offset: int = 0, back: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """x [..., head_dim] turned by any cos and sin [..., pairs], in float64; and Σ|terms|, for bounds."""
+    result = np.array(x, dtype=np.float64)
+    size = np.zeros_like(result)
+    c, s = np.asarray(cos, np.float64), np.asarray(sin, np.float64) * (-1 if back else 1)
+    first, second = (list(places) for places in zip(*channels(2 * c.shape[-1], pairing, offset), strict=True))
+    a, b = result[..., first], result[..., second]
+    with np.errstate(invalid="ignore"):
+        result[..., first], result[..., second] = a * c - b * s, a * s + b * c
+        size[..., first], size[..., second] = abs(a * c) + abs(b * s), abs(a * s) + abs(b * c)
+    return result, size
+
+
+def table_gradient(
+    x: np.ndarray, grad: np.ndarray, pairs: int, pairing: str, offset: int = 0, back: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """d(Σ grad · turned) by cos and by sin, from x and grad [..., heads, head_dim]; and Σ|terms|: [..., pairs] each."""
+    first, second = (list(places) for places in zip(*channels(2 * pairs, pairing, offset), strict=True))
+    (a, b), (g, h) = (
+        (np.asarray(y, np.float64)[..., first], np.asarray(y, np.float64)[..., second]) for y in (x, grad)
+    )
+    size = (abs(a) + abs(b)) * (abs(g) + abs(h))
+    by_sin = (h * a - g * b) * (-1 if back else 1)
+    return (g * a + h * b).sum(-2), by_sin.sum(-2), size.sum(-2)
+
+
+def cos_sin_of_steps(positions: Iterable[int], steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of position · step in 2⁻⁶⁴ turns, reduced in whole numbers; float64 [positions, steps]."""
+    with mpmath.workdps(PRECISION):
+        unit = 2 * mpmath.pi / mpmath.mpf(2) ** 64
+        angles = [[int(p) * int(s) % 2**64 * unit for s in steps] for p in positions]
+        return tuple(  # type: ignore[return-value]
+            np.array([[float(f(a)) for a in row] for row in angles]).reshape(len(angles), len(steps))
+            for f in (mpmath.cos, mpmath.sin)
+        )
+
+
 def reduced(positions: Iterable[int], frequencies: Sequence[float]) -> np.ndarray:
     """Angles in (−π, π], reduced exactly before they become float64; [positions, pairs]."""
     with mpmath.workdps(PRECISION):

@@ -19,6 +19,7 @@ choice("ROPEWALK_BACKEND", "its value", BACKEND, ("auto", "reference", "kernel")
 if BACKEND == "kernel" and cpu.why_not:
     raise error("ROPEWALK_BACKEND=kernel", "the CPU kernel must be there", cpu.why_not, "Install again, or unset it.")
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _USES_CPU = BACKEND != "reference" and not cpu.why_not
 
 
@@ -36,7 +37,8 @@ def cpu_takes(*tensors: Tensor) -> bool:
         and torch._C._get_tracing_state() is None
     )
     for x in tensors:
-        takes = takes and type(x) is Tensor and x.is_cpu
+        # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`).
+        takes = takes and type(x) in _PLAIN and x.is_cpu and not x.is_neg()
     if BACKEND == "kernel" and not takes:
         x = tensors[0]
         raise error(

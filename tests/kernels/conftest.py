@@ -1,0 +1,82 @@
+"""The compiled kernels of this machine, one instruction set after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ropewalk.kernels import backend, cpu
+
+LEVELS = ["none"] if cpu.why_not else cpu._cpu.levels()
+
+
+@pytest.fixture
+def built() -> None:
+    """Skip where the kernels were not compiled; fail where ROPEWALK_REQUIRE_KERNEL=1 says that they were."""
+    if cpu.why_not and os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
+        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the CPU kernels are {cpu.why_not}")
+    if cpu.why_not:
+        pytest.skip(f"the CPU kernels are {cpu.why_not}")
+
+
+@pytest.fixture
+def used(built: None) -> None:
+    """Skip also where ROPEWALK_BACKEND says that they are not to be used."""
+    if backend.BACKEND == "reference":
+        pytest.skip("ROPEWALK_BACKEND=reference")
+
+
+@pytest.fixture(params=LEVELS)
+def level(built: None, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set in turn; afterwards the fastest, which is what is used."""
+    cpu._cpu.use_level(request.param)
+    yield request.param
+    cpu._cpu.use_level(LEVELS[-1])
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """New tensors are full of nan, so that an element that is not written is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine a pool that waits for its second thread takes ten times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def threads(one_thread: None) -> None:
+    """Two threads; their number may be changed."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def calls(used: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that were called."""
+    names: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            names.append(name)
+            return function(*args)
+
+        return call
+
+    for name in ("rotate", "table_gradient", "angles"):
+        monkeypatch.setattr(cpu, name, noted(name, getattr(cpu, name)))
+    return names

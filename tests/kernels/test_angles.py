@@ -1,0 +1,140 @@
+"""The kernel of the tables, at every instruction set: against exact whole numbers and mpmath."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from ropewalk import Rope
+from ropewalk.kernels import cpu
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+ERROR = {
+    torch.float32: 3.1e-8,  # half an ulp of numbers up to 1
+    # Half an ulp, and the roundings of t and of the polynomial's last sums. Seen: 1.1e-16.
+    torch.float64: 2e-16,
+}
+LIMIT, WRAP = 2**31, 2**63
+
+
+def tables(positions: list[int], steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = cpu.angles(torch.tensor(positions), torch.tensor(steps), factor, dtype)
+    assert cos.dtype == sin.dtype == dtype
+    assert cos.shape == sin.shape == (len(positions), len(steps))
+    return cos, sin
+
+
+@functools.cache
+def cases() -> tuple[list[int], list[int], np.ndarray, np.ndarray]:
+    """Positions and steps of every size, the largest included: 41 pairs, so that vectors and what is left are seen."""
+    draw = np.random.default_rng(0)
+    positions = [
+        0,
+        1,
+        -1,
+        2,
+        LIMIT - 1,
+        LIMIT,
+        -LIMIT,
+        1 - LIMIT,
+        WRAP - 1,
+        -WRAP,
+        1 - WRAP,
+        WRAP // 3,
+        2**32,
+        -(2**61),
+    ]
+    positions += [int(p) for p in draw.integers(-LIMIT, LIMIT, 20)] + [int(p) for p in draw.integers(-WRAP, WRAP, 20)]
+    steps = [0, 1, -1, WRAP - 1, -WRAP, 2**61, -(2**61), 2**62, 2**62 + 1, 3 * 2**60, 2**61 - 1, 2**61 + 1]
+    steps += [int(s) for s in draw.integers(-WRAP, WRAP, 29)]
+    return positions, steps, *oracle.cos_sin_of_steps(positions, steps)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1.1386294361119891])
+def test_error(level: str, factor: float, dtype: torch.dtype) -> None:
+    positions, steps, *exact = cases()
+    # A float32 table above 1 has a wider ulp.
+    allowed = ERROR[dtype] * (factor if factor <= 1 else 2)
+    for table, truth in zip(tables(positions, steps, factor, dtype), exact, strict=True):
+        assert np.abs(table.double().numpy() - truth * factor).max() <= allowed
+
+
+@pytest.mark.parametrize("pairs", range(1, 42))
+def test_numbers_of_pairs(level: str, pairs: int) -> None:
+    positions, steps, *exact = cases()
+    for dtype in ERROR:
+        for table, truth in zip(tables(positions[:9], steps[-pairs:], 1.0, dtype), exact, strict=True):
+            assert np.abs(table.double().numpy() - truth[:9, -pairs:]).max() <= ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_whole_turn(level: str, dtype: torch.dtype) -> None:
+    """Half a million phases, and those where the quadrant changes, against float64, whose angle is rounded up to π."""
+    draw = np.random.default_rng(1)
+    spread = draw.integers(-WRAP, WRAP, 400_000)
+    seams = (np.arange(-4, 4) * 2**61)[:, None] + draw.integers(-(2**12), 2**12, (8, 10_000))
+    phases = torch.tensor(np.concatenate((spread, seams.reshape(-1))))
+    angle, one = phases.double() * (2 * math.pi / 2**64), torch.ones(1, dtype=torch.int64)
+    allowed = ERROR[dtype] if dtype == torch.float32 else 8e-16
+    for given in ((one, phases), (phases, one)):  # as steps, in vectors; and as positions
+        cos, sin = cpu.angles(*given, 1.0, dtype)
+        assert (cos.reshape(-1).double() - angle.cos()).abs().max() <= allowed
+        assert (sin.reshape(-1).double() - angle.sin()).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("head_dim", [2, 6, 80, 128])
+def test_through_a_rope(level: str, head_dim: int) -> None:
+    """From the frequencies on, also where the rounding of the step has grown largest."""
+    rope = Rope(head_dim, 1e4, "half")
+    positions = torch.tensor([0, 1, -1, 4095, 131_071, LIMIT - 1, -LIMIT, 1_234_567_890])
+    cos, sin = oracle.cos_sin(positions.tolist(), rope.inv_freq)
+    rotation = rope.at(positions)
+    assert (rotation.cos.double() - torch.from_numpy(cos)).abs().max() <= ERROR[torch.float32]
+    assert (rotation.sin.double() - torch.from_numpy(sin)).abs().max() <= ERROR[torch.float32]
+
+
+def test_positions_of_any_form(level: str) -> None:
+    rope = Rope(10, 1e4, "half")
+    plain = torch.randint(-LIMIT, LIMIT, (3, 7), generator=torch.Generator().manual_seed(0))
+    cos, sin = (a.reshape(3, 7, 5) for a in oracle.cos_sin(plain.reshape(-1).tolist(), rope.inv_freq))
+    forms = {
+        "batch": (plain, slice(None)),
+        "int32": (plain.to(torch.int32), slice(None)),
+        "transposed": (plain.T.contiguous().T, slice(None)),
+        "every second": (plain.repeat_interleave(2, -1)[:, ::2], slice(None)),
+        "one row": (plain[1], 1),
+        "one row for all": (plain[:1].expand(3, 7), [0, 0, 0]),
+        "int32, a column": (plain.to(torch.int32)[:, 2], (slice(None), 2)),
+        "none": (plain[:, :0], (slice(None), slice(0))),
+        "no row": (plain[:0], slice(0)),
+    }
+    for name, (positions, rows) in forms.items():
+        for dtype, error in ERROR.items():
+            # float64: the step is rounded too, to 2⁻⁶⁵ turns.
+            allowed = error if dtype == torch.float32 else error + LIMIT * 2 * math.pi * 2.0**-65
+            rotation = rope.at(positions, dtype=dtype)
+            assert rotation.cos.shape == rotation.sin.shape == (*positions.shape, 5), name
+            assert not (rotation.cos.double() - torch.from_numpy(cos[rows])).abs().gt(allowed).any(), name
+            assert not (rotation.sin.double() - torch.from_numpy(sin[rows])).abs().gt(allowed).any(), name
+            assert rotation.cos.isfinite().all()
+
+
+def test_threads_make_no_difference(level: str, threads: None) -> None:
+    positions, steps = torch.arange(5_001) * 7_919 - 3, torch.tensor(cases()[1])
+    made = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        made.append(torch.stack(cpu.angles(positions, steps, 1.0, torch.float32)))
+    exact = oracle.cos_sin_of_steps(positions[::250].tolist(), steps.tolist())
+    for table, truth in zip(made[1][:, ::250], exact, strict=True):
+        assert np.abs(table.double().numpy() - truth).max() <= ERROR[torch.float32]
+    assert torch.equal(made[0], made[1])
+    assert torch.equal(made[0], made[2])

@@ -1,0 +1,144 @@
+"""ROPEWALK_BACKEND, and a build without the kernels: each in a process of its own, since it is read once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# What each process can use: `watched` counts the calls of the compiled code, `works` runs everything and checks it.
+PRELUDE = """
+import sys
+sys.path.insert(0, {tests!r})
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ropewalk.kernels._cpu":
+            raise ImportError("no such file")
+
+if {without!r}:
+    sys.meta_path.insert(0, Without())
+
+import torch
+from torch.func import vmap
+from ropewalk import RopeError
+
+try:
+    from kernel_cases import check, expected
+    from ropewalk import Rope, Rotation
+except RopeError as e:
+    print(e)
+    sys.exit()
+
+calls = []
+
+def watched():
+    from ropewalk.kernels import cpu
+    for name in ("rotate", "table_gradient", "angles"):
+        def call(*args, name=name, function=getattr(cpu, name)):
+            calls.append(name)
+            return function(*args)
+        setattr(cpu, name, call)
+
+def works():
+    rope, q, k = Rope(8, 1e4, "half"), torch.randn(2, 5, 3, 8), torch.randn(2, 5, 1, 8)
+    at = rope.at(torch.arange(5))
+    for x, y in zip((q, k), at(q, k, layout="bshd")):
+        check(y, *expected(x, at.cos, at.sin, "bshd", "half", 0, False), "bshd", "new")
+    mine = q.clone()
+    at.apply_(mine, layout="bshd")
+    check(mine, *expected(q, at.cos, at.sin, "bshd", "half", 0, False), "bshd", "in place")
+    cos, sin = at.cos.clone().requires_grad_(), at.sin.clone().requires_grad_()
+    q.requires_grad_()
+    incoming = torch.randn(2, 5, 3, 8)
+    Rotation(cos, sin, pairing="half")(q, layout="bshd").backward(incoming)
+    check(q.grad, *expected(incoming, cos, sin, "bshd", "half", 0, True), "bshd", "gradient")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        at(q.detach(), layout="bshd")
+    return "ropewalk::rotate" in [event.name for event in profile.events()]
+
+def refusal(function):
+    try:
+        function()
+    except RopeError as e:
+        return str(e)
+"""
+
+
+def run(backend: str | None, program: str, without: bool = False) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "ROPEWALK_BACKEND"}
+    if backend is not None:
+        environment["ROPEWALK_BACKEND"] = backend
+    prelude = PRELUDE.format(tests=str(Path(__file__).parent.parent), without=without)
+    ran = subprocess.run(
+        [sys.executable, "-c", prelude + program], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_reference_never_calls_the_kernel() -> None:
+    run("reference", "watched()\nassert not works()\nassert calls == [], calls")
+
+
+def test_auto_calls_it_wherever_it_can(built: None) -> None:
+    program = """
+watched()
+assert works()
+assert set(calls) == {"rotate", "table_gradient", "angles"}, calls
+del calls[:]
+x, at = torch.randn(4, 5, 3, 8), Rope(8, 1e4, "half").at(torch.arange(5))
+vmap(lambda x: at(x, layout="thd"))(x)
+assert calls == ["angles"], calls
+"""
+    run(None, program)
+
+
+def test_kernel_says_where_it_cannot(built: None) -> None:
+    program = """
+watched()
+assert works()
+assert set(calls) == {"rotate", "table_gradient", "angles"}, calls
+x, at = torch.randn(4, 5, 3, 8), Rope(8, 1e4, "half").at(torch.arange(5))
+del calls[:]
+print(refusal(lambda: vmap(lambda x: at(x, layout="thd"))(x)))
+print(refusal(lambda: at.to("meta")(x.to("meta"), layout="bshd")))
+with torch.autograd.forward_ad.dual_level():
+    print(refusal(lambda: at(x, layout="bshd")))
+print(refusal(lambda: vmap(lambda p: Rope(8, 1e4, "half").at(p).cos)(torch.arange(6).reshape(2, 3))))
+assert calls == [], calls
+"""
+    lines = run("kernel", program).splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("ROPEWALK_BACKEND=kernel: there must be plain tensors on the CPU, and no transform")
+        assert line.endswith("Set it to auto.")
+    assert "got Tensor on meta" in lines[1]
+
+
+def test_another_value_is_refused() -> None:
+    (line,) = run("nonsense", "").splitlines()
+    assert line.startswith("ROPEWALK_BACKEND: ")
+    for word in ("'auto'", "'reference'", "'kernel'", "got 'nonsense'"):
+        assert word in line
+
+
+def test_without_the_extension_it_works_all_the_same() -> None:
+    program = """
+from ropewalk.kernels import cpu
+watched()
+assert not works()
+assert calls == [], calls
+print(cpu.why_not)
+"""
+    (reason,) = run("auto", program, without=True).splitlines()
+    assert reason == "not built when ropewalk was installed, for want of a C++ compiler (no such file)"
+
+
+def test_without_the_extension_kernel_is_refused_with_the_reason() -> None:
+    (line,) = run("kernel", "", without=True).splitlines()
+    assert line == (
+        "ROPEWALK_BACKEND=kernel: the CPU kernel must be there, got not built when ropewalk was installed, for want of "
+        "a C++ compiler (no such file). Install again, or unset it."
+    )

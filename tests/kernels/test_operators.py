@@ -1,0 +1,194 @@
+"""The operators `ropewalk::rotate` and `rotate_`: what PyTorch asks of one, and who sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, check, expected, shape, unchanged
+from ropewalk import Rope, Rotation
+
+ROTATE, ROTATE_ = torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default
+COS, SIN = torch.randn(2, 5, 4).unbind()
+ROTATION = Rotation(COS, SIN, pairing="half", head_dim=12, rotary_offset=1)
+
+
+def queries(layout: str = "bshd", heads: int = 3) -> Tensor:
+    return torch.randn(shape(layout, 2, 5, heads, 12))
+
+
+def arguments(
+    tensors: list[Tensor], layout: str = "bshd", interleaved: bool = False, back: bool = False
+) -> tuple[Any, ...]:
+    return tensors, COS, SIN, layout, interleaved, 1, back
+
+
+@pytest.mark.usefixtures("built")
+class TestOperator:
+    @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
+    def test_opcheck(self, operator: Any) -> None:
+        """Everything that opcheck has. It does not see gradients, which are not the operator's: test_gradients.py."""
+        everything = (
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_static",
+            "test_aot_dispatch_dynamic",
+        )
+        for layout, dtype in zip(LAYOUTS, DTYPES, strict=True):
+            for tensors in ([queries(layout).to(dtype), queries(layout, 1).to(dtype)], [queries(layout).to(dtype)]):
+                back = len(tensors) == 1
+                torch.library.opcheck(operator, arguments(tensors, layout, back, back), test_utils=everything)
+        torch.library.opcheck(operator, arguments([queries("sbhd").transpose(0, 1)]), test_utils=everything)
+
+    @pytest.mark.parametrize("where", ["fake", "meta"])
+    def test_shapes_and_strides_are_known_beforehand(self, where: str) -> None:
+        views = {
+            "dense": queries(),
+            "transposed": queries("bhsd").transpose(1, 2),
+            "channels apart": torch.randn(2, 5, 3, 24)[..., ::2],
+            "channels first": torch.randn(12, 2, 5, 3).permute(1, 2, 3, 0),
+            "part of a fused tensor": torch.randn(2, 5, 7, 12)[:, :, 2:5],
+            "expanded": torch.randn(2, 5, 1, 12).expand(-1, -1, 3, -1),
+            "no heads": torch.randn(2, 5, 0, 12),
+        }
+        for name, x in views.items():
+            (real,) = ROTATE(*arguments([x]))
+            if where == "fake":
+                with FakeTensorMode() as mode:
+                    tensors, cos, sin, *how = arguments([mode.from_tensor(x)])
+                    (made,) = ROTATE(tensors, mode.from_tensor(cos), mode.from_tensor(sin), *how)
+            else:
+                strided = torch.empty_strided(x.shape, x.stride(), device="meta")
+                tensors, cos, sin, *how = arguments([strided])
+                (made,) = ROTATE(tensors, cos.to("meta"), sin.to("meta"), *how)
+                assert ROTATE_(tensors, cos.to("meta"), sin.to("meta"), *how) is None
+            assert (made.shape, made.stride(), made.dtype) == (real.shape, real.stride(), real.dtype), name
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_is_the_rotation(self, layout: str, pairing: str) -> None:
+        for back in (False, True):
+            tensors = [queries(layout), queries(layout, 1)]
+            turned = ROTATE(*arguments(tensors, layout, pairing == "interleaved", back))
+            wanted = [expected(x, COS, SIN, layout, pairing, 1, back) for x in tensors]
+            ROTATE_(*arguments(tensors, layout, pairing == "interleaved", back))
+            for x, y, (exact, size) in zip(tensors, turned, wanted, strict=True):
+                check(y, exact, size, layout, "new")
+                assert unchanged(x, y)
+
+    def test_has_no_gradient_of_its_own(self) -> None:
+        """Which is why only `ops.rotate` may call it where gradients are recorded."""
+        q = queries().requires_grad_()
+        (turned,) = ROTATE(*arguments([q]))
+        with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+            turned.sum().backward()
+        assert q.grad is None
+
+
+class Log(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def by_mode(call: Callable[[], None]) -> list[str]:
+    with Log() as log:
+        call()
+    return log.seen
+
+
+def by_profiler(call: Callable[[], None]) -> list[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call()
+    return [event.name for event in profile.events()]
+
+
+@pytest.mark.parametrize("watch", [by_mode, by_profiler])
+@pytest.mark.parametrize("wants", [False, True])
+def test_is_seen_by_who_looks(calls: list[str], watch: Callable[..., list[str]], wants: bool) -> None:
+    q, k = queries(), queries(heads=1)
+    wanted = [expected(x, COS, SIN, "bshd", "half", 1, back=False) for x in (q, k)]
+    unwatched = ROTATION(q, k, layout="bshd")
+    q, k = q.requires_grad_(wants), k.requires_grad_(wants)
+    turned: list[Tensor] = []
+    names = watch(lambda: turned.extend(ROTATION(q, k, layout="bshd")))
+    assert names.count("ropewalk::rotate") == 1
+    for y, plain, (exact, size) in zip(turned, unwatched, wanted, strict=True):
+        check(y, exact, size, "bshd", "watched")
+        assert unchanged(y.detach(), plain)
+    if wants:
+        assert "ropewalk::rotate" in watch(lambda: sum(y.sum() for y in turned).backward())
+    mine = [q.detach().clone(), k.detach().clone()]
+    names = watch(lambda: ROTATION.apply_(*mine, layout="bshd"))
+    assert names.count("ropewalk::rotate_") == 1
+    assert unchanged(mine[0], unwatched[0])
+    assert unchanged(mine[1], unwatched[1])
+
+
+def test_unwatched_goes_straight_to_the_kernel(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what saves the time of a token; and the kernel is what is called."""
+    from ropewalk.rotation import ops
+
+    monkeypatch.setattr(ops, "_rotate", None)
+    monkeypatch.setattr(ops, "_rotate_", None)
+    ROTATION.apply_(ROTATION(queries(), layout="bshd"), layout="bshd")
+    assert calls == ["rotate", "rotate"]
+    Rope(12, 1e4, "half").at(torch.arange(3))
+    assert calls[2:] == ["angles"]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_who_saved_it_hears_of_the_change(calls: list[str], together: bool) -> None:
+    """As with PyTorch's own: to turn a tensor that was saved for the backward pass is an error, not a number."""
+    weight, q, k = queries().requires_grad_(), queries(), queries(heads=1)
+    loss, versions = (weight * q).sum(), (q._version, k._version)
+    with torch.no_grad():
+        ROTATION.apply_(q, k if together else None, layout="bshd")
+    assert (q._version, k._version) == (versions[0] + 1, versions[1] + together)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+    other = queries()
+    loss = (weight * other).sum()
+    other.mul_(2)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+
+
+def test_who_saved_the_whole_hears_of_the_slice(calls: list[str]) -> None:
+    fused = torch.randn(2, 5, 6, 12)
+    weight = torch.randn_like(fused).requires_grad_()
+    loss = (weight * fused).sum()
+    ROTATION.apply_(fused[:, :, :3], fused[:, :, 3:4], layout="bshd")
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+    assert calls == ["rotate"]
+
+
+def test_inference_mode(calls: list[str]) -> None:
+    plain = queries()
+    exact, size = expected(plain, COS, SIN, "bshd", "half", 1, back=False)
+    with torch.inference_mode():
+        inside = plain.clone()
+        turned = ROTATION(inside, layout="bshd")
+        assert turned.is_inference()
+        ROTATION.apply_(inside, layout="bshd")
+        ordinary = ROTATION(plain, layout="bshd")
+        ROTATION.apply_(plain, layout="bshd")  # an ordinary tensor
+        rotation = Rope(12, 1e4, "half").at(torch.arange(5))
+        also = rotation(inside, layout="bshd")
+    for y in (turned, inside, ordinary, plain):
+        check(y, exact, size, "bshd", "inference mode")
+    check(also, *expected(inside, rotation.cos, rotation.sin, "bshd", "half", 0, back=False), "bshd", "its tables")
+    assert "angles" in calls
+    assert calls.count("rotate") == 5

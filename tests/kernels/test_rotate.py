@@ -1,0 +1,344 @@
+"""The kernel that turns, at every instruction set: against float64 formulas, and bit for bit against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import (
+    DTYPES,
+    LAYOUTS,
+    PAIRINGS,
+    SMALLEST_NORMAL,
+    as_bshd,
+    by_reference,
+    check,
+    expected,
+    same,
+    shape,
+    unchanged,
+)
+from ropewalk.kernels import cpu
+
+# head_dim, pairs, offset. 513 pairs are more than fit the buffer of converted tables.
+SIZES = [
+    (2, 1, 0),
+    (6, 3, 0),
+    (80, 40, 0),
+    (96, 48, 0),
+    (256, 128, 0),
+    (512, 256, 0),
+    (6, 1, 4),
+    (80, 20, 0),
+    (96, 24, 48),
+    (256, 39, 7),
+    (512, 127, 258),
+    (1030, 513, 3),
+]
+
+
+def random_table(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
+
+
+def turn(
+    level: str,
+    tensors: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    pairing: str,
+    offset: int = 0,
+    back: bool = False,
+    like: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> list[Tensor]:
+    """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
+    before = [x.clone() for x in tensors]
+    outputs = [like(x).fill_(math.nan) for x in tensors]
+    cpu.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, back)
+    flushed = level == "avx512_bf16" and tensors[0].dtype == torch.bfloat16
+    says = f"{[tuple(x.shape) for x in tensors]}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, back {back}"
+    plain = by_reference(tensors, cos, sin, layout, pairing, offset, back)
+    for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
+        exact, size = expected(x, cos, sin, layout, pairing, offset, back)
+        check(y, exact, size, layout, says, flushed)
+        assert same(y, other, level), says
+        outside = torch.ones(x.shape[-1], dtype=torch.bool)
+        outside[offset : offset + 2 * cos.shape[-1]] = False
+        assert unchanged(y[..., outside], x[..., outside]), says
+        assert unchanged(x, old), says
+    return outputs
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes(level: str, dtype: torch.dtype, pairing: str) -> None:
+    torch.manual_seed(0)
+    for head_dim, pairs, offset in SIZES:
+        q, k = torch.randn(2, 3, 4, head_dim).to(dtype), torch.randn(2, 3, 2, head_dim).to(dtype)
+        for table_dtype in (torch.float32, torch.float64):
+            cos, sin = random_table(3, pairs, dtype=table_dtype)
+            for back in (False, True):
+                turn(level, [q, k], cos, sin, "bshd", pairing, offset, back)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
+    """11 query heads, more than are turned at a time; one key head."""
+    torch.manual_seed(1)
+    q, k = (torch.randn(shape(layout, 3, 5, heads, 92)).to(dtype) for heads in (11, 1))
+    for size in ((39,), (5, 39), (1, 5, 39), (3, 5, 39))[: 2 if layout == "thd" else 4]:
+        for table_dtype in (torch.float32, torch.float64):
+            cos, sin = random_table(*size, dtype=table_dtype)
+            for back in (False, True):
+                turn(level, [q, k], cos, sin, layout, pairing, 6, back)
+            turn(level, [k], cos, sin, layout, pairing, 6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_small_and_empty(level: str, layout: str) -> None:
+    for batch in (0, 1, 2):
+        for seq in (0, 1, 2):
+            for heads, kv_heads in ((1, 1), (2, 1), (2, 0), (0, 0)):
+                size = (batch, seq) if layout != "thd" else (1, seq)
+                q, k = (torch.randn(shape(layout, *size, h, 6)) for h in (heads, kv_heads))
+                cos, sin = random_table(seq, 2)
+                turn(level, [q, k], cos, sin, layout, "half", 1)
+                turn(level, [k], cos, sin, layout, "interleaved", 1)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_tokens(level: str, threads: None, layout: str, pairing: str) -> None:
+    """Several blocks of tokens, and enough for two threads, whose seam is inside a block and a batch."""
+    torch.manual_seed(2)
+    q, k = (torch.randn(shape(layout, 3, 131, heads, 80)) for heads in (5, 1))
+    cos, sin = random_table(*(() if layout == "thd" else (3,)), 131, 40)
+    turn(level, [q, k], cos, sin, layout, pairing)
+    turn(level, [q, k], cos.double(), sin.double(), layout, pairing, back=True)
+
+
+def test_threads_make_no_difference(level: str, threads: None) -> None:
+    torch.manual_seed(3)
+    q, (cos, sin) = torch.randn(1, 997, 3, 64), random_table(997, 32)
+    turned = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        turned.append(turn(level, [q], cos, sin, "bshd", "half")[0])
+    assert unchanged(turned[0], turned[1])
+    assert unchanged(turned[0], turned[2])
+
+
+def views(dtype: torch.dtype) -> dict[str, Tensor]:
+    """[2, 5, 3, 80] in every order that memory can have."""
+    draw = torch.randn
+    return {
+        "dense": draw(2, 5, 3, 80).to(dtype),
+        "transposed": draw(2, 3, 5, 80).to(dtype).transpose(1, 2),
+        "tokens first": draw(5, 2, 3, 80).to(dtype).transpose(0, 1),
+        "channels first": draw(80, 2, 5, 3).to(dtype).permute(1, 2, 3, 0),
+        "heads last": draw(2, 5, 80, 3).to(dtype).transpose(-1, -2),
+        "every third channel": draw(2, 5, 3, 240).to(dtype)[..., 1::3],
+        "part of a head": draw(2, 5, 3, 97).to(dtype)[..., 9:89],
+        "part of a fused tensor": draw(2, 5, 7, 80).to(dtype)[:, :, 2:5],
+        "every second token": draw(2, 10, 3, 80).to(dtype)[:, 1::2],
+        "one head for all": draw(2, 5, 1, 80).to(dtype).expand(-1, -1, 3, -1),
+        "one token for all": draw(2, 1, 3, 80).to(dtype).expand(-1, 5, -1, -1),
+        "one row for all": draw(5, 3, 80).to(dtype).expand(2, -1, -1, -1),
+        "one number for all": draw(1).to(dtype).expand(2, 5, 3, 80),
+        "overlapping windows": draw(2, 5, 120).to(dtype).unfold(-1, 80, 20),
+    }
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(level: str, dtype: torch.dtype, pairing: str) -> None:
+    torch.manual_seed(4)
+    cos, sin = random_table(5, 37)
+    others = views(dtype)
+    for name, x in others.items():
+        assert x.shape == (2, 5, 3, 80), name
+        turn(level, [x, others["dense"]], cos, sin, "bshd", pairing, 3)
+        turn(level, [x], cos, sin, "bshd", pairing, 3, back=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+        turn(level, [others["dense"]], cos, sin, "bshd", pairing, 3, like=lambda x: like_channels_apart(x))
+
+
+def like_channels_apart(x: Tensor) -> Tensor:
+    return torch.empty(*x.shape, 2, dtype=x.dtype)[..., 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_tables_of_any_strides(level: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    x = torch.randn(2, 5, 3, 80).to(dtype)
+    for table_dtype in (torch.float32, torch.float64):
+        plain = torch.randn(2, 5, 40, dtype=table_dtype)
+        tables = {
+            "transposed": torch.randn(40, 5, dtype=table_dtype).T,
+            "every second pair": torch.randn(5, 80, dtype=table_dtype)[:, ::2],
+            "one for all tokens": torch.randn(1, 40, dtype=table_dtype).expand(5, 40),
+            "one for all pairs": torch.randn(5, 1, dtype=table_dtype).expand(5, 40),
+            "one for all rows": torch.randn(5, 40, dtype=table_dtype).expand(2, 5, 40),
+            "rows last": torch.randn(5, 40, 2, dtype=table_dtype).permute(2, 0, 1),
+            "every second token": torch.randn(2, 10, 40, dtype=table_dtype)[:, ::2],
+        }
+        for table in tables.values():
+            other = plain if table.ndim == 3 else plain[0]
+            turn(level, [x], table, other, "bshd", "half")
+            turn(level, [x], other, table, "bshd", "interleaved")
+            turn(level, [x], table, table, "bshd", "interleaved", back=True)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_infinities_and_nan(level: str, dtype: torch.dtype, pairing: str) -> None:
+    """Every pair of odd numbers by every pair of odd tables: what the formula gives, the sign of 0 included."""
+    odd = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan])
+    tables = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.6, math.inf, math.nan])
+    a, b = (x.reshape(-1) for x in torch.meshgrid(odd, odd, indexing="ij"))
+    cos, sin = (x.reshape(-1, 1).expand(-1, 49).contiguous() for x in torch.meshgrid(tables, tables, indexing="ij"))
+    x = torch.cat((a, b)) if pairing == "half" else torch.stack((a, b), dim=-1).reshape(-1)
+    dense = x.to(dtype).expand(49, 2, 98).contiguous()
+    for x in (dense, dense.repeat_interleave(2, dim=-1)[..., ::2]):
+        for back in (False, True):
+            y = torch.full_like(x, 9.0)
+            cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, back)
+            assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, back)[0], level)
+            exact, _ = expected(x, cos, sin, "thd", pairing, 0, back)
+            unit = torch.finfo(dtype).eps
+            np.testing.assert_allclose(as_bshd(y, "thd"), exact, rtol=unit, atol=1e-6, equal_nan=True)
+            zero = exact == 0
+            assert (np.signbit(as_bshd(y, "thd")) == np.signbit(exact))[zero].all()
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestInPlace:
+    def test_is_the_same(self, level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
+        torch.manual_seed(6)
+        for head_dim, pairs, offset in ((80, 40, 0), (80, 21, 5), (6, 3, 0)):
+            q, k = (torch.randn(shape(layout, 2, 5, heads, head_dim)).to(dtype) for heads in (11, 1))
+            for cos, sin in (random_table(5, pairs), random_table(5, pairs, dtype=torch.float64)):
+                for back in (False, True):
+                    wanted = turn(level, [q, k], cos, sin, layout, pairing, offset, back)
+                    mine = [q.clone(), k.clone()]
+                    cpu.rotate(mine, mine, cos, sin, layout, pairing == "interleaved", offset, back)
+                    assert unchanged(mine[0], wanted[0])
+                    assert unchanged(mine[1], wanted[1])
+
+    def test_on_slices_of_a_fused_tensor(self, level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
+        """Query, key and value heads in one tensor: the values, and what stands around the heads, stay."""
+        torch.manual_seed(7)
+        heads, (cos, sin) = layout.index("h"), random_table(5, 21)
+        for wide, step in ((80, 1), (97, 1), (170, 2)):  # contiguous heads; parts of wider ones; channels apart
+            whole = torch.randn(shape(layout, 2, 5, 7, wide)).to(dtype)
+            fused = whole[..., : 80 * step : step]
+            before = whole.clone()
+            q, k = fused.narrow(heads, 0, 4), fused.narrow(heads, 4, 1)
+            wanted = turn(level, [q, k], cos, sin, layout, pairing, 5)
+            cpu.rotate([q, k], [q, k], cos, sin, layout, pairing == "interleaved", 5, False)
+            assert torch.equal(q, wanted[0])
+            assert torch.equal(k, wanted[1])
+            q.copy_(before[..., : 80 * step : step].narrow(heads, 0, 4))
+            k.copy_(before[..., : 80 * step : step].narrow(heads, 4, 1))
+            assert unchanged(whole, before)
+
+
+def test_nothing_is_written_beside_the_output(level: str) -> None:
+    for dtype in DTYPES:
+        for pairs in range(1, 70):
+            for pairing in PAIRINGS:
+                whole = torch.full((2, 3, 2 * pairs + 6), 7.0, dtype=dtype)
+                x, (cos, sin) = torch.randn(2, 3, 2 * pairs).to(dtype), random_table(2, pairs)
+                cpu.rotate([x], [whole[..., 3:-3]], cos, sin, "thd", pairing == "interleaved", 0, False)
+                assert (whole[..., :3] == 7).all()
+                assert (whole[..., -3:] == 7).all()
+                assert same(whole[..., 3:-3], by_reference([x], cos, sin, "thd", pairing, 0, False)[0], level)
+
+
+class TestRounding:
+    """float16 and bfloat16: to the nearest, ties to even."""
+
+    HALVES = (torch.float16, torch.bfloat16)
+
+    def ways(self, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor, str]]:
+        """Pairs (a, b) as tensors [1, n, 2·pairs]: whole blocks, all but the last pair of blocks, channels apart."""
+        made = []
+        for pairs in (64, 31, 1):
+            rows = len(a) // pairs
+            x, y = (z[: rows * pairs].reshape(rows, 1, pairs) for z in (a, b))
+            half, interleaved = torch.cat((x, y), -1), torch.stack((x, y), -1).reshape(rows, 1, 2 * pairs)
+            made += [(half, x, "half"), (interleaved, x, "interleaved")]
+            if pairs == 31:
+                made += [
+                    (z.repeat_interleave(2, -1)[..., ::2], x, p)
+                    for z, p in ((half, "half"), (interleaved, "interleaved"))
+                ]
+        return made  # fmt: skip
+
+    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> tuple[Tensor, Tensor]:
+        y = torch.full_like(x, math.nan)
+        cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, False)
+        pairs = x.shape[-1] // 2
+        return (y[..., :pairs], y[..., pairs:]) if pairing == "half" else (y[..., 0::2], y[..., 1::2])
+
+    @pytest.mark.parametrize("dtype", HALVES, ids=str)
+    def test_every_number_passes_unchanged(self, level: str, dtype: torch.dtype) -> None:
+        every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        zero = torch.full_like(every, -0.0)  # 1 · x ∓ 0 · (−0) keeps the sign of x
+        for first in (True, False):
+            for x, part, pairing in self.ways(*((every, -zero) if first else (zero, every))):
+                numbers = part if first else every[: part.numel()].reshape(part.shape)
+                one = torch.ones(len(x), part.shape[-1])
+                y = self.turned(x, one, 0 * one, pairing)[0 if first else 1]
+                assert torch.equal(y.isnan(), numbers.isnan())
+                assert same(y, numbers, level)
+                if level != "avx512_bf16":
+                    assert unchanged(y[~y.isnan()], numbers[~numbers.isnan()])
+
+    def hard(self, dtype: torch.dtype) -> Tensor:
+        """float32: every number of dtype, every middle of two, the neighbours of both; and any."""
+        every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        low = every[every.isfinite()].float().sort().values
+        middle = ((low[1:].double() + low[:-1].double()) / 2).float()
+        seams = torch.cat((low, middle, torch.tensor([torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 4)])))
+        up, down = (torch.nextafter(seams, torch.tensor(end)) for end in (math.inf, -math.inf))
+        any_bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0))
+        return torch.cat((seams, up, down, any_bits.to(torch.int32).view(torch.float32)))
+
+    @pytest.mark.parametrize("dtype", HALVES, ids=str)
+    def test_is_that_of_torch(self, level: str, dtype: torch.dtype) -> None:
+        """The table carries the numbers: (1, −0) turned by (v, −0) is v, by (0, v) it is v in the other channel."""
+        hard = self.hard(dtype)
+        one, zero = torch.ones_like(hard).to(dtype), torch.full_like(hard, -0.0).to(dtype)
+        for x, part, pairing in self.ways(one, zero):
+            numbers = hard[: part.numel()].reshape(len(x), -1)
+            still = torch.zeros_like(numbers)
+            wanted = numbers.to(dtype).reshape(part.shape)
+            for tables, place in (((numbers, -still), 0), ((still, numbers), 1)):
+                y = self.turned(x, *tables, pairing)[place]
+                assert same(y, wanted, level)
+                if level != "avx512_bf16" or dtype == torch.float16:
+                    assert unchanged(y[~wanted.isnan()], wanted[~wanted.isnan()])
+
+    def test_what_avx512_bf16_does_below_the_normal_numbers(self, level: str) -> None:
+        """Its instruction takes float32 below them for 0, of the same sign; that is all."""
+        if level != "avx512_bf16":
+            pytest.skip("the other instruction sets keep them")
+        numbers = self.hard(torch.bfloat16)
+        numbers = numbers[: len(numbers) // 64 * 64].reshape(-1, 64)
+        one = torch.ones(len(numbers), 1, 64)
+        x = torch.cat((one, -0.0 * one), -1).bfloat16()
+        y = self.turned(x, numbers, torch.full_like(numbers, -0.0), "half")[0].squeeze(1)
+        small = numbers.abs() < SMALLEST_NORMAL
+        assert small.sum() > 500
+        wanted = torch.where(small, torch.copysign(torch.zeros(()), numbers), numbers).bfloat16()
+        assert unchanged(y[~wanted.isnan()], wanted[~wanted.isnan()])
