@@ -140,6 +140,24 @@ def test_twice(calls: list[str], pairing: str) -> None:
     assert calls == ["rotate"] * 3
 
 
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_gradient_of_the_gradient_to_tables(calls: list[str], pairing: str) -> None:
+    """Σ W·d_cos + V·d_sin = incoming · (x turned by W, V). gradgradcheck passes over a gradient that is missing."""
+    torch.manual_seed(11)
+    q = made("bshd", torch.float64)
+    cos, sin = (torch.randn(SEQ, PAIRS, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    w, v = (torch.randn(SEQ, PAIRS, dtype=torch.float64) for _ in range(2))
+    incoming = torch.randn_like(q).requires_grad_()
+    y = rotation(cos, sin, pairing)(q, layout="bshd")
+    d_cos, d_sin = torch.autograd.grad(y, (cos, sin), incoming, create_graph=True)
+    by_q, by_incoming = torch.autograd.grad((w * d_cos + v * d_sin).sum(), (q, incoming))
+    still = torch.ones(DIM, dtype=torch.float64)
+    still[:OFFSET] = still[OFFSET + 2 * PAIRS :] = 0  # channels that no table touches
+    for mine, x, back in ((by_q, incoming, True), (by_incoming, q, False)):
+        exact, size = expected(x, w, v, "bshd", pairing, OFFSET, back=back)
+        check(mine, exact * still.numpy(), size, "bshd", back)
+
+
 @pytest.mark.parametrize("wants", [(q, k, c, s) for q in (0, 1) for k in (0, 1) for c in (0, 1) for s in (0, 1)])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_whoever_wants_a_gradient(calls: list[str], wants: tuple[int, ...], in_place: bool) -> None:
