@@ -27,6 +27,16 @@ constexpr int64_t HEADS = 8;
 // Pairs whose table fits a buffer on the stack.
 constexpr int64_t CHUNK = 512;
 
+// Bytes of output that no cache will hold until somebody reads them.
+constexpr int64_t LARGE = int64_t{16} << 20;
+
+// What was written past the caches is seen by the other threads before anything that is written later.
+inline void fence() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+
 // ---- rotation
 
 // Heads of one token. `partner` is from a to b of a pair in half pairing. Steps and strides in elements.
@@ -37,6 +47,7 @@ struct Run {
     int64_t in_step, out_step, in_stride, out_stride;
     const typename T::Real *cos, *sin;
     int64_t heads, pairs, partner;
+    bool past_caches;
 };
 
 template <class T, bool interleaved, bool conjugate>
@@ -68,9 +79,10 @@ struct Block {  // half pairing: a and b of WIDTH pairs lie apart
         c = read<Reals<T>>(cos), s = read<Reals<T>>(sin);
         if (conjugate) s = -s;
     }
+    template <bool past_caches>
     void turn(const typename T::Stored *in, typename T::Stored *out, int64_t partner) const {
         Reals<T> a = load<T>(in), b = load<T>(in + partner);
-        store<T>(out, a * c - b * s), store<T>(out + partner, a * s + b * c);
+        store<T, past_caches>(out, a * c - b * s), store<T, past_caches>(out + partner, a * s + b * c);
     }
 };
 
@@ -85,10 +97,11 @@ struct Block<T, true, conjugate> {  // interleaved: (a, b, ...) (c, c, ...) + (b
         weave(once, once, c[0], c[1], Places<T>());
         weave(-plus, plus, s[0], s[1], Places<T>());
     }
+    template <bool past_caches>
     void turn(const typename T::Stored *in, typename T::Stored *out, int64_t) const {
         Reals<T> x = load<T>(in), y = load<T>(in + WIDTH<T>);
-        store<T>(out, x * c[0] + exchanged(x, Places<T>()) * s[0]);
-        store<T>(out + WIDTH<T>, y * c[1] + exchanged(y, Places<T>()) * s[1]);
+        store<T, past_caches>(out, x * c[0] + exchanged(x, Places<T>()) * s[0]);
+        store<T, past_caches>(out + WIDTH<T>, y * c[1] + exchanged(y, Places<T>()) * s[1]);
     }
 };
 
@@ -101,10 +114,11 @@ struct Block<BF16, true, conjugate> {
         c = read<Reals<BF16>>(cos), s = read<Reals<BF16>>(sin);
         if (conjugate) s = -s;
     }
+    template <bool past_caches>
     void turn(const uint16_t *in, uint16_t *out, int64_t) const {
         Reals<BF16> a, b;
         load_neighbours(in, a, b);
-        store_neighbours(out, a * c - b * s, a * s + b * c);
+        store_neighbours<past_caches>(out, a * c - b * s, a * s + b * c);
     }
 };
 
@@ -119,16 +133,17 @@ struct Block<BF16, false, conjugate> {  // the pairs 0, 2, 4, ... and the pairs 
         split(read<Reals<BF16>>(sin), read<Reals<BF16>>(sin + W), s[0], s[1], Places<BF16>());
         if (conjugate) s[0] = -s[0], s[1] = -s[1];
     }
+    template <bool past_caches>
     void turn(const uint16_t *in, uint16_t *out, int64_t partner) const {
         Reals<BF16> a[2], b[2];
         load_neighbours(in, a[0], a[1]), load_neighbours(in + partner, b[0], b[1]);
-        store_neighbours(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
-        store_neighbours(out + partner, a[0] * s[0] + b[0] * c[0], a[1] * s[1] + b[1] * c[1]);
+        store_neighbours<past_caches>(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
+        store_neighbours<past_caches>(out + partner, a[0] * s[0] + b[0] * c[0], a[1] * s[1] + b[1] * c[1]);
     }
 };
 
 // COUNT blocks of every head, from pair `first` on.
-template <class T, bool interleaved, bool conjugate, int COUNT>
+template <class T, bool interleaved, bool conjugate, int COUNT, bool past_caches>
 ROPEWALK_APART void turn_blocks(const Run<T> &run, int64_t first) {
     using B = Block<T, interleaved, conjugate>;
     constexpr int STEP = interleaved ? 2 * B::PAIRS : B::PAIRS;
@@ -138,7 +153,7 @@ ROPEWALK_APART void turn_blocks(const Run<T> &run, int64_t first) {
     auto *out = run.out + (interleaved ? 2 * first : first);
     int64_t in_step = run.in_step, out_step = run.out_step, partner = run.partner;
     for (int64_t n = run.heads; n > 0; --n, in += in_step, out += out_step) {
-        for (int i = 0; i < COUNT; ++i) blocks[i].turn(in + i * STEP, out + i * STEP, partner);
+        for (int i = 0; i < COUNT; ++i) blocks[i].template turn<past_caches>(in + i * STEP, out + i * STEP, partner);
     }
 }
 
@@ -158,21 +173,26 @@ ROPEWALK_APART void turn_rest(const Run<T> &run, int64_t first) {
     for (int64_t n = 0; n < run.heads; ++n, in += run.in_step, out += run.out_step) {
         __builtin_memcpy(x, in, interleaved ? 2 * size : size);
         if (!interleaved) __builtin_memcpy(x + B::PAIRS, in + run.partner, size);
-        block.turn(x, x, B::PAIRS);
+        block.template turn<false>(x, x, B::PAIRS);
         __builtin_memcpy(out, x, interleaved ? 2 * size : size);
         if (!interleaved) __builtin_memcpy(out + run.partner, x + B::PAIRS, size);
     }
 }
 
+template <class T, bool interleaved, bool conjugate, bool past_caches>
+void turn_all(const Run<T> &run) {
+    constexpr int64_t PAIRS = Block<T, interleaved, conjugate>::PAIRS;
+    int64_t i = 0;
+    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) turn_blocks<T, interleaved, conjugate, 4, past_caches>(run, i);
+    if (i + 2 * PAIRS <= run.pairs) turn_blocks<T, interleaved, conjugate, 2, past_caches>(run, i), i += 2 * PAIRS;
+    if (i + PAIRS <= run.pairs) turn_blocks<T, interleaved, conjugate, 1, past_caches>(run, i), i += PAIRS;
+    if (i < run.pairs) turn_rest<T, interleaved, conjugate>(run, i);
+}
+
 template <class T, bool interleaved, bool conjugate>
 void turn(const Run<T> &run) {
     if (run.in_stride != 1 || run.out_stride != 1) return turn_strided<T, interleaved, conjugate>(run);
-    constexpr int64_t PAIRS = Block<T, interleaved, conjugate>::PAIRS;
-    int64_t i = 0;
-    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) turn_blocks<T, interleaved, conjugate, 4>(run, i);
-    if (i + 2 * PAIRS <= run.pairs) turn_blocks<T, interleaved, conjugate, 2>(run, i), i += 2 * PAIRS;
-    if (i + PAIRS <= run.pairs) turn_blocks<T, interleaved, conjugate, 1>(run, i), i += PAIRS;
-    if (i < run.pairs) turn_rest<T, interleaved, conjugate>(run, i);
+    run.past_caches ? turn_all<T, interleaved, conjugate, true>(run) : turn_all<T, interleaved, conjugate, false>(run);
 }
 #else
 template <class T, bool interleaved, bool conjugate>
@@ -199,12 +219,16 @@ ROPEWALK_APART void copy_still(const Run<T> &run, int64_t from, int64_t to) {
 // streams and each row of the tables is used for more than one head.
 template <class T, bool interleaved, bool conjugate>
 void turn_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token, int64_t tokens,
-                 int64_t cos_step, int64_t sin_step, int64_t first_pair) {
+                 int64_t cos_step, int64_t sin_step, int64_t first_pair, bool past_caches) {
     const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
     auto *out = static_cast<typename T::Stored *>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1];
     run.in_step = x.in_stride[2], run.out_step = x.out_stride[2], run.in_stride = x.in_stride[3], run.out_stride = x.out_stride[3];
     int64_t first = r.offset + (interleaved ? 2 * first_pair : first_pair), end = r.offset + 2 * r.pairs;
     bool copies = in != out && first_pair == 0;
+    // Whole vectors of the output must begin at multiples of their size.
+    auto aligned = [](int64_t elements) { return elements * int64_t(sizeof *out) % BYTES == 0; };
+    run.past_caches = past_caches && in != out && aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) &&
+                      aligned(run.partner) && reinterpret_cast<uintptr_t>(out) % BYTES == 0;
     int64_t group = tokens > 1 && x.in_stride[1] < x.in_stride[2] ? HEADS : x.heads;
     const auto *cos = run.cos, *sin = run.sin;
     for (int64_t head = 0; head < x.heads; head += group) {
@@ -235,6 +259,8 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     const ropewalk_tables &t = r.tables;
     bool as_it_is = t.dtype == (sizeof(Real) == sizeof(double) ? ROPEWALK_F64 : ROPEWALK_F32) && t.cos_stride[2] == 1 &&
                     t.sin_stride[2] == 1;
+    int64_t heads = r.tensors[0].heads + (r.tensor_count > 1 ? r.tensors[1].heads : 0);
+    bool past_caches = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored)) >= LARGE;
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
     run.partner = r.pairs;
@@ -255,10 +281,11 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
             }
             for (int n = 0; n < r.tensor_count; ++n) {
                 turn_tensor<T, interleaved, conjugate>(r, r.tensors[n], run, batch, token, count, t.cos_stride[1],
-                                                       t.sin_stride[1], pair);
+                                                       t.sin_stride[1], pair, past_caches);
             }
         }
     }
+    if (past_caches) fence();
 }
 
 template <class T>

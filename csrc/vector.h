@@ -7,7 +7,7 @@
 
 #include "ropewalk.h"
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -111,6 +111,18 @@ inline void write(T *to, V v) {
     __builtin_memcpy(to, &v, sizeof v);
 }
 
+// Past the caches, straight to memory: for what is too large to be found there again. Aligned to its size.
+template <bool past_caches, class T, class V>
+inline void put(T *to, V v) {
+#if defined(__AVX512F__)
+    if constexpr (past_caches && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), bits<__m512i>(v));
+#endif
+#if defined(__AVX2__)
+    if constexpr (past_caches && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), bits<__m256i>(v));
+#endif
+    write(to, v);
+}
+
 template <int... I>
 struct Indices {};
 template <int N, int... I>
@@ -156,11 +168,12 @@ inline Vector<uint32_t, WORDS> widened(const uint16_t *from) {
 #endif
 }
 
+template <bool past_caches>
 inline void narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
 #if defined(__AVX512F__)
-    write(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
+    put<past_caches>(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
 #else
-    write(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
+    put<past_caches>(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
 #endif
 }
 
@@ -192,21 +205,21 @@ inline Vector<uint32_t, WIDTH<BF16>> rounded(Reals<BF16> x) {
     return x != x ? (u | 0x400000) : nearest;
 }
 
-template <class T>
+template <class T, bool past_caches = false>
 inline void store(typename T::Stored *to, Reals<T> x) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
-        write(to, x);
+        put<past_caches>(to, x);
     } else if constexpr (T::is_bfloat) {
 #if defined(__AVX512BF16__)
-        write(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
+        put<past_caches>(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
 #else
-        narrowed(to, rounded(x) >> 16);
+        narrowed<past_caches>(to, rounded(x) >> 16);
 #endif
     } else {
 #if defined(__AVX512F__)
-        write(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+        put<past_caches>(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-        write(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+        put<past_caches>(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
 #else
         for (int i = 0; i < WIDTH<T>; ++i) to[i] = T::put(x[i]);
 #endif
@@ -228,12 +241,13 @@ inline V halves_woven(V x, Indices<I...>) {
 }
 #endif
 
+template <bool past_caches>
 inline void store_neighbours(uint16_t *to, Reals<BF16> first, Reals<BF16> second) {
 #if defined(__AVX512BF16__)
     auto halves = bits<Vector<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
-    write(to, halves_woven(halves, Count<32>::type()));
+    put<past_caches>(to, halves_woven(halves, Count<32>::type()));
 #else
-    write(to, rounded(first) >> 16 | (rounded(second) & 0xffff0000));
+    put<past_caches>(to, rounded(first) >> 16 | (rounded(second) & 0xffff0000));
 #endif
 }
 #endif  // ROPEWALK_VECTORS

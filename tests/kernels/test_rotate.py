@@ -16,6 +16,7 @@ from kernel_cases import (
     PAIRINGS,
     SMALLEST_NORMAL,
     as_bshd,
+    bits,
     by_reference,
     check,
     expected,
@@ -24,6 +25,7 @@ from kernel_cases import (
     unchanged,
 )
 from ropewalk.kernels import cpu
+from ropewalk.rotation import reference
 
 # head_dim, pairs, offset. 513 pairs are more than fit the buffer of converted tables.
 SIZES = [
@@ -123,6 +125,26 @@ def test_many_tokens(level: str, threads: None, layout: str, pairing: str) -> No
     cos, sin = random_table(*(() if layout == "thd" else (3,)), 131, 40)
     turn(level, [q, k], cos, sin, layout, pairing)
     turn(level, [q, k], cos.double(), sin.double(), layout, pairing, back=True)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("head_dim", [128, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_past_the_caches(
+    level: str, threads: None, dtype: torch.dtype, head_dim: int, layout: str, pairing: str
+) -> None:
+    """Outputs of 16 MiB and more go straight to memory, where whole vectors are aligned; bit for bit the same."""
+    heads, pairs = 12, head_dim // 2
+    seq = (17 << 20) // (heads * head_dim * dtype.itemsize)
+    x = torch.randn(shape(layout, 1, seq, heads, head_dim)).to(dtype)
+    cos, sin = random_table(seq, pairs)
+    (wanted,) = reference.rotate_in_layout([x], cos, sin, layout=layout, pairing=pairing, rotary_offset=0, back=False)
+    memory = torch.empty(x.numel() + 64, dtype=dtype)
+    for start in (0, 1, 8):  # the last two as far from a multiple as an element and as half a vector or less
+        y = memory[start : start + x.numel()].view(x.shape).fill_(torch.nan)
+        cpu.rotate([x], [y], cos, sin, layout, pairing == "interleaved", 0, False)
+        assert torch.equal(bits(y), bits(wanted))
 
 
 def test_threads_make_no_difference(level: str, threads: None) -> None:

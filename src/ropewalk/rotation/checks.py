@@ -104,13 +104,21 @@ def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, hea
 
 
 def can_be_written(x: Tensor) -> None:
-    """Raise if elements of x share their memory, so that it cannot be turned in place."""
-    if 0 in x.stride() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+    """Raise if x cannot be turned in place."""
+    who = "Rotation.apply_"
+    if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         raise error(
-            "Rotation.apply_",
+            who,
             "each element must have memory of its own",
             f"strides {x.stride()} of shape {tuple(x.shape)}",
             "Call the rotation for a new tensor, or expand after turning.",
+        )
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise error(
+            who,
+            "outside inference mode an ordinary tensor is needed",
+            "one made under torch.inference_mode()",
+            "Call the rotation for a new tensor, or clone it first.",
         )
 
 

@@ -115,8 +115,9 @@ def _must_be_seen() -> bool:
 
 def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
     """The same in place."""
+    inference = torch.is_inference_mode_enabled()
     for x in tensors:
-        if not x.is_contiguous():
+        if not x.is_contiguous() or (not inference and x.is_inference()):
             checks.can_be_written(x)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
     if recorded or not backend.cpu_takes(*tensors, cos, sin):
@@ -133,9 +134,9 @@ def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pai
     else:
         for x in tensors:
             turn([x], cos, sin, *how)
-    for x in tensors:
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)  # who saved x for a backward pass must hear of it
+    if inference:
+        tensors = [x for x in tensors if not x.is_inference()]
+    torch.autograd.graph.increment_version(tensors)  # who saved them for a backward pass must hear of it
 
 
 # The axes that q and k must have in common, beside that of the channels.
@@ -202,16 +203,10 @@ def _table_gradient(
     back: bool,
     plain: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin, in their shape and dtype; `plain`: in PyTorch's own operators."""
+    """The gradient to cos and sin, which autograd sums to their shape; `plain`: in PyTorch's own operators."""
     pairs = cos.shape[-1]
     if plain or not backend.cpu_takes(*tensors, *grads):
         d_cos, d_sin = _table_gradient_by_reference(tensors, grads, pairs, layout, pairing, rotary_offset)
     else:
         d_cos, d_sin = cpu.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", rotary_offset)
-    if cos.ndim < 3:
-        d_cos, d_sin = d_cos.sum(0), d_sin.sum(0)
-    elif cos.shape[0] == 1:
-        d_cos, d_sin = d_cos.sum(0, keepdim=True), d_sin.sum(0, keepdim=True)
-    if cos.ndim == 1:
-        d_cos, d_sin = d_cos.sum(0), d_sin.sum(0)
-    return d_cos.to(cos.dtype), (-d_sin if back else d_sin).to(cos.dtype)
+    return d_cos, -d_sin if back else d_sin
