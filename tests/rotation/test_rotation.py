@@ -181,6 +181,16 @@ def test_in_place_refuses_overlapping_memory() -> None:
         )
 
 
+def test_in_place_refuses_inference_tensors_outside_inference_mode() -> None:
+    """As PyTorch's own operators do: nobody could hear that they have changed."""
+    with torch.inference_mode():
+        q = torch.randn(1, SEQ, 2, 8)
+    before = q.clone()
+    with pytest.raises(RopeError, match="outside inference mode an ordinary tensor is needed"):
+        Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(q, layout="bshd")
+    assert torch.equal(q, before)
+
+
 class TestLaws:
     @pytest.mark.parametrize("pairing", PAIRINGS)
     def test_norm_is_kept(self, pairing: str) -> None:

@@ -115,9 +115,8 @@ def _must_be_seen() -> bool:
 
 def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
     """The same in place."""
-    inference = torch.is_inference_mode_enabled()
-    for x in tensors:
-        if not x.is_contiguous() or (not inference and x.is_inference()):
+    if not torch.compiler.is_compiling():
+        for x in tensors:
             checks.can_be_written(x)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
     if recorded or not backend.cpu_takes(*tensors, cos, sin):
@@ -134,9 +133,8 @@ def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pai
     else:
         for x in tensors:
             turn([x], cos, sin, *how)
-    if inference:
-        tensors = [x for x in tensors if not x.is_inference()]
-    torch.autograd.graph.increment_version(tensors)  # who saved them for a backward pass must hear of it
+    # Who saved them for a backward pass must hear of it.
+    torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
 # The axes that q and k must have in common, beside that of the channels.
