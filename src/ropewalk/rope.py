@@ -172,7 +172,8 @@ class Rope:
 
         Args:
             positions: place of each token, in tokens: int32 or int64, `[seq]` or `[batch, seq]`, any value in ±2³¹,
-                negative too. float32 or float64 for places between tokens (image grids).
+                negative too (beyond, the error grows by 1.7e-19 for each; nothing is checked, which would wait for a
+                GPU, and nan gives nan). float32 or float64 for places between tokens (image grids).
             device: where cos and sin are made; that of positions when None.
             dtype: torch.float32 (when None) or torch.float64.
 

@@ -223,6 +223,19 @@ class TestChatGLM:
 
 
 class TestSingleModels:
+    @pytest.mark.parametrize("share", [0.25, 1.0])
+    def test_two_sizes_of_the_slice_must_agree(self, share: float) -> None:
+        config = {
+            "model_type": "minimax_m2",
+            "num_hidden_layers": 1,
+            "head_dim": 128,
+            "rotary_dim": 64,
+            "rope_theta": 5e6,
+        }
+        with pytest.raises(RopeError, match="partial_rotary_factor: it must agree with rotary_dim=64 of head_dim=128"):
+            from_config({**config, "partial_rotary_factor": share})
+        assert from_config({**config, "partial_rotary_factor": 0.5}).rope.rotary_dim == 64
+
     def test_dbrx(self) -> None:
         dbrx = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "max_seq_len": 32768,
                 "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000}}  # fmt: skip

@@ -171,3 +171,10 @@ def test_idle_pairs() -> None:
     assert "pairs 0-1 keep their speed; pairs 2-3 stand still" in ropes.explain()
     assert ropes.facts()["ropes"][0]["rope"]["wavelength"][2:] == [None, None]
     ropes.explain(100)
+
+
+def test_where_no_pair_turns() -> None:
+    """A factor so large that every wavelength is beyond what a float can say."""
+    scaling = {"type": "linear", "factor": 1e308}
+    config = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4, "rope_scaling": scaling}
+    assert "no pair turns" in from_config(config).explain()

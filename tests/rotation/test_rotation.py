@@ -181,6 +181,15 @@ def test_in_place_refuses_overlapping_memory() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_only_dense_tensors() -> None:
+    rotation = Rope(8, 1e4, "half").at(torch.arange(SEQ))
+    q = torch.randn(1, SEQ, 2, 8)
+    for x, kind in ((q.to_sparse(), "torch.sparse_coo"), (torch.nested.nested_tensor([q[0]]), "a nested tensor")):
+        with pytest.raises(RopeError, match=f"q must be a dense tensor, got {kind}"):
+            rotation(x, layout="bshd")
+
+
 def test_in_place_refuses_inference_tensors_outside_inference_mode() -> None:
     """As PyTorch's own operators do: nobody could hear that they have changed."""
     with torch.inference_mode():

@@ -120,7 +120,7 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
         ("base", f"{rope['base']:g}"),
         ("pairing", f"{rope['pairing']}: {_pairing_words(rope)}"),
         ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
-        ("wavelengths", f"{min(turning):,.2f} to {max(turning):,.0f} tokens for a full turn"),
+        ("wavelengths", _wavelength_words(turning)),
         ("slowed", _slowed_words(rope["slowed_by"])),
         ("attention factor", _factor_words(rope["attention_factor"])),
     ]
@@ -138,6 +138,12 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
     if said["length"] is not None:
         rows.append(("at length", _length_words(rope, said)))
     return [f"  {name:<16}  {value}" for name, value in rows]
+
+
+def _wavelength_words(turning: list[float]) -> str:
+    if not turning:
+        return "no pair turns"
+    return f"{min(turning):,.2f} to {max(turning):,.0f} tokens for a full turn"
 
 
 def _shown(value: Any) -> str:

@@ -317,6 +317,9 @@ class _Reader:
         if value > 1.0 or (value < 1.0 and row.partial is None):
             must = "it must be at most 1" if row.partial is not None else f"{self.model_type} rotates the whole head"
             raise self.fields.error(share.where, must, shown(share.value), "Remove it.")
+        if row.dim_key and self.fields.has(row.dim_key) and self.fields.size(row.dim_key) != int(head_dim * value):
+            must = f"it must agree with {row.dim_key}={self.fields.size(row.dim_key)} of head_dim={head_dim}"
+            raise self.fields.error(share.where, must, shown(share.value), "Remove the wrong one.")
         self.origins["rotary_dim"] = f"{share.where} · head_dim"
         return int(head_dim * value)
 

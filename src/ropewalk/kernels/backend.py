@@ -11,11 +11,14 @@ import os
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, error
+from ropewalk._checks import error
 from ropewalk.kernels import cpu
 
 BACKEND = os.environ.get("ROPEWALK_BACKEND", "auto")
-choice("ROPEWALK_BACKEND", "its value", BACKEND, ("auto", "reference", "kernel"))
+if BACKEND not in ("auto", "reference", "kernel"):
+    raise error(
+        "ROPEWALK_BACKEND", "it must be one of 'auto', 'reference', 'kernel'", repr(BACKEND), "Unset it for auto."
+    )
 if BACKEND == "kernel" and cpu.why_not:
     raise error("ROPEWALK_BACKEND=kernel", "the CPU kernel must be there", cpu.why_not, "Install again, or unset it.")
 

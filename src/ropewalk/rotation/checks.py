@@ -52,19 +52,16 @@ def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, he
 
 def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> bool:
     axes, table = _AXES.get(layout) if isinstance(layout, str) else None, cos.shape
-    if (
-        axes is None
-        or cos.dtype not in _TABLE_DTYPES
-        or sin.dtype != cos.dtype
-        or sin.shape != table
-        or len(table) != 2
-    ):
+    if axes is None or cos.dtype not in _TABLE_DTYPES or sin.dtype != cos.dtype or sin.shape != table or len(table) < 2:
         return False
+    count, tokens, batch = axes
     for x in tensors:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.dtype not in _DTYPES:
             return False
         shape = x.shape
-        if len(shape) != axes[0] or shape[-1] != head_dim or shape[axes[1]] != table[0] or x.dtype not in _DTYPES:
+        if len(shape) != count or shape[-1] != head_dim or shape[tokens] != table[-2]:
+            return False
+        if len(table) == 3 and (batch is None or table[0] != shape[batch]):
             return False
         if not (x.is_cpu and cos.is_cpu and sin.is_cpu) and not (x.device == cos.device == sin.device):
             return False
@@ -77,6 +74,9 @@ def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, hea
     tables(cos, sin)
     if not isinstance(x, Tensor):
         raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested tensor" if x.is_nested else str(x.layout)
+        raise error(_WHO, f"{name} must be a dense tensor", kind, "Make it dense; for ragged batches see positions.")
     if x.dtype not in _DTYPES:
         raise error(_WHO, f"{name} must be float16, bfloat16, float32 or float64", str(x.dtype), "Convert it first.")
     if x.ndim != len(layout):
