@@ -88,7 +88,7 @@ def test_compares_time_and_error_and_the_summary_follows_from_the_numbers(said):
         found[name] = whole, error
     (ratio,) = (float(m[1]) for row in rows if (m := re.search(r"ropewalk takes ([\d.]+) times as long", row)))
     ours, usual = found["ropewalk"], found["usual float32 code"]
-    assert ratio == pytest.approx(ours[0] / usual[0], rel=0.02)
+    assert ratio == pytest.approx(ours[0] / usual[0], rel=0.02, abs=0.005)  # two decimals are printed
     assert ours[1] < 2.0**-22
     assert 1e-3 < usual[1] < 2e-2
 
