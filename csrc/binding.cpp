@@ -22,7 +22,7 @@ int threads_for(int64_t elements, int64_t threads) {
     return static_cast<int>(std::max<int64_t>(1, std::min(threads, elements / GRAIN)));
 }
 
-// Batch, token, head and channel among the axes of each layout, in the order of checks.LAYOUTS; -1: there is none.
+// Batch, token, head and channel among the axes of each layout, in the order of _checks.LAYOUTS; -1: there is none.
 constexpr int AXES[][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {-1, 0, 1, 2}};
 
 int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i)); }

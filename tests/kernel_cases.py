@@ -69,8 +69,9 @@ def check(y: Tensor, exact: np.ndarray, size: np.ndarray, layout: str, says: obj
 def by_reference(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, back: bool
 ) -> list[Tensor]:
-    how = {"layout": layout, "pairing": pairing, "rotary_offset": offset, "back": back}
-    return reference.rotate_in_layout(tensors, cos, sin, **how)  # type: ignore[arg-type]
+    return reference.rotate_in_layout(
+        tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=offset, back=back
+    )
 
 
 def same(x: Tensor, y: Tensor, level: str) -> bool:

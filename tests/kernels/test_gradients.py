@@ -228,8 +228,9 @@ def test_under_checkpoint(calls: list[str], threads: None, reentrant: bool, coun
     # Numbers up to some tens, each the sum of four products of float32.
     np.testing.assert_allclose(q.grad, expected(grad, cos, sin, "bshd", "half", 0, back=True)[0], rtol=1e-5, atol=1e-4)
     d_cos, d_sin, _ = oracle.table_gradient(q.detach().double().numpy(), grad.numpy(), 32, "half")
-    np.testing.assert_allclose(cos.grad, d_cos.sum(0), rtol=1e-5, atol=1e-3)
-    np.testing.assert_allclose(sin.grad, d_sin.sum(0), rtol=1e-5, atol=1e-3)
+    # Measured over 20 seeds: at most 4.7e-6 more than the relative part.
+    np.testing.assert_allclose(cos.grad, d_cos.sum(0), rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(sin.grad, d_sin.sum(0), rtol=1e-5, atol=2e-5)
     assert calls == ["rotate", "rotate", "rotate", "table_gradient"]
 
 

@@ -357,20 +357,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={"indexed_attention": Kind(), "full_attention": Kind(), "linear_attention": None},
         pattern=Every(4, "indexed_attention", "linear_attention", key="full_attention_interval"),
     ),
-    "qwen3_5_text": several_axes(
-        "qwen3_5",
-        share=0.25,
-        head_dim_divides=False,
-        kinds={_FULL: Kind(), "linear_attention": None},
-        pattern=_EVERY_FOURTH_FULL,
-    ),
-    "qwen3_5_moe_text": several_axes(
-        "qwen3_5_moe",
-        share=0.25,
-        head_dim_divides=False,
-        kinds={_FULL: Kind(), "linear_attention": None},
-        pattern=_EVERY_FOURTH_FULL,
-    ),
+    **{
+        f"{name}_text": several_axes(
+            name,
+            share=0.25,
+            head_dim_divides=False,
+            kinds={_FULL: Kind(), "linear_attention": None},
+            pattern=_EVERY_FOURTH_FULL,
+        )
+        for name in ("qwen3_5", "qwen3_5_moe")
+    },
     **NO_ROPES,
 }
 """model_type → row."""

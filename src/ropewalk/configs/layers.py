@@ -105,10 +105,10 @@ def _indices(fields: Fields, pattern: Indices, count: int, origins: dict[str, st
     if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
         must = f"it must be a list of layer numbers below {count}"
         raise fields.error(pattern.key, must, shown(listed), "Mend it.")
-    named = pattern.miss if pattern.hit == NO_ROPE else pattern.hit
-    does = "that do not rotate" if pattern.hit == NO_ROPE else "that rotate" if named == ALL else f"that are {named}"
-    origins["layer_types"] = f"{pattern.key}: the layers {does}"
-    return [pattern.hit if i in set(listed) else pattern.miss for i in range(count)]
+    does = {NO_ROPE: "do not rotate", ALL: "rotate"}.get(pattern.hit, f"are {pattern.hit}")
+    chosen = set(listed)
+    origins["layer_types"] = f"{pattern.key}: the layers that {does}"
+    return [pattern.hit if i in chosen else pattern.miss for i in range(count)]
 
 
 def _coded(fields: Fields, pattern: Coded, count: int, origins: dict[str, str]) -> list[str]:
@@ -124,15 +124,13 @@ def _coded(fields: Fields, pattern: Coded, count: int, origins: dict[str, str]) 
 def _dense_prefix(fields: Fields, pattern: DensePrefix, count: int, origins: dict[str, str]) -> list[str]:
     sliding, full = "sliding_attention", "full_attention"
     own = fields.size("prefix_dense_sliding_window_pattern") if fields.has("prefix_dense_sliding_window_pattern") else 1
-    every = fields.size("sliding_window_pattern") if fields.has("sliding_window_pattern") else 4
+    rest = fields.size("sliding_window_pattern") if fields.has("sliding_window_pattern") else 4
     first = fields.count("first_k_dense_replace", at_most=count)
     listed = fields.listed("layer_types", count)
-    origins["layer_types"] = (
-        "layer_types" if listed else f"the first {first}: every {own}., then every {every}. is full"
-    )
+    origins["layer_types"] = "layer_types" if listed else f"the first {first}: every {own}., then every {rest}. is full"
     if listed is None:
         listed = [full if (i + 1) % own == 0 else sliding for i in range(first)]
-        listed += [full if (i + 1) % every == 0 else sliding for i in range(count - first)]
+        listed += [full if (i + 1) % rest == 0 else sliding for i in range(count - first)]
     dense = fields.listed("mlp_layer_types", count) or ["dense"] * first + ["sparse"] * (count - first)
     for key, known, entries in (
         ("layer_types", (sliding, full), listed),
@@ -141,7 +139,7 @@ def _dense_prefix(fields: Fields, pattern: DensePrefix, count: int, origins: dic
         for entry in entries:
             if entry not in known:
                 raise fields.error(key, f"each must be one of {', '.join(known)}", shown(entry), "Mend it.")
-    turns = own == 1
+    turns = own == 1  # a prefix with a pattern of its own turns nothing but its sliding layers
     return [
         pattern.dense_full if turns and kind == full and mlp == "dense" else kind
         for kind, mlp in zip(listed, dense, strict=True)

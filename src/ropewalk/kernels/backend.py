@@ -26,19 +26,23 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _USES_CPU = BACKEND != "reference" and not cpu.why_not
 
 
+def must_be_seen() -> bool:
+    """Whether PyTorch must see the operators inside, since it makes something else of them than their result."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def cpu_takes(*tensors: Tensor) -> bool:
     """Whether the CPU kernel can do it: plain tensors on the CPU, and no transform that must look inside.
 
     Raises:
         RopeError: it cannot, and ROPEWALK_BACKEND asks for it.
     """
-    takes = (
-        _USES_CPU
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-    )
+    takes = _USES_CPU and not must_be_seen()
     for x in tensors:
         # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`).
         takes = takes and type(x) in _PLAIN and x.is_cpu and not x.is_neg()

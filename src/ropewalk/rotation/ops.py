@@ -80,11 +80,11 @@ def rotate(
         back: turn by minus the angle, factor included: the transposed rotation.
     """
     by_kernel = backend.cpu_takes(*tensors, cos, sin)
-    if not by_kernel and _must_be_seen():
+    if not by_kernel and backend.must_be_seen():
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
     if len(tensors) == 2 and not _alike(tensors[0], tensors[1], layout):
-        how = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "back": back}
-        return [rotate([x], cos, sin, **how)[0] for x in tensors]  # type: ignore[arg-type]
+        how: dict[str, Any] = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "back": back}
+        return [rotate([x], cos, sin, **how)[0] for x in tensors]
     if torch.is_grad_enabled() and (tensors[0].requires_grad or cos.requires_grad or sin.requires_grad):
         checks.can_be_saved(cos)
         turned: tuple[Tensor, ...] = _Rotate.apply(  # type: ignore[no-untyped-call]
@@ -101,16 +101,6 @@ def _run(by_kernel: bool, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how:
     turn = _rotate if _watched() else _rotate_cpu
     turned: list[Tensor] = turn(tensors, cos, sin, layout, pairing == "interleaved", rotary_offset, back)
     return turned
-
-
-def _must_be_seen() -> bool:
-    """Whether PyTorch must see the operators inside, since it makes something else of them than their result."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
