@@ -29,7 +29,7 @@ def bits(x: Tensor) -> Tensor:
 
 def as_bshd(x: Tensor, layout: str) -> np.ndarray:
     """A tensor in float64 and one order of axes."""
-    array = x.detach().double().numpy()
+    array = x.detach().double().cpu().numpy()
     letters = layout.replace("t", "s")
     if "b" not in letters:
         array, letters = array[None], "b" + letters
@@ -38,7 +38,7 @@ def as_bshd(x: Tensor, layout: str) -> np.ndarray:
 
 def broadcast(table: Tensor) -> np.ndarray:
     """A table [pairs], [seq, pairs] or [batch, seq, pairs] against [batch, seq, heads, pairs]."""
-    array = table.detach().double().numpy()
+    array = table.detach().double().cpu().numpy()
     return array if array.ndim == 1 else array[..., None, :]
 
 
@@ -48,16 +48,29 @@ def expected(
     return oracle.turned(as_bshd(x, layout), broadcast(cos), broadcast(sin), pairing, offset, back)
 
 
-def check(y: Tensor, exact: np.ndarray, size: np.ndarray, layout: str, says: object, flushed: bool = False) -> None:
+def check(
+    y: Tensor,
+    exact: np.ndarray,
+    size: np.ndarray,
+    layout: str,
+    says: object,
+    flushed: bool = False,
+    truncated: bool = False,
+) -> None:
     """y is the exact value, but for the roundings that are promised.
 
     Two products, one sum and a float64 table to float32 (`size` is the sum of the products' sizes, and float64 rounds
     in the oracle as well); then one rounding to the dtype of y. `flushed`: bfloat16 below the normal numbers may be 0.
+    `truncated`: it is cut off instead of rounded, as Triton's interpreter does with bfloat16.
     """
     unit = torch.finfo(torch.float64 if y.dtype == torch.float64 else torch.float32).eps / 2
     out = torch.finfo(y.dtype)
     smallest = SMALLEST_NORMAL if flushed else out.smallest_normal * out.eps
-    allowed = (10 if y.dtype == torch.float64 else 5) * unit * size + out.eps / 2 * abs(exact) + smallest
+    allowed = (
+        (10 if y.dtype == torch.float64 else 5) * unit * size
+        + out.eps * (1 if truncated else 0.5) * abs(exact)
+        + smallest
+    )
     error = abs(as_bshd(y, layout) - exact)
     still = size == 0  # copied, or turned to 0
     worst = np.unravel_index(np.argmax(np.where(error > allowed, error, 0)), error.shape) if error.size else ()

@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant("backward not conjugated", OPS, "back=not ctx.back", "back=ctx.back"),
     Mutant("backward forgets the offset", OPS, '"pairing": pairing, "rotary_offset": rotary_offset}\n        ctx.back', '"pairing": pairing, "rotary_offset": 0}\n        ctx.back'),
     Mutant("kernel under transforms", "kernels/backend.py", "_USES_CPU and not must_be_seen()", "_USES_CPU"),
-    Mutant("Function under transforms", OPS, "if not by_kernel and backend.must_be_seen():", "if False:"),
+    Mutant("Function under transforms", OPS, "if kernel is None and backend.must_be_seen():", "if False:"),
     Mutant("opaque under functorch", "kernels/backend.py", "        or torch._C._are_functorch_transforms_active()\n", ""),
     Mutant("opaque in forward mode", "kernels/backend.py", "        or torch.autograd.forward_ad._current_level >= 0\n", ""),
     Mutant("several gradients at once", OPS, "torch._C._functorch.is_legacy_batchedtensor(grad) for grad", "False for grad"),

@@ -6,7 +6,9 @@ float64 where the device has it: cos and sin of the phase, rounded once. Elsewhe
 the quadrant, the rest a residual within an eighth of a turn, and a float32 polynomial its cosine and sine (not
 `torch.cos`: the compiled one is off by 1.1e-7, and it is slow on GPUs).
 
-Plain CPU tensors go to the compiled kernel, which does the same in float64: quadrant, residual and a polynomial.
+Plain tensors on the CPU or a GPU go to the compiled kernels, which do the same in float64: quadrant, residual and a
+polynomial. Code compiled for a GPU calls an operator, `ropewalk::angles`, that is given the steps as numbers: as a
+constant of the graph they would be copied to the GPU at every call.
 
 Float positions (image grids) go through a float64 product instead.
 """
@@ -14,12 +16,13 @@ Float positions (image grids) go through a float64 product instead.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.kernels import backend, cpu
+from ropewalk.kernels import backend
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
@@ -64,7 +67,8 @@ def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tens
             )
         return delta
     _checks.integer(who, "delta", delta, at_least=-(2**63), at_most=2**63 - 1)
-    return torch.tensor(delta, dtype=torch.int64, device="cpu" if device is None else device)
+    # full and not tensor, which would copy to a GPU and wait.
+    return torch.full((), delta, dtype=torch.int64, device="cpu" if device is None else device)
 
 
 def cos_sin(
@@ -102,19 +106,50 @@ def cos_sin(
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
-        speeds = _tensor_of(steps, positions)
-        if has_float64 and backend.cpu_takes(positions, speeds):
-            return cpu.angles(positions.to(torch.int64), speeds, factor, dtype)
-        phase = positions.to(torch.int64).unsqueeze(-1) * speeds
-        if not has_float64 and dtype == torch.float32:
-            return cos_sin_of_phase_float32(phase, factor)
-        _require_float64(has_float64, positions.device)
-        angle = phase.to(torch.float64) * _RADIANS_PER_UNIT
-    else:
-        _require_float64(has_float64, positions.device)
-        speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
-        angle = positions.to(torch.float64).unsqueeze(-1) * speeds
+        if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            made: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype)
+            return made
+        if has_float64:
+            return _of_integers(positions, steps, factor, dtype)
+        _require_float64(dtype == torch.float32, positions.device)
+        phase = positions.to(torch.int64).unsqueeze(-1) * _tensor_of(steps, positions)
+        return cos_sin_of_phase_float32(phase, factor)
+    _require_float64(has_float64, positions.device)
+    speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
+    return _rounded(positions.to(torch.float64).unsqueeze(-1) * speeds, factor, dtype)
+
+
+def _of_integers(positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    speeds = _tensor_of(steps, positions)
+    kernel = backend.kernel_for(positions, speeds)
+    if kernel is not None:
+        made: tuple[Tensor, Tensor] = kernel.angles(positions, speeds, factor, dtype)
+        return made
+    phase = positions.to(torch.int64).unsqueeze(-1) * speeds
+    return _rounded(phase.to(torch.float64) * _RADIANS_PER_UNIT, factor, dtype)
+
+
+def _rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+
+
+def _angles_meta(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = (positions.new_empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+def _angles_vmap(
+    info: Any, in_dims: tuple[Any, ...], positions: Tensor, *rest: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    return torch.ops.ropewalk.angles(positions.movedim(in_dims[0], 0), *rest), (0, 0)
+
+
+_library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("angles(Tensor positions, int[] steps, float factor, ScalarType dtype) -> (Tensor, Tensor)")
+for _key in ("CPU", "CUDA"):
+    _library.impl("angles", lambda positions, steps, *rest: _of_integers(positions, tuple(steps), *rest), _key)
+_library.impl("angles", _angles_meta, "Meta")
+torch.library.register_vmap("ropewalk::angles", _angles_vmap, lib=_library)
 
 
 def _require_float64(has_float64: bool, device: torch.device) -> None:

@@ -112,7 +112,9 @@ assert calls == [], calls
     lines = run("kernel", program).splitlines()
     assert len(lines) == 4
     for line in lines:
-        assert line.startswith("ROPEWALK_BACKEND=kernel: there must be plain tensors on the CPU, and no transform")
+        assert line.startswith(
+            "ROPEWALK_BACKEND=kernel: there must be plain tensors on the CPU or a GPU, and no transform"
+        )
         assert line.endswith("Set it to auto.")
     assert "got Tensor on meta" in lines[1]
 

@@ -1,18 +1,19 @@
 """Which code runs: the compiled kernels wherever they can, or what ROPEWALK_BACKEND says.
 
 The variable is read once: "auto", the default; "reference": plain PyTorch throughout; "kernel": an error wherever
-there is a kernel and it cannot be used.
+it cannot be a kernel.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk._checks import error
-from ropewalk.kernels import cpu
+from ropewalk._checks import RopeError, error
+from ropewalk.kernels import cpu, gpu
 
 BACKEND = os.environ.get("ROPEWALK_BACKEND", "auto")
 if BACKEND not in ("auto", "reference", "kernel"):
@@ -36,25 +37,42 @@ def must_be_seen() -> bool:
     )
 
 
-def cpu_takes(*tensors: Tensor) -> bool:
-    """Whether the CPU kernel can do it: plain tensors on the CPU, and no transform that must look inside.
+def kernel_for(*tensors: Tensor) -> Any:
+    """The module, `cpu` or `gpu`, whose kernels can do it; None where plain PyTorch must.
+
+    They take plain tensors of one device, where no transform must look inside.
 
     Raises:
-        RopeError: it cannot, and ROPEWALK_BACKEND asks for it.
+        RopeError: none can, and ROPEWALK_BACKEND asks for it.
     """
-    takes = _USES_CPU and not must_be_seen()
+    kernel = None if must_be_seen() else _of(tensors)
+    if BACKEND == "kernel" and kernel is None:
+        raise _no_kernel(tensors[0])
+    return kernel
+
+
+def _of(tensors: tuple[Tensor, ...]) -> Any:
+    on_cpu = tensors[0].is_cpu
     for x in tensors:
         # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`).
-        takes = takes and type(x) in _PLAIN and x.is_cpu and not x.is_neg()
-    if BACKEND == "kernel" and not takes:
-        x = tensors[0]
-        raise error(
-            "ROPEWALK_BACKEND=kernel",
-            "there must be plain tensors on the CPU, and no transform, compilation or export",
-            f"{type(x).__name__} on {x.device}",
-            "Set it to auto.",
+        if type(x) not in _PLAIN or x.is_cpu is not on_cpu or x.is_neg():
+            return None
+    if on_cpu:
+        return cpu if _USES_CPU else None
+    return gpu if tensors[0].is_cuda and BACKEND != "reference" and not gpu.why_not() else None
+
+
+def _no_kernel(x: Tensor) -> RopeError:
+    if x.is_cuda and gpu.why_not():
+        return error(
+            "ROPEWALK_BACKEND=kernel", "the GPU kernel must be there", gpu.why_not(), "Mend that, or unset it."
         )
-    return takes
+    return error(
+        "ROPEWALK_BACKEND=kernel",
+        "there must be plain tensors on the CPU or a GPU, and no transform, compilation or export",
+        f"{type(x).__name__} on {x.device}",
+        "Set it to auto.",
+    )
 
 
 def backends() -> dict[str, str]:
@@ -66,9 +84,8 @@ def backends() -> dict[str, str]:
         usable on every device (plain PyTorch)
     """
     said = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none found"
     return {
         "reference": "usable on every device (plain PyTorch)",
         "cpu kernel": f"not usable: {cpu.why_not}" if cpu.why_not else f"usable: {cpu.level()}{said}",
-        "gpu kernel": f"not usable: this release has none (GPU: {gpu})",
+        "gpu kernel": f"not usable: {gpu.why_not()}" if gpu.why_not() else f"usable: {gpu.version()}{said}",
     }

@@ -91,8 +91,8 @@ def table_gradient(
 
 
 def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
-    positions = positions.contiguous()
+    """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+    positions = positions.to(torch.int64).contiguous()
     cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
     _cpu.angles(
         positions.data_ptr(),

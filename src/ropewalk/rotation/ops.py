@@ -1,20 +1,21 @@
 """Which code turns, and gradients: the gradient of a rotation is the rotation back, so only the tables are saved.
 
-Plain CPU tensors go to the compiled kernels, through operators of `torch.library` that are private to ropewalk, and
-straight to the kernels where nobody watches operators, which saves a third of the time of one token. All else is the
-reference in plain PyTorch, and so is every case in which PyTorch must look inside: torch.func transforms, forward-mode
-AD, torch.compile and export. An operator or an autograd.Function gives no gradient, or a wrong one, in silence there
-(tests/rotation/test_transforms.py shows each).
+Plain tensors on the CPU or a GPU go to the compiled kernels, through operators of `torch.library` that are private to
+ropewalk, and straight to the kernels where nobody watches operators, which saves a third of the time of one token on
+the CPU. All else is the reference in plain PyTorch, and so is every case in which PyTorch must look inside: torch.func
+transforms, forward-mode AD, torch.compile and export. An operator or an autograd.Function gives no gradient, or a wrong
+one, in silence there (tests/rotation/test_transforms.py shows each).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import backend, cpu
+from ropewalk.kernels import backend, cpu, gpu
 from ropewalk.rotation import checks
 from ropewalk.rotation.reference import rotate_in_layout as _by_reference
 from ropewalk.rotation.reference import table_gradient as _table_gradient_by_reference
@@ -39,22 +40,24 @@ def _watched() -> bool:
     )
 
 
-def _rotate_cpu(tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+def _new(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
     outputs = [torch.empty_like(x) for x in tensors]
-    cpu.rotate(tensors, outputs, cos, sin, *how)
+    kernel.rotate(tensors, outputs, cos, sin, *how)
     return outputs
 
 
-def _rotate_cpu_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> None:
-    cpu.rotate(tensors, tensors, cos, sin, *how)
+def _in_place(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> None:
+    kernel.rotate(tensors, tensors, cos, sin, *how)
 
 
 def _rotate_meta(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     return [torch.empty_like(x) for x in tensors]
 
 
-_library.impl("rotate", _rotate_cpu, "CPU")
-_library.impl("rotate_", _rotate_cpu_, "CPU")
+# "CUDA" is AMD's GPUs too.
+for _kernel, _key in ((cpu, "CPU"), (gpu, "CUDA")):
+    _library.impl("rotate", partial(_new, _kernel), _key)
+    _library.impl("rotate_", partial(_in_place, _kernel), _key)
 _library.impl("rotate", _rotate_meta, "Meta")
 _library.impl("rotate_", lambda *_: None, "Meta")
 _rotate = torch.ops.ropewalk.rotate.default
@@ -79,8 +82,8 @@ def rotate(
         pairing, rotary_offset: as in `Rotation`.
         back: turn by minus the angle, factor included: the transposed rotation.
     """
-    by_kernel = backend.cpu_takes(*tensors, cos, sin)
-    if not by_kernel and backend.must_be_seen():
+    kernel = backend.kernel_for(*tensors, cos, sin)
+    if kernel is None and backend.must_be_seen():
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
     if len(tensors) == 2 and not _alike(tensors[0], tensors[1], layout):
         how: dict[str, Any] = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "back": back}
@@ -88,18 +91,18 @@ def rotate(
     if torch.is_grad_enabled() and (tensors[0].requires_grad or cos.requires_grad or sin.requires_grad):
         checks.can_be_saved(cos)
         turned: tuple[Tensor, ...] = _Rotate.apply(  # type: ignore[no-untyped-call]
-            by_kernel, cos, sin, layout, pairing, rotary_offset, back, *tensors
+            kernel, cos, sin, layout, pairing, rotary_offset, back, *tensors
         )
         return list(turned)
-    return _run(by_kernel, tensors, cos, sin, layout, pairing, rotary_offset, back)
+    return _run(kernel, tensors, cos, sin, layout, pairing, rotary_offset, back)
 
 
-def _run(by_kernel: bool, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+def _run(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
     layout, pairing, rotary_offset, back = how
-    if not by_kernel:
+    if kernel is None:
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
-    turn = _rotate if _watched() else _rotate_cpu
-    turned: list[Tensor] = turn(tensors, cos, sin, layout, pairing == "interleaved", rotary_offset, back)
+    arguments = (tensors, cos, sin, layout, pairing == "interleaved", rotary_offset, back)
+    turned: list[Tensor] = _rotate(*arguments) if _watched() else _new(kernel, *arguments)
     return turned
 
 
@@ -109,20 +112,21 @@ def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pai
         for x in tensors:
             checks.can_be_written(x)
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
-    if recorded or not backend.cpu_takes(*tensors, cos, sin):
+    kernel = None if recorded else backend.kernel_for(*tensors, cos, sin)
+    if kernel is None:
         # One tensor after the other: a Function with two outputs cannot change two slices of one fused projection.
         for x in tensors:
             # Learned tables need x as it was for their own gradient.
             given = x.clone() if cos.requires_grad or sin.requires_grad else x
             x.copy_(rotate([given], cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset)[0])
         return
-    turn = _rotate_ if _watched() else _rotate_cpu_
-    how = (layout, pairing == "interleaved", rotary_offset, False)
-    if len(tensors) == 1 or _alike(tensors[0], tensors[1], layout):
-        turn(tensors, cos, sin, *how)
-    else:
-        for x in tensors:
-            turn([x], cos, sin, *how)
+    groups = [tensors] if len(tensors) == 1 or _alike(tensors[0], tensors[1], layout) else [[x] for x in tensors]
+    for group in groups:
+        arguments = (group, cos, sin, layout, pairing == "interleaved", rotary_offset, False)
+        if _watched():
+            _rotate_(*arguments)
+        else:
+            _in_place(kernel, *arguments)
     # Who saved them for a backward pass must hear of it.
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
@@ -146,7 +150,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        by_kernel: bool,
+        kernel: Any,
         cos: Tensor,
         sin: Tensor,
         layout: str,
@@ -160,7 +164,7 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin, *(tensors if ctx.learned else ()))
         ctx.how = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset}
         ctx.back = back
-        return tuple(_run(by_kernel, list(tensors), cos, sin, layout, pairing, rotary_offset, back))
+        return tuple(_run(kernel, list(tensors), cos, sin, layout, pairing, rotary_offset, back))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -193,8 +197,9 @@ def _table_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradient to cos and sin, which autograd sums to their shape; `plain`: in PyTorch's own operators."""
     pairs = cos.shape[-1]
-    if plain or not backend.cpu_takes(*tensors, *grads):
+    kernel = None if plain else backend.kernel_for(*tensors, *grads)
+    if kernel is None:
         d_cos, d_sin = _table_gradient_by_reference(tensors, grads, pairs, layout, pairing, rotary_offset)
     else:
-        d_cos, d_sin = cpu.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", rotary_offset)
+        d_cos, d_sin = kernel.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", rotary_offset)
     return d_cos, -d_sin if back else d_sin

@@ -1,0 +1,236 @@
+"""The GPU kernels, in Triton: rotation, the gradient to its tables, and the tables. `gpu.py` launches them.
+
+All of them are bound by memory. A program takes a tile of tokens × heads × pairs, a power of two of each, of one size
+however the three share it, so that every thread moves 16 bytes at a time and several times over, and no element is held
+by two threads (in place, the second would read what the first has written).
+
+Strides count units of ALIGN elements (TABLE_ALIGN in tables): the compiler then knows that rows are aligned, without a
+compilation for each number. Addresses are 64-bit before the first product. No argument is specialised, so that no
+length, batch or stride compiles anew.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_NOT_SPECIALIZED = [
+    *("tokens", "q_heads", "k_heads", "q_programs", "rows", "cos_b", "cos_t", "cos_p", "sin_b", "sin_t", "sin_p"),
+    *(f"{x}_{axis}" for x in ("q", "k", "p", "r") for axis in "bthd"),
+]
+
+
+@triton.jit
+def _tile(program, x_heads, tokens, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
+    """The row of the batch, the tokens and the heads of a program; heads run fastest, so that they share tables."""
+    head_blocks = tl.cdiv(x_heads, BLOCK_H)
+    token_blocks = tl.cdiv(tokens, BLOCK_T)
+    head = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
+    rest = program // head_blocks
+    token = (rest % token_blocks) * BLOCK_T + tl.arange(0, BLOCK_T)
+    return (rest // token_blocks).to(tl.int64), token[:, None, None], head[None, :, None]
+
+
+@triton.jit
+def _rows(x, b, token, head, x_b, x_t, x_h, ALIGN: tl.constexpr):
+    """The address of the first channel of each token and head."""
+    return x + (b * x_b + token.to(tl.int64) * x_t + head.to(tl.int64) * x_h) * ALIGN
+
+
+@triton.jit
+def _channels(first, COUNT: tl.constexpr, stride, DENSE: tl.constexpr):
+    """The offsets of channels `first` and after; DENSE: the stride is 1, and the compiler knows."""
+    channel = first + tl.arange(0, COUNT)[None, None, :]
+    return channel if DENSE else channel.to(tl.int64) * stride
+
+
+@triton.jit
+def _load_pairs(
+    rows, stride, here, OFFSET: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """The two channels of each pair."""
+    if INTERLEAVED:
+        inside = here & (tl.arange(0, 2 * BLOCK_P)[None, None, :] < 2 * PAIRS)
+        x = tl.load(rows + _channels(OFFSET, 2 * BLOCK_P, stride, DENSE), mask=inside, other=0.0)
+        return tl.split(tl.reshape(x, (x.shape[0], x.shape[1], BLOCK_P, 2)))
+    inside = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
+    a = tl.load(rows + _channels(OFFSET, BLOCK_P, stride, DENSE), mask=inside, other=0.0)
+    b = tl.load(rows + _channels(OFFSET + PAIRS, BLOCK_P, stride, DENSE), mask=inside, other=0.0)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(
+    rows, stride, here, a, b, OFFSET: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    if INTERLEAVED:
+        inside = here & (tl.arange(0, 2 * BLOCK_P)[None, None, :] < 2 * PAIRS)
+        x = tl.reshape(tl.join(a, b), (a.shape[0], a.shape[1], 2 * BLOCK_P))
+        tl.store(rows + _channels(OFFSET, 2 * BLOCK_P, stride, DENSE), x, mask=inside)
+    else:
+        inside = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
+        tl.store(rows + _channels(OFFSET, BLOCK_P, stride, DENSE), a, mask=inside)
+        tl.store(rows + _channels(OFFSET + PAIRS, BLOCK_P, stride, DENSE), b, mask=inside)
+
+
+@triton.jit
+def _copy(x_rows, y_rows, x_stride, y_stride, here, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
+          DENSE: tl.constexpr):  # fmt: skip
+    """Channels that are not rotated."""
+    for start in tl.static_range(FIRST, END, BLOCK):
+        inside = here & (start + tl.arange(0, BLOCK)[None, None, :] < END)
+        x = tl.load(x_rows + _channels(start, BLOCK, x_stride, DENSE), mask=inside)
+        tl.store(y_rows + _channels(start, BLOCK, y_stride, DENSE), x, mask=inside)
+
+
+@triton.jit
+def _turn(
+    program, x, y, cos, sin, tokens, heads,
+    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    COPY: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+):  # fmt: skip
+    compute: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    batch, token, head = _tile(program, heads, tokens, BLOCK_T, BLOCK_H)
+    here = (token < tokens) & (head < heads)
+    x_rows = _rows(x, batch, token, head, x_b, x_t, x_h, ALIGN)
+    y_rows = _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN)
+    a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+
+    # Loaded for every head, from the cache, in the layout of a and b: nothing has to be exchanged between threads.
+    known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
+    cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, 0, TABLE_ALIGN)
+    sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, 0, TABLE_ALIGN)
+    c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
+    s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
+    if BACK:
+        s = -s
+
+    a, b = a.to(compute), b.to(compute)
+    turned_a = (a * c - b * s).to(y.dtype.element_ty)
+    turned_b = (a * s + b * c).to(y.dtype.element_ty)
+    _store_pairs(y_rows, y_d, here, turned_a, turned_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+    if COPY:
+        _copy(x_rows, y_rows, x_d, y_d, here, 0, OFFSET, BLOCK_P, DENSE)
+        _copy(x_rows, y_rows, x_d, y_d, here, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def rotate(
+    q, p, k, r, cos, sin,  # q is turned into p, k into r
+    tokens, q_heads, k_heads, q_programs,
+    q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
+    cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    Q_BLOCK_T: tl.constexpr, Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    COPY: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Each pair (a, b) to (a·cos − b·sin, a·sin + b·cos); the first `q_programs` programs take q, the others k."""
+    program = tl.program_id(0)
+    if program < q_programs:
+        _turn(
+            program, q, p, cos, sin, tokens, q_heads,
+            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            Q_BLOCK_T, Q_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, BACK,
+            COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN,
+        )  # fmt: skip
+    else:
+        _turn(
+            program - q_programs, k, r, cos, sin, tokens, k_heads,
+            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            K_BLOCK_T, K_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, BACK,
+            COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN,
+        )  # fmt: skip
+
+
+@triton.jit
+def _products(
+    sum_cos, sum_sin, batch, token, x, grad, tokens, heads, x_b, x_t, x_h, x_d, g_b, g_t, g_h, g_d,
+    BLOCKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+    PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """The sums of one tensor, head by head, added."""
+    for block in range(BLOCKS):
+        head = block * BLOCK_H + tl.arange(0, BLOCK_H)[None, :, None]
+        here = (token < tokens) & (head < heads)
+        x_rows = _rows(x, batch, token, head, x_b, x_t, x_h, ALIGN)
+        g_rows = _rows(grad, batch, token, head, g_b, g_t, g_h, ALIGN)
+        a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+        g, h = _load_pairs(g_rows, g_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+        a, b, g, h = a.to(sum_cos.dtype), b.to(sum_cos.dtype), g.to(sum_cos.dtype), h.to(sum_cos.dtype)
+        sum_cos += g * a + h * b
+        sum_sin += h * a - g * b
+    return sum_cos, sum_sin
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def table_gradient(
+    q, p, k, r, d_cos, d_sin,  # p and r are the gradients of turned q and k
+    tokens, q_heads, k_heads,
+    q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr,
+    PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """With (g, h) the gradient of the turned pair: g·a + h·b to cos, h·a − g·b to sin, summed over all heads."""
+    batch, token, _ = _tile(tl.program_id(0), 1, tokens, BLOCK_T, BLOCK_H)
+    zero = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_P), d_cos.dtype.element_ty)
+    sum_cos, sum_sin = _products(
+        zero, zero, batch, token, q, p, tokens, q_heads, q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d,
+        Q_BLOCKS, BLOCK_H, BLOCK_P, PAIRS, OFFSET, INTERLEAVED, DENSE, ALIGN,
+    )  # fmt: skip
+    sum_cos, sum_sin = _products(
+        sum_cos, sum_sin, batch, token, k, r, tokens, k_heads, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
+        K_BLOCKS, BLOCK_H, BLOCK_P, PAIRS, OFFSET, INTERLEAVED, DENSE, ALIGN,
+    )  # fmt: skip
+    pair = tl.arange(0, BLOCK_P)[None, None, :]
+    inside = (token < tokens) & (pair < PAIRS)
+    place = (batch * tokens + token) * PAIRS + pair
+    tl.store(d_cos + place, tl.sum(sum_cos, axis=1, keep_dims=True), mask=inside)
+    tl.store(d_sin + place, tl.sum(sum_sin, axis=1, keep_dims=True), mask=inside)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def angles(
+    positions, steps, cos, sin, rows,
+    FACTOR: tl.constexpr, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of position · step, in 2⁻⁶⁴ turns, by quadrant, residual and polynomial; as in csrc/kernels.cpp.
+
+    The two upper bits of a phase, rounded, are the quadrant; the rest is t, within an eighth of a turn, in units of
+    π/4. float64 throughout: no fast sine, and nothing that spills.
+    """
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int64)
+    step = tl.load(steps + pair, mask=pair < PAIRS, other=0)
+    phase = position * step  # wraps around
+    quadrant = (phase + (1 << 61)) >> 62
+    t = (phase - (quadrant << 62)).to(tl.float64) * 2.0**-61
+    u = t * t
+    c = u * -3.858189007341667731e-13 + 1.1500512028217341338e-10
+    c = c * u + -2.4611364033652596137e-8
+    c = c * u + 3.5908604460279520345e-6
+    c = c * u + -0.00032599188692673764224
+    c = c * u + 0.015854344243815419319
+    c = c * u + -0.30842513753404245296
+    c = c * u + 1.0
+    s = u * 6.8874821400921976273e-12 + -1.7571791752800344071e-9
+    s = s * u + 3.1336165354315280849e-7
+    s = s * u + -0.00003657620417386099773
+    s = s * u + 0.0024903945701920074546
+    s = s * u + -0.080745512188280771809
+    s = t * (u * s + 0.78539816339744830962)
+    odd = (quadrant & 1) != 0
+    of_cos, of_sin = tl.where(odd, s, c), tl.where(odd, c, s)
+    # cos is negative in quadrants 1 and 2, sin in 2 and 3.
+    of_cos = tl.where(((quadrant + 1) & 2) != 0, -of_cos, of_cos) * FACTOR
+    of_sin = tl.where((quadrant & 2) != 0, -of_sin, of_sin) * FACTOR
+    inside = (row < rows) & (pair < PAIRS)
+    tl.store(cos + row * PAIRS + pair, of_cos.to(cos.dtype.element_ty), mask=inside)
+    tl.store(sin + row * PAIRS + pair, of_sin.to(sin.dtype.element_ty), mask=inside)

@@ -1,0 +1,279 @@
+"""The Triton kernels of `_gpu.py`: whether they can be used, sizes of tiles, launches. Same functions as `cpu.py`.
+
+Triton is imported, and anything compiled, only when a tensor on a GPU comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Four warps; each thread holds so many bytes of the channels that are turned, in loads of 16. More make the arithmetic
+# of addresses cheaper, fewer leave registers for more programs at a time.
+_WARPS = 4
+_BYTES_PER_THREAD = 64
+_VECTOR = 16
+
+# The products are rounded before the sum, as in the reference, whatever Triton's default is.
+_OPTIONS = {"enable_fp_fusion": False}
+
+
+@functools.cache
+def why_not() -> str:
+    """Why the kernels cannot be used; empty where they can: where the smallest was compiled and launched."""
+    if not torch.cuda.is_available():
+        return "no GPU found"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} has no bfloat16 (compute capability 8.0 or higher is needed)"
+    try:
+        angles(torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), 1.0,
+               torch.float32)  # fmt: skip
+    except ImportError as e:
+        return f"Triton is not installed ({e})"
+    except Exception as e:  # Triton has no error of its own for all that can be missing, a C compiler for example
+        return f"Triton cannot compile or start a kernel here ({type(e).__name__}: {e})"
+    return ""
+
+
+def version() -> str:
+    """Of Triton, and the GPU."""
+    import triton
+
+    return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
+
+
+def rotate(
+    tensors: list[Tensor],
+    outputs: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    interleaved: bool,
+    rotary_offset: int,
+    back: bool,
+) -> None:
+    """Write the tensors, turned, to `outputs`, which may be the tensors themselves.
+
+    Args:
+        tensors: one or two with all but the number of heads in common, in `layout`.
+        cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`, as in `Rotation`.
+        back: turn by minus the angle.
+    """
+    launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, back)
+    _launch("rotate", *launch)
+
+
+def table_gradient(
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, interleaved: bool, rotary_offset: int
+) -> tuple[Tensor, Tensor]:
+    """The gradient to cos and sin of `rotate`, summed over heads and tensors.
+
+    Returns:
+        Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
+    """
+    x = tensors[0]
+    batch, tokens, _ = _counts(x, layout)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    d_cos, d_sin = (torch.empty(batch, tokens, pairs, dtype=dtype, device=x.device) for _ in range(2))
+    _launch("table_gradient", *gradient_launch(tensors, grads, d_cos, d_sin, layout, interleaved, rotary_offset))
+    return d_cos, d_sin
+
+
+def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+    positions = positions.contiguous()
+    cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
+    _launch("angles", *angles_launch(positions, steps, cos, sin, factor))
+    return cos, sin
+
+
+def kernels() -> ModuleType:
+    """The kernels, which import Triton."""
+    from ropewalk.kernels import _gpu
+
+    return _gpu
+
+
+def _launch(kernel: str, programs: int, arguments: dict[str, Any], warps: int = _WARPS) -> None:
+    if programs:
+        device = next(iter(arguments.values())).device
+        # Triton starts kernels on the current device, whatever that of the tensors is.
+        elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+        with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
+            getattr(kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
+
+
+def rotation_launch(
+    tensors: list[Tensor],
+    outputs: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    interleaved: bool,
+    rotary_offset: int,
+    back: bool,
+) -> tuple[int, dict[str, Any], int]:
+    """The number of programs, the arguments and the warps of a launch of `rotate`."""
+    x, pairs, (batch, tokens, q_heads) = tensors[0], cos.shape[-1], _counts(tensors[0], layout)
+    k_heads = _counts(tensors[1], layout)[2] if len(tensors) == 2 else 0
+    block_p = _power_of_two(pairs)
+    warps, per_thread = _threads(x, block_p)
+    q_t, q_h = _tile(q_heads, block_p, warps, per_thread)
+    k_t, k_h = _tile(k_heads, block_p, warps, per_thread)
+    q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
+    k_programs = batch * _blocks(tokens, k_t) * _blocks(k_heads, k_h)
+    strides, dense, align = _strides(tensors, outputs, layout)
+    # A thread that holds both channels of each pair holds half as many pairs: no wider loads of the tables.
+    widest = _VECTOR // x.element_size() // (2 if interleaved else 1)
+    of_tables, table_dense, table_align = _table_strides(cos, sin, widest)
+    arguments = {
+        **_named("qpkr", tensors, outputs),
+        "cos": cos,
+        "sin": sin,
+        "tokens": tokens,
+        "q_heads": q_heads,
+        "k_heads": k_heads,
+        "q_programs": q_programs,
+        **strides,
+        **of_tables,
+        "Q_BLOCK_T": q_t,
+        "Q_BLOCK_H": q_h,
+        "K_BLOCK_T": k_t,
+        "K_BLOCK_H": k_h,
+        "BLOCK_P": block_p,
+        "HEAD_DIM": x.shape[-1],
+        "PAIRS": pairs,
+        "OFFSET": rotary_offset,
+        "INTERLEAVED": interleaved,
+        "BACK": back,
+        "COPY": outputs[0] is not x,
+        "DENSE": dense,
+        "ALIGN": align,
+        "TABLE_DENSE": table_dense,
+        "TABLE_ALIGN": table_align,
+    }
+    return q_programs + k_programs, arguments, warps
+
+
+def gradient_launch(
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    d_cos: Tensor,
+    d_sin: Tensor,
+    layout: str,
+    interleaved: bool,
+    rotary_offset: int,
+) -> tuple[int, dict[str, Any], int]:
+    """The number of programs, the arguments and the warps of a launch of `table_gradient`."""
+    x, pairs, (batch, tokens, q_heads) = tensors[0], d_cos.shape[-1], _counts(tensors[0], layout)
+    k_heads = _counts(tensors[1], layout)[2] if len(tensors) == 2 else 0
+    block_p = _power_of_two(pairs)
+    warps, per_thread = _threads(x, block_p)
+    block_t, block_h = _tile(max(q_heads, k_heads), block_p, warps, per_thread)
+    strides, dense, align = _strides(tensors, grads, layout)
+    arguments = {
+        **_named("qpkr", tensors, grads),
+        "d_cos": d_cos,
+        "d_sin": d_sin,
+        "tokens": tokens,
+        "q_heads": q_heads,
+        "k_heads": k_heads,
+        **strides,
+        "BLOCK_T": block_t,
+        "BLOCK_H": block_h,
+        "BLOCK_P": block_p,
+        "PAIRS": pairs,
+        "OFFSET": rotary_offset,
+        "Q_BLOCKS": _blocks(q_heads, block_h),
+        "K_BLOCKS": _blocks(k_heads, block_h),
+        "INTERLEAVED": interleaved,
+        "DENSE": dense,
+        "ALIGN": align,
+    }
+    return batch * _blocks(tokens, block_t), arguments, warps
+
+
+def angles_launch(
+    positions: Tensor, steps: Tensor, cos: Tensor, sin: Tensor, factor: float
+) -> tuple[int, dict[str, Any], int]:
+    """The number of programs, the arguments and the warps of a launch of `angles`."""
+    rows, pairs = positions.numel(), len(steps)
+    block_p = _power_of_two(pairs)
+    block_r = max(1, 512 // block_p)
+    tensors = {"positions": positions, "steps": steps, "cos": cos, "sin": sin}
+    sizes = {"rows": rows, "FACTOR": factor, "PAIRS": pairs, "BLOCK_R": block_r, "BLOCK_P": block_p}
+    return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
+
+
+def _counts(x: Tensor, layout: str) -> tuple[int, int, int]:
+    """Rows of the batch, tokens and heads."""
+    if layout == "thd":
+        return 1, x.shape[0], x.shape[1]
+    return x.shape[layout.index("b")], x.shape[layout.index("s")], x.shape[layout.index("h")]
+
+
+def _named(names: str, tensors: list[Tensor], others: list[Tensor]) -> dict[str, Tensor]:
+    """Each tensor and its other by the names of the kernel's arguments; without k, q in its place, for no head."""
+    found = [*tensors, *tensors][:2], [*others, *others][:2]
+    return dict(zip(names, (found[0][0], found[1][0], found[0][1], found[1][1]), strict=True))
+
+
+def _strides(tensors: list[Tensor], others: list[Tensor], layout: str) -> tuple[dict[str, int], bool, int]:
+    """Strides of batch, tokens, heads and channels, the first three in units; whether channels are dense; the unit."""
+    named, strides = _named("qpkr", tensors, others), {}
+    for name, x in named.items():
+        for axis in "bthd":
+            at = layout.find("s" if axis == "t" and layout != "thd" else axis)
+            strides[f"{name}_{axis}"] = 0 if at < 0 or x.shape[at] == 1 else x.stride(at)
+    dense = all(strides[f"{name}_d"] == 1 or x.shape[-1] == 1 for name, x in named.items())
+    rows = [name for name in strides if not name.endswith("d")]
+    unit = _unit([strides[name] for name in rows], _VECTOR // tensors[0].element_size()) if dense else 1
+    return strides | {name: strides[name] // unit for name in rows}, dense, unit
+
+
+def _table_strides(cos: Tensor, sin: Tensor, most: int) -> tuple[dict[str, int], bool, int]:
+    """The same of tables: 0 along the axes that they do not have."""
+    strides = {}
+    for name, table in (("cos", cos), ("sin", sin)):
+        missing = 3 - table.ndim
+        for i, axis in enumerate("btp"):
+            absent = i < missing or table.shape[i - missing] == 1
+            strides[f"{name}_{axis}"] = 0 if absent else table.stride(i - missing)
+    dense = cos.shape[-1] == 1 or strides["cos_p"] == strides["sin_p"] == 1
+    rows = [name for name in strides if not name.endswith("p")]
+    unit = _unit([strides[name] for name in rows], min(most, _VECTOR // cos.element_size())) if dense else 1
+    return strides | {name: strides[name] // unit for name in rows}, dense, unit
+
+
+def _unit(strides: list[int], most: int) -> int:
+    """The largest power of two, up to `most`, that divides all of them."""
+    while any(stride % most for stride in strides):
+        most //= 2
+    return most
+
+
+def _threads(x: Tensor, block_p: int) -> tuple[int, int]:
+    """Warps of a program, and pairs of each of its threads."""
+    per_thread = _BYTES_PER_THREAD // 2 // x.element_size()
+    return min(32, max(_WARPS, block_p // per_thread // 32)), per_thread
+
+
+def _tile(heads: int, block_p: int, warps: int, per_thread: int) -> tuple[int, int]:
+    """Tokens and heads of a tile, which with the pairs give each thread its number."""
+    rows = max(1, 32 * warps * per_thread // block_p)
+    block_h = min(rows, _power_of_two(max(1, heads)))
+    return rows // block_h, block_h
+
+
+def _blocks(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,208 @@
+"""The kernels compiled for NVIDIA's sm_90 and AMD's gfx942, which needs neither: what stands in the machine code.
+
+Compiled for the arguments that the launcher would pass, with the launcher's options.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernel_cases import PAIRINGS
+from ropewalk.kernels import gpu
+
+triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
+
+SM_90, GFX942 = ("cuda", 90, 32), ("hip", "gfx942", 64)
+NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def compiled(kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int]) -> Any:
+    """The kernel as Triton would compile it for such a launch: nothing is known of numbers, pointers are aligned."""
+    _, arguments, warps = launch
+    function = getattr(gpu.kernels(), kernel)
+    signature, constants, aligned = {}, {}, {}
+    for i, name in enumerate(function.arg_names):
+        value = arguments[name]
+        if name.isupper() or re.fullmatch("[QK]_[A-Z_]+", name):
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], aligned[(i,)] = f"*{NAMES[value.dtype]}", [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    source = triton.compiler.ASTSource(function, signature, constants, aligned)
+    options = {**gpu._OPTIONS, "num_warps": warps}
+    return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
+
+
+def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> tuple[int, dict[str, Any], int]:
+    """The launch for Llama 3's heads, or others; in place if `mine`."""
+    head_dim, pairs, offset = how.get("sizes", (128, 64, 0))
+    layout, table = how.get("layout", "bshd"), how.get("table", torch.float32)
+    tensors = [torch.empty((2, 16, heads, head_dim), dtype=dtype) for heads in (32, 8)]
+    if layout == "bhsd":
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    outputs = tensors if how.get("mine") else [torch.empty_like(x) for x in tensors]
+    cos, sin = torch.empty(2, 16, pairs, dtype=table), torch.empty(2, 16, pairs, dtype=table)
+    return gpu.rotation_launch(
+        tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, how.get("back", False)
+    )
+
+
+def sass(program: Any, folder: Path) -> Counter[str]:
+    """How often each instruction stands in the machine code; the bytes of its stack as "STACK"."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(program.asm["cubin"])
+
+    def dumped(option: str) -> str:
+        return subprocess.run(
+            [tools / "cuobjdump", option, binary], capture_output=True, text=True, check=True, env={"PATH": str(tools)}
+        ).stdout
+
+    lines = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?([A-Z][\w.]*)", dumped("-sass"), re.MULTILINE)
+    (stack,) = re.findall(r"STACK:(\d+)", dumped("-res-usage"))
+    counted = Counter(lines)
+    assert counted["EXIT"], "nothing was read"
+    return counted + Counter({"STACK": int(stack)})
+
+
+def named(instructions: Counter[str], *names: str) -> set[str]:
+    return {name for name in instructions if name.split(".")[0] in names}
+
+
+SPILLS = ("LDL", "STL", "STACK")
+FUSED = ("FFMA", "DFMA", "HFMA2", "FFMA2")
+
+
+@pytest.mark.parametrize("how", [{}, {"back": True}, {"mine": True}, {"layout": "bhsd"}], ids=str)
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, Any], tmp_path: Path) -> None:
+    launch = rotation(dtype, pairing, **how)
+    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    # Of q and of k: whole vectors, and nothing through shared memory. Two pairs of float32 that lie side by side want
+    # two numbers of a table, which are 64 bits.
+    tables = {"LDG.E.64"} if dtype == torch.float32 and pairing == "interleaved" else set()
+    assert named(found, "LDG") == {"LDG.E.128"} | tables
+    assert named(found, "STG") == {"STG.E.128"}
+    # 64 bytes for each thread of q's programs and of k's.
+    assert found["STG.E.128"] == 2 * gpu._BYTES_PER_THREAD // 16
+    assert not named(found, *SPILLS, "LDS", "STS", "BAR")
+    assert not named(found, "FFMA", "DFMA", "FFMA2")
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        (torch.float64, {}),
+        (torch.float64, {"table": torch.float64}),
+        (torch.float32, {"table": torch.float64}),
+        (torch.bfloat16, {"sizes": (80, 40, 0)}),
+        (torch.bfloat16, {"sizes": (192, 32, 128)}),
+        (torch.bfloat16, {"sizes": (256, 39, 7)}),
+        (torch.float32, {"sizes": (1030, 513, 3)}),
+        (torch.float16, {"sizes": (2, 1, 0)}),
+    ],
+    ids=str,
+)
+def test_other_rotations_spill_nothing(dtype: torch.dtype, how: dict[str, Any], pairing: str, tmp_path: Path) -> None:
+    found = sass(compiled("rotate", rotation(dtype, pairing, **how), SM_90), tmp_path)
+    assert not named(found, *SPILLS)
+    assert not named(found, "FFMA", "DFMA", "FFMA2")
+
+
+def test_partial_rotation_moves_whole_vectors(tmp_path: Path) -> None:
+    """DeepSeek's 64 of 192 channels: the 128 before them are copied."""
+    found = sass(compiled("rotate", rotation(torch.bfloat16, "half", sizes=(192, 32, 128)), SM_90), tmp_path)
+    assert named(found, "LDG") == {"LDG.E.128"}
+    assert named(found, "STG") == {"STG.E.128"}
+
+
+def test_what_is_not_aligned_is_not_taken_to_be(tmp_path: Path) -> None:
+    """Heads of 97 channels, of which 80 are passed: rows begin at every second byte."""
+    x = torch.empty(2, 16, 32, 97, dtype=torch.bfloat16)[..., :80]
+    tables = torch.empty(2, 16, 40)
+    launch = gpu.rotation_launch([x], [x], tables, tables, "bshd", False, 0, False)
+    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    assert "LDG.E.U16" in found
+    assert named(found, "STG") == {"STG.E.U16"}
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_gradient_to_the_tables_spills_nothing(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
+    tensors = [torch.empty((2, 16, heads, 128), dtype=dtype) for heads in (32, 8)]
+    of_table = torch.empty(2, 16, 64, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, "bshd", pairing == "interleaved", 0)
+    assert not named(sass(compiled("table_gradient", launch, SM_90), tmp_path), *SPILLS)
+
+
+@pytest.mark.parametrize("positions", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_angles_have_their_own_sine(dtype: torch.dtype, positions: torch.dtype, tmp_path: Path) -> None:
+    tables = torch.empty(4096, 64, dtype=dtype)
+    of_positions, steps = torch.empty(4096, dtype=positions), torch.empty(64, dtype=torch.int64)
+    program = compiled("angles", gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891), SM_90)
+    found = sass(program, tmp_path)
+    assert not named(found, *SPILLS)
+    assert not named(found, *FUSED)
+    assert not any("SIN" in name or "COS" in name for name in found)
+    assert found["DMUL"] > 20
+    # float64 throughout, the factor too: no number of the polynomials went through float32.
+    assert not re.search(r"\b0f[0-9A-F]{8}\b", program.asm["ptx"])
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rotation_for_amd(dtype: torch.dtype, pairing: str) -> None:
+    code = compiled("rotate", rotation(dtype, pairing), GFX942).asm["amdgcn"]
+    tables = {"dwordx2"} if dtype == torch.float32 and pairing == "interleaved" else set()
+    assert set(re.findall(r"global_load_(\w+)", code)) == {"dwordx4"} | tables
+    assert set(re.findall(r"global_store_(\w+)", code)) == {"dwordx4"}
+    assert not re.search("v_(pk_)?(fma|fmac)_f32", code)
+    assert "scratch_" not in code
+    assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
+
+
+def test_others_for_amd() -> None:
+    tensors, of_table = [torch.empty(2, 16, 8, 128)], torch.empty(2, 16, 64)
+    gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, "bshd", False, 0)
+    steps = torch.empty(64, dtype=torch.int64)
+    angles = gpu.angles_launch(steps, steps, of_table, of_table, 1.0)
+    for kernel, launch in (("table_gradient", gradient), ("angles", angles)):
+        code = compiled(kernel, launch, GFX942).asm["amdgcn"]
+        assert "scratch_" not in code
+        assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
+    assert not re.search("v_(fma|fmac|sin|cos)_f", code)
+
+
+def test_no_number_is_compiled_in() -> None:
+    """Lengths, counts and strides: so no new length compiles anew. What may be known stands in capitals."""
+    for kernel in ("rotate", "table_gradient", "angles"):
+        for parameter in getattr(gpu.kernels(), kernel).params:
+            if not parameter.is_constexpr and not isinstance(gpu_arguments()[kernel][parameter.name], torch.Tensor):
+                assert parameter.do_not_specialize, parameter.name
+
+
+def gpu_arguments() -> dict[str, dict[str, Any]]:
+    x, tables, steps = torch.empty(1, 2, 3, 4), torch.empty(1, 2, 2), torch.empty(2, dtype=torch.int64)
+    return {
+        "rotate": gpu.rotation_launch([x], [x], tables, tables, "bshd", False, 0, False)[1],
+        "table_gradient": gpu.gradient_launch([x], [x], tables, tables, "bshd", False, 0)[1],
+        "angles": gpu.angles_launch(steps, steps, tables, tables, 1.0)[1],
+    }

@@ -1,0 +1,108 @@
+"""What code compiled for a GPU is made of, seen without one: PyTorch traces tensors that only pretend to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import oracle
+import ropewalk.angles  # registers the operator
+from ropewalk import Rope, YaRN
+
+ROPE = Rope(128, 1e6, "half", scaling=YaRN(factor=4.0, original_max_position_embeddings=32_768))
+ANGLES = torch.ops.ropewalk.angles.default
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs(function: Callable[..., Any], *calls: tuple[Any, ...], **options: Any) -> list[torch.fx.GraphModule]:
+    """The graphs that torch.compile makes of a function, one for each compilation."""
+    made: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    compiled = torch.compile(function, backend=keep, fullgraph=True, **options)
+    for arguments in calls:
+        compiled(*arguments)
+    return made
+
+
+def turned(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return ROPE.at(positions)(q, k, layout="bshd")
+
+
+def fake(*lengths: int) -> list[tuple[Any, ...]]:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        return [
+            (
+                torch.arange(n, device="cuda"),
+                torch.empty(2, n, 4, 128, device="cuda", dtype=torch.bfloat16),
+                torch.empty(2, n, 1, 128, device="cuda", dtype=torch.bfloat16),
+            )
+            for n in lengths
+        ]
+
+
+def test_steps_are_no_constant_that_is_copied_at_each_call() -> None:
+    (graph,) = graphs(turned, *fake(5))
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert ANGLES in called or torch.ops.ropewalk.angles in called
+    # A constant on the CPU would be an attribute of the graph, or a call of torch.tensor.
+    assert not [node for node in graph.graph.nodes if node.op == "get_attr"]
+    assert torch.tensor not in called
+    assert not {"tensor", "lift_fresh_copy", "_to_copy"} & {getattr(target, "__name__", "") for target in called}
+
+
+def test_the_cpu_keeps_its_own_way() -> None:
+    (graph,) = graphs(turned, (torch.arange(5), torch.randn(1, 5, 4, 128), torch.randn(1, 5, 1, 128)))
+    assert ANGLES not in [node.target for node in graph.graph.nodes]
+
+
+def test_no_new_graph_as_the_length_changes() -> None:
+    assert len(graphs(turned, *fake(5, 6, 17, 4096), dynamic=True)) == 1
+
+
+class TestOperator:
+    """`ropewalk::angles`, which is the same on every device."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        return torch.tensor([[0, 1, -7], [2**31 - 1, -(2**31), 131_071]]), ROPE._steps, 1.25, torch.float64
+
+    def test_opcheck(self) -> None:
+        everything = (
+            "test_schema",
+            "test_autograd_registration",
+            "test_faketensor",
+            "test_aot_dispatch_static",
+            "test_aot_dispatch_dynamic",
+        )
+        positions, *rest = self.arguments()
+        for given in (positions, positions[0].to(torch.int32), positions[:, :0], positions.T):
+            torch.library.opcheck(ANGLES, (given, *rest), test_utils=everything)
+
+    def test_is_exact(self) -> None:
+        positions, steps, factor, dtype = self.arguments()
+        exact = oracle.cos_sin_of_steps(positions.flatten().tolist(), steps)
+        for table, truth in zip(ANGLES(positions, steps, factor, dtype), exact, strict=True):
+            assert table.dtype == dtype
+            assert (table.reshape(6, 64) - torch.from_numpy(truth) * factor).abs().max() <= 4e-16
+
+    def test_vmap(self) -> None:
+        positions, *rest = self.arguments()
+        for axis in (0, 1):
+            mapped = torch.func.vmap(lambda p: ANGLES(p, *rest), in_dims=axis)(positions)
+            for table, wanted in zip(mapped, ANGLES(positions.movedim(axis, 0), *rest), strict=True):
+                assert torch.equal(table, wanted)

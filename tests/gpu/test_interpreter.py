@@ -1,0 +1,24 @@
+"""The tests of the kernels once more, in Triton's interpreter: what can be known of them without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed, so nothing can interpret its kernels")
+    tests = str(Path(__file__).parent / "test_kernels.py")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert " skipped" not in ran.stdout, ran.stdout

@@ -1,0 +1,289 @@
+"""Every GPU kernel, on a GPU or in Triton's interpreter: against float64, and bit for bit against the reference.
+
+Small shapes: the interpreter takes a thousandth of a second for each program.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, check, expected, same, shape, unchanged
+from ropewalk.kernels import gpu
+
+pytestmark = pytest.mark.usefixtures("device")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LIMIT, WRAP = 2**31, 2**63
+ERROR = {torch.float32: 3.1e-8, torch.float64: 2e-16}  # half an ulp, and the roundings of the last sums
+
+
+def tables(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
+
+
+def turn(
+    tensors: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    pairing: str,
+    offset: int = 0,
+    back: bool = False,
+    like: Callable[[Tensor], Tensor] = torch.empty_like,
+) -> list[Tensor]:
+    """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
+    before = [x.clone() for x in tensors]
+    outputs = [like(x).fill_(math.nan) for x in tensors]
+    gpu.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, back)
+    truncated = INTERPRETED and tensors[0].dtype == torch.bfloat16
+    says = f"{[tuple(x.shape) for x in tensors]}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, back {back}"
+    plain = by_reference(tensors, cos, sin, layout, pairing, offset, back)
+    for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
+        check(y, *expected(x, cos, sin, layout, pairing, offset, back), layout, says, truncated=truncated)
+        assert truncated or same(y, other, ""), says
+        outside = torch.ones(x.shape[-1], dtype=torch.bool)
+        outside[offset : offset + 2 * cos.shape[-1]] = False
+        assert unchanged(y[..., outside], x[..., outside]), says
+        assert unchanged(x, old), says
+    return outputs
+
+
+class TestRotate:
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_sizes(self, dtype: torch.dtype, pairing: str) -> None:
+        """head_dim, pairs, offset; back and the dtype of the tables in turn."""
+        torch.manual_seed(0)
+        sizes = ((2, 1, 0), (6, 3, 0), (80, 40, 0), (96, 48, 0), (128, 64, 0), (6, 1, 4), (96, 24, 48), (192, 32, 128),
+                 (256, 39, 7), (1030, 513, 3))  # fmt: skip
+        for i, (head_dim, pairs, offset) in enumerate(sizes):
+            q, k = torch.randn(2, 3, 5, head_dim).to(dtype), torch.randn(2, 3, 2, head_dim).to(dtype)
+            for j, table_dtype in enumerate((torch.float32, torch.float64)):
+                cos, sin = tables(3, pairs, dtype=table_dtype)
+                turn([q, k], cos, sin, "bshd", pairing, offset, back=(i + j) % 2 == 1)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_layouts_and_tables(self, layout: str, pairing: str) -> None:
+        torch.manual_seed(1)
+        sizes = ((39,), (5, 39), (1, 5, 39), (3, 5, 39))[: 2 if layout == "thd" else 4]
+        for i, (size, dtype) in enumerate(zip(sizes, DTYPES, strict=False)):
+            q, k = (torch.randn(shape(layout, 3, 5, heads, 92)).to(dtype) for heads in (11, 1))
+            turn([q, k], *tables(*size), layout, pairing, 6, back=i % 2 == 1)
+            turn([k], *tables(*size), layout, pairing, 6, back=i % 2 == 0)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_many_tiles(self, layout: str, pairing: str) -> None:
+        """Several along tokens and along heads, and the last of each not full."""
+        torch.manual_seed(2)
+        q, k = (torch.randn(shape(layout, 2, 19, heads, 128)) for heads in (37, 3))
+        (x,) = (
+            z for z in (q,) if gpu.rotation_launch([q, k], [q, k], *tables(19, 64), layout, False, 0, False)[0] > 40
+        )
+        turn([x, k], *tables(*(() if layout == "thd" else (2,)), 19, 64), layout, pairing)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_small_and_empty(self, layout: str) -> None:
+        for batch, seq, heads, kv_heads in (
+            *((0, 2, 2, 1), (1, 0, 2, 1), (2, 2, 0, 1), (2, 2, 2, 0), (0, 0, 0, 0)),
+            *((1, 1, 1, 1), (2, 1, 2, 1), (1, 2, 1, 1)),
+        ):
+            size = (1 if layout == "thd" else batch, seq)
+            q, k = (torch.randn(shape(layout, *size, h, 6)) for h in (heads, kv_heads))
+            turn([q, k], *tables(seq, 2), layout, "half", 1)
+            turn([k], *tables(seq, 2), layout, "interleaved", 1)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+    def test_strides(self, dtype: torch.dtype, pairing: str) -> None:
+        torch.manual_seed(4)
+        draw, (cos, sin) = torch.randn, tables(5, 36)
+        dense = draw(2, 5, 3, 80).to(dtype)
+        views = {
+            "transposed": draw(2, 3, 5, 80).to(dtype).transpose(1, 2),
+            "tokens first": draw(5, 2, 3, 80).to(dtype).transpose(0, 1),
+            "channels first": draw(80, 2, 5, 3).to(dtype).permute(1, 2, 3, 0),
+            "every third channel": draw(2, 5, 3, 240).to(dtype)[..., 1::3],
+            "part of a head": draw(2, 5, 3, 97).to(dtype)[..., 9:89],
+            "part of a fused tensor": draw(2, 5, 7, 80).to(dtype)[:, :, 2:5],
+            "every second token": draw(2, 10, 3, 80).to(dtype)[:, 1::2],
+            "one head for all": draw(2, 5, 1, 80).to(dtype).expand(-1, -1, 3, -1),
+            "one token for all": draw(2, 1, 3, 80).to(dtype).expand(-1, 5, -1, -1),
+            "one number for all": draw(1).to(dtype).expand(2, 5, 3, 80),
+            "overlapping windows": draw(2, 5, 120).to(dtype).unfold(-1, 80, 20),
+        }
+        for name, x in views.items():
+            assert x.shape == (2, 5, 3, 80), name
+            turn([x, dense], cos, sin, "bshd", pairing, 4)
+            turn([x], cos, sin, "bshd", pairing, 4, back=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+        turn([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(*x.shape, 2, dtype=x.dtype)[..., 1])
+
+    def test_strides_of_many_gigabytes(self) -> None:
+        """The third token lies 2³¹ elements from the first: 32 bits do not hold its address, nor those of row 1."""
+        memory = torch.empty(2**31 + 2**20, dtype=torch.float16)
+        for size, strides in (((1, 3, 1, 8), (0, 2**30 + 8, 8, 1)), ((2, 1, 1, 8), (2**31 + 8, 8, 8, 1))):
+            x = memory.as_strided(size, strides)
+            x.copy_(torch.randn(size))
+            turn([x], *tables(size[1], 4), "bshd", "half", like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+            cos, sin = tables(size[1], 4)
+            wanted = by_reference([x], cos, sin, "bshd", "half", 0, False)[0]
+            gpu.rotate([x], [x], cos, sin, "bshd", False, 0, False)
+            assert unchanged(x, wanted)
+
+    def test_tables_of_any_strides(self) -> None:
+        torch.manual_seed(5)
+        x = torch.randn(2, 5, 3, 80)
+        for table_dtype in (torch.float32, torch.float64):
+            plain = torch.randn(2, 5, 40, dtype=table_dtype)
+            for table in (
+                torch.randn(40, 5, dtype=table_dtype).T,
+                torch.randn(5, 80, dtype=table_dtype)[:, ::2],
+                torch.randn(1, 40, dtype=table_dtype).expand(5, 40),
+                torch.randn(5, 1, dtype=table_dtype).expand(5, 40),
+                torch.randn(5, 40, dtype=table_dtype).expand(2, 5, 40),
+                torch.randn(5, 40, 2, dtype=table_dtype).permute(2, 0, 1),
+                torch.randn(5, 41, dtype=table_dtype)[:, 1:],
+            ):
+                other = plain if table.ndim == 3 else plain[0]
+                turn([x], table, other, "bshd", "half")
+                turn([x], other, table, "bshd", "interleaved", back=True)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_in_place(self, dtype: torch.dtype, pairing: str) -> None:
+        """On query and key heads of one tensor: the values, and what stands around the heads, stay."""
+        torch.manual_seed(6)
+        # contiguous heads; parts of wider ones; channels apart
+        for layout, (wide, step) in zip(LAYOUTS, ((80, 1), (97, 1), (170, 2), (80, 1)), strict=True):
+            heads, (cos, sin) = layout.index("h"), tables(5, 21)
+            whole = torch.randn(shape(layout, 2, 5, 7, wide)).to(dtype)
+            fused = whole[..., : 80 * step : step]
+            before = whole.clone()
+            q, k = fused.narrow(heads, 0, 4), fused.narrow(heads, 4, 1)
+            wanted = turn([q, k], cos, sin, layout, pairing, 5)
+            gpu.rotate([q, k], [q, k], cos, sin, layout, pairing == "interleaved", 5, False)
+            assert unchanged(q, wanted[0])
+            assert unchanged(k, wanted[1])
+            q.copy_(before[..., : 80 * step : step].narrow(heads, 0, 4))
+            k.copy_(before[..., : 80 * step : step].narrow(heads, 4, 1))
+            assert unchanged(whole, before)
+
+    @pytest.mark.parametrize("pairing", PAIRINGS)
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+    @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # of NumPy, in the interpreter
+    def test_zeros_infinities_and_nan(self, dtype: torch.dtype, pairing: str) -> None:
+        odd = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan])
+        a, b = (x.reshape(-1) for x in torch.meshgrid(odd, odd, indexing="ij"))
+        cos, sin = (
+            x.reshape(-1, 1).expand(-1, 49).contiguous() for x in torch.meshgrid(odd[:6], odd[:6], indexing="ij")
+        )
+        x = torch.cat((a, b)) if pairing == "half" else torch.stack((a, b), dim=-1).reshape(-1)
+        x = x.to(dtype).expand(36, 1, 98).contiguous()
+        for back in (False, True):
+            y = torch.full_like(x, 9.0)
+            gpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, back)
+            assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, back)[0], "")
+
+
+class TestAngles:
+    @pytest.mark.parametrize("dtype", ERROR, ids=str)
+    @pytest.mark.parametrize("factor", [1.0, 0.25, 1.1386294361119891])
+    def test_error(self, factor: float, dtype: torch.dtype) -> None:
+        draw = np.random.default_rng(0)
+        positions = [0, 1, -1, 1_048_576, LIMIT - 1, -LIMIT, WRAP - 1, -WRAP, WRAP // 3, -(2**61)]
+        positions += [int(p) for p in draw.integers(-LIMIT, LIMIT, 20)]
+        steps = [0, 1, -1, WRAP - 1, -WRAP, 2**61, -(2**61), 2**62, 2**62 + 1, 3 * 2**60, 2**61 - 1, 2**61 + 1]
+        steps += [int(s) for s in draw.integers(-WRAP, WRAP, 29)]
+        exact = oracle.cos_sin_of_steps(positions, steps)
+        allowed = ERROR[dtype] * (factor if factor <= 1 else 2)  # a table above 1 has a wider ulp
+        made = gpu.angles(torch.tensor(positions), torch.tensor(steps), factor, dtype)
+        for table, truth in zip(made, exact, strict=True):
+            assert table.dtype == dtype
+            assert np.abs(table.double().cpu().numpy() - truth * factor).max() <= allowed
+
+    @pytest.mark.parametrize("dtype", ERROR, ids=str)
+    def test_whole_turn(self, dtype: torch.dtype) -> None:
+        """Phases everywhere, and where the quadrant changes, against float64, whose angle is rounded up to π."""
+        draw = np.random.default_rng(1)
+        seams = (np.arange(-4, 4) * 2**61)[:, None] + draw.integers(-(2**12), 2**12, (8, 500))
+        phases = torch.tensor(np.concatenate((draw.integers(-WRAP, WRAP, 40_000), seams.reshape(-1))))
+        angle = phases.double() * (2 * math.pi / 2**64)
+        cos, sin = gpu.angles(phases, torch.ones(1, dtype=torch.int64), 1.0, dtype)
+        allowed = ERROR[dtype] if dtype == torch.float32 else 8e-16
+        assert (cos[:, 0].double() - angle.cos()).abs().max() <= allowed
+        assert (sin[:, 0].double() - angle.sin()).abs().max() <= allowed
+
+    @pytest.mark.parametrize("pairs", [1, 2, 3, 40, 64, 513])
+    def test_positions_of_any_form(self, pairs: int) -> None:
+        plain = torch.randint(-LIMIT, LIMIT, (3, 7))
+        steps = torch.randint(-WRAP, WRAP - 1, (pairs,))
+        exact = [
+            torch.tensor(table).reshape(3, 7, pairs)
+            for table in oracle.cos_sin_of_steps(plain.flatten().tolist(), steps.tolist())
+        ]
+        forms = {
+            "batch": (plain, slice(None)),
+            "int32": (plain.to(torch.int32), slice(None)),
+            "transposed": (plain.T.contiguous().T, slice(None)),
+            "one row for all": (plain[:1].expand(3, 7), [0, 0, 0]),
+            "int32, a column": (plain.to(torch.int32)[:, 2], (slice(None), 2)),
+            "none": (plain[:, :0], (slice(None), slice(0))),
+            "one": (plain[1, 1], (1, 1)),
+        }
+        for name, (positions, rows) in forms.items():
+            for table, truth in zip(gpu.angles(positions, steps, 1.0, torch.float32), exact, strict=True):
+                assert table.shape == (*positions.shape, pairs), name
+                assert not (table.double() - truth[rows]).abs().gt(3.1e-8).any(), name
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestTableGradient:
+    def check(
+        self, tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, offset: int
+    ) -> None:
+        made = gpu.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", offset)
+        parts = [
+            oracle.table_gradient(as_bshd(x, layout), as_bshd(g, layout), pairs, pairing, offset)
+            for x, g in zip(tensors, grads, strict=True)
+        ]
+        dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        # Each head adds two roundings of products and two of sums; the oracle rounds in float64 as well.
+        heads = sum(x.shape[layout.index("h")] for x in tensors)
+        allowed = (4 * heads + 4) * torch.finfo(dtype).eps * sum(part[2] for part in parts) / 2 + torch.finfo(
+            dtype
+        ).tiny
+        for table, which in zip(made, (0, 1), strict=True):
+            exact = sum(part[which] for part in parts)
+            assert table.dtype == dtype
+            assert table.shape == exact.shape
+            assert (abs(table.double().cpu().numpy() - exact) <= allowed).all(), f"{('cos', 'sin')[which]} {pairs}"
+
+    def test_sizes(self, dtype: torch.dtype, pairing: str) -> None:
+        torch.manual_seed(0)
+        for layout, (head_dim, pairs, offset) in zip(
+            LAYOUTS, ((6, 3, 0), (80, 40, 0), (96, 17, 31), (128, 64, 0)), strict=True
+        ):
+            sizes = [shape(layout, 2, 5, heads, head_dim) for heads in (37, 1)]
+            tensors, grads = ([torch.randn(size).to(dtype) for size in sizes] for _ in range(2))
+            self.check(tensors, grads, pairs, layout, pairing, offset)
+            self.check(tensors[1:], grads[1:], pairs, layout, pairing, offset)
+
+    def test_strides_and_nothing(self, dtype: torch.dtype, pairing: str) -> None:
+        torch.manual_seed(1)
+        dense, apart = torch.randn(2, 5, 3, 80).to(dtype), torch.randn(2, 5, 3, 160).to(dtype)[..., ::2]
+        one = torch.ones((), dtype=dtype).expand(2, 5, 3, 80)  # what .sum() sends back
+        for x, grad in ((dense, one), (apart, dense), (dense, apart)):
+            self.check([x, dense], [grad, one], 29, "bshd", pairing, 7)
+        for batch, seq, heads in ((2, 5, 0), (1, 0, 3), (0, 5, 3)):
+            x = torch.randn(batch, seq, heads, 8).to(dtype)
+            self.check([x], [x + 1], 3, "bshd", pairing, 1)

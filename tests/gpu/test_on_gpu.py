@@ -1,0 +1,202 @@
+"""What only a GPU can show: operators, gradients, compilation, graphs, and that nothing waits for the host."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape
+from ropewalk import Llama3, Rope, Rotation, backends
+from ropewalk.kernels import gpu as kernels
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+ROPE = Rope(128, 500_000.0, "half", scaling=Llama3(8.0, 1.0, 4.0, 8192))
+
+
+def queries(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, device="cuda").to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that were called."""
+    names: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            names.append(name)
+            return function(*args)
+
+        return call
+
+    for name in ("rotate", "table_gradient", "angles"):
+        monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
+    return names
+
+
+@pytest.fixture
+def nothing_waits() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_is_used_and_says_so(calls: list[str]) -> None:
+    assert backends()["gpu kernel"].startswith("usable: Triton ")
+    rotation = ROPE.at(torch.arange(7, device="cuda"))
+    q, k = queries(2, 7, 4, 128), queries(2, 7, 1, 128)
+    rotation(q, k, layout="bshd")
+    rotation.apply_(q, k, layout="bshd")
+    assert calls == ["angles", "rotate", "rotate"]  # q and k in one launch
+
+
+def test_angles_at_a_million() -> None:
+    positions = torch.tensor([0, 1, 131_071, 1_048_575, 1_048_576, 2**31 - 1, -(2**31)], device="cuda")
+    rotation = ROPE.at(positions)
+    cos, sin = oracle.cos_sin(positions.tolist(), ROPE.inv_freq)
+    assert (rotation.cos.cpu().double() - torch.from_numpy(cos)).abs().max() <= 3.1e-8
+    assert (rotation.sin.cpu().double() - torch.from_numpy(sin)).abs().max() <= 3.1e-8
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_is_the_reference(dtype: torch.dtype, pairing: str) -> None:
+    """Bit for bit, in every layout, for prefill of 4 × 1,024 tokens."""
+    torch.manual_seed(0)
+    for layout in LAYOUTS:
+        q, k = (torch.randn(shape(layout, 4, 1024, heads, 128)).to(dtype) for heads in (32, 8))
+        cos, sin = torch.randn(1024, 64), torch.randn(1024, 64)
+        rotation = Rotation(cos.cuda(), sin.cuda(), pairing=pairing)
+        for x, wanted in zip(
+            rotation(q.cuda(), k.cuda(), layout=layout),
+            by_reference([q, k], cos, sin, layout, pairing, 0, False),
+            strict=True,
+        ):
+            assert same(x.cpu(), wanted, "")
+
+
+def test_opcheck() -> None:
+    everything = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_static",
+        "test_aot_dispatch_dynamic",
+    )
+    tables = torch.randn(5, 32, device="cuda"), torch.randn(5, 32, device="cuda")
+    for operator in (torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default):
+        for tensors in ([queries(2, 5, 3, 64), queries(2, 5, 1, 64)], [queries(2, 5, 3, 64)]):
+            torch.library.opcheck(operator, (tensors, *tables, "bshd", True, 0, False), test_utils=everything)
+    angles = torch.ops.ropewalk.angles.default
+    positions = torch.arange(5, device="cuda")
+    torch.library.opcheck(angles, (positions, ROPE._steps, 1.0, torch.float32), test_utils=everything)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("learned", [False, True])
+def test_gradients(calls: list[str], pairing: str, learned: bool) -> None:
+    torch.manual_seed(1)
+    cos, sin = (torch.randn(5, 32, device="cuda").requires_grad_(learned) for _ in range(2))
+    rotation = Rotation(cos, sin, pairing=pairing)
+    q, k = queries(2, 5, 3, 64).requires_grad_(), queries(2, 5, 1, 64).requires_grad_()
+    incoming = queries(2, 5, 3, 64), queries(2, 5, 1, 64)
+    torch.autograd.backward(rotation(q, k, layout="bshd"), incoming)
+    assert calls == ["rotate", "rotate"] + ["table_gradient"] * learned
+    for x, grad in zip((q, k), incoming, strict=True):
+        check(x.grad, *expected(grad, cos, sin, "bshd", pairing, 0, True), "bshd", "gradient")
+    if learned:
+        given = [x.detach().double().requires_grad_() for x in (cos, sin)]
+        exact = Rotation(*given, pairing=pairing)(q.detach().double(), k.detach().double(), layout="bshd")
+        torch.autograd.backward(exact, [grad.double() for grad in incoming])
+        for table, wanted in zip((cos, sin), given, strict=True):
+            torch.testing.assert_close(table.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
+        small = queries(1, 3, 2, 8, dtype=torch.float64).requires_grad_()
+        tables = [queries(3, 4, dtype=torch.float64).requires_grad_() for _ in range(2)]
+        assert torch.autograd.gradcheck(
+            lambda x, c, s: Rotation(c, s, pairing=pairing)(x, layout="bshd"), (small, *tables)
+        )
+
+
+def test_nothing_waits_for_the_host(nothing_waits: None) -> None:
+    """After one call for each kind: the steps are on the device, the kernels compiled."""
+    q, k, positions = queries(2, 9, 4, 128), queries(2, 9, 1, 128), torch.arange(9, device="cuda")
+    q.requires_grad_()
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        rotation = ROPE.at(positions + 3)
+        turned, _ = rotation(q, k, layout="bshd")
+        turned.sum().backward()
+        rotation.apply_(k, layout="bshd")
+        ROPE.shift(-3, device="cuda").apply_(k, layout="bshd")
+        ROPE.at(positions)[positions](k, layout="bshd")
+
+
+def test_graph_capture() -> None:
+    """Angles and rotation of one token at a time, replayed with other positions."""
+    positions = torch.zeros(4, 1, dtype=torch.int64, device="cuda")
+    q, k = queries(4, 1, 8, 128), queries(4, 1, 2, 128)
+
+    def step() -> tuple[Tensor, Tensor]:
+        return ROPE.at(positions)(q, k, layout="bshd")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for where in (0, 1, 131_071):
+        positions.fill_(where)
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, wanted in zip(captured, step(), strict=True):
+            assert torch.equal(x, wanted)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(dynamic: bool | None, nothing_waits: None) -> None:
+    """One graph, the same numbers, no compilation as the length changes, and nothing copied to the device."""
+    torch._dynamo.reset()
+
+    def turned(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return ROPE.at(positions)(q, k, layout="bshd")
+
+    compiled = torch.compile(turned, fullgraph=True, dynamic=dynamic)
+    for i, n in enumerate((5, 6, 7, 33, 34)):
+        if i == 3:
+            torch._dynamo.config.error_on_recompile = True
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            q, k = queries(2, n, 4, 128).requires_grad_(), queries(2, n, 1, 128)
+            made = compiled(torch.arange(n, device="cuda"), q, k)
+        finally:
+            torch._dynamo.config.error_on_recompile = False
+            torch.cuda.set_sync_debug_mode("default")
+        for x, wanted in zip(made, turned(torch.arange(n, device="cuda"), q, k), strict=True):
+            torch.testing.assert_close(x, wanted, rtol=1e-5, atol=1e-5)
+        (grad,) = torch.autograd.grad(made[0].square().sum(), q)
+        torch.testing.assert_close(grad, 2 * q.detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, copy.copy])
+def test_transforms_get_the_reference(calls: list[str], transform: Callable[..., Any]) -> None:
+    rotation = ROPE.at(torch.arange(7, device="cuda"))
+    q = queries(3, 7, 2, 128)
+    function = transform(lambda x: rotation(x, layout="thd" if x.ndim == 3 else "bshd"))
+    wanted = by_reference([q.cpu()], rotation.cos.cpu(), rotation.sin.cpu(), "bshd", "half", 0, False)[0]
+    torch.testing.assert_close(function(q).cpu(), wanted)
+    assert ("rotate" in calls) is (transform is copy.copy)
+
+
+def test_other_devices_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    rotation = ROPE.at(torch.arange(7, device="cuda:1"))
+    x = torch.randn(1, 7, 2, 128, device="cuda:1")
+    wanted = by_reference([x.cpu()], rotation.cos.cpu(), rotation.sin.cpu(), "bshd", "half", 0, False)[0]
+    assert same(rotation(x, layout="bshd").cpu(), wanted, "")
