@@ -10,8 +10,9 @@ times mean nothing.
 
 What is timed: batches of calls between two events of the device, while the host is far ahead (a kernel that only waits
 goes first), the inputs taken in turn from buffers that are together larger than the second-level cache (64 at most, so
-that the smallest cases stay in it, whoever runs), contenders in turn; the median of many. Decoding is timed as replays of a CUDA graph that holds a call for each buffer, angles of the
-new positions not included. GB/s counts q and k read once and written once, whatever was moved in truth.
+that the smallest cases stay in it, whoever runs), contenders in turn; the median of many. Decoding is timed as replays
+of a CUDA graph that holds a call for each buffer, angles of the new positions not included. GB/s counts q and k read
+once and written once, whatever was moved in truth.
 """
 
 from __future__ import annotations

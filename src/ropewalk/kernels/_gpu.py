@@ -108,7 +108,7 @@ def _turn(
     c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
     s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
     if BACK:
-        s = -s
+        s = s * -1.0  # not -s, which before Triton 3.8 is 0 - s and makes +0 of +0
 
     a, b = a.to(compute), b.to(compute)
     turned_a = (a * c - b * s).to(y.dtype.element_ty)
@@ -229,8 +229,8 @@ def angles(
     odd = (quadrant & 1) != 0
     of_cos, of_sin = tl.where(odd, s, c), tl.where(odd, c, s)
     # cos is negative in quadrants 1 and 2, sin in 2 and 3.
-    of_cos = tl.where(((quadrant + 1) & 2) != 0, -of_cos, of_cos) * FACTOR
-    of_sin = tl.where((quadrant & 2) != 0, -of_sin, of_sin) * FACTOR
+    of_cos = tl.where(((quadrant + 1) & 2) != 0, of_cos * -1.0, of_cos) * FACTOR
+    of_sin = tl.where((quadrant & 2) != 0, of_sin * -1.0, of_sin) * FACTOR
     inside = (row < rows) & (pair < PAIRS)
     tl.store(cos + row * PAIRS + pair, of_cos.to(cos.dtype.element_ty), mask=inside)
     tl.store(sin + row * PAIRS + pair, of_sin.to(sin.dtype.element_ty), mask=inside)
