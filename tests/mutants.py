@@ -46,9 +46,42 @@ class Mutant:
 
 
 REFERENCE, API, OPS = "rotation/reference.py", "rotation/api.py", "rotation/ops.py"
+GPU, KERNELS = "kernels/gpu.py", "kernels/_gpu.py"
 YARN, LLAMA3, DEFAULT = "schemes/yarn.py", "schemes/llama3.py", "schemes/default.py"
 
+# Without a GPU: in Triton's interpreter, then what was compiled, and what asks for it.
+GPU_SUITES = [({"TRITON_INTERPRET": "1"}, ["tests/gpu/test_kernels.py"]), ({}, ["tests/gpu/test_compiled.py"])]
+
 MUTANTS = [
+    # the GPU kernels
+    Mutant("gpu: sign of sin", KERNELS, "(a * c - b * s)", "(a * c + b * s)"),
+    Mutant("gpu: back is forth", KERNELS, "s = s * -1.0", "s = s * 1.0"),
+    Mutant("gpu: sign of 0 back", KERNELS, "s = s * -1.0", "s = 0.0 - s"),
+    Mutant("gpu: float64 in float32", KERNELS, "compute: tl.constexpr = tl.float64 if", "compute: tl.constexpr = tl.float32 if"),
+    Mutant("gpu: k by the programs of q", KERNELS, "            program - q_programs, k,", "            program, k,"),
+    Mutant("gpu: heads beyond the last", KERNELS, "here = (token < tokens) & (head < heads)\n    x_rows", "here = (token < tokens) & (head < heads + 1)\n    x_rows"),
+    Mutant("gpu: tokens beyond the last", KERNELS, "here = (token < tokens) & (head < heads)\n    x_rows", "here = (token < tokens + 1) & (head < heads)\n    x_rows"),
+    Mutant("gpu: pairs beyond the last", KERNELS, "        inside = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)\n        tl.store", "        inside = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS + 1)\n        tl.store"),
+    Mutant("gpu: rows of the batch share a table", KERNELS, "cos_rows = _rows(cos, batch,", "cos_rows = _rows(cos, 0 * batch,"),
+    Mutant("gpu: 32-bit tokens", KERNELS, "token.to(tl.int64) * x_t", "token * x_t"),
+    Mutant("gpu: 32-bit batch", KERNELS, "(rest // token_blocks).to(tl.int64)", "(rest // token_blocks)"),
+    Mutant("gpu: head copied to its offset only", KERNELS, "DENSE)\n        _copy(x_rows, y_rows, x_d, y_d, here, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)", "DENSE)"),
+    Mutant("gpu: head not copied before its offset", KERNELS, "_copy(x_rows, y_rows, x_d, y_d, here, 0, OFFSET, BLOCK_P, DENSE)", "pass"),
+    Mutant("gpu: gradient of the first block of heads", KERNELS, "for block in range(BLOCKS):", "for block in range(1):"),
+    Mutant("gpu: gradient to sin", KERNELS, "h * a - g * b", "h * a + g * b"),
+    Mutant("gpu: quadrant not rounded", KERNELS, "(phase + (1 << 61)) >> 62", "phase >> 62"),
+    Mutant("gpu: last coefficient", KERNELS, "u * 6.8874821400921976273e-12 + -1.7571791752800344071e-9", "u * 0.0 + -1.7571791752800344071e-9"),
+    Mutant("gpu: cosine of Triton", KERNELS, "of_sin = tl.where((quadrant & 2)", "of_sin = tl.sin(phase.to(tl.float64) * 3.4061215800304893e-19)\n    of_sin = tl.where((quadrant & 8)"),
+    Mutant("gpu: int32 positions", KERNELS, "other=0).to(tl.int64)\n    step", "other=0)\n    step"),
+    Mutant("gpu: fused products", GPU, '"enable_fp_fusion": False', '"enable_fp_fusion": True'),
+    Mutant("gpu: tables as wide as they come", GPU, "// (2 if interleaved else 1)", ""),
+    Mutant("gpu: unit of strides too large", GPU, "while any(stride % most for stride in strides):", "while any(stride % most for stride in strides[:3]):"),
+    Mutant("gpu: strides without a unit", GPU, "unit = _unit([strides[name] for name in rows], _VECTOR // tensors[0].element_size()) if dense else 1", "unit = 1"),
+    Mutant("gpu: dense channels taken for granted", GPU, 'dense = all(strides[f"{name}_d"] == 1 or x.shape[-1] == 1 for name, x in named.items())', "dense = True"),
+    Mutant("gpu: dense tables taken for granted", GPU, 'dense = cos.shape[-1] == 1 or strides["cos_p"] == strides["sin_p"] == 1', "dense = True"),
+    Mutant("gpu: stride of the only row", GPU, "0 if at < 0 or x.shape[at] == 1 else x.stride(at)", "0 if at < 0 else x.stride(at)"),
+    Mutant("gpu: nothing copied", GPU, '"COPY": outputs[0] is not x', '"COPY": False'),
+    Mutant("gpu: small tiles", GPU, "_BYTES_PER_THREAD // 2 // x.element_size()", "max(1, 16 // x.element_size() // 2)"),
     # the rotation
     Mutant("sign of sin in a", REFERENCE, "a * cos - b * sin", "a * cos + b * sin"),
     Mutant("sign of sin in b", REFERENCE, "a * sin + b * cos", "b * cos - a * sin"),
@@ -68,8 +101,8 @@ MUTANTS = [
     Mutant("table gradient: first tensor only", REFERENCE, "d_cos = d_cos + (g * a + h * b).sum(heads)", "d_cos = (g * a + h * b).sum(heads)"),
     Mutant("k with the heads of q", API, "(turned[0], turned[1])", "(turned[0], turned[1].expand_as(q))"),
     Mutant("batch rows after the first ignored", REFERENCE, "    if table.ndim == 1:\n", "    table = table[:1].expand_as(table) if table.ndim == 3 else table\n    if table.ndim == 1:\n"),
-    Mutant("in place leaves k", OPS, "        turn(tensors, cos, sin, *how)", "        turn(tensors[:1], cos, sin, *how)"),
-    Mutant("in place leaves an unlike k", OPS, "            turn([x], cos, sin, *how)", "            turn([tensors[0]], cos, sin, *how)"),
+    Mutant("in place leaves k", OPS, "groups = [tensors] if", "groups = [tensors[:1]] if"),
+    Mutant("in place leaves an unlike k", OPS, "else [[x] for x in tensors]", "else [[tensors[0]] for x in tensors]"),
     Mutant("in place is not told", OPS, "torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])", "pass"),
     Mutant("unlike q and k in one call", OPS, "q.dtype == k.dtype", "True"),
     Mutant("in place with learned tables keeps no copy", OPS, "x.clone() if cos.requires_grad or sin.requires_grad else x", "x"),
@@ -214,14 +247,28 @@ def survives(mutant: Mutant) -> bool:
         )
         if kernel := importlib.util.find_spec("ropewalk.kernels._cpu"):
             shutil.copy(str(kernel.origin), broken / "ropewalk" / "kernels")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor", *SUITE]
-        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1"}
-        if mutant.file == REFERENCE:  # on the CPU the kernels would do its work
-            environment["ROPEWALK_BACKEND"] = "reference"
-        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if ran.returncode not in (0, 1, 2):
-            sys.exit(f"{mutant.name}: pytest could not run\n{ran.stdout}{ran.stderr}")
-        return ran.returncode == 0
+        # On the CPU the kernels would do the work of the reference.
+        suites = [({"ROPEWALK_BACKEND": "reference"} if mutant.file == REFERENCE else {}, SUITE)]
+        for also, tests in GPU_SUITES if mutant.file in (GPU, KERNELS) else suites:
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-k",
+                "not inductor",
+                *tests,
+            ]
+            environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1", **also}
+            ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+            if ran.returncode > 2:  # below 0: it wrote where it must not, and was stopped
+                sys.exit(f"{mutant.name}: pytest could not run\n{ran.stdout}{ran.stderr}")
+            if ran.returncode:
+                return False
+        return True
 
 
 def main(words: list[str]) -> int:
