@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
+    from ropewalk.nn import RotaryAttention as RotaryAttention
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
@@ -38,6 +39,7 @@ _HOME = {
     "QueryScale": "configs",
     "Rope": "rope",
     "RopeError": "_checks",
+    "RotaryAttention": "nn",
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
     "YaRN": "schemes",
@@ -56,6 +58,7 @@ __all__ = [
     "QueryScale",
     "Rope",
     "RopeError",
+    "RotaryAttention",
     "RotaryEmbedding",
     "Rotation",
     "YaRN",
