@@ -1,4 +1,4 @@
-"""The command line: `ropewalk explain`, `demo`, `bench`, `doctor`. Shows what the library returns.
+"""The command line: `ropewalk explain`, `demo`, `bench`, `lab`, `doctor`. Shows what the library returns.
 
 `explain` and `--help` start without torch; whatever needs it is imported inside its command.
 """
@@ -150,6 +150,24 @@ def bench(
         stream=min(stream, 100_000) if quick else stream,
     )
     the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
+
+
+@main.command()
+@click.option("--quick", is_flag=True, help="Only the copy task, on one seed: a few minutes.")
+@click.option("--baselines", is_flag=True, help="Also train models with learned, sinusoidal and no positions.")
+@click.option("--seed", type=click.IntRange(0, 2**28), default=0, show_default=True, help="The first; others follow.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("ropewalk-lab"),
+    show_default=True,
+    help="Where everything is kept. The same folder again goes on where the last run stopped.",
+)
+def lab(quick: bool, baselines: bool, seed: int, out: Path) -> None:
+    """Train small models on short sequences and measure what each scaling makes of long ones. No download."""
+    from ropewalk.lab import study
+
+    study.run((study.quick if quick else study.full)(seed, baselines=baselines), out, click.echo)
 
 
 @main.command()

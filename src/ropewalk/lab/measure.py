@@ -1,9 +1,9 @@
-"""What a model is worth: loss of every token, perplexity, loss by position, share of symbols copied."""
+"""What a model is worth: loss of every token, perplexity, loss by position, what was copied."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -52,18 +52,22 @@ def by_position(losses: Tensor, *, width: int) -> list[float]:
     return means
 
 
-def accuracy(model: LanguageModel, plan: Plan | None, batch: Batch) -> float:
-    """Share of the targets that count of which the most likely token is the target: from 0 to 1."""
+def copied(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float, float]:
+    """Of the targets that count: the share of which the target is the most likely token, and the mean loss in nats."""
     right = counted = 0
+    loss = 0.0
     for logits, targets, mask in _forward(model, plan, batch):
-        right += int((logits.argmax(dim=-1) == targets)[mask].sum())
-        counted += int(mask.sum())
-    return right / counted
+        at, wanted = logits[mask].double(), targets[mask]
+        right += int((at.argmax(dim=-1) == wanted).sum())
+        loss += float(torch.nn.functional.cross_entropy(at, wanted, reduction="sum"))
+        counted += len(wanted)
+    return right / counted, loss / counted
 
 
 def ending(batch: Batch, tokens: int) -> Batch:
     """The last so many tokens of each sequence: windows of every length end with the same text."""
-    return Batch(*(None if part is None else part[:, -tokens:] for part in batch))
+    mask = None if batch.mask is None else batch.mask[:, -tokens:]
+    return Batch(batch.tokens[:, -tokens:], batch.targets[:, -tokens:], mask)
 
 
 def _forward(model: LanguageModel, plan: Plan | None, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -75,6 +79,6 @@ def _forward(model: LanguageModel, plan: Plan | None, batch: Batch) -> Iterator[
     at_once = max(1, _TOKENS_AT_ONCE // seq)
     with torch.no_grad():
         rotation = None if plan is None else plan.at(positions)
-        parts: Sequence[tuple[Tensor, ...]] = [p.split(at_once) for p in (batch.tokens, batch.targets, mask)]
-        for tokens, targets, counts in zip(*parts, strict=True):
-            yield model(tokens, rotation, positions=places), targets, counts
+        for first in range(0, len(mask), at_once):
+            rows = slice(first, first + at_once)
+            yield model(batch.tokens[rows], rotation, positions=places), batch.targets[rows], mask[rows]

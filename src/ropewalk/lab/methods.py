@@ -18,7 +18,7 @@ FACTOR = 4.0
 """Of every fixed method; and the fine-tunes train on sequences so many times longer than the model has seen."""
 
 LARGER_BASE = 50.0
-"""By what the fine-tune with a larger base multiplies it: Xiong et al. 2023, arXiv:2309.16039 (ABF), 10,000 to 500,000."""
+"""By what the fine-tune with a larger base multiplies it: as Xiong et al. 2023, arXiv:2309.16039 (ABF)."""
 
 _Choose = Callable[[Rope, int, int], Plan]
 

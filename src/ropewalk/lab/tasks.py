@@ -19,6 +19,7 @@ from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.train import Batch, Recipe
 
 BASE = 10_000.0
+_WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Task(ABC):
     name: ClassVar[str]
     length_is: ClassVar[str]
     measures: ClassVar[Mapping[str, str]]
-    """What `measure` gives → the same in words, with the unit."""
+    """What `measure` gives for tables → the same in words, with the unit."""
+    position_width: ClassVar[int | None] = None
+    """Of the loss by position, where `measure` gives one: tokens in each mean."""
 
     size: Size
     trained: int
@@ -81,7 +84,10 @@ class Copy(Task):
 
     name: ClassVar[str] = "copy"
     length_is: ClassVar[str] = "|w|, symbols"
-    measures: ClassVar[Mapping[str, str]] = {"accuracy": "share of the second w that is right"}
+    measures: ClassVar[Mapping[str, str]] = {
+        "accuracy": "share of the second w that is right",
+        "loss": "loss on the second w, nats for each symbol",
+    }
 
     shortest: int = 16
 
@@ -93,7 +99,8 @@ class Copy(Task):
 
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
         batch = copying.test_batch(length, sequences=self.test_sequences)
-        return {"accuracy": measure.accuracy(model, plan, batch)}
+        accuracy, loss = measure.copied(model, plan, batch)
+        return {"accuracy": accuracy, "loss": loss}
 
     def about(self) -> dict[str, Any]:
         return {**super().about(), "shortest": self.shortest}
@@ -109,7 +116,7 @@ class Text(Task):
         "perplexity": "perplexity per byte over the window",
         "last": f"perplexity per byte over its last {measure.LAST} bytes",
     }
-    position_width: ClassVar[int] = 32
+    position_width: ClassVar[int | None] = _WIDTH
 
     def tokens(self, length: int) -> int:
         return length
@@ -123,7 +130,7 @@ class Text(Task):
         return {
             "perplexity": measure.perplexity(losses),
             "last": measure.perplexity(losses[:, -measure.LAST :]),
-            "by_position": measure.by_position(losses, width=self.position_width),
+            "by_position": measure.by_position(losses, width=_WIDTH),
         }
 
     def about(self) -> dict[str, Any]:
