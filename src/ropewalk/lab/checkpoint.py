@@ -1,4 +1,4 @@
-"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced as a whole."""
+"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced whole."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def identity(
     start = hashlib.sha256()
     for parameter in model.parameters():
         start.update(parameter.detach().numpy().tobytes())
-    return _plain(
-        {
-            "size": asdict(model.size),
-            "rope": None if rope is None else _rope_to_json(rope),
-            "recipe": recipe,
-            "about": about,
-            "initial weights": start.hexdigest(),
-        }
-    )
+    said = {
+        "size": asdict(model.size),
+        "rope": None if rope is None else _rope_to_json(rope),
+        "recipe": recipe,
+        "about": about,
+        "initial weights": start.hexdigest(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(said))
+    return plain
 
 
 def save(
@@ -109,7 +109,8 @@ def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], float]:
     try:
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            # Copies: what safetensors gives is the file itself, which the next step replaces.
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
         return tensors, json.loads(metadata["identity"]), float(metadata["seconds"])
     except FileNotFoundError:
         raise
@@ -145,10 +146,6 @@ def _rope_from_json(said: dict[str, Any]) -> ropewalk.Rope:
         scaling = dict(scaling)
         scaling = getattr(ropewalk.schemes, scaling.pop("scheme"))(**scaling)
     return ropewalk.Rope(**{**said, "scaling": scaling})
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
 
 
 def _safetensors() -> tuple[Any, Any]:
