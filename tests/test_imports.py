@@ -81,7 +81,6 @@ def test_public_names() -> None:
         "QueryScale",
         "Rope",
         "RopeError",
-        "RotaryAttention",
         "RotaryEmbedding",
         "Rotation",
         "YaRN",

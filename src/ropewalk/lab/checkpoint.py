@@ -1,4 +1,4 @@
-"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced as a whole."""
+"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced whole."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def identity(
     start = hashlib.sha256()
     for parameter in model.parameters():
         start.update(parameter.detach().numpy().tobytes())
-    return _plain(
-        {
-            "size": asdict(model.size),
-            "rope": None if rope is None else _rope_to_json(rope),
-            "recipe": recipe,
-            "about": about,
-            "initial weights": start.hexdigest(),
-        }
-    )
+    said = {
+        "size": asdict(model.size),
+        "rope": None if rope is None else _rope_to_json(rope),
+        "recipe": recipe,
+        "about": about,
+        "initial weights": start.hexdigest(),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(said))
+    return plain
 
 
 def save(
@@ -61,7 +61,7 @@ def save(
 
 def write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """A safetensors file, complete or not there at all; its folder is made."""
-    _, save_file = _safetensors()
+    _, save_file, _ = _safetensors()
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.unfinished")
     save_file(tensors, unfinished, metadata)
@@ -105,16 +105,30 @@ def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], float]:
     Raises:
         RopeError: the file is none.
     """
-    safe_open, _ = _safetensors()
+    tensors, metadata = read_tensors(file)
+    try:
+        return tensors, json.loads(metadata["identity"]), float(metadata["seconds"])
+    except KeyError as e:
+        raise _checks.error(
+            "lab", f"{file} must be a checkpoint of the lab", f"one without {e}", "Name another file, or delete it."
+        ) from e
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a safetensors file.
+
+    Raises:
+        RopeError: the file is none.
+    """
+    safe_open, _, unreadable = _safetensors()
     try:
         with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return tensors, json.loads(metadata["identity"]), float(metadata["seconds"])
-    except FileNotFoundError:
-        raise
-    except Exception as e:
-        raise _checks.error("lab", f"{file} must be a checkpoint", f"{type(e).__name__}: {e}", "Delete it.") from e
+            # Copies: what safetensors gives is the file itself, which the next step replaces.
+            return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
+    except unreadable as e:
+        raise _checks.error(
+            "lab", f"{file} must be a safetensors file", f"one that is broken ({e})", "Delete it."
+        ) from e
 
 
 def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any]]:
@@ -147,16 +161,12 @@ def _rope_from_json(said: dict[str, Any]) -> ropewalk.Rope:
     return ropewalk.Rope(**{**said, "scaling": scaling})
 
 
-def _plain(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def _safetensors() -> tuple[Any, Any]:
+def _safetensors() -> tuple[Any, Any, Any]:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
         from safetensors.torch import save_file
     except ImportError as e:
         raise _checks.error(
             "lab", "safetensors must be installed", "no such package", 'Run: pip install "ropewalk[lab]"'
         ) from e
-    return safe_open, save_file
+    return safe_open, save_file, SafetensorError

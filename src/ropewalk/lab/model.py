@@ -11,9 +11,6 @@ from torch import Tensor, nn
 import ropewalk
 from ropewalk import _checks
 
-NORM_EPS = 1e-5
-"""Added to the mean square by RMSNorm, as in Llama 2 and llama2.c."""
-
 
 @dataclass(frozen=True)
 class Size:
@@ -26,6 +23,7 @@ class Size:
         num_layers: layers.
         num_heads: query heads; `head_dim = hidden_size / num_heads` channels each, even.
         num_kv_heads: key and value heads; as many as query heads when None (it reads so afterwards).
+        norm_eps: what RMSNorm adds to the mean square, greater than 0; 1e-5 in Llama 2 and 3 and in llama2.c.
         tied: whether the head that makes the logits is the token embedding.
         absolute: "learned" or "sinusoidal" adds a vector for each absolute position to the embedding; None adds none.
         max_positions: rows of the learned positions, in tokens; for "learned" only.
@@ -40,6 +38,7 @@ class Size:
     num_layers: int
     num_heads: int
     num_kv_heads: int | None = None
+    norm_eps: float = 1e-5
     tied: bool = False
     absolute: Literal["learned", "sinusoidal"] | None = None
     max_positions: int | None = None
@@ -50,6 +49,7 @@ class Size:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         kv_heads = _checks.integer("Size", "num_kv_heads", self.num_kv_heads, at_least=1)
+        _checks.number("Size", "norm_eps", self.norm_eps, above=0.0)
         if self.hidden_size % (2 * self.num_heads):
             raise _checks.error(
                 "Size",
@@ -99,9 +99,9 @@ class Block(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(size.hidden_size, eps=NORM_EPS)
+        self.input_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
         self.self_attn = ropewalk.RotaryAttention(size.hidden_size, size.num_heads, num_kv_heads=size.num_kv_heads)
-        self.post_attention_layernorm = nn.RMSNorm(size.hidden_size, eps=NORM_EPS)
+        self.post_attention_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
         self.mlp = SwiGLU(size)
 
     def forward(self, x: Tensor, rotation: ropewalk.Rotation | None) -> Tensor:
@@ -128,7 +128,7 @@ class LanguageModel(nn.Module):
         if size.max_positions is not None:
             self.embed_positions = nn.Embedding(size.max_positions, size.hidden_size)
         self.layers = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        self.norm = nn.RMSNorm(size.hidden_size, eps=NORM_EPS)
+        self.norm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
         self.lm_head = nn.Linear(size.hidden_size, size.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -176,10 +176,11 @@ class LanguageModel(nn.Module):
                     str(int(positions.max())),
                     "There is no learned vector there.",
                 )
-            return x + self.embed_positions(positions)
+            learned: Tensor = x + self.embed_positions(positions)
+            return learned
         # Vaswani et al. 2017 (1706.03762), sections 3.4 and 3.5: the embedding is multiplied by √width.
         width = self.size.hidden_size
         speeds = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = positions.to(torch.float64).unsqueeze(1) * speeds
         waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
-        return x * width**0.5 + waves.to(x.dtype)
+        return torch.add(waves.to(x.dtype), x, alpha=width**0.5)

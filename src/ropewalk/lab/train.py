@@ -1,10 +1,11 @@
-"""Training that can be stopped at any moment and goes on where it stopped: AdamW, warm-up, cosine, clipped gradients."""
+"""Training that can be stopped at any moment and goes on there: AdamW, warm-up, cosine, clipped gradients."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,9 +40,12 @@ class Recipe:
         learning_rate: its peak, after the warm-up.
         warmup: steps in which it grows from 0 in a straight line.
         floor: where the cosine ends, as a share of the peak.
-        weight_decay: of the matrices; vectors (norms) and embeddings of positions included in the matrices.
+        weight_decay: of matrices and embeddings, not of norms.
         betas: of AdamW.
         clip: the longest gradient, all parameters together.
+
+    Raises:
+        RopeError: a number is impossible; the message says which.
     """
 
     steps: int
@@ -51,6 +55,14 @@ class Recipe:
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _checks.integer("Recipe", "steps", self.steps, at_least=1)
+        _checks.integer("Recipe", "warmup", self.warmup, at_least=0)
+        for name in ("learning_rate", "clip"):
+            _checks.number("Recipe", name, getattr(self, name), above=0.0)
+        for name in ("floor", "weight_decay"):
+            _checks.number("Recipe", name, getattr(self, name), at_least=0.0, at_most=1.0)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -116,25 +128,37 @@ def train(
     losses, seconds = checkpoint.resume(file, identity, parameters, optimizer)
     rotations: dict[int, ropewalk.Rotation | None] = {}
     model.train()
-    for step in range(len(losses), recipe.steps):
-        began = time.perf_counter()
-        now = batch(step)
-        seq = now.tokens.shape[1]
-        positions = torch.arange(seq)
-        if seq not in rotations:
-            rotations[seq] = None if rope is None else rope.at(positions)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.rate(step)
-        optimizer.zero_grad()
-        placed = positions if model.size.absolute else None
-        loss = loss_of(model(now.tokens, rotations[seq], positions=placed), now)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
-        optimizer.step()
-        losses.append(loss.item())
-        seconds += time.perf_counter() - began
-        checkpoint.save(file, identity, parameters, optimizer, losses, seconds)
-        if progress is not None:
-            progress.step(step + 1, recipe.steps, losses[-1])
+    with _deterministic():
+        for step in range(len(losses), recipe.steps):
+            began = time.perf_counter()
+            now = batch(step)
+            positions = torch.arange(now.tokens.shape[1])
+            if len(positions) not in rotations:
+                rotations[len(positions)] = None if rope is None else rope.at(positions)
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.rate(step)
+            optimizer.zero_grad()
+            placed = positions if model.size.absolute else None
+            loss = loss_of(model(now.tokens, rotations[len(positions)], positions=placed), now)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
+            optimizer.step()
+            losses.append(loss.item())
+            seconds += time.perf_counter() - began
+            checkpoint.save(file, identity, parameters, optimizer, losses, seconds)
+            if progress is not None:
+                progress.step(step + 1, recipe.steps, losses[-1])
     model.eval()
     return Trained(tuple(losses), seconds)
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """PyTorch's deterministic algorithms, and afterwards what was set before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
