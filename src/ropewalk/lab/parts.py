@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ropewalk import Rope
 from ropewalk.lab.measure import Plan
 from ropewalk.lab.methods import METHODS, TUNES, Method
 from ropewalk.lab.model import LanguageModel, Size
@@ -138,11 +139,16 @@ class Part:
             model.load_state_dict(start.state_dict())
         # A fine-tune sees other sequences than the training; all of a seed see the same.
         stream = 2 * self.seed + (self.method is not None)
-        rope = None if self.model in BASELINES else next(iter(self.plans.values()))(self.longest)
         about = {**self.task.about(), "seed": self.seed, "longest": self.longest, "sequences": self.sequences}
         batches = self.task.batches(stream, longest=self.longest, sequences=self.sequences)
-        train(model, rope, batches, self.recipe, file=self.files(folder)[0], about=about, progress=progress)
+        train(model, self._rope(), batches, self.recipe, file=self.files(folder)[0], about=about, progress=progress)
         return model
+
+    def _rope(self) -> Rope | None:
+        """What it trains with: METHODS[0] is no scaling, and those of fine-tunes are plain ropes."""
+        if self.model in BASELINES:
+            return None
+        return cast(Rope, (self.method or METHODS[0]).plan(self.task.rope, self.task.trained, self.longest))
 
     def _size(self) -> Size:
         size = self.task.size

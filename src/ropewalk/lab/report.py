@@ -13,11 +13,11 @@ from ropewalk.lab.parts import BASELINES
 from ropewalk.lab.results import Results, Spread
 from ropewalk.lab.tasks import Task
 
-_MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **{name: "trained so" for name in BASELINES}}
+_MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "trained so")}
 
 
 def described(task: Task) -> dict[str, Any]:
-    """What `report.json` says of a task beside its rows; lengths in the task's own unit, tokens and trained in tokens."""
+    """What `report.json` says of a task beside its rows; lengths in the unit `length_is`, the others in tokens."""
     return {
         "name": task.name,
         "length_is": task.length_is,
