@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "self_extend": BOTTOM | {"rope", "attention"},
     "kv_cache": BOTTOM | {"rope", "rotation", "attention"},
     "nn": BOTTOM | {"rope", "rotation", "attention", "kv_cache"},
-    # These stand outside: the public names only, which is the package itself; the lab\'s messages have the one form too.
+    # These stand outside: the public names only, which is the package itself; the lab's messages have the one form.
     "plots": set(),
     "demo": {"plots"},
     "bench": {"plots"},

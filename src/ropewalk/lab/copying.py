@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def batches(*, seed: int, sequences: int, shortest: int, longest: int) -> Callab
     """Sequences to train on, from (seed, step) alone.
 
     Args:
-        seed: from 0 to 2³⁰ − 1.
+        seed: a number of at least 0.
         sequences: of a batch.
         shortest, longest: bounds of |w|, in symbols, both included. All w of a batch are of one length.
 
@@ -36,16 +37,15 @@ def batches(*, seed: int, sequences: int, shortest: int, longest: int) -> Callab
     """
 
     def at(step: int) -> Batch:
-        generator = _generator(_TRAINING, seed, step)
-        symbols = int(torch.randint(shortest, longest + 1, (), generator=generator))
-        return batch(torch.randint(SYMBOLS, (sequences, symbols), generator=generator))
+        generator = np.random.default_rng((_TRAINING, seed, step))
+        return batch(_words(generator, sequences, int(generator.integers(shortest, longest + 1))))
 
     return at
 
 
 def test_batch(symbols: int, *, sequences: int) -> Batch:
     """The sequences that every model is tested on: |w| = symbols, the same for every seed of a training."""
-    return batch(torch.randint(SYMBOLS, (sequences, symbols), generator=_generator(_TEST, symbols, 0)))
+    return batch(_words(np.random.default_rng((_TEST, symbols)), sequences, symbols))
 
 
 def batch(words: Tensor) -> Batch:
@@ -64,6 +64,5 @@ def batch(words: Tensor) -> Batch:
     return Batch(whole[:, :-1], whole[:, 1:], counts)
 
 
-def _generator(stream: int, seed: int, step: int) -> torch.Generator:
-    """Another one for any other stream, seed below 2³⁰ or step below 2³²."""
-    return torch.Generator().manual_seed((stream << 62) + (seed << 32) + step)
+def _words(generator: np.random.Generator, sequences: int, symbols: int) -> Tensor:
+    return torch.from_numpy(generator.integers(SYMBOLS, size=(sequences, symbols)))
