@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import oracle
 import pytest
 
+import oracle
 import ropewalk
 from ropewalk.lab import methods
 

@@ -5,7 +5,9 @@ A claim that holds on some seeds only is luck of the seed, and so is an order of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,16 +29,16 @@ class Claim:
 
     task: str
     says: str
-    cells: Sequence[_Cell]
+    cells: tuple[_Cell, ...]
     holds: Callable[[Sequence[float]], bool]
 
 
-def _row(model: str, method: str, measure: str, *times: float) -> list[_Cell]:
-    return [(model, method, measure, t) for t in times]
+def _row(model: str, method: str, measure: str, *times: float) -> tuple[_Cell, ...]:
+    return tuple((model, method, measure, t) for t in times)
 
 
-def _column(model: str, methods: Sequence[str], measure: str, times: float) -> list[_Cell]:
-    return [(model, method, measure, times) for method in methods]
+def _column(model: str, methods: Sequence[str], measure: str, times: float) -> tuple[_Cell, ...]:
+    return tuple((model, method, measure, times) for method in methods)
 
 
 def _lower(task: str, measure: str, model: str, better: str, worse: str, times: float, says: str) -> Claim:
@@ -87,7 +89,10 @@ _COPY = (
     Claim(
         "copy",
         "YaRN's attention factor helps at 2 and 4 times the trained length: YaRN copies more than by parts",
-        [cell for t in (2, 4) for cell in _column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", t)],
+        (
+            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 2),
+            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 4),
+        ),
         lambda v: v[0] > v[1] and v[2] > v[3],
     ),
     Claim(
@@ -110,14 +115,14 @@ _TEXT = (
         "text",
         "PI without fine-tuning is bad everywhere: from half to 4 times the trained length at least 1.5 times the "
         "perplexity of no scaling at the trained length",
-        [*_row(ZERO_SHOT, "none", "perplexity", 1), *_row(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)],
+        (*_row(ZERO_SHOT, "none", "perplexity", 1), *_row(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
         lambda v: min(v[1:]) >= 1.5 * v[0],
     ),
     Claim(
         "text",
         "NTK holds to half its factor and fails at the whole: perplexity of the last bytes is at most 1.25 times that "
         "of no scaling at the trained length, then more than 1.5 times",
-        [*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)],
+        (*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)),
         lambda v: v[1] <= 1.25 * v[0] and v[2] > 1.5 * v[0],
     ),
     *(
@@ -189,7 +194,7 @@ _TEXT = (
         "text",
         "of the fine-tunes, the larger base alone holds at 8 times the trained length: only its perplexity of the last "
         "bytes is at most 1.2 times that at 4 times",
-        [cell for method in ("larger base", "none", "PI", "NTK", "YaRN") for cell in _row(TUNED, method, "last", 4, 8)],
+        tuple(c for m in ("larger base", "none", "PI", "NTK", "YaRN") for c in _row(TUNED, m, "last", 4, 8)),
         lambda v: v[1] <= 1.2 * v[0] and all(v[i + 1] > 1.2 * v[i] for i in range(2, len(v), 2)),
     ),
 )
@@ -201,17 +206,21 @@ _ORDERED = {"accuracy": True, "perplexity": False}
 
 
 def words(results: Results) -> list[str]:
-    """Paragraphs on one task: what held, what was luck, what did not hold, and the orders at 1, 2, 4 and 8 times."""
-    told: dict[str, list[str]] = {}
+    """Paragraphs on one task: what held, what did not, what was luck, and the orders at 1, 2, 4 and 8 times."""
+    count = len(results.seeds)
+    several = {"every": f"all {count} seeds", "any": f"any of {count} seeds"}
+    seeds = several if count > 1 else dict.fromkeys(several, "this seed")
+    held_on: dict[Claim, list[bool]] = {}
     for claim in CLAIMS:
         if claim.task == results.about["name"]:
-            try:
-                held = _held(claim, results)
-            except KeyError:  # a study of fewer methods or lengths says nothing about it
-                continue
-            told.setdefault(_verdict(held), []).append(_sentence(claim, held, results))
-    count = len(results.seeds)
-    paragraphs = [f"{verdict}\n" + "\n".join(f"- {one}" for one in told[verdict]) for verdict in sorted(told)]
+            # A study of fewer methods or lengths says nothing about it.
+            with contextlib.suppress(KeyError):
+                held_on[claim] = _held(claim, results)
+    paragraphs = []
+    for verdict, belongs in _VERDICTS.items():
+        found = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
+        if found:
+            paragraphs.append(f"{verdict.format(**seeds)}\n" + "\n".join(f"- {one}" for one in found))
     orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
     if orders:
         sign = (
@@ -223,18 +232,17 @@ def words(results: Results) -> list[str]:
     return paragraphs
 
 
+_VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
+    "Expected, and so on {every}:": all,
+    "Expected, but not so on {any}:": lambda held: not any(held),
+    "Luck of the seed:": lambda held: any(held) and not all(held),
+}
+"""What is written above the claims → which claims stand there, by whether they held on each seed."""
+
+
 def _held(claim: Claim, results: Results) -> list[bool]:
     cells = [results.value(*cell).values for cell in claim.cells]
     return [claim.holds(values) for values in zip(*cells, strict=True)]
-
-
-def _verdict(held: Sequence[bool]) -> str:
-    count = len(held)
-    if count == 1:
-        return "So it came out on this seed:" if held[0] else "Expected, but not so on this seed:"
-    if all(held):
-        return f"So it came out on all {count} seeds:"
-    return "Luck of the seed:" if any(held) else f"Expected, but not so on any of {count} seeds:"
 
 
 def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
@@ -247,7 +255,7 @@ def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
 def _number(cell: _Cell, results: Results) -> str:
     _, method, measure, times = cell
     values = results.value(*cell).values
-    return f"{method} at {times:g}x: {measure} {', '.join(short(v) for v in values)}"
+    return f"{method} at {times:g}x: {measure} {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
 
 
 def _orders(results: Results, model: str) -> list[str]:
@@ -281,14 +289,8 @@ def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
     return text
 
 
-def short(value: float) -> str:
-    """Three digits, as tables have them."""
-    return (
-        f"{value:.0f}"
-        if abs(value) >= 100
-        else f"{value:.1f}"
-        if abs(value) >= 10
-        else f"{value:.2f}"
-        if abs(value) >= 0.1
-        else f"{value:.4f}"
-    )
+def decimals(value: float, measure: str) -> int:
+    """Digits after the point: two of shares, else as many as make three digits, at most four."""
+    if measure == "accuracy" or value == 0:
+        return 2
+    return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))

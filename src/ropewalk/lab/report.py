@@ -66,13 +66,13 @@ def _rows(results: Results, measure: str) -> list[list[str]]:
     for model, kind in _MODELS.items():
         for method in results.methods(model):
             label = method if model == "trained" else f"{method}, {kind}"
-            rows.append([label, *(_cell(value) for value in results.values(model, method, measure))])
+            rows.append([label, *(_cell(value, measure) for value in results.values(model, method, measure))])
     return rows
 
 
-def _cell(value: Spread) -> str:
-    text = findings.short(value.mean)
-    return f"{text} ±{findings.short(value.half_range)}" if len(value.values) > 1 else text
+def _cell(value: Spread, measure: str) -> str:
+    digits = findings.decimals(value.mean, measure)
+    return f"{value.mean:.{digits}f}" + (f" ±{value.half_range:.{digits}f}" if len(value.values) > 1 else "")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

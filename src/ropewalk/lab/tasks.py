@@ -83,7 +83,7 @@ class Copy(Task):
     """BOS w BOS w, with |w| from `shortest` to what fits."""
 
     name: ClassVar[str] = "copy"
-    length_is: ClassVar[str] = "|w|, symbols"
+    length_is: ClassVar[str] = "symbols of w"
     measures: ClassVar[Mapping[str, str]] = {
         "accuracy": "share of the second w that is right",
         "loss": "loss on the second w, nats for each symbol",
@@ -159,7 +159,7 @@ TEXT = Text(
     lengths=(128, 256, 384, 512, 768, 1024, 2048),
     recipe=Recipe(steps=1500, learning_rate=2e-3),
     sequences=16,
-    tune_recipe=Recipe(steps=100, learning_rate=5e-4, warmup=10),
+    tune_recipe=Recipe(steps=100, learning_rate=1e-3, warmup=10),
     tune_sequences=4,
     test_sequences=24,
 )
