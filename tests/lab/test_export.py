@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from torch import Tensor
 
+import oracle
 from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN
 from ropewalk.lab import export
 from ropewalk.lab.model import LanguageModel, Size
