@@ -245,6 +245,19 @@ def test_reset() -> None:
     assert torch.equal(run(cache, x, rope), first)
 
 
+def test_in_inference_mode() -> None:
+    rope, _ = ROPES["YaRN, partial"]
+    assert rope is not None
+    one, other, x = cache_of(2, window=3, sinks=1), cache_of(2, window=3, sinks=1), torch.randn(2, 5, HIDDEN).double()
+    outputs = []
+    for cache in (one, other):
+        with torch.inference_mode(cache is one):
+            run(cache, x[:, :4], rope)
+            cache.shift(rope, 9)
+            outputs.append(run(cache, x[:, 4:], rope))
+    assert torch.equal(*outputs)
+
+
 def test_a_mask_is_joined() -> None:
     """Its keys are those of key_positions: here the token at 1 is hidden from the second piece."""
     rope, turn = ROPES["default"]
