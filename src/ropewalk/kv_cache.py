@@ -193,12 +193,14 @@ class KVCache:
             each = delta[:, None].expand(-1, self._slots + 1)
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
+        precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
         rotations: dict[Rope, Rotation] = {}
         for keys, one in zip(self.keys, ropes, strict=True):
             if one is None:
                 continue
             if one not in rotations:
-                rotations[one] = one.shift(each if isinstance(delta, Tensor) else delta, device=keys.device)
+                by = each if isinstance(delta, Tensor) else delta
+                rotations[one] = one.shift(by, device=keys.device, dtype=precise)
             rotations[one].apply_(keys, layout="bshd")
         moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
         self._key_positions.copy_(torch.where(self._key_positions == _EMPTY, _EMPTY, moved))
