@@ -37,6 +37,11 @@ SUITE = [
     "tests/test_attention.py",
     "tests/test_self_extend.py",
     "tests/test_kv_cache.py",
+    "tests/lab/test_copying.py",
+    "tests/lab/test_methods.py",
+    "tests/lab/test_measure.py",
+    "tests/lab/test_report.py",
+    "tests/lab/test_study.py",
 ]
 
 
@@ -231,6 +236,21 @@ MUTANTS = [
     Mutant("meta pairing", "configs/meta.py", '"interleaved", scaling', '"half", scaling'),
     Mutant("share not written", "configs/hf_write.py", "if share is not None:\n        parameters", "if False:\n        parameters"),
     Mutant("duplicate key passes", "configs/source.py", "if len(result) < len(pairs):", "if False:"),
+    # the study of the lab
+    Mutant("a symbol too many counts", "lab/copying.py", "-words.shape[1] :] = True", "-words.shape[1] - 1 :] = True"),
+    Mutant("every seed the same", "lab/copying.py", "(_TRAINING, seed, step)", "(_TRAINING, step)"),
+    Mutant("dynamic at the trained length", "lab/methods.py", "return rope if n <= trained else", "return rope if n < trained else"),
+    Mutant("by parts is YaRN", "lab/methods.py", ", attention_factor=1.0", ""),
+    Mutant("an untrained distance", "lab/methods.py", "< trained)", "<= trained)"),
+    Mutant("windows begin together", "lab/measure.py", "batch.tokens[:, -tokens:]", "batch.tokens[:, :tokens]"),
+    Mutant("loss of what does not count", "lab/measure.py", "logits[mask].double(), targets[mask]", "logits.double().flatten(0, 1), targets.flatten()"),
+    Mutant("fine-tunes on what was trained on", "lab/parts.py", "2 * self.seed + (self.method is not None)", "2 * self.seed"),
+    Mutant("measured again", "lab/parts.py", "list(self.plans.items())[len(rows) :]", "list(self.plans.items())"),
+    Mutant("kept whatever was asked", "lab/parts.py", ' if kept["asked"] == self._asked() else []', ""),
+    Mutant("fine-tunes from nothing", "lab/parts.py", "model.load_state_dict(start.state_dict())", "pass"),
+    Mutant("worst first", "lab/findings.py", "sign = -1 if more_is_better else 1", "sign = 1 if more_is_better else -1"),
+    Mutant("luck is certain", "lab/findings.py", '"Expected, and so on {every}:": all', '"Expected, and so on {every}:": any'),
+    Mutant("whole range", "lab/results.py", "min(self.values)) / 2", "min(self.values))"),
 ]  # fmt: skip
 
 
@@ -250,7 +270,18 @@ def survives(mutant: Mutant) -> bool:
         )
         if kernel := importlib.util.find_spec("ropewalk.kernels._cpu"):
             shutil.copy(str(kernel.origin), broken / "ropewalk" / "kernels")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor and not ompile", *SUITE]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "not inductor and not ompile",
+            *SUITE,
+        ]
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1"}
         if mutant.file == REFERENCE:  # on the CPU the kernels would do its work
             environment["ROPEWALK_BACKEND"] = "reference"

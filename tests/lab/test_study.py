@@ -39,6 +39,7 @@ class Watched(tasks.Copy):
 
     steps: ClassVar[list[int]] = []
     measured: ClassVar[list[int]] = []
+    streams: ClassVar[list[int]] = []
     stop_at_step: ClassVar[int | None] = None
     stop_at_measure: ClassVar[int | None] = None
 
@@ -46,9 +47,11 @@ class Watched(tasks.Copy):
     def reset(cls, *, step=None, measure=None):
         cls.steps.clear()
         cls.measured.clear()
+        cls.streams.clear()
         cls.stop_at_step, cls.stop_at_measure = step, measure
 
     def batches(self, seed, *, longest, sequences):
+        self.streams.append(seed)
         at = super().batches(seed, longest=longest, sequences=sequences)
 
         def watched(step):
@@ -120,8 +123,11 @@ def test_what_is_the_same_is_the_same(ran):
 def test_what_is_on_disk(ran):
     folder, result, said = ran
     assert json.loads((folder / "report.json").read_text()) == result
-    text = (folder / "report.txt").read_text()
-    assert text.rstrip("\n") == "\n".join(said).split("text-4-no-positions\n")[1].rsplit("\n", 1)[0].rstrip("\n")
+    text = (folder / "report.txt").read_text().rstrip("\n").split("\n")
+    start = said.index("  measuring no positions", said.index("[36/36] text-4-no-positions")) + 1
+    assert said[start : start + len(text)] == text
+    assert said[-2:] == [f"Report, JSON and pictures are in {folder}.", said[-1]]
+    assert said[-1].startswith("This run took ")
     pictures = {"copy-accuracy", "copy-loss", "text-perplexity", "text-last", "text-positions"}
     assert {path.stem for path in folder.glob("*.png")} == pictures
     assert len(list((folder / "parts").glob("*.safetensors"))) == len(list((folder / "parts").glob("*.json"))) == 36
@@ -161,6 +167,15 @@ def test_a_stopped_study_goes_on(stop, undisturbed, tmp_path):
     assert measures < measured
 
 
+def test_fine_tunes_see_other_sequences_than_trainings_and_all_the_same(tmp_path):
+    Watched.reset()
+    study.run(Study([dataclasses.replace(WATCHED, lengths=(3,))], [0, 1]), tmp_path, lambda line: None)
+    trainings, tunes = ({0, 2}, {1, 3})  # of seeds 0 and 1
+    assert set(Watched.streams) == trainings | tunes
+    # A fine-tune loads its training first.
+    assert [stream for stream in Watched.streams if stream < 2] == [0, *[0, 1] * 5]
+
+
 def test_a_finished_study_only_reports(ran):
     folder, result, _ = ran
     said = []
@@ -191,7 +206,7 @@ def test_other_lengths_are_measured_without_training(tmp_path):
 def test_another_recipe_is_refused(tmp_path):
     Watched.reset()
     rows_of(tmp_path)
-    other = dataclasses.replace(WATCHED, recipe=dataclasses.replace(WATCHED.recipe, learning_rate=1.0), lengths=(3, 7))
+    other = dataclasses.replace(WATCHED, recipe=dataclasses.replace(WATCHED.recipe, learning_rate=1.0))
     with pytest.raises(ropewalk.RopeError, match="recipe"):
         study.run(Study([other], [0]), tmp_path, lambda line: None)
 

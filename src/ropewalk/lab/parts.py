@@ -104,7 +104,7 @@ class Part:
         Args:
             folder: what was done is kept in it.
             progress: told of every step.
-            say: told the name of each method before it is measured.
+            say: told when measuring begins.
 
         Returns:
             A row for each method: task, seed, model, method, and for each measure a list in the order of the task's
@@ -115,10 +115,11 @@ class Part:
         """
         model = self._trained(folder, progress)
         rows = self.rows(folder)
+        left = list(self.plans.items())[len(rows) :]
+        if left and say is not None:
+            say(f"measuring {', '.join(method for method, _ in left)}")
         seen: dict[tuple[Plan | None, int], dict[str, Any]] = {}
-        for method, plan in list(self.plans.items())[len(rows) :]:
-            if say is not None:
-                say(method)
+        for method, plan in left:
             each = []
             for length in self.task.lengths:
                 key = (plan(self.task.tokens(length)), length)
@@ -139,9 +140,8 @@ class Part:
             model.load_state_dict(start.state_dict())
         # A fine-tune sees other sequences than the training; all of a seed see the same.
         stream = 2 * self.seed + (self.method is not None)
-        about = {**self.task.about(), "seed": self.seed, "longest": self.longest, "sequences": self.sequences}
         batches = self.task.batches(stream, longest=self.longest, sequences=self.sequences)
-        train(model, self._rope(), batches, self.recipe, file=self.files(folder)[0], about=about, progress=progress)
+        train(model, self._rope(), batches, self.recipe, file=self.files(folder)[0], about=self._about(), progress=progress)
         return model
 
     def _rope(self) -> Rope | None:
@@ -157,9 +157,15 @@ class Part:
             return dataclasses.replace(size, absolute="learned", max_positions=longest)
         return dataclasses.replace(size, absolute="sinusoidal") if self.model == "sinusoidal" else size
 
+    def _about(self) -> dict[str, Any]:
+        return {**self.task.about(), "seed": self.seed, "longest": self.longest, "sequences": self.sequences}
+
     def _asked(self) -> dict[str, Any]:
-        """What decides the rows beside the checkpoint."""
-        return {
+        """What decides the rows, as JSON gives it back."""
+        asked = {
+            "about": self._about(),
+            "size": dataclasses.asdict(self._size()),
+            "recipe": dataclasses.asdict(self.recipe),
             "lengths": list(self.task.lengths),
             "test_sequences": self.task.test_sequences,
             "plans": {
@@ -167,6 +173,7 @@ class Part:
                 for name, plan in self.plans.items()
             },
         }
+        return dict(json.loads(json.dumps(asked)))
 
 
 def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:

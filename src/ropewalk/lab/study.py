@@ -99,6 +99,8 @@ def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     write_json(folder / "report.json", result)
     for line in report.written(result, folder):
         say(line)
+    if left:
+        say(f"This run took {_minutes(time.monotonic() - began)}.")
     return result
 
 
@@ -106,7 +108,7 @@ def _run(part: Part, folder: Path, say: Say, label: str) -> list[Row]:
     if part.done(folder):
         return part.rows(folder)
     say(label)
-    return part.run(folder, Progress(part.name, sys.stderr))
+    return part.run(folder, Progress(part.name, sys.stderr), lambda line: say(f"  {line}"))
 
 
 def estimate(left: Sequence[Part]) -> float:
