@@ -169,7 +169,7 @@ def test_a_stopped_study_goes_on(stop, undisturbed, tmp_path):
 
 def test_fine_tunes_see_other_sequences_than_trainings_and_all_the_same(tmp_path):
     Watched.reset()
-    study.run(Study([dataclasses.replace(WATCHED, lengths=(3,))], [0, 1]), tmp_path, lambda line: None)
+    study.run(Study([dataclasses.replace(WATCHED, lengths=(7,))], [0, 1]), tmp_path, lambda line: None)
     trainings, tunes = ({0, 2}, {1, 3})  # of seeds 0 and 1
     assert set(Watched.streams) == trainings | tunes
     # A fine-tune loads its training first.

@@ -141,7 +141,8 @@ class Part:
         # A fine-tune sees other sequences than the training; all of a seed see the same.
         stream = 2 * self.seed + (self.method is not None)
         batches = self.task.batches(stream, longest=self.longest, sequences=self.sequences)
-        train(model, self._rope(), batches, self.recipe, file=self.files(folder)[0], about=self._about(), progress=progress)
+        file = self.files(folder)[0]
+        train(model, self._rope(), batches, self.recipe, file=file, about=self._about(), progress=progress)
         return model
 
     def _rope(self) -> Rope | None:

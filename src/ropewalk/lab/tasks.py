@@ -29,7 +29,7 @@ class Task(ABC):
     Args:
         size: of the model.
         trained: the longest sequence of the training, in tokens; fine-tunes have FACTOR times as many.
-        lengths: at which models are measured, ascending; symbols of w or tokens, see `tokens`.
+        lengths: at which models are measured, ascending, the trained one among them; in the unit `length_is`.
         recipe, sequences: of the training, and how many sequences each of its steps has.
         tune_recipe, tune_sequences: of the fine-tunes.
         test_sequences: how many are measured at each length.
