@@ -167,6 +167,15 @@ def test_a_stopped_study_goes_on(stop, undisturbed, tmp_path):
     assert measures < measured
 
 
+def test_a_fine_tune_begins_where_the_training_ended(tmp_path):
+    """With steps too small to change a float32, it measures what the trained model does with the same method."""
+    still = dataclasses.replace(COPY, tune_recipe=dataclasses.replace(COPY.tune_recipe, learning_rate=1e-30))
+    rows = study.run(Study([still], [0]), tmp_path, lambda line: None)["rows"]
+    losses = {(row["model"], row["method"]): row["loss"] for row in rows}
+    for method in ("none", "PI", "NTK", "YaRN"):
+        assert losses["tuned", method] == losses["trained", method]
+
+
 def test_fine_tunes_see_other_sequences_than_trainings_and_all_the_same(tmp_path):
     Watched.reset()
     study.run(Study([dataclasses.replace(WATCHED, lengths=(7,))], [0, 1]), tmp_path, lambda line: None)

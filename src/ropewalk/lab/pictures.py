@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LOGARITHMIC = ("perplexity", "last")
-
 
 def drawn(results: Results) -> dict[str, Figure]:
     """Name of the file, without suffix → picture, above without fine-tuning, below fine-tuned.
@@ -29,9 +27,10 @@ def drawn(results: Results) -> dict[str, Figure]:
             lambda model, method, measure=measure: results.values(model, method, measure),  # type: ignore[misc]
             xlabel=f"length ({about['length_is']})",
             ylabel=what,
-            logarithmic=measure in _LOGARITHMIC,
             trained=results.lengths[results.place(1)],
+            logarithmic=True,
         )
+        figures[f"{about['name']}-{measure}"].axes[0].set_yscale("linear" if measure == "accuracy" else "log")
     if (width := about["position_width"]) is not None:
         figures[f"{about['name']}-positions"] = _figure(
             results,
@@ -39,8 +38,8 @@ def drawn(results: Results) -> dict[str, Figure]:
             results.by_position,
             xlabel="position (tokens)",
             ylabel=f"loss (nats per byte), means of {width} positions",
-            logarithmic=False,
             trained=about["trained"],
+            logarithmic=False,
         )
     return figures
 
@@ -52,22 +51,26 @@ def _figure(
     *,
     xlabel: str,
     ylabel: str,
-    logarithmic: bool,
     trained: int,
+    logarithmic: bool,
 ) -> Figure:
+    """x is the axis of `line`, which gives the numbers of a model and a method; logarithmic: x, with its own ticks."""
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
+    names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))
     untuned = ["trained", *(row for row in results.models if row not in ("trained", "tuned"))]
     for axes, models, title in ((upper, untuned, "without fine-tuning"), (lower, ["tuned"], "fine-tuned")):
-        for number, (model, method) in enumerate((m, name) for m in models for name in results.methods(m)):
-            _draw(axes, x, line(model, method), method, number)
+        for model in models:
+            for method in results.methods(model):
+                _draw(axes, x, line(model, method), method, names.index(method))
         axes.axvline(trained, color="0.45", linewidth=1, label="trained length")
-        if logarithmic:
-            axes.set_yscale("log")
         axes.set(ylabel=ylabel, title=f"{results.about['name']}, {title}")
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     lower.set_xlabel(xlabel)
+    if logarithmic:
+        lower.set_xscale("log", base=2)
+        lower.set_xticks(x, [f"{value:,}" for value in x])
     return figure
 
 
