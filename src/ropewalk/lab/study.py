@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.parts import Part, Row, parts, write_json
 from ropewalk.lab.progress import Progress
 from ropewalk.lab.tasks import Task
-from ropewalk.lab.train import loss_of
+from ropewalk.lab.train import train
 
 Say = Callable[[str], None]
 
@@ -127,18 +129,15 @@ def estimate(left: Sequence[Part]) -> float:
     return total
 
 
-def _step_seconds(part: Part, *, steps: int = 4) -> float:
-    """A step of training, forward and backward; the optimizer and the checkpoint are small beside it."""
+def _step_seconds(part: Part, *, steps: int = 8) -> float:
+    """A step of the training, checkpoint included."""
     with torch.random.fork_rng(devices=[]):
         model = LanguageModel(part.task.size)
     batches = part.task.batches(0, longest=part.longest, sequences=part.sequences)
-    spent = []
-    for step in range(steps):
-        began = time.perf_counter()
-        batch = batches(step)
-        loss_of(model(batch.tokens, part.task.rope.at(torch.arange(batch.tokens.shape[1]))), batch).backward()  # type: ignore[no-untyped-call]
-        spent.append(time.perf_counter() - began)
-    return sum(spent[1:]) / (steps - 1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "timed.safetensors"
+        recipe = dataclasses.replace(part.recipe, steps=steps)
+        return train(model, part.task.rope, batches, recipe, file=file, about={}).seconds / steps
 
 
 def _row_seconds(part: Part) -> float:
