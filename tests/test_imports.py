@@ -30,12 +30,17 @@ MAY_IMPORT = {
     "positions": BOTTOM,
     "rope": BOTTOM | {"_fixed_point", "schemes", "angles", "rotation"},
     "configs": BOTTOM | {"rope", "schemes"},
-    "nn": BOTTOM | {"rope", "rotation"},
-    # These stand outside: the public names only, which is the package itself; the lab's messages have the one form too.
+    "masks": {"positions"},
+    "attention": BOTTOM | {"rotation"},
+    "self_extend": BOTTOM | {"rope", "attention"},
+    "kv_cache": BOTTOM | {"rope", "rotation", "attention"},
+    "nn": BOTTOM | {"rope", "rotation", "attention", "kv_cache"},
+    # These stand outside: the public names only, which is the package itself;
+    # the lab also names types of the attention, and its messages have the one form.
     "plots": set(),
     "demo": {"plots"},
     "bench": {"plots"},
-    "lab": BOTTOM | {"plots"},
+    "lab": BOTTOM | {"attention", "kv_cache", "plots"},
     "cli": {"plots", "demo", "bench", "lab"},
     "__main__": {"cli"},
 }
@@ -74,6 +79,7 @@ def test_public_names() -> None:
     assert ropewalk.__all__ == [
         "NTK",
         "DynamicNTK",
+        "KVCache",
         "Llama3",
         "LongRoPE",
         "ModelRopes",
@@ -81,11 +87,14 @@ def test_public_names() -> None:
         "QueryScale",
         "Rope",
         "RopeError",
+        "RotaryAttention",
         "RotaryEmbedding",
         "Rotation",
+        "SelfExtend",
         "YaRN",
         "backends",
         "from_config",
+        "masks",
         "positions",
         "schemes",
     ]

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import masks as masks
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
     from ropewalk._checks import RopeError as RopeError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
+    from ropewalk.kv_cache import KVCache as KVCache
     from ropewalk.nn import RotaryAttention as RotaryAttention
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     from ropewalk.schemes import LongRoPE as LongRoPE
     from ropewalk.schemes import Proportional as Proportional
     from ropewalk.schemes import YaRN as YaRN
+    from ropewalk.self_extend import SelfExtend as SelfExtend
 
 __version__ = "0.1.0"
 
 _HOME = {
     "DynamicNTK": "schemes",
+    "KVCache": "kv_cache",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
@@ -42,15 +46,17 @@ _HOME = {
     "RotaryAttention": "nn",
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
+    "SelfExtend": "self_extend",
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
 }
-_MODULES = ("positions", "schemes")
+_MODULES = ("masks", "positions", "schemes")
 
 __all__ = [
     "NTK",
     "DynamicNTK",
+    "KVCache",
     "Llama3",
     "LongRoPE",
     "ModelRopes",
@@ -61,9 +67,11 @@ __all__ = [
     "RotaryAttention",
     "RotaryEmbedding",
     "Rotation",
+    "SelfExtend",
     "YaRN",
     "backends",
     "from_config",
+    "masks",
     "positions",
     "schemes",
 ]
