@@ -1,4 +1,4 @@
-"""The command line: `ropewalk explain`, `demo`, `bench`, `generate`, `export`, `doctor`. Shows what the library returns.
+"""The command line: `ropewalk explain`, `demo`, `bench`, `generate`, `export`, `doctor`: what the library returns.
 
 `explain` and `--help` start without torch; whatever needs it is imported inside its command.
 """
