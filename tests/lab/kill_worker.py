@@ -109,7 +109,7 @@ def main(folder: Path) -> None:
     assert 0 < done < STEPS
     for last in (file, folder / "undisturbed.safetensors"):
         assert end(*start(last))[0] == 0
-    print(f"killed {KILLS} times until step {done} of {STEPS}")
+    sys.stdout.write(f"killed {KILLS} times until step {done} of {STEPS}\n")
 
 
 if __name__ == "__main__":

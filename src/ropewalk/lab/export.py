@@ -181,6 +181,14 @@ def to_llama2c(model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_pos
             out.write(tensor.numpy().astype("<f4").tobytes())
 
 
+def run(file: Path, target: Path, form: str, *, max_positions: int) -> None:
+    """Write the model of a checkpoint of the lab in the form "hf" or "llama2.c"; errors as above."""
+    model, rope, _ = checkpoint.load(file)
+    if rope is None:
+        raise _checks.error("export", "the model must have a rope", f"one without in {file}", "A Llama has one.")
+    {"hf": to_hugging_face, "llama2.c": to_llama2c}[form](model, rope, target, max_positions=max_positions)
+
+
 def _check_exportable(who: str, model: LanguageModel, rope: ropewalk.Rope) -> None:
     if model.size.absolute is not None:
         raise _checks.error(who, "absolute must be None", repr(model.size.absolute), "A Llama has no such positions.")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 import ropewalk
 from ropewalk import _checks
+from ropewalk.attention import TwoPass
+from ropewalk.kv_cache import CacheStep, LayerCache
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Size:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int | None = None
+    num_kv_heads: int = cast(int, None)  # an int from __post_init__ on
     norm_eps: float = 1e-5
     tied: bool = False
     absolute: Literal["learned", "sinusoidal"] | None = None
@@ -104,9 +106,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
         self.mlp = SwiGLU(size)
 
-    def forward(self, x: Tensor, rotation: ropewalk.Rotation | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: ropewalk.Rotation | TwoPass | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """x `[batch, seq, hidden_size]` → the same shape."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -136,13 +140,23 @@ class LanguageModel(nn.Module):
         if size.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: Tensor, rotation: ropewalk.Rotation | None, *, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        rotation: ropewalk.Rotation | TwoPass | None,
+        *,
+        positions: Tensor | None = None,
+        cache: CacheStep | None = None,
+    ) -> Tensor:
         """Logits of the token after each token.
 
         Args:
             tokens: int64 `[batch, seq]`.
-            rotation: of exactly these tokens, made once and handed to every layer; None does not rotate.
-            positions: int64 `[seq]`, place of each token: where `size.absolute` is not None, and only there.
+            rotation: of exactly these tokens, made once and handed to every layer: `rope.at(positions)`,
+                `SelfExtend.at(...)`, or `step.rotation(rope)` with a cache. None does not rotate.
+            positions: int64 `[seq]` or `[batch, seq]`, place of each token: where `size.absolute` is not None, and
+                only there.
+            cache: `KVCache.step(seq)`, for tokens that follow others.
 
         Returns:
             `[batch, seq, vocab_size]`.
@@ -160,8 +174,8 @@ class LanguageModel(nn.Module):
             )
         if positions is not None:
             x = self._placed(x, positions)
-        for layer in self.layers:
-            x = layer(x, rotation)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation, None if cache is None else cache.layer(i))
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
@@ -181,6 +195,6 @@ class LanguageModel(nn.Module):
         # Vaswani et al. 2017 (1706.03762), sections 3.4 and 3.5: the embedding is multiplied by √width.
         width = self.size.hidden_size
         speeds = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = positions.to(torch.float64).unsqueeze(1) * speeds
-        waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
+        angles = positions.to(torch.float64).unsqueeze(-1) * speeds
+        waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
         return torch.add(waves.to(x.dtype), x, alpha=width**0.5)

@@ -63,6 +63,14 @@ class Recipe:
             _checks.number("Recipe", name, getattr(self, name), above=0.0)
         for name in ("floor", "weight_decay"):
             _checks.number("Recipe", name, getattr(self, name), at_least=0.0, at_most=1.0)
+        betas = self.betas
+        if not isinstance(betas, tuple) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise _checks.error(
+                "Recipe",
+                "betas must be two numbers of at least 0 and below 1",
+                _checks.shown(betas),
+                "(0.9, 0.95) is usual.",
+            )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
