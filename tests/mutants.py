@@ -250,7 +250,18 @@ def survives(mutant: Mutant) -> bool:
         )
         if kernel := importlib.util.find_spec("ropewalk.kernels._cpu"):
             shutil.copy(str(kernel.origin), broken / "ropewalk" / "kernels")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor and not ompile", *SUITE]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "not inductor and not ompile",
+            *SUITE,
+        ]
         environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1"}
         if mutant.file == REFERENCE:  # on the CPU the kernels would do its work
             environment["ROPEWALK_BACKEND"] = "reference"
