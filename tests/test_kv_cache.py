@@ -169,8 +169,8 @@ def test_a_rejected_draft_is_forgotten(data: st.DataObject, batch: int) -> None:
 
 def test_positions_may_have_gaps() -> None:
     rope, turn = ROPES["default"]
-    cache, x = cache_of(1, capacity=4), torch.randn(1, 4, HIDDEN, dtype=torch.float64)
-    run(cache, torch.randn(1, 4, HIDDEN, dtype=torch.float64), rope)  # a draft, all of it rejected
+    cache, x = cache_of(1, capacity=5), torch.randn(1, 4, HIDDEN, dtype=torch.float64)
+    run(cache, torch.randn(1, 5, HIDDEN, dtype=torch.float64), rope)  # a draft, all of it rejected
     at = torch.tensor([0]), torch.tensor([50])
     out = torch.cat([run(cache, x[:, :2], rope, at=at[0]), run(cache, x[:, 2:], rope, at=at[1])], dim=1)
     wanted = in_one_piece(x[0], turn, written_out.pairs(torch.tensor([0, 1, 50, 51])), written_out.causal(4))
