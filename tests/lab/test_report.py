@@ -71,6 +71,7 @@ def test_the_words_follow_a_reversed_ranking():
     assert PI_OVER_NTK in paragraph(everywhere, "Expected, but not so on any of 3 seeds:")
     assert PI_OVER_NTK not in paragraph(everywhere, "Expected, and so on all 3 seeds:")
     once = words(changed={1: swapped})
+    assert PI_OVER_NTK not in paragraph(once, "Expected, and so on all") + paragraph(once, "Expected, but not so")
     assert (
         f"{PI_OVER_NTK} on 2 of 3 seeds (PI dynamic at 2x: accuracy 0.90, 0.35, 0.90; "
         "NTK dynamic at 2x: accuracy 0.35, 0.90, 0.35)." in paragraph(once, "Luck of the seed:")
