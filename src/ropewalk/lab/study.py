@@ -69,7 +69,7 @@ def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
         say: called with each line for the reader.
 
     Returns:
-        What `report.json` holds: date, versions, machine, tasks, rows (`Part.run`), seconds of this run.
+        What `report.json` holds: date, versions, threads, tasks, rows (`Part.run`), seconds of this run.
 
     Raises:
         RopeError: matplotlib or safetensors is missing; the folder cannot be made, or holds another training under
