@@ -80,11 +80,14 @@ def test_with_a_mask() -> None:
     torch.testing.assert_close(made(x, rotation, mask=bias), theirs, **EXACT)
 
 
-def test_a_token_that_sees_nothing_gets_nothing() -> None:
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_token_that_sees_nothing_gets_nothing(additive: bool) -> None:
     """As in PyTorch's own attention: 0, and no nan in the gradients."""
     made, x = layer(), hidden(1).requires_grad_()
     mask = torch.ones(SEQ, SEQ, dtype=torch.bool)
     mask[4] = False
+    if additive:
+        mask = torch.zeros(SEQ, SEQ, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     out = made(x, SelfExtend(YARN, 3, 4).at(torch.arange(SEQ), dtype=torch.float64), mask=mask)
     assert torch.equal(out[0, 4], torch.zeros(16, dtype=torch.float64))
     assert torch.equal(out[0, 4], made(x, YARN.at(torch.arange(SEQ), dtype=torch.float64), mask=mask)[0, 4])

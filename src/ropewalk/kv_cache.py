@@ -272,7 +272,7 @@ class CacheStep:
     Attributes:
         positions: of the new tokens, int64 `[batch, seq]`. Padding has that of the token before it.
         key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
-        mask: bool `[batch, 1, seq, keys]`, True for what is seen.
+        mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
     """
 
     def __init__(
