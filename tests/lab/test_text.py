@@ -109,5 +109,6 @@ def test_windows_stay_inside_files() -> None:
     starts = found.tokens[:, 0].tolist()
     # 21 places in the first file and 41 in the third, whose bytes begin at 200; the second is too short.
     assert starts == [2, 7, 12, 18, *(200 + place for place in (2, 7, 12, 17, 22, 28, 33, 38))]
+    assert text.windows((torch.arange(4), torch.arange(4)), count=2, seq=3).tokens.tolist() == [[0, 1, 2]] * 2
     with pytest.raises(RopeError, match=r"text\.windows: a held-out file must have more than seq=50 bytes, got none"):
         text.windows(files, count=1, seq=50)

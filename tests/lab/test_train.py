@@ -105,9 +105,9 @@ def test_steps_of_adamw_written_out(mask: bool, tmp_path: Path) -> None:
                 v.mul_(0.95).add_(0.05 * g * g)
                 p.mul_(1 - rate * (0.1 if p.ndim > 1 else 0.0))
                 p.sub_(rate * (m / (1 - 0.9 ** (step + 1))) / ((v / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8))
-    # A step moves a weight by the rate, 0.01; float32 and float64 differ by 2e-5 after six steps (measured: 4e-6).
+    # A step moves a weight by up to the rate, 0.01. A hundredth of that; measured after six steps in float32: 1.2e-5.
     for (name, mine), p in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.double(), p, rtol=0, atol=2e-5, msg=name)
+        torch.testing.assert_close(mine.double(), p, rtol=0, atol=1e-4, msg=name)
 
 
 def test_stopped_and_resumed_is_bitwise(tmp_path: Path) -> None:

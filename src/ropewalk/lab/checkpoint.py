@@ -123,7 +123,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     safe_open, _, unreadable = _safetensors()
     try:
         with safe_open(file, "pt") as opened:
-            # Copies: what safetensors gives is the file itself, which the next step replaces.
+            # Copies: what safetensors gives is the file itself, mapped; Windows replaces no file that is.
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except unreadable as e:
         raise _checks.error(
