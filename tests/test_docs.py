@@ -164,6 +164,7 @@ def test_the_pages_that_teach_are_executed() -> None:
         "precision.md",
         "glossary.md",
         "models.md",
+        "attention.md",
         "schemes/yarn.md",
     ):
         assert executed[f"docs/{name}"] >= 1

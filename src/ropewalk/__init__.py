@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import masks as masks
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
     from ropewalk._checks import RopeError as RopeError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
+    from ropewalk.kv_cache import KVCache as KVCache
+    from ropewalk.nn import RotaryAttention as RotaryAttention
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
     from ropewalk.schemes import LongRoPE as LongRoPE
     from ropewalk.schemes import Proportional as Proportional
     from ropewalk.schemes import YaRN as YaRN
+    from ropewalk.self_extend import SelfExtend as SelfExtend
 
 __version__ = "0.1.0"
 
 _HOME = {
     "DynamicNTK": "schemes",
+    "KVCache": "kv_cache",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
@@ -38,17 +43,20 @@ _HOME = {
     "QueryScale": "configs",
     "Rope": "rope",
     "RopeError": "_checks",
+    "RotaryAttention": "nn",
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
+    "SelfExtend": "self_extend",
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
 }
-_MODULES = ("positions", "schemes")
+_MODULES = ("masks", "positions", "schemes")
 
 __all__ = [
     "NTK",
     "DynamicNTK",
+    "KVCache",
     "Llama3",
     "LongRoPE",
     "ModelRopes",
@@ -56,11 +64,14 @@ __all__ = [
     "QueryScale",
     "Rope",
     "RopeError",
+    "RotaryAttention",
     "RotaryEmbedding",
     "Rotation",
+    "SelfExtend",
     "YaRN",
     "backends",
     "from_config",
+    "masks",
     "positions",
     "schemes",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `ropewalk explain`, `demo`, `bench`, `doctor`. Shows what the library returns.
+"""The command line: `explain`, `demo`, `bench`, `lab`, `generate`, `export`, `doctor`. Shows what the library returns.
 
 `explain` and `--help` start without torch; whatever needs it is imported inside its command.
 """
@@ -150,6 +150,56 @@ def bench(
         stream=min(stream, 100_000) if quick else stream,
     )
     the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
+
+
+@main.command()
+@click.option("--quick", is_flag=True, help="Only the copy task, on one seed: a few minutes.")
+@click.option("--baselines", is_flag=True, help="Also train models with learned, sinusoidal and no positions.")
+@click.option("--seed", type=click.IntRange(0, 2**28), default=0, show_default=True, help="The first; others follow.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("ropewalk-lab"),
+    show_default=True,
+    help="Where everything is kept. The same folder again goes on where the last run stopped.",
+)
+def lab(quick: bool, baselines: bool, seed: int, out: Path) -> None:
+    """Train small models on short sequences and measure what each scaling makes of long ones. No download."""
+    from ropewalk.lab import study
+
+    study.run((study.quick if quick else study.full)(seed, baselines=baselines), out, click.echo)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--prompt", default="def ", show_default=True, help="What the text begins with.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many bytes to make.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the likeliest byte."
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of what is drawn.")
+def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    """Text from a prompt by the CHECKPOINT of a text model of the lab, and tokens per second."""
+    from ropewalk.lab import generate as the_generator
+
+    def write(text: str) -> None:
+        click.echo(text, nl=False)
+
+    speed = the_generator.run(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, write=write)
+    click.echo(speed, err=True)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(["hf", "llama2.c"]), required=True, help="A folder, or one file.")
+@click.option("--max-positions", type=click.IntRange(min=1), required=True, help="The length to write, in tokens.")
+def export(checkpoint: Path, target: Path, form: str, max_positions: int) -> None:
+    """Write the model of a CHECKPOINT of the lab to TARGET: a Llama of Hugging Face, or llama2.c's file."""
+    from ropewalk.lab import export as the_export
+
+    the_export.run(checkpoint, target, form, max_positions=max_positions)
+    click.echo(f"wrote {target}")
 
 
 @main.command()

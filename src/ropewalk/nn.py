@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from ropewalk import _checks
+from ropewalk import _checks, attention
+from ropewalk.attention import TwoPass
+from ropewalk.kv_cache import LayerCache
 from ropewalk.rope import Rope
+from ropewalk.rotation.api import Rotation
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -55,3 +61,181 @@ class RotaryEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"{self.rope!r}, layout={self.layout!r}"
+
+
+class RotaryAttention(torch.nn.Module):
+    """Causal multi-head attention as in Llama: q, k and v projected, q and k turned, attention, projected back.
+
+    Parameters have the names of Hugging Face's Llama attention (`q_proj`, `k_proj`, `v_proj`, `o_proj`; `q_norm`,
+    `k_norm` as in Qwen 3), so its weights load as they are. The rope is not part of it: whoever runs the layers makes
+    one rotation for each forward pass and hands it to all of them.
+
+    Args:
+        hidden_size: channels of the model.
+        num_heads: heads of queries.
+        num_kv_heads: heads of keys and values, a divisor of num_heads (GQA; 1 is MQA); num_heads when None.
+        head_dim: channels of a head; hidden_size / num_heads when None.
+        bias: whether the projections of q, k and v have one (Qwen 2).
+        o_bias: whether the projection of the output has one (with bias: `attention_bias` of Hugging Face's Llama).
+        qk_norm: ε of an RMSNorm over the channels of each head of q and k, before they are turned (Qwen 3); None: none.
+        softmax_factor: multiplies the softmax scale head_dim^(−1/2), dimensionless: `ModelRopes.softmax_factor`.
+
+    Raises:
+        RopeError: a number is impossible, or heads do not divide.
+
+    Example:
+        >>> attention = RotaryAttention(hidden_size=8, num_heads=2, num_kv_heads=1)
+        >>> rotation = Rope(head_dim=4, base=10_000.0, pairing="half").at(torch.arange(3))
+        >>> attention(torch.ones(1, 3, 8), rotation).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = False,
+        o_bias: bool = False,
+        qk_norm: float | None = None,
+        softmax_factor: float = 1.0,
+    ) -> None:
+        super().__init__()
+        who = "RotaryAttention"
+        self.hidden_size = _checks.integer(who, "hidden_size", hidden_size, at_least=1)
+        self.num_heads = _checks.integer(who, "num_heads", num_heads, at_least=1)
+        self.num_kv_heads = (
+            self.num_heads if num_kv_heads is None else _checks.integer(who, "num_kv_heads", num_kv_heads, at_least=1)
+        )
+        if self.num_heads % self.num_kv_heads:
+            raise _checks.error(
+                who,
+                "num_kv_heads must divide num_heads, since each of them serves as many query heads",
+                f"{self.num_kv_heads} for {self.num_heads}",
+                "Pass a divisor.",
+            )
+        if head_dim is None and self.hidden_size % self.num_heads:
+            raise _checks.error(
+                who,
+                "num_heads must divide hidden_size, or head_dim be given",
+                f"{self.num_heads} for {self.hidden_size}",
+                "Pass head_dim as the model has it.",
+            )
+        self.head_dim = (
+            self.hidden_size // self.num_heads
+            if head_dim is None
+            else _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
+        )
+        self.softmax_factor = _checks.number(who, "softmax_factor", softmax_factor, above=0.0)
+        kv_width = self.num_kv_heads * self.head_dim
+        self.q_proj = torch.nn.Linear(hidden_size, self.num_heads * self.head_dim, bias=bias)
+        self.k_proj = torch.nn.Linear(hidden_size, kv_width, bias=bias)
+        self.v_proj = torch.nn.Linear(hidden_size, kv_width, bias=bias)
+        self.o_proj = torch.nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=o_bias)
+        self.q_norm = self.k_norm = None
+        if qk_norm is not None:
+            eps = _checks.number(who, "qk_norm", qk_norm, above=0.0, cure="Pass the ε of the norm, e.g. 1e-6.")
+            self.q_norm = torch.nn.RMSNorm(self.head_dim, eps=eps)
+            self.k_norm = torch.nn.RMSNorm(self.head_dim, eps=eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation | TwoPass | None,
+        *,
+        mask: Tensor | BlockMask | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attention of each token to those before it and itself.
+
+        Args:
+            x: `[batch, seq, hidden_size]`.
+            rotation: of exactly these tokens: `rope.at(positions)`, `step.rotation(rope)` with a cache, or
+                `SelfExtend.at(...)`. None: this layer does not rotate.
+            mask: what narrows causality: bool (True: seen) or additive in the dtype of x, two to four axes that fit
+                `[batch, heads, seq, keys]`. Packed documents: `masks.packed`. Or a `BlockMask` for FlexAttention, used
+                as it is, which has to be causal itself: `masks.packed_blocks`.
+            cache: `step.layer(i)` of a `KVCache`, for the tokens of x. The keys of mask are then those of
+                `step.key_positions`.
+
+        Returns:
+            Shape and dtype of x.
+
+        Raises:
+            RopeError: an argument is none of these, a shape does not fit, or a BlockMask comes with a cache or with a
+                rotation in two passes.
+        """
+        self._check(x, rotation, mask, cache)
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        unturned = q
+        if rotation is not None:
+            q, k = (rotation.near if isinstance(rotation, TwoPass) else rotation)(q, k, layout="bshd")
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if mask is None or isinstance(mask, Tensor):
+            mask = self._seen(mask, q, k, cache, needed=isinstance(rotation, TwoPass))
+        scale = self.head_dim**-0.5 * self.softmax_factor
+        if isinstance(rotation, TwoPass):
+            far = rotation.far_queries(unturned, layout="bshd")
+            attended = rotation.attend(q, far, k, v, mask=cast(Tensor, mask), scale=scale)
+        else:
+            attended = attention.attend(q, k, v, mask=mask, scale=scale)
+        projected: Tensor = self.o_proj(attended.flatten(2))
+        return projected
+
+    def _seen(self, mask: Tensor | None, q: Tensor, k: Tensor, cache: LayerCache | None, needed: bool) -> Tensor | None:
+        """The mask joined with causality; None where plain causality is all, and need not be said."""
+        if mask is not None:
+            shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
+            attention.check_mask("RotaryAttention", mask, shape, q.dtype)
+        if cache is not None:
+            return attention.joined(mask, cache.step.mask)
+        if mask is None and not needed:
+            return None
+        return attention.joined(mask, attention.causal(q.shape[1], q.device))
+
+    def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
+        who = "RotaryAttention"
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            must = f"x must have shape [batch, seq, hidden_size={self.hidden_size}]"
+            raise _checks.error(who, must, f"shape {tuple(x.shape)}", "Pass hidden states.")
+        if rotation is not None and not isinstance(rotation, Rotation | TwoPass):
+            raise _checks.error(
+                who,
+                "rotation must be a Rotation, what SelfExtend.at returns, or None",
+                _checks.shown(rotation),
+                "Make it once for each forward pass: rope.at(positions).",
+            )
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise _checks.error(
+                who,
+                "cache must be one layer of a step of a KVCache, or None",
+                _checks.shown(cache),
+                "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
+            )
+        if mask is None or isinstance(mask, Tensor):
+            return
+        if not isinstance(mask, BlockMask):
+            raise _checks.error(
+                who,
+                "mask must be a tensor, a BlockMask or None",
+                _checks.shown(mask),
+                "See ropewalk.masks.",
+            )
+        if cache is not None or isinstance(rotation, TwoPass):
+            raise _checks.error(
+                who,
+                "with a cache or two passes, mask must be a tensor",
+                "a BlockMask",
+                "Pass a dense mask, e.g. masks.packed(cu_seqlens, total).",
+            )
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

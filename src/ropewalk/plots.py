@@ -41,7 +41,7 @@ def inv_freq(rope: Rope) -> Figure:
     Raises:
         RopeError: matplotlib is missing.
     """
-    figure = _figure(height=6.0)
+    figure = blank(height=6.0)
     axes = figure.subplots()
     before, after = dataclasses.replace(rope, scaling=None).inv_freq, rope.inv_freq
     axes.set_yscale("log")
@@ -81,7 +81,7 @@ def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
     """
     _check("rotated_vector", "pair", pair, at_least=0, at_most=rope.rotary_dim // 2 - 1)
     _check("rotated_vector", "tokens", tokens, at_least=1, at_most=16)
-    figure = _figure(height=7.0)
+    figure = blank(height=7.0)
     axes = figure.subplots()
     speed = rope.inv_freq[pair]
     turn = np.linspace(0, 2 * math.pi, 361)
@@ -119,7 +119,7 @@ def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
         RopeError: tokens is out of range, or matplotlib is missing.
     """
     _check("pairs", "tokens", tokens, at_least=2, at_most=4096)
-    figure = _figure(height=6.5)
+    figure = blank(height=6.5)
     axes = figure.subplots()
     speed, wavelength = rope.inv_freq, rope.wavelength
     cosines = np.cos(np.outer(speed, np.arange(tokens)))
@@ -163,7 +163,7 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
     Source: Su et al. 2021, arXiv:2104.09864, section 3.4.3 and figure 2.
     """
     _check("decay", "longest", longest, at_least=1, at_most=2**31 - 1)
-    figure = _figure(height=7.5)
+    figure = blank(height=7.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_decay(upper, lower, rope.inv_freq, _distances(longest))
     figure.suptitle(
@@ -191,7 +191,7 @@ def times_copy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     names = list(dict.fromkeys(row["contender"] for row in timed))
     columns = min(2, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = _figure(height=4.0 * lines + 2.0)
+    figure = blank(height=4.0 * lines + 2.0)
     drawn = {}
     grid = figure.subplots(lines, columns, squeeze=False).ravel()
     for axes, panel in zip(grid, panels, strict=False):
@@ -210,6 +210,21 @@ def times_copy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+def blank(*, height: float) -> Figure:
+    """An empty figure 1000 pixels wide; height in units of 100 pixels.
+
+    Raises:
+        RopeError: matplotlib is missing.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError as e:
+        raise RopeError(
+            'plots: matplotlib must be installed, got no such package. Run pip install "ropewalk[plots]".'
+        ) from e
+    return matplotlib.figure.Figure(figsize=(10.0, height), dpi=100, layout="constrained")
+
+
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure as PNG, SVG or PDF, as the suffix of path says; an existing file is overwritten.
 
@@ -226,17 +241,6 @@ def save(figure: Figure, path: str | Path) -> None:
         figure.savefig(path)
     except OSError as e:
         raise RopeError(f"plots.save: path must be writable, got {str(path)!r} ({e.strerror}). Pass another.") from e
-
-
-def _figure(*, height: float) -> Figure:
-    """An empty figure 1000 pixels wide; height in units of 100 pixels."""
-    try:
-        import matplotlib.figure
-    except ImportError as e:
-        raise RopeError(
-            'plots: matplotlib must be installed, got no such package. Run pip install "ropewalk[plots]".'
-        ) from e
-    return matplotlib.figure.Figure(figsize=(10.0, height), dpi=100, layout="constrained")
 
 
 def _check(who: str, name: str, value: object, *, at_least: int, at_most: int) -> None:

@@ -1,0 +1,248 @@
+"""A lab model as others keep it: a folder of Hugging Face's Llama, there and back, and llama2.c's binary file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ropewalk
+from ropewalk import _checks
+from ropewalk.lab import checkpoint
+from ropewalk.lab.model import LanguageModel, Size
+
+_PREFIX = "model."
+"""Hugging Face's LlamaForCausalLM has it before every name but that of the head."""
+_HEAD = "lm_head.weight"
+
+
+def to_hugging_face(model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, max_positions: int) -> None:
+    """Write config.json and model.safetensors, which `LlamaForCausalLM.from_pretrained(folder)` reads.
+
+    Args:
+        model: without absolute positions.
+        rope: what turns its q and k; with pairing "interleaved", the rows of q and k are sorted anew. A scheme that
+            depends on the length is written as it is, NTK as the larger base that it is.
+        folder: made if need be.
+        max_positions: `max_position_embeddings` of the config, in tokens: the length the model is for.
+
+    Raises:
+        RopeError: a Llama of Hugging Face cannot be this model; the message says why.
+    """
+    size = model.size
+    _check_exportable("to_hugging_face", model, rope)
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.hidden_size,
+        "intermediate_size": size.intermediate_size,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": _checks.length("to_hugging_face", "max_positions", max_positions),
+        "rms_norm_eps": size.norm_eps,
+        "tie_word_embeddings": size.tied,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+        "rope_theta": rope.base,
+    }
+    layers = (replace(_as_base(rope), pairing="half"),) * size.num_layers
+    config = replace(ropewalk.from_config(config), layers=layers).to_hf_config(version=5)
+    if ropewalk.from_config(config).layers != layers:
+        raise _checks.error(
+            "to_hugging_face",
+            "a config of Llama must be able to say the rope",
+            repr(rope),
+            "Partial rotation cannot be said there, and dynamic NTK only with max_positions as its own length.",
+        )
+    weights = dict(_paired(model, rope.pairing, "half"))
+    if size.tied:
+        del weights[_HEAD]
+    named = {name if name == _HEAD else _PREFIX + name: weight for name, weight in weights.items()}
+    checkpoint.write(folder / "model.safetensors", named, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
+    """Read a Llama of Hugging Face: config.json and model.safetensors; the weights become float32.
+
+    Returns:
+        The model, and the rope of every layer: perhaps one whose length is to be said (`Rope.at_length`).
+
+    Raises:
+        RopeError: it has what a `LanguageModel` has not (biases, another activation), or a key or tensor is missing.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    rope = ropewalk.from_config(config).rope
+    same = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for key, wanted in same.items():
+        if config.get(key, wanted) != wanted:
+            raise _checks.error(
+                "from_hugging_face", f"{key} must be {wanted!r}", repr(config[key]), "A LanguageModel has nothing else."
+            )
+    try:
+        size = Size(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config.get("num_key_value_heads"),
+            norm_eps=config["rms_norm_eps"],
+            tied=config.get("tie_word_embeddings", False),
+        )
+    except KeyError as e:
+        raise _checks.error("from_hugging_face", f"config.json must state {e}", "no such key", "Add it.") from e
+    if rope.head_dim != size.head_dim:
+        raise _checks.error(
+            "from_hugging_face",
+            f"head_dim must be hidden_size / num_attention_heads = {size.head_dim}",
+            str(rope.head_dim),
+            "A LanguageModel has no other heads.",
+        )
+    model = LanguageModel(size)
+    named, _ = checkpoint.read_tensors(folder / "model.safetensors")
+    _load(model, {name.removeprefix(_PREFIX): weight for name, weight in named.items()})
+    return model.eval(), rope
+
+
+def to_llama2c(model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_positions: int) -> None:
+    """Write the file that llama2.c's `run.c` reads: "version 0" of its export.py, float32, little-endian.
+
+    Seven int32: width, width inside the SwiGLU, layers, heads, key heads, vocabulary (negative where the head is not
+    the embedding), longest sequence. Then the weights, kind by kind and each kind layer by layer: embedding, norms
+    before attention, q, k, v, o, norms before the SwiGLU, gate, down, up, the last norm; cos and sin of every position
+    (today's run.c skips them); the head. q and k are sorted for the pairing "interleaved". The tokens are not in it:
+    run.c also wants a tokenizer.bin.
+
+    Args:
+        model: without absolute positions; its eps must be 1e-5, which run.c has built in.
+        rope: base 10000, no scaling, the whole head: run.c computes these angles itself.
+        file: its folder is made.
+        max_positions: the longest sequence run.c will make, in tokens.
+
+    Raises:
+        RopeError: run.c could not run it; the message says why.
+    """
+    size = model.size
+    _check_exportable("to_llama2c", model, rope)
+    _checks.length("to_llama2c", "max_positions", max_positions)
+    if replace(rope, pairing="half") != ropewalk.Rope(size.head_dim, 10_000.0, "half"):
+        raise _checks.error(
+            "to_llama2c",
+            "the rope must have base 10000, no scaling, and turn the whole head, since run.c computes these angles",
+            repr(rope),
+            "Export it to Hugging Face instead.",
+        )
+    if size.norm_eps != 1e-5:
+        raise _checks.error(
+            "to_llama2c", "norm_eps must be 1e-05, which run.c has built in", repr(size.norm_eps), "Train with it."
+        )
+    weights = dict(_paired(model, rope.pairing, "interleaved"))
+    table = rope.at(torch.arange(max_positions))
+    header = struct.pack(
+        "<7i",
+        size.hidden_size,
+        size.intermediate_size,
+        size.num_layers,
+        size.num_heads,
+        size.num_kv_heads,
+        size.vocab_size if size.tied else -size.vocab_size,
+        max_positions,
+    )
+    by_layer = (
+        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj", "mlp.up_proj",
+    )  # fmt: skip
+    tensors = [
+        weights["embed_tokens.weight"],
+        *(weights[f"layers.{layer}.{name}.weight"] for name in by_layer for layer in range(size.num_layers)),
+        weights["norm.weight"],
+        table.cos,
+        table.sin,
+        *([] if size.tied else [weights[_HEAD]]),
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as out:
+        out.write(header)
+        for tensor in tensors:
+            out.write(tensor.numpy().astype("<f4").tobytes())
+
+
+def run(file: Path, target: Path, form: str, *, max_positions: int) -> None:
+    """Write the model of a checkpoint of the lab in the form "hf" or "llama2.c"; errors as above."""
+    model, rope, _ = checkpoint.load(file)
+    if rope is None:
+        raise _checks.error("export", "the model must have a rope", f"one without in {file}", "A Llama has one.")
+    {"hf": to_hugging_face, "llama2.c": to_llama2c}[form](model, rope, target, max_positions=max_positions)
+
+
+def _check_exportable(who: str, model: LanguageModel, rope: ropewalk.Rope) -> None:
+    if model.size.absolute is not None:
+        raise _checks.error(who, "absolute must be None", repr(model.size.absolute), "A Llama has no such positions.")
+    if not isinstance(rope, ropewalk.Rope) or rope.head_dim != model.size.head_dim:
+        raise _checks.error(
+            who, f"rope must be a Rope of head_dim={model.size.head_dim}", _checks.shown(rope), "Pass the model's own."
+        )
+
+
+def _as_base(rope: ropewalk.Rope) -> ropewalk.Rope:
+    """NTK as the larger base that it is: a config of Llama cannot say it otherwise."""
+    if not isinstance(rope.scaling, ropewalk.NTK):
+        return rope
+    d = rope.rotary_dim
+    return replace(rope, base=rope.base * rope.scaling.alpha ** (d / (d - 2)), scaling=None)
+
+
+def _paired(model: LanguageModel, before: str, after: str) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by name; the rows of q and k in the order of another pairing."""
+    for name, weight in model.state_dict().items():
+        rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
+        yield name, _sorted_rows(weight, model.size.head_dim, before, after) if rotated else weight
+
+
+def _sorted_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tensor:
+    """[heads · head_dim, width]: "half" has the first channels of all pairs, then the second; the other, by pairs."""
+    if before == after:
+        return weight
+    shape = (-1, 2, head_dim // 2) if before == "half" else (-1, head_dim // 2, 2)
+    return weight.view(*shape, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _load(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
+    wanted = dict(model.named_parameters())
+    given = {
+        name for name in weights if not name.endswith("rotary_emb.inv_freq")
+    }  # old files hold what can be computed
+    if model.size.tied:
+        given.discard(_HEAD)
+    different = sorted(given ^ wanted.keys())
+    if different:
+        raise _checks.error(
+            "from_hugging_face",
+            "model.safetensors must hold exactly the weights of this Llama",
+            f"missing or unknown: {', '.join(different)}",
+            "Is it the file that belongs to config.json?",
+        )
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            if weights[name].shape != parameter.shape:
+                raise _checks.error(
+                    "from_hugging_face",
+                    f"{name} must have the shape {tuple(parameter.shape)}",
+                    str(tuple(weights[name].shape)),
+                    "Is it the file that belongs to config.json?",
+                )
+            parameter.copy_(weights[name])

@@ -1,0 +1,285 @@
+"""What a study found, in words: each claim of the literature is put to the numbers of every seed.
+
+A claim that holds on some seeds only is luck of the seed, and so is an order of two methods that changes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ropewalk.lab.results import Results
+
+ZERO_SHOT, TUNED = "trained", "tuned"
+
+_Cell = tuple[str, str, str, float]
+"""model, method, measure, times the trained length."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement about the cells of one seed.
+
+    task: whose numbers. says: the statement; {steps} stands for the steps of a fine-tune. cells: what it is about.
+    holds: the numbers of these cells on one seed → whether it is so.
+    """
+
+    task: str
+    says: str
+    cells: tuple[_Cell, ...]
+    holds: Callable[[Sequence[float]], bool]
+
+
+def _row(model: str, method: str, measure: str, *times: float) -> tuple[_Cell, ...]:
+    return tuple((model, method, measure, t) for t in times)
+
+
+def _column(model: str, methods: Sequence[str], measure: str, times: float) -> tuple[_Cell, ...]:
+    return tuple((model, method, measure, times) for method in methods)
+
+
+def _lower(task: str, measure: str, model: str, better: str, worse: str, times: float, says: str) -> Claim:
+    return Claim(task, says, _column(model, [better, worse], measure, times), lambda v: v[0] < v[1])
+
+
+_COPY = (
+    Claim(
+        "copy",
+        "without scaling, copying is nearly perfect within the trained length (at least 0.9) and falls below half at "
+        "twice that",
+        _row(ZERO_SHOT, "none", "accuracy", 1, 2),
+        lambda v: v[0] >= 0.9 and v[1] < 0.5,
+    ),
+    *(
+        Claim(
+            "copy",
+            f"a fixed {method} factor hurts the trained range (more than twice the loss), a dynamic one does not",
+            _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "loss", 1),
+            lambda v: v[1] > 2 * v[0] and v[2] <= v[0],
+        )
+        for method in ("PI", "YaRN")
+    ),
+    *(
+        Claim(
+            "copy",
+            f"{{steps}} steps of fine-tuning with {method} at 4 times the trained length give at least 0.9 there",
+            _row(TUNED, method, "accuracy", 4),
+            lambda v: v[0] >= 0.9,
+        )
+        for method in ("PI", "YaRN")
+    ),
+    *(
+        Claim(
+            "copy",
+            f"fine-tuned at 4 times the trained length, {method} stays behind PI and YaRN there",
+            _column(TUNED, [method, "PI", "YaRN"], "accuracy", 4),
+            lambda v: v[0] < min(v[1:]),
+        )
+        for method in ("none", "NTK")
+    ),
+    Claim(
+        "copy",
+        "no fine-tune at 4 times the trained length copies even half at 8 times",
+        _column(TUNED, ["none", "PI", "NTK", "YaRN", "larger base"], "accuracy", 8),
+        lambda v: max(v) < 0.5,
+    ),
+    Claim(
+        "copy",
+        "YaRN's attention factor helps at 2 and 4 times the trained length: YaRN copies more than by parts",
+        (
+            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 2),
+            *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 4),
+        ),
+        lambda v: v[0] > v[1] and v[2] > v[3],
+    ),
+    Claim(
+        "copy",
+        "at twice the trained length dynamic PI copies more than dynamic NTK",
+        _column(ZERO_SHOT, ["PI dynamic", "NTK dynamic"], "accuracy", 2),
+        lambda v: v[0] > v[1],
+    ),
+)
+
+_TRIAL = ("none", "PI", "NTK", "by parts", "YaRN", "PI dynamic", "NTK dynamic")
+"""What YaRN dynamic was compared with where it was found to be the best."""
+
+_TEXT = (
+    Claim(
+        "text",
+        "without scaling, perplexity explodes past the trained length: that of the last bytes more than doubles at "
+        "twice the length",
+        _row(ZERO_SHOT, "none", "last", 1, 2),
+        lambda v: v[1] > 2 * v[0],
+    ),
+    Claim(
+        "text",
+        "PI without fine-tuning is bad everywhere: from half to 4 times the trained length at least 1.5 times the "
+        "perplexity of no scaling at the trained length",
+        (*_row(ZERO_SHOT, "none", "perplexity", 1), *_row(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
+        lambda v: min(v[1:]) >= 1.5 * v[0],
+    ),
+    Claim(
+        "text",
+        "NTK holds to half its factor and fails at the whole: perplexity of the last bytes is at most 1.25 times that "
+        "of no scaling at the trained length, then more than 1.5 times",
+        (*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)),
+        lambda v: v[1] <= 1.25 * v[0] and v[2] > 1.5 * v[0],
+    ),
+    *(
+        Claim(
+            "text",
+            f"a fixed {method} factor hurts the trained range (more than 1.05 times the perplexity), a dynamic one "
+            "does not",
+            _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "perplexity", 1),
+            lambda v: v[1] > 1.05 * v[0] and v[2] <= v[0],
+        )
+        for method in ("PI", "YaRN")
+    ),
+    _lower(
+        "text",
+        "perplexity",
+        ZERO_SHOT,
+        "YaRN",
+        "by parts",
+        4,
+        "YaRN's attention factor helps at 4 times the trained length: lower perplexity than by parts",
+    ),
+    *(
+        Claim(
+            "text",
+            f"{among}YaRN dynamic is the best without fine-tuning, or within 1 % of it, at {times} times the trained "
+            "length",
+            _column(ZERO_SHOT, ["YaRN dynamic", *others], "perplexity", times),
+            lambda v: v[0] <= 1.01 * min(v[1:]),
+        )
+        for among, others in (("", (*_TRIAL, "Llama 3", "Self-Extend")), ("of PI, NTK, by parts and YaRN, ", _TRIAL))
+        for times in (2, 4, 8)
+    ),
+    _lower(
+        "text",
+        "perplexity",
+        ZERO_SHOT,
+        "NTK dynamic",
+        "PI dynamic",
+        2,
+        "at twice the trained length dynamic NTK has lower perplexity than dynamic PI",
+    ),
+    *(
+        _lower(
+            "text",
+            "perplexity",
+            TUNED,
+            better,
+            worse,
+            4,
+            f"fine-tuned at 4 times the trained length, {better} has lower perplexity there than {worse}",
+        )
+        for better, worse in (("YaRN", "NTK"), ("NTK", "none"), ("none", "PI"))
+    ),
+    Claim(
+        "text",
+        "of the fine-tunes, the larger base alone holds at 8 times the trained length: only its perplexity of the last "
+        "bytes is at most 1.2 times that at 4 times",
+        tuple(c for m in ("larger base", "none", "PI", "NTK", "YaRN") for c in _row(TUNED, m, "last", 4, 8)),
+        lambda v: v[1] <= 1.2 * v[0] and all(v[i + 1] > 1.2 * v[i] for i in range(2, len(v), 2)),
+    ),
+)
+
+CLAIMS = (*_COPY, *_TEXT)
+
+_ORDERED = {"accuracy": True, "perplexity": False}
+"""Measures whose orders are told → whether more is better."""
+
+
+def words(results: Results) -> list[str]:
+    """Paragraphs on one task: what held, what did not, what was luck, and the orders at 1, 2, 4 and 8 times."""
+    count = len(results.seeds)
+    several = {"every": f"all {count} seeds", "any": f"any of {count} seeds"}
+    seeds = several if count > 1 else dict.fromkeys(several, "this seed")
+    held_on: dict[Claim, list[bool]] = {}
+    for claim in CLAIMS:
+        if claim.task == results.about["name"]:
+            # A study of fewer methods or lengths says nothing about it.
+            with contextlib.suppress(KeyError):
+                held_on[claim] = _held(claim, results)
+    paragraphs = []
+    for verdict, belongs in _VERDICTS.items():
+        found = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
+        if found:
+            paragraphs.append(f"{verdict.format(**seeds)}\n" + "\n".join(f"- {one}" for one in found))
+    orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
+    if orders:
+        sign = (
+            "> has the same order on every seed, ≈ has not and is luck of the seed"
+            if count > 1
+            else "one seed cannot tell luck from order, so neighbours may well change places on another"
+        )
+        paragraphs.append(f"Best first ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
+    return paragraphs
+
+
+_VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
+    "Expected, and so on {every}:": all,
+    "Expected, but not so on {any}:": lambda held: not any(held),
+    "Luck of the seed:": lambda held: any(held) and not all(held),
+}
+"""What is written above the claims → which claims stand there, by whether they held on each seed."""
+
+
+def _held(claim: Claim, results: Results) -> list[bool]:
+    cells = [results.value(*cell).values for cell in claim.cells]
+    return [claim.holds(values) for values in zip(*cells, strict=True)]
+
+
+def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
+    says = claim.says.format(steps=results.about["tune_steps"])
+    some = f" on {sum(held)} of {len(held)} seeds" if 0 < sum(held) < len(held) else ""
+    shown = "; ".join(_number(cell, results) for cell in claim.cells)
+    return f"{says}{some} ({shown})."
+
+
+def _number(cell: _Cell, results: Results) -> str:
+    _, method, measure, times = cell
+    values = results.value(*cell).values
+    return f"{method} at {times:g}x: {measure} {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
+
+
+def _orders(results: Results, model: str) -> list[str]:
+    """A line for each measure and length: the methods from best to worst."""
+    lines = []
+    for measure, more_is_better in _ORDERED.items():
+        if measure not in results.about["measures"]:
+            continue
+        for times in (1, 2, 4, 8):
+            try:
+                spreads = {m: results.value(model, m, measure, times) for m in results.methods(model)}
+            except KeyError:
+                continue
+            if len(spreads) > 1:
+                kind = "without fine-tuning" if model == ZERO_SHOT else "fine-tuned"
+                length = results.lengths[results.place(times)]
+                order = _order({m: s.values for m, s in spreads.items()}, more_is_better)
+                lines.append(f"{measure} {kind}, {length:,} ({times}x): {order}")
+    return lines
+
+
+def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
+    """`a > b ≈ c`, from best to worst by the mean; equal on every seed are joined by =."""
+    sign = -1 if more_is_better else 1
+    names = sorted(values, key=lambda name: sign * sum(values[name]))
+    text = names[0]
+    for before, name in itertools.pairwise(names):
+        pairs = [(sign * a, sign * b) for a, b in zip(values[before], values[name], strict=True)]
+        joint = "=" if all(a == b for a, b in pairs) else ">" if all(a < b for a, b in pairs) else "≈"
+        text += f" {joint} {name}"
+    return text
+
+
+def decimals(value: float, measure: str) -> int:
+    """Digits after the point: two of shares, else as many as make three digits, at most four."""
+    if measure == "accuracy" or value == 0:
+        return 2
+    return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))

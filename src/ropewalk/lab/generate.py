@@ -1,0 +1,112 @@
+"""Text from a prompt, byte by byte, with a KV cache."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import ropewalk
+from ropewalk import _checks
+from ropewalk.lab import checkpoint
+from ropewalk.lab.model import LanguageModel
+
+
+def generate(
+    model: LanguageModel,
+    rope: ropewalk.Rope | None,
+    prompt: list[int],
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+) -> Iterator[int]:
+    """Tokens that follow a prompt, one at a time.
+
+    Args:
+        model: the model.
+        rope: turns q and k. A scheme that depends on the length is resolved for prompt and tokens together.
+        prompt: at least one token.
+        tokens: how many to make, at least 1.
+        temperature: divides the logits, at least 0; at 0 the likeliest token is taken.
+        seed: of what is drawn; the same seed draws the same.
+
+    Raises:
+        RopeError: an argument is none of these.
+    """
+    _checks.integer("generate", "tokens", tokens, at_least=1)
+    _checks.number("generate", "temperature", temperature, at_least=0.0)
+    _checks.integer("generate", "seed", seed, at_least=0, at_most=2**63 - 1)
+    if not prompt or not all(0 <= token < model.size.vocab_size for token in prompt):
+        raise _checks.error(
+            "generate",
+            f"prompt must be tokens from 0 to {model.size.vocab_size - 1}, at least one",
+            _checks.shown(prompt),
+            "Say what to begin with.",
+        )
+    return _generate(model, rope, prompt, tokens, temperature, torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _generate(
+    model: LanguageModel,
+    rope: ropewalk.Rope | None,
+    prompt: list[int],
+    tokens: int,
+    temperature: float,
+    chance: torch.Generator,
+) -> Iterator[int]:
+    size, length = model.size, len(prompt) + tokens
+    cache = ropewalk.KVCache(size.num_layers, 1, size.num_kv_heads, size.head_dim, capacity=length)
+    rope = None if rope is None else rope.at_length(length)
+    new = prompt
+    for _ in range(tokens):
+        step = cache.step(len(new))
+        logits = model(
+            torch.tensor([new]),
+            None if rope is None else step.rotation(rope),
+            positions=step.positions if size.absolute else None,
+            cache=step,
+        )[0, -1]
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=chance))
+        yield token
+        new = [token]
+
+
+def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, write: Callable[[str], object]) -> str:
+    """Write the prompt and what follows it as text; bytes that are no UTF-8 become �.
+
+    Args:
+        file: a checkpoint of a model of bytes.
+        prompt, tokens, temperature, seed: as for `generate`.
+        write: takes the text, piece by piece.
+
+    Returns:
+        How many tokens there were and how fast, in words.
+
+    Raises:
+        RopeError: the file is no checkpoint of a model of bytes, or an argument is out of range.
+    """
+    model, rope, _ = checkpoint.load(file)
+    if model.size.vocab_size != 256:
+        raise _checks.error(
+            "generate",
+            "the model must be one of bytes, with 256 tokens",
+            f"{model.size.vocab_size} tokens in {file}",
+            "Name the checkpoint of a text model.",
+        )
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    following = generate(model, rope, list(prompt.encode()), tokens=tokens, temperature=temperature, seed=seed)
+    write(prompt)
+    began = time.perf_counter()
+    for token in following:
+        write(decoder.decode(bytes([token])))
+    seconds = time.perf_counter() - began
+    write(decoder.decode(b"", final=True) + "\n")
+    return f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens per second, the prompt's time included"

@@ -1,0 +1,200 @@
+"""A small language model as Llama is built: RMSNorm, attention with rotation, SwiGLU. Bytes, or any small alphabet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+import ropewalk
+from ropewalk import _checks
+from ropewalk.attention import TwoPass
+from ropewalk.kv_cache import CacheStep, LayerCache
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a `LanguageModel`.
+
+    Args:
+        vocab_size: tokens of the alphabet; 256 for bytes.
+        hidden_size: channels of the model.
+        intermediate_size: channels inside the SwiGLU.
+        num_layers: layers.
+        num_heads: query heads; `head_dim = hidden_size / num_heads` channels each, even.
+        num_kv_heads: key and value heads; as many as query heads when None (it reads so afterwards).
+        norm_eps: what RMSNorm adds to the mean square, greater than 0; 1e-5 in Llama 2 and 3 and in llama2.c.
+        tied: whether the head that makes the logits is the token embedding.
+        absolute: "learned" or "sinusoidal" adds a vector for each absolute position to the embedding; None adds none.
+        max_positions: rows of the learned positions, in tokens; for "learned" only.
+
+    Raises:
+        RopeError: a size is impossible; the message says which.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int = cast(int, None)  # an int from __post_init__ on
+    norm_eps: float = 1e-5
+    tied: bool = False
+    absolute: Literal["learned", "sinusoidal"] | None = None
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
+            _checks.integer("Size", name, getattr(self, name), at_least=1)
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        kv_heads = _checks.integer("Size", "num_kv_heads", self.num_kv_heads, at_least=1)
+        _checks.number("Size", "norm_eps", self.norm_eps, above=0.0)
+        if self.hidden_size % (2 * self.num_heads):
+            raise _checks.error(
+                "Size",
+                "hidden_size must be a multiple of 2 · num_heads, so that every head has whole pairs",
+                f"{self.hidden_size} and {self.num_heads} heads",
+                "Change one of them.",
+            )
+        if self.num_heads % kv_heads:
+            raise _checks.error(
+                "Size",
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads",
+                str(kv_heads),
+                "Every key head serves the same number of query heads.",
+            )
+        if self.absolute is not None:
+            _checks.choice("Size", "absolute", self.absolute, ("learned", "sinusoidal"))
+        if self.absolute == "learned":
+            _checks.length("Size", "max_positions", self.max_positions)
+        elif self.max_positions is not None:
+            raise _checks.error(
+                "Size", "max_positions must be None unless absolute is 'learned'", str(self.max_positions), "Drop it."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        return self.hidden_size // self.num_heads
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size.hidden_size, size.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size.hidden_size, size.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(size.intermediate_size, size.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., hidden_size]` → the same shape."""
+        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
+        self.self_attn = ropewalk.RotaryAttention(size.hidden_size, size.num_heads, num_kv_heads=size.num_kv_heads)
+        self.post_attention_layernorm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
+        self.mlp = SwiGLU(size)
+
+    def forward(
+        self, x: Tensor, rotation: ropewalk.Rotation | TwoPass | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """x `[batch, seq, hidden_size]` → the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class LanguageModel(nn.Module):
+    """Tokens → logits of the next token.
+
+    Parameters have the names of Hugging Face's Llama without its prefix `model.`. The initial weights come from
+    torch's global generator: call `torch.manual_seed` first.
+
+    Args:
+        size: the sizes.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.size = size
+        self.embed_tokens = nn.Embedding(size.vocab_size, size.hidden_size)
+        if size.max_positions is not None:
+            self.embed_positions = nn.Embedding(size.max_positions, size.hidden_size)
+        self.layers = nn.ModuleList(Block(size) for _ in range(size.num_layers))
+        self.norm = nn.RMSNorm(size.hidden_size, eps=size.norm_eps)
+        self.lm_head = nn.Linear(size.hidden_size, size.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if size.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        rotation: ropewalk.Rotation | TwoPass | None,
+        *,
+        positions: Tensor | None = None,
+        cache: CacheStep | None = None,
+    ) -> Tensor:
+        """Logits of the token after each token.
+
+        Args:
+            tokens: int64 `[batch, seq]`.
+            rotation: of exactly these tokens, made once and handed to every layer: `rope.at(positions)`,
+                `SelfExtend.at(...)`, or `step.rotation(rope)` with a cache. None does not rotate.
+            positions: int64 `[seq]` or `[batch, seq]`, place of each token: where `size.absolute` is not None, and
+                only there.
+            cache: `KVCache.step(seq)`, for tokens that follow others.
+
+        Returns:
+            `[batch, seq, vocab_size]`.
+
+        Raises:
+            RopeError: positions are missing or not wanted, or beyond the learned ones.
+        """
+        x = self.embed_tokens(tokens)
+        if (positions is None) != (self.size.absolute is None):
+            raise _checks.error(
+                "LanguageModel",
+                f"positions must be given exactly where absolute positions are added (absolute={self.size.absolute!r})",
+                "None" if positions is None else f"a tensor of shape {tuple(positions.shape)}",
+                "The rotation has places of its own.",
+            )
+        if positions is not None:
+            x = self._placed(x, positions)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rotation, None if cache is None else cache.layer(i))
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x with its absolute positions added."""
+        if self.size.absolute == "learned":
+            rows = self.embed_positions.num_embeddings
+            if int(positions.max()) >= rows:
+                raise _checks.error(
+                    "LanguageModel",
+                    f"positions must be below max_positions={rows}",
+                    str(int(positions.max())),
+                    "There is no learned vector there.",
+                )
+            learned: Tensor = x + self.embed_positions(positions)
+            return learned
+        # Vaswani et al. 2017 (1706.03762), sections 3.4 and 3.5: the embedding is multiplied by √width.
+        width = self.size.hidden_size
+        speeds = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = positions.to(torch.float64).unsqueeze(-1) * speeds
+        waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
+        return torch.add(waves.to(x.dtype), x, alpha=width**0.5)

@@ -1,0 +1,95 @@
+"""What is left of a study to read: tables, words and pictures, all from the same rows as `report.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ropewalk import plots
+from ropewalk.lab import findings, pictures
+from ropewalk.lab.methods import METHODS, TUNES
+from ropewalk.lab.parts import BASELINES
+from ropewalk.lab.results import Results, Spread
+from ropewalk.lab.tasks import Task
+
+_MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "trained so")}
+
+
+def described(task: Task) -> dict[str, Any]:
+    """What `report.json` says of a task beside its rows; lengths in the unit `length_is`, the others in tokens."""
+    return {
+        "name": task.name,
+        "length_is": task.length_is,
+        "lengths": list(task.lengths),
+        "tokens": [task.tokens(length) for length in task.lengths],
+        "trained": task.trained,
+        "tuned": task.tuned,
+        "steps": task.recipe.steps,
+        "tune_steps": task.tune_recipe.steps,
+        "measures": dict(task.measures),
+        "position_width": task.position_width,
+    }
+
+
+def written(result: dict[str, Any], folder: Path) -> list[str]:
+    """Write report.txt and the pictures; return the lines of the text.
+
+    Args:
+        result: what `report.json` holds.
+        folder: where they go, beside it; must exist.
+    """
+    lines: list[str] = []
+    for about in result["tasks"]:
+        results = Results(about, result["rows"])
+        lines += [*_tables(results), *(line for text in findings.words(results) for line in ("", *text.split("\n")))]
+        for name, figure in pictures.drawn(results).items():
+            plots.save(figure, folder / f"{name}.png")
+    lines += ["", *_legend(result), ""]
+    (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [*lines, f"Report, JSON and pictures are in {folder}."]
+
+
+def _tables(results: Results) -> list[str]:
+    about, seeds = results.about, len(results.seeds)
+    spread = f"mean of {seeds} seeds ± half of their range" if seeds > 1 else "one seed"
+    lines = []
+    for measure, what in about["measures"].items():
+        lines += ["", f"{about['name']}: {what}; {spread}; trained to {about['trained']:,} tokens", ""]
+        head = [about["length_is"], *(f"{length:,}" for length in results.lengths)]
+        lines += _aligned([head, *_rows(results, measure)])
+    return lines
+
+
+def _rows(results: Results, measure: str) -> list[list[str]]:
+    rows = []
+    for model, kind in _MODELS.items():
+        for method in results.methods(model):
+            label = method if model == "trained" else f"{method}, {kind}"
+            rows.append([label, *(_cell(value, measure) for value in results.values(model, method, measure))])
+    return rows
+
+
+def _cell(value: Spread, measure: str) -> str:
+    digits = findings.decimals(value.mean, measure)
+    return f"{value.mean:.{digits}f}" + (f" ±{value.half_range:.{digits}f}" if len(value.values) > 1 else "")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in Markdown whose columns stand below each other: the first to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "| "
+        + " | ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        + " |"
+        for row in rows
+    ]
+    rule = "|" + "|".join("-" * (w + 1) + (":" if i else "-") for i, w in enumerate(widths)) + "|"
+    return [lines[0], rule, *lines[1:]]
+
+
+def _legend(result: dict[str, Any]) -> list[str]:
+    """What each method in the tables is."""
+    names = {row["method"] for row in result["rows"]}
+    what = {method.name: method.what for method in (*METHODS, *TUNES)} | BASELINES
+    return ["Methods:", *(f"- {name}: {text}" for name, text in what.items() if name in names)]

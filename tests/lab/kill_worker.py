@@ -1,0 +1,116 @@
+"""Trains a tiny model in a child that is killed twenty times, and in one that is not: run by test_train.py.
+
+The parent only imports: every child is a fork of a process that has torch loaded and has run nothing yet.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo  # the first optimizer of a process imports it, which takes longer than all steps here
+
+from ropewalk import Rope
+from ropewalk.lab import checkpoint
+from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.lab.train import Batch, Recipe, train
+
+KILLS = 20
+STEPS_BETWEEN = 10
+STEPS = KILLS * (STEPS_BETWEEN + 2) + 5  # more than are done until the last kill, however slow the machine
+
+
+def batch(step: int) -> Batch:
+    rows = torch.from_numpy(np.random.default_rng((7, step)).integers(0, 16, size=(4, 17)))
+    return Batch(rows[:, :-1], rows[:, 1:], rows[:, 1:] > 2)
+
+
+class Announcer:
+    """Takes the place of Progress: one byte for every step that is done."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def step(self, done: int, steps: int, loss: float) -> None:
+        os.write(self.pipe, b".")
+
+
+def die_while_writing(writes: int, share: float) -> None:
+    """Kill this process at one of its writes, when a share of the new checkpoint is on disk."""
+    left = [writes]
+    replace = os.replace
+
+    def replace_or_die(new: Path, old: Path) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os.truncate(new, int(share * os.path.getsize(new)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(new, old)
+
+    os.replace = replace_or_die
+
+
+def start(file: Path, dies: tuple[int, float] | None = None) -> tuple[int, int]:
+    """A child at work: its id, and where its steps are announced."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        if dies is not None:
+            die_while_writing(*dies)
+        torch.set_num_threads(1)
+        torch.manual_seed(3)
+        model = LanguageModel(Size(16, 32, 48, 2, 2))
+        recipe = Recipe(STEPS, 1e-2, warmup=5)
+        rope = Rope(16, 1e4, "half")
+        train(model, rope, batch, recipe, file=file, about={}, progress=Announcer(writing))  # type: ignore[arg-type]
+        os._exit(0)
+    os.close(writing)
+    return child, reading
+
+
+def end(child: int, reading: int) -> tuple[int, int]:
+    """Wait for it: its exit status, and how many steps it announced that nobody has read yet."""
+    _, status = os.waitpid(child, 0)
+    announced = len(os.read(reading, 65536))
+    os.close(reading)
+    return status, announced
+
+
+def steps_in(file: Path) -> int:
+    return len(checkpoint.read(file)[0]["losses"]) if file.exists() else 0
+
+
+def main(folder: Path) -> None:
+    chance = random.Random(0)
+    file = folder / "killed.safetensors"
+    done = 0
+    for kill in range(KILLS):
+        steps = chance.randint(0, STEPS_BETWEEN)
+        if kill % 2:
+            child, reading = start(file, (steps, chance.random()))
+        else:
+            child, reading = start(file)
+            for _ in range(steps):
+                assert os.read(reading, 1) == b"."
+                done += 1
+            time.sleep(chance.random() * 0.01)
+            os.kill(child, signal.SIGKILL)
+        status, announced = end(child, reading)
+        assert os.WIFSIGNALED(status), status
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        done += announced
+        assert steps_in(file) - done in (0, 1), "a step that was done is lost"
+        done = steps_in(file)
+    assert 0 < done < STEPS
+    for last in (file, folder / "undisturbed.safetensors"):
+        assert end(*start(last))[0] == 0
+    sys.stdout.write(f"killed {KILLS} times until step {done} of {STEPS}\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,143 @@
+"""Text from a prompt: the same as recomputing everything for each token, and the commands on a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ropewalk import DynamicNTK, Rope, RopeError
+from ropewalk.cli import main
+from ropewalk.lab.generate import generate
+from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.lab.train import Batch, Recipe, train
+
+SIZE = Size(256, 16, 24, 2, 2, num_kv_heads=1)
+ROPE = Rope(8, 1e4, "half")
+PROMPT = [7, 200, 31, 7]
+
+
+def random_model(size: Size = SIZE) -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(size).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+@torch.no_grad()
+def recomputed(model: LanguageModel, rope: Rope | None, tokens: int) -> list[int]:
+    """The likeliest next token, the whole sequence run again for each, without a cache."""
+    row = list(PROMPT)
+    for _ in range(tokens):
+        positions = torch.arange(len(row))
+        placed = positions if model.size.absolute else None
+        logits = model(torch.tensor([row]), None if rope is None else rope.at(positions), positions=placed)
+        row.append(int(logits[0, -1].argmax()))
+    return row[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("absolute", [None, "sinusoidal", "learned"])
+@pytest.mark.parametrize("rope", [ROPE, None])
+def test_as_without_a_cache(rope: Rope | None, absolute: Any) -> None:
+    model = random_model(replace(SIZE, absolute=absolute, max_positions=64 if absolute == "learned" else None))
+    made = list(generate(model, rope, PROMPT, tokens=30, temperature=0, seed=0))
+    assert made == recomputed(model, rope, 30)
+    assert len(set(made)) > 3
+
+
+def test_a_rope_that_depends_on_the_length() -> None:
+    """It is resolved once, for prompt and tokens together: keys in the cache keep their rotation."""
+    rope = replace(ROPE, scaling=DynamicNTK(2.0, 8))
+    made = list(generate(random_model(), rope, PROMPT, tokens=30, temperature=0, seed=0))
+    assert made == recomputed(random_model(), rope.at_length(34), 30)
+    assert made != recomputed(random_model(), rope.at_length(8), 30)
+
+
+def test_what_is_drawn_has_the_probabilities_of_the_temperature() -> None:
+    model = random_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)  # the likeliest token: 0.17 at this temperature, 0.47 at 1
+        logits = model(torch.tensor([PROMPT]), ROPE.at(torch.arange(4)))[0, -1].double().numpy()
+    wanted = np.exp(logits / 2.0 - (logits / 2.0).max())
+    wanted /= wanted.sum()
+    likeliest = int(wanted.argmax())
+    draws = 400
+    drawn = [next(generate(model, ROPE, PROMPT, tokens=1, temperature=2.0, seed=seed)) for seed in range(draws)]
+    p = wanted[likeliest]
+    assert 0.1 < p < 0.3
+    # Four standard deviations of a share of 400.
+    assert abs(drawn.count(likeliest) / draws - p) < 4 * np.sqrt(p * (1 - p) / draws)
+    again = [next(generate(model, ROPE, PROMPT, tokens=1, temperature=2.0, seed=seed)) for seed in range(20)]
+    assert again == drawn[:20]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"prompt": []}, r"generate: prompt must be tokens from 0 to 255, at least one, got \[\]"),
+        ({"prompt": [256]}, r"prompt must be tokens from 0 to 255, at least one, got \[256\]"),
+        ({"tokens": 0}, "generate: tokens must be an integer at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be a finite number of at least 0, got -1.0"),
+        ({"seed": -1}, "seed must be an integer from 0 to"),
+    ],
+)
+def test_refusals(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError, match=message):
+        generate(random_model(), ROPE, **{"prompt": PROMPT, "tokens": 1, "temperature": 0, "seed": 0, **keys})
+
+
+def counting(step: int) -> Batch:
+    """Bytes that count upwards through the alphabet."""
+    rows = (torch.arange(25) + torch.tensor([[0], [5], [11], [20]])) % 26 + ord("a")
+    return Batch(rows[:, :-1], rows[:, 1:])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("lab") / "text.safetensors"
+    train(LanguageModel(SIZE), ROPE, counting, Recipe(60, 2e-2, warmup=5), file=file, about={"task": "text"})
+    return file
+
+
+def test_command(trained: Path) -> None:
+    arguments = ["generate", str(trained), "--prompt", "fgh", "--tokens", "9", "--temperature", "0"]
+    ran = CliRunner().invoke(main, arguments)
+    assert ran.exit_code == 0, ran.output
+    assert ran.stdout == "fghijklmnopq\n"
+    assert ran.stderr.startswith("9 tokens in ")
+    assert "tokens per second" in ran.stderr
+    drawn = [CliRunner().invoke(main, [*arguments[:-1], "3", "--seed", seed]).stdout for seed in "001"]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_command_refuses(trained: Path, tmp_path: Path) -> None:
+    for model, file, message in (
+        (LanguageModel(replace(SIZE, vocab_size=300)), tmp_path / "x", "one of bytes, with 256 tokens, got 300 tokens"),
+        (None, trained, "prompt must be tokens from 0 to 255, at least one"),
+    ):
+        if model is not None:
+            train(model, ROPE, counting, Recipe(1, 1e-3), file=file, about={})
+        ran = CliRunner().invoke(main, ["generate", str(file), "--prompt", "", "--tokens", "1"])
+        assert ran.exit_code == 1
+        assert message in ran.stderr
+        assert ran.stdout == ""
+
+
+def test_export_commands(trained: Path, tmp_path: Path) -> None:
+    for form, target, files in (("hf", "folder", 2), ("llama2.c", "model.bin", 0)):
+        path = tmp_path / target
+        ran = CliRunner().invoke(main, ["export", str(trained), str(path), "--format", form, "--max-positions", "64"])
+        assert (ran.exit_code, ran.stdout) == (0, f"wrote {path}\n"), ran.output
+        assert path.is_file() or len(list(path.iterdir())) == files
+    train(LanguageModel(SIZE), None, counting, Recipe(1, 1e-3), file=tmp_path / "x", about={})
+    ran = CliRunner().invoke(main, ["export", str(tmp_path / "x"), "y", "--format", "hf", "--max-positions", "64"])
+    assert ran.exit_code == 1
+    assert "export: the model must have a rope, got one without in" in ran.stderr

@@ -1,0 +1,267 @@
+"""The report: tables, words and pictures follow the numbers. All numbers here are invented."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny_lab
+from ropewalk.lab import findings, pictures, report, tasks
+from ropewalk.lab.results import Results
+
+# Shares copied and losses at |w| = 31, 63, 95, 127, 191, 255, 511: half to 8 times the trained length.
+ACCURACY = {
+    ("trained", "none"): [1.0, 0.99, 0.4, 0.3, 0.1, 0.05, 0.02],
+    ("trained", "PI"): [0.4, 0.5, 0.5, 0.5, 0.5, 0.4, 0.02],
+    ("trained", "by parts"): [0.5, 0.6, 0.6, 0.6, 0.5, 0.4, 0.02],
+    ("trained", "YaRN"): [0.9, 0.91, 0.9, 0.9, 0.8, 0.7, 0.03],
+    ("trained", "PI dynamic"): [1.0, 0.99, 0.95, 0.9, 0.6, 0.4, 0.1],
+    ("trained", "NTK dynamic"): [1.0, 0.99, 0.7, 0.35, 0.2, 0.1, 0.05],
+    ("trained", "YaRN dynamic"): [1.0, 0.99, 0.97, 0.96, 0.8, 0.7, 0.5],
+    ("tuned", "none"): [0.99, 0.99, 0.9, 0.8, 0.6, 0.5, 0.03],
+    ("tuned", "PI"): [0.99, 0.99, 0.99, 0.99, 0.98, 0.97, 0.1],
+    ("tuned", "NTK"): [0.99, 0.99, 0.99, 0.99, 0.9, 0.8, 0.1],
+    ("tuned", "YaRN"): [0.99, 0.99, 0.99, 0.99, 0.98, 0.98, 0.1],
+    ("tuned", "larger base"): [0.99, 0.99, 0.99, 0.99, 0.97, 0.96, 0.2],
+}
+
+
+def rows(seeds=(0, 1, 2), changed=None, task="copy"):
+    """One row for each of ACCURACY on each seed; changed: seed → model, method → accuracies of that seed."""
+    made = []
+    for seed in seeds:
+        for (model, method), usual in ACCURACY.items():
+            values = (changed or {}).get(seed, {}).get((model, method), usual)
+            losses = [5 * (1 - value) + 0.001 for value in values]
+            made.append(
+                {"task": task, "seed": seed, "model": model, "method": method, "accuracy": values, "loss": losses}
+            )
+    return made
+
+
+ABOUT = report.described(tasks.COPY)
+COLLAPSE = "without scaling, copying is nearly perfect within the trained length"
+PI_TUNE = "100 steps of fine-tuning with PI at 4 times the trained length give at least 0.9 there"
+PI_OVER_NTK = "at twice the trained length dynamic PI copies more than dynamic NTK"
+
+
+def words(*args, **kwargs):
+    return findings.words(Results(ABOUT, rows(*args, **kwargs)))
+
+
+def paragraph(told, verdict):
+    found = [text for text in told if text.startswith(verdict)]
+    return found[0] if found else ""
+
+
+def test_what_held_on_every_seed():
+    told = words()
+    held = paragraph(told, "Expected, and so on all 3 seeds:")
+    for says in (COLLAPSE, PI_TUNE, PI_OVER_NTK):
+        assert says in held
+    assert f"{PI_TUNE} (PI at 4x: accuracy 0.97, 0.97, 0.97)." in held
+    assert paragraph(told, "Luck of the seed:") == paragraph(told, "Expected, but not so") == ""
+
+
+def test_the_words_follow_a_reversed_ranking():
+    swapped = {
+        ("trained", "PI dynamic"): ACCURACY["trained", "NTK dynamic"],
+        ("trained", "NTK dynamic"): ACCURACY["trained", "PI dynamic"],
+    }
+    everywhere = words(changed={0: swapped, 1: swapped, 2: swapped})
+    assert PI_OVER_NTK in paragraph(everywhere, "Expected, but not so on any of 3 seeds:")
+    assert PI_OVER_NTK not in paragraph(everywhere, "Expected, and so on all 3 seeds:")
+    once = words(changed={1: swapped})
+    assert PI_OVER_NTK not in paragraph(once, "Expected, and so on all") + paragraph(once, "Expected, but not so")
+    assert (
+        f"{PI_OVER_NTK} on 2 of 3 seeds (PI dynamic at 2x: accuracy 0.90, 0.35, 0.90; "
+        "NTK dynamic at 2x: accuracy 0.35, 0.90, 0.35)." in paragraph(once, "Luck of the seed:")
+    )
+
+
+def test_the_words_follow_a_collapse_that_does_not_come():
+    good = {("trained", "none"): [1.0] * 7}
+    assert COLLAPSE in paragraph(words(changed=dict.fromkeys((0, 1, 2), good)), "Expected, but not so on any of 3")
+    bad = {("trained", "none"): [0.8, 0.8, 0.4, 0.3, 0.1, 0.05, 0.02]}
+    assert COLLAPSE in paragraph(words(changed={2: bad}), "Luck of the seed:")
+
+
+@pytest.mark.parametrize("method", ["PI", "YaRN"])
+def test_the_words_follow_fine_tunes(method):
+    worse = {("tuned", method): [0.99, 0.99, 0.99, 0.99, 0.9, 0.89, 0.1]}
+    says = PI_TUNE.replace("with PI", f"with {method}")
+    assert says in paragraph(words(changed={0: worse}), "Luck of the seed:")
+    assert says in paragraph(words(changed=dict.fromkeys((0, 1, 2), worse)), "Expected, but not so on any of 3")
+
+
+def test_a_dynamic_factor_that_hurts_is_told():
+    hurt = {("trained", "YaRN dynamic"): [0.9] * 7}
+    says = "a fixed YaRN factor hurts the trained range (more than twice the loss), a dynamic one does not"
+    assert says in paragraph(words(), "Expected, and so on all 3 seeds:")
+    assert says in paragraph(words(changed={0: hurt}), "Luck of the seed:")
+
+
+def test_one_seed_says_that_it_is_one():
+    told = words(seeds=[5])
+    assert COLLAPSE in paragraph(told, "Expected, and so on this seed:")
+    assert paragraph(told, "Best first").startswith("Best first (one seed cannot tell luck from order")
+    worse = {("tuned", "PI"): [0.5] * 7}
+    assert PI_TUNE in paragraph(words(seeds=[5], changed={5: worse}), "Expected, but not so on this seed:")
+
+
+def test_orders():
+    order = findings._order
+    assert order({"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (2.0, 3.0)}, True) == "b > c > a"
+    assert order({"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (2.0, 3.0)}, False) == "a > c > b"
+    assert order({"a": (1.0, 5.0), "b": (2.0, 3.0)}, True) == "a ≈ b"
+    assert order({"a": (1.0, 5.0), "b": (1.0, 5.0)}, True) == "a = b"
+    lines = paragraph(words(), "Best first").split("\n")
+    # |w| = 63 is once the trained length: 128 tokens.
+    assert (
+        "- accuracy without fine-tuning, 63 (1x): none = PI dynamic = NTK dynamic = YaRN dynamic > YaRN > by parts > PI"
+        in lines
+    )
+    assert "- accuracy fine-tuned, 255 (4x): YaRN > PI > larger base > NTK > none" in lines
+
+
+def test_a_claim_about_what_was_not_measured_is_left_out():
+    about = {**ABOUT, "lengths": ABOUT["lengths"][:2], "tokens": ABOUT["tokens"][:2]}
+    told = "\n".join(findings.words(Results(about, rows())))
+    assert COLLAPSE not in told
+    assert "a fixed PI factor hurts" in told
+    fewer = [row for row in rows() if row["method"] != "PI"]
+    assert "fixed PI factor" not in "\n".join(findings.words(Results(ABOUT, fewer)))
+
+
+def text_rows(values):
+    """values: model, method → perplexities at half to 8 times the trained length; the last bytes cost the same."""
+    return [
+        {"task": "text", "seed": seed, "model": model, "method": method, "perplexity": [v + seed / 1000 for v in each],
+         "last": each, "by_position": [[], [1.0], [1.0, 2.0 + seed], [1.0] * 4, [float(i + seed) for i in range(8)]]}
+        for seed in (0, 1) for (model, method), each in values.items()
+    ]  # fmt: skip
+
+
+TEXT = {
+    ("trained", "none"): [3.5, 3.3, 20.0, 36.0, 35.0],
+    ("trained", "PI"): [16.0] * 4 + [20.0],
+    ("trained", "NTK"): [3.8, 3.6, 3.5, 18.0, 30.0],
+    ("trained", "by parts"): [4.3, 4.5, 4.6, 4.8, 8.9],
+    ("trained", "YaRN"): [4.3, 4.4, 4.4, 4.5, 8.3],
+    ("trained", "PI dynamic"): [3.5, 3.3, 8.0, 16.0, 26.0],
+    ("trained", "NTK dynamic"): [3.5, 3.3, 3.6, 18.0, 28.0],
+    ("trained", "YaRN dynamic"): [3.5, 3.3, 3.4, 4.5, 5.2],
+    ("trained", "Llama 3"): [5.0, 5.0, 5.0, 5.0, 9.0],
+    ("trained", "Self-Extend"): [3.5, 3.3, 3.6, 4.6, 5.4],
+    ("tuned", "none"): [3.6, 3.4, 3.25, 3.30, 6.6],
+    ("tuned", "PI"): [4.2, 4.0, 3.8, 3.83, 27.0],
+    ("tuned", "NTK"): [3.6, 3.3, 3.2, 3.22, 7.8],
+    ("tuned", "YaRN"): [3.6, 3.3, 3.2, 3.19, 21.0],
+    ("tuned", "larger base"): [3.6, 3.4, 3.2, 3.23, 3.5],
+}
+BEST = "YaRN dynamic is the best without fine-tuning, or within 1 % of it,"
+TEXT_ABOUT = report.described(tiny_lab.TEXT)
+
+
+def test_text_claims_hold_for_the_published_ranking():
+    told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT)))
+    held = paragraph(told, "Expected, and so on all 2 seeds:")
+    assert held.count("\n- ") == sum(claim.task == "text" for claim in findings.CLAIMS) == 17
+    assert paragraph(told, "Luck of the seed:") == paragraph(told, "Expected, but not so") == ""
+
+
+@pytest.mark.parametrize(
+    ("cell", "values", "says"),
+    [
+        (("trained", "none"), [3.5, 3.3, 4.0, 5.0, 6.0], "without scaling, perplexity explodes"),
+        (("trained", "PI"), [16.0, 4.0, 16.0, 16.0, 20.0], "PI without fine-tuning is bad everywhere"),
+        (("trained", "NTK"), [3.8, 3.6, 5.0, 18.0, 30.0], "NTK holds to half its factor"),
+        (("trained", "YaRN"), [4.3, 3.3, 4.4, 4.5, 8.3], "a fixed YaRN factor hurts the trained range"),
+        (("trained", "by parts"), [4.3, 4.5, 4.6, 4.4, 8.9], "YaRN's attention factor helps at 4 times"),
+        (("trained", "Self-Extend"), [3.5, 3.3, 3.3, 4.6, 5.4], f"{BEST} at 2 times"),
+        (("trained", "Self-Extend"), [3.5, 3.3, 3.6, 4.4, 5.4], f"{BEST} at 4 times"),
+        (("trained", "Llama 3"), [5.0, 5.0, 5.0, 5.0, 5.1], f"{BEST} at 8 times"),
+        (("trained", "by parts"), [4.3, 4.5, 4.6, 4.8, 5.0], f"of PI, NTK, by parts and YaRN, {BEST} at 8 times"),
+        (("trained", "PI dynamic"), [3.5, 3.3, 3.5, 16.0, 26.0], "dynamic NTK has lower perplexity than dynamic PI"),
+        (("tuned", "YaRN"), [3.6, 3.3, 3.2, 3.25, 21.0], "YaRN has lower perplexity there than NTK"),
+        (("tuned", "NTK"), [3.6, 3.3, 3.2, 3.5, 7.8], "NTK has lower perplexity there than none"),
+        (("tuned", "PI"), [4.2, 4.0, 3.8, 3.2, 27.0], "none has lower perplexity there than PI"),
+        (("tuned", "none"), [3.6, 3.4, 3.25, 3.3, 3.3], "the larger base alone holds at 8 times"),
+        (("tuned", "larger base"), [3.6, 3.4, 3.2, 3.23, 9.0], "the larger base alone holds at 8 times"),
+    ],
+)  # fmt: skip
+def test_each_text_claim_can_fail(cell, values, says):
+    told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT | {cell: values})))
+    assert says in paragraph(told, "Expected, but not so on any of 2 seeds:")
+
+
+def test_tables_by_hand(tmp_path):
+    about = {**ABOUT, "lengths": [63, 127], "tokens": [128, 256]}
+    made = [
+        {"task": "copy", "seed": seed, "model": model, "method": method, "accuracy": [a, b], "loss": [0.5, 12.0]}
+        for seed, a, b in ((0, 0.9, 0.05), (1, 0.8, 0.02), (2, 1.0, 0.02))
+        for model, method in (("trained", "none"), ("tuned", "PI"), ("learned", "learned"))
+    ]
+    lines = report._tables(Results(about, made))
+    assert lines[1] == (
+        "copy: share of the second w that is right; mean of 3 seeds ± half of their range; trained to 128 tokens"
+    )
+    # Means 0.9 and 0.03; half ranges 0.1 and 0.015, which rounds to even.
+    assert lines[3:8] == [
+        "| symbols of w        |         63 |        127 |",
+        "|---------------------|-----------:|-----------:|",
+        "| none                | 0.90 ±0.10 | 0.03 ±0.02 |",
+        "| PI, fine-tuned      | 0.90 ±0.10 | 0.03 ±0.02 |",
+        "| learned, trained so | 0.90 ±0.10 | 0.03 ±0.02 |",
+    ]
+    assert lines[9] == "copy: loss on the second w, nats for each symbol; mean of 3 seeds ± half of their range; " + (
+        "trained to 128 tokens"
+    )
+    assert lines[13] == "| none                | 0.500 ±0.000 | 12.0 ±0.0 |"
+
+
+@pytest.mark.parametrize(
+    ("value", "measure", "wanted"),
+    [
+        (0.0123, "accuracy", 2), (0.0, "loss", 2), (0.00012, "loss", 4), (0.5, "loss", 3),
+        (3.28, "last", 2), (99.0, "last", 1), (100.0, "last", 0), (1e6, "last", 0),
+    ],
+)  # fmt: skip
+def test_digits(value, measure, wanted):
+    assert findings.decimals(value, measure) == wanted
+
+
+def test_report_of_one_seed(tmp_path):
+    result = {"tasks": [ABOUT], "rows": rows(seeds=[0])}
+    said = report.written(result, tmp_path)
+    text = (tmp_path / "report.txt").read_text()
+    assert said[:-1] == text.split("\n")[: len(said) - 1]
+    assert "share of the second w that is right; one seed; trained to 128 tokens" in text
+    assert "| PI dynamic              | 1.00 | 0.99 | 0.95 | 0.90 | 0.60 | 0.40 | 0.10 |" in text
+    assert COLLAPSE in text
+    assert "- larger base: base times 50" in text
+    assert "Self-Extend" not in text
+    assert {path.name for path in tmp_path.glob("*.png")} == {"copy-accuracy.png", "copy-loss.png"}
+
+
+def test_pictures_show_the_numbers():
+    swapped = {("trained", "none"): [0.0] * 7}
+    figure = pictures.drawn(Results(ABOUT, rows(changed={1: swapped})))["copy-accuracy"]
+    upper, lower = figure.axes
+    assert [line.get_label() for line in lower.lines] == ["none", "PI", "NTK", "YaRN", "larger base", "trained length"]
+    none = upper.lines[0]
+    assert none.get_xdata().tolist() == ABOUT["lengths"]
+    assert none.get_ydata().tolist() == pytest.approx([2 / 3 * a for a in ACCURACY["trained", "none"]], rel=1e-15)
+    band = upper.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (0.0, 1.0)
+    assert upper.lines[-1].get_xdata() == [63, 63]
+    assert upper.get_ylabel() == "share of the second w that is right"
+    assert lower.get_xlabel() == "length (symbols of w)"
+
+
+def test_picture_of_loss_by_position():
+    drawn = pictures.drawn(Results(TEXT_ABOUT, text_rows(TEXT)))
+    assert list(drawn) == ["text-perplexity", "text-last", "text-positions"]
+    line = drawn["text-positions"].axes[0].lines[0]
+    assert line.get_xdata().tolist() == [16 + 32 * i for i in range(8)]
+    assert line.get_ydata().tolist() == [i + 0.5 for i in range(8)]
+    assert drawn["text-perplexity"].axes[0].get_yscale() == "log"

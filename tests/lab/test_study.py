@@ -1,0 +1,264 @@
+"""The study: what runs, in which order, that a stopped one loses nothing, and what is on disk afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from click.testing import CliRunner
+
+import ropewalk
+import tiny_lab
+from ropewalk import cli
+from ropewalk.lab import parts, study, tasks
+from ropewalk.lab.study import Study
+
+METHODS = [
+    "none",
+    "PI",
+    "NTK",
+    "by parts",
+    "Llama 3",
+    "YaRN",
+    "PI dynamic",
+    "NTK dynamic",
+    "YaRN dynamic",
+    "Self-Extend",
+]
+TUNES = ["none", "PI", "NTK", "YaRN", "larger base"]
+BASELINES = ["learned", "sinusoidal", "no positions"]
+COPY = tiny_lab.COPY
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched(tasks.Copy):
+    """The tiny copy task; writes down what it is asked for, and stops the process at one call, as Ctrl-C does."""
+
+    steps: ClassVar[list[int]] = []
+    measured: ClassVar[list[int]] = []
+    streams: ClassVar[list[int]] = []
+    stop_at_step: ClassVar[int | None] = None
+    stop_at_measure: ClassVar[int | None] = None
+
+    @classmethod
+    def reset(cls, *, step=None, measure=None):
+        cls.steps.clear()
+        cls.measured.clear()
+        cls.streams.clear()
+        cls.stop_at_step, cls.stop_at_measure = step, measure
+
+    def batches(self, seed, *, longest, sequences):
+        self.streams.append(seed)
+        at = super().batches(seed, longest=longest, sequences=sequences)
+
+        def watched(step):
+            if len(self.steps) == self.stop_at_step:
+                raise KeyboardInterrupt
+            self.steps.append(step)
+            return at(step)
+
+        return watched
+
+    def measure(self, model, plan, length):
+        if len(self.measured) == self.stop_at_measure:
+            raise KeyboardInterrupt
+        self.measured.append(length)
+        return super().measure(model, plan, length)
+
+
+WATCHED = Watched(**{field.name: getattr(COPY, field.name) for field in dataclasses.fields(COPY)})
+
+
+@pytest.fixture(autouse=True)
+def _quick_estimate(monkeypatch):
+    monkeypatch.setattr(study, "estimate", lambda left: 100.0 * len(left))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """One run of everything: folder, result, lines."""
+    folder, said = tmp_path_factory.mktemp("lab") / "out", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "estimate", lambda left: 100.0 * len(left))
+        result = study.run(Study([COPY, tiny_lab.TEXT], [3, 4], baselines=True), folder, said.append)
+    return folder, result, said
+
+
+def test_what_runs_and_in_which_order(ran):
+    _, result, said = ran
+    kinds = [("trained", m) for m in METHODS] + [("tuned", m) for m in TUNES] + [(m, m) for m in BASELINES]
+    found = [(row["seed"], row["task"], row["model"], row["method"]) for row in result["rows"]]
+    assert found == [(seed, task, *kind) for seed in (3, 4) for task in ("copy", "text") for kind in kinds]
+    assert said[0].startswith("2 threads, 36 of 36 parts to do") or "36 of 36 parts" in said[0]
+    assert said[1].startswith("This will take about 60 minutes. Ctrl-C stops it")
+
+
+def test_every_row_has_every_measure_at_every_length(ran):
+    for row in ran[1]["rows"]:
+        measures = {"copy": ["accuracy", "loss"], "text": ["perplexity", "last"]}[row["task"]]
+        for measure in measures:
+            assert len(row[measure]) == 5
+        if row["task"] == "text":
+            # Means over 32 positions of windows of 16, 32, 64, 128 and 256 tokens.
+            assert [len(means) for means in row["by_position"]] == [0, 1, 2, 4, 8]
+
+
+def test_what_is_the_same_is_the_same(ran):
+    """Dynamic methods within the trained range, and NTK and dynamic NTK at 4 times it: to the bit."""
+    rows = {(row["task"], row["seed"], row["model"], row["method"]): row for row in ran[1]["rows"]}
+    for task, measure in (("copy", "loss"), ("text", "perplexity")):
+        row = {m: rows[task, 3, "trained", m][measure] for m in METHODS}
+        for method in ("PI dynamic", "NTK dynamic", "YaRN dynamic", "Self-Extend"):
+            assert row[method][:2] == row["none"][:2]
+            assert row[method][2] != row["none"][2]
+        assert row["NTK"][3] == row["NTK dynamic"][3]
+        assert row["PI"][3] == row["PI dynamic"][3]
+        assert row["YaRN"][:2] != row["none"][:2]
+        assert rows[task, 3, "trained", "none"][measure] != rows[task, 4, "trained", "none"][measure]
+
+
+def test_what_is_on_disk(ran):
+    folder, result, said = ran
+    assert json.loads((folder / "report.json").read_text()) == result
+    text = (folder / "report.txt").read_text().rstrip("\n").split("\n")
+    start = said.index("  measuring no positions", said.index("[36/36] text-4-no-positions")) + 1
+    assert said[start : start + len(text)] == text
+    assert said[-2:] == [f"Report, JSON and pictures are in {folder}.", said[-1]]
+    assert said[-1].startswith("This run took ")
+    pictures = {"copy-accuracy", "copy-loss", "text-perplexity", "text-last", "text-positions"}
+    assert {path.stem for path in folder.glob("*.png")} == pictures
+    assert len(list((folder / "parts").glob("*.safetensors"))) == len(list((folder / "parts").glob("*.json"))) == 36
+    assert not list(folder.rglob("*.unfinished"))
+
+
+def rows_of(folder):
+    return study.run(Study([WATCHED], [0]), folder, lambda line: None)["rows"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "estimate", lambda left: 1.0)
+        Watched.reset()
+        rows = rows_of(tmp_path_factory.mktemp("undisturbed"))
+    # 4 steps and 5 fine-tunes of 2; 10 methods of 5 lengths, of which 4 dynamic ones have 2 in common with none and 2
+    # one with their fixed kind, Llama 3, by parts and PI dynamic may be others everywhere; 5 fine-tunes of 5 lengths.
+    assert len(Watched.steps) == 4 + 5 * 2
+    return rows, len(Watched.measured)
+
+
+@pytest.mark.parametrize("stop", [{"step": 0}, {"step": 3}, {"step": 5}, {"measure": 0}, {"measure": 17}])
+def test_a_stopped_study_goes_on(stop, undisturbed, tmp_path):
+    rows, measured = undisturbed
+    Watched.reset(**stop)
+    said = []
+    with pytest.raises(KeyboardInterrupt):
+        study.run(Study([WATCHED], [0]), tmp_path, said.append)
+    assert said[-1] == f"Stopped. What is done is kept in {tmp_path}; the same command goes on from there."
+    steps, measures = list(Watched.steps), len(Watched.measured)
+    Watched.reset()
+    assert rows_of(tmp_path) == rows
+    # Each step is made once; of the measures only the row that was being measured is begun anew.
+    assert len(steps) + len(Watched.steps) == 4 + 5 * 2
+    assert measured <= measures + len(Watched.measured) <= measured + 2 * len(COPY.lengths)
+    assert measures < measured
+
+
+def test_a_fine_tune_begins_where_the_training_ended(tmp_path):
+    """With steps too small to change a float32, it measures what the trained model does with the same method."""
+    still = dataclasses.replace(COPY, tune_recipe=dataclasses.replace(COPY.tune_recipe, learning_rate=1e-30))
+    rows = study.run(Study([still], [0]), tmp_path, lambda line: None)["rows"]
+    losses = {(row["model"], row["method"]): row["loss"] for row in rows}
+    for method in ("none", "PI", "NTK", "YaRN"):
+        assert losses["tuned", method] == losses["trained", method]
+
+
+def test_fine_tunes_see_other_sequences_than_trainings_and_all_the_same(tmp_path):
+    Watched.reset()
+    study.run(Study([dataclasses.replace(WATCHED, lengths=(7,))], [0, 1]), tmp_path, lambda line: None)
+    trainings, tunes = ({0, 2}, {1, 3})  # of seeds 0 and 1
+    assert set(Watched.streams) == trainings | tunes
+    # A fine-tune loads its training first.
+    assert [stream for stream in Watched.streams if stream < 2] == [0, *[0, 1] * 5]
+
+
+def test_a_finished_study_only_reports(ran):
+    folder, result, _ = ran
+    said = []
+    again = study.run(Study([COPY, tiny_lab.TEXT], [3, 4], baselines=True), folder, said.append)
+    assert again["rows"] == result["rows"]
+    assert not any("This will take" in line or line.startswith("[") for line in said)
+
+
+def test_more_seeds_go_on_from_fewer(ran, tmp_path):
+    Watched.reset()
+    rows_of(tmp_path)
+    Watched.reset()
+    rows = study.run(Study([WATCHED], [0, 1]), tmp_path, lambda line: None)["rows"]
+    assert len(Watched.steps) == 4 + 5 * 2
+    assert {row["seed"] for row in rows} == {0, 1}
+
+
+def test_other_lengths_are_measured_without_training(tmp_path):
+    Watched.reset()
+    rows_of(tmp_path)
+    Watched.reset()
+    shorter = dataclasses.replace(WATCHED, lengths=(3, 7))
+    rows = study.run(Study([shorter], [0]), tmp_path, lambda line: None)["rows"]
+    assert Watched.steps == []
+    assert all(len(row["accuracy"]) == 2 for row in rows)
+
+
+def test_another_recipe_is_refused(tmp_path):
+    Watched.reset()
+    rows_of(tmp_path)
+    other = dataclasses.replace(WATCHED, recipe=dataclasses.replace(WATCHED.recipe, learning_rate=1.0))
+    with pytest.raises(ropewalk.RopeError, match="recipe"):
+        study.run(Study([other], [0]), tmp_path, lambda line: None)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ropewalk.RopeError, match="lab: the folder must be one that can be made"):
+        study.run(Study([COPY], [0]), tmp_path / "file", print)
+
+
+def test_the_estimate_by_hand(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(study, "_step_seconds", lambda part: 0.5 if part.method else 0.25)
+    monkeypatch.setattr(study, "_row_seconds", lambda part: 3.0)
+    # 4 steps of 0.25 s and 10 rows of 3 s; 5 times 2 steps of 0.5 s and a row; 3 times 4 steps of 0.25 s and a row.
+    assert study.estimate(parts.parts(COPY, 0, baselines=True)) == (1 + 30) + 5 * (1 + 3) + 3 * (1 + 3)
+
+
+def test_the_estimate_is_measured(monkeypatch):
+    monkeypatch.undo()
+    assert 0 < study.estimate(parts.parts(COPY, 0, baselines=False)) < 60
+
+
+def test_the_studies():
+    assert study.quick(7, baselines=False) == Study([tasks.COPY], [7], False)
+    assert study.full(7, baselines=True) == Study([tasks.COPY, tasks.TEXT], range(7, 10), True)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [(["--quick"], study.quick(0, baselines=False)), (["--baselines", "--seed", "2"], study.full(2, baselines=True))],
+)
+def test_the_command_hands_over(options, wanted, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(study, "run", lambda what, folder, say: (asked.append((what, folder)), say("done")))
+    done = CliRunner().invoke(cli.main, ["lab", *options, "--out", str(tmp_path)])
+    assert (done.output, asked) == ("done\n", [(wanted, Path(tmp_path))])
+
+
+def test_ctrl_c_on_the_command_line_is_no_traceback(monkeypatch, tmp_path):
+    Watched.reset(step=1)
+    monkeypatch.setattr(study, "quick", lambda seed, baselines: Study([WATCHED], [seed]))
+    done = CliRunner().invoke(cli.main, ["lab", "--quick", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "Stopped. What is done is kept" in done.output
+    assert "Aborted!" in done.output

@@ -1,0 +1,128 @@
+"""SelfExtend against the paper's rule applied pair by pair, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention_oracle as written_out
+import oracle
+from attention_oracle import Turn
+from ropewalk import Rope, RopeError, RotaryAttention, SelfExtend, YaRN
+
+SEQ, HEAD_DIM = 11, 8
+YARN = Rope(HEAD_DIM, 1e4, "half", scaling=YaRN(4, 64))
+YARN_TURN = Turn(oracle.yarn(1e4, HEAD_DIM, 4, 64), "half", factor=0.1 * 1.3862943611198906 + 1)
+PARTIAL = Rope(HEAD_DIM, 1e3, "interleaved", rotary_dim=4, rotary_offset=2)
+PARTIAL_TURN = Turn(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
+
+# As in test_attention.py; moving keys by shift adds one rotation: 4e-15 was measured, in gradients of size 30 3e-14.
+EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
+
+
+def layer() -> RotaryAttention:
+    torch.manual_seed(0)
+    made = RotaryAttention(16, 4, num_kv_heads=2, head_dim=HEAD_DIM, qk_norm=1e-6, softmax_factor=1.3).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
+
+
+def reference(made: RotaryAttention, x: Tensor, turn: Turn, at: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+    options.setdefault("seen", written_out.causal(x.shape[1]))
+    weights = dict(made.named_parameters())
+    return written_out.attention(
+        x, weights, heads=4, kv_heads=2, turn=turn, at=at, softmax_factor=1.3, eps=1e-6, **options
+    )
+
+
+def hidden(batch: int = 2) -> Tensor:
+    return torch.randn(batch, SEQ, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("rope", "turn"), [(YARN, YARN_TURN), (PARTIAL, PARTIAL_TURN)], ids=["YaRN", "partial"])
+@pytest.mark.parametrize(("group", "window"), [(1, 3), (3, 4), (4, 0), (2, 5), (100, 2), (3, 100)])
+def test_values_and_gradients(rope: Rope, turn: Turn, group: int, window: int) -> None:
+    made, x = layer(), hidden().requires_grad_()
+    extended = SelfExtend(rope, group=group, window=window)
+    ours = made(x, extended.at(torch.arange(SEQ), dtype=torch.float64))
+    theirs = reference(made, x, turn, written_out.self_extend(range(SEQ), group, window))
+    torch.testing.assert_close(ours, theirs, **EXACT)
+    wanted = [x, *made.parameters()]
+    mine, right = (torch.autograd.grad(out, wanted, torch.ones_like(out)) for out in (ours, theirs))
+    for one, other in zip(mine, right, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+def test_rows_with_positions_of_their_own() -> None:
+    places = [[0, 1, 2, 3, 5, 6, 8, 13, 14, 15, 40], [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1]]
+    made, x = layer(), hidden()
+    pairs = [written_out.self_extend(row, 3, 4) for row in places]
+    theirs = reference(made, x, YARN_TURN, (torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])))
+    ours = made(x, SelfExtend(YARN, 3, 4).at(torch.tensor(places), dtype=torch.float64))
+    torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+def test_with_a_mask() -> None:
+    made, x = layer(), hidden()
+    seen = (torch.arange(SEQ) != 2)[None].expand(SEQ, SEQ) | torch.eye(SEQ, dtype=torch.bool)
+    bias = torch.randn(4, SEQ, SEQ, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    rotation, at = (
+        SelfExtend(YARN, 3, 4).at(torch.arange(SEQ), dtype=torch.float64),
+        written_out.self_extend(range(SEQ), 3, 4),
+    )
+    theirs = reference(made, x, YARN_TURN, at, seen=written_out.causal(SEQ) & seen)
+    torch.testing.assert_close(made(x, rotation, mask=seen), theirs, **EXACT)
+    theirs = reference(made, x, YARN_TURN, at, bias=bias)
+    torch.testing.assert_close(made(x, rotation, mask=bias), theirs, **EXACT)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_token_that_sees_nothing_gets_nothing(additive: bool) -> None:
+    """As in PyTorch's own attention: 0, and no nan in the gradients."""
+    made, x = layer(), hidden(1).requires_grad_()
+    mask = torch.ones(SEQ, SEQ, dtype=torch.bool)
+    mask[4] = False
+    if additive:
+        mask = torch.zeros(SEQ, SEQ, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    out = made(x, SelfExtend(YARN, 3, 4).at(torch.arange(SEQ), dtype=torch.float64), mask=mask)
+    assert torch.equal(out[0, 4], torch.zeros(16, dtype=torch.float64))
+    assert torch.equal(out[0, 4], made(x, YARN.at(torch.arange(SEQ), dtype=torch.float64), mask=mask)[0, 4])
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+def test_half_precision() -> None:
+    """bfloat16 throughout but for the softmax: 4 roundings of 2⁻⁹ on scores of size 1 and values of size 2."""
+    made, x = layer(), hidden()
+    theirs = reference(made, x, YARN_TURN, written_out.self_extend(range(SEQ), 3, 4))
+    ours = made.bfloat16()(x.bfloat16(), SelfExtend(YARN, 3, 4).at(torch.arange(SEQ)))
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=4 * 2**-9 * 4)
+
+
+def test_no_distance_is_longer_than_the_trained_ones() -> None:
+    """As the docstring says: (L − window) · group + window tokens, and not one more, for the L of the paper's kind."""
+    trained, group, window = 32, 4, 8
+    longest = (trained - window) * group + window
+    of_query, of_key = written_out.self_extend(range(longest), group, window)
+    assert int((of_query - of_key)[written_out.causal(longest)].max()) < trained
+    of_query, of_key = written_out.self_extend(range(longest + 1), group, window)
+    assert int((of_query - of_key)[written_out.causal(longest + 1)].max()) == trained
+
+
+def test_refusals() -> None:
+    with pytest.raises(RopeError, match="SelfExtend: rope must be a Rope, got 64"):
+        SelfExtend(64, 2, 2)  # type: ignore[arg-type]
+    with pytest.raises(RopeError, match="SelfExtend: group must be an integer at least 1, got 0"):
+        SelfExtend(YARN, 0, 2)
+    with pytest.raises(RopeError, match="SelfExtend: window must be an integer at least 0, got -1"):
+        SelfExtend(YARN, 2, -1)
+    with pytest.raises(RopeError, match=r"SelfExtend\.at: positions must be int32 or int64 .*, got torch.float32"):
+        SelfExtend(YARN, 2, 2).at(torch.arange(3.0))
+    with pytest.raises(RopeError, match=r"SelfExtend\.at: key_positions must be .* of shape \(1, 1, 3\)"):
+        SelfExtend(YARN, 2, 2).at(torch.arange(3), torch.arange(3)[None, None])
+    with pytest.raises(RopeError, match=r"Rope.at: positions must be a tensor, got \[1\]"):
+        SelfExtend(YARN, 2, 2).at([1])  # type: ignore[arg-type]
