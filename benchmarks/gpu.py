@@ -4,14 +4,15 @@
 
 It wants PyTorch with a GPU, Triton and NumPy, and finds ropewalk in src/ beside it: nothing is built. Under ten
 minutes. Others are measured where they can be imported: Liger (wheel `liger-kernel`, which needs nothing more for the
-one file that is used), flash-attention's Triton rotary (`flash_attn`), FlashInfer (`flashinfer-python` and its own
-requirements). `--rehearse` runs all of it on the CPU with small tensors: it shows that the script is whole, and its
-times mean nothing.
+one file that is used), flash-attention's Triton rotary (`flash_attn`, with einops), FlashInfer (`flashinfer-python` and
+its own requirements). `--rehearse` runs all of it on the CPU with small tensors: it shows that the script is whole, and
+its times mean nothing.
 
 What is timed: batches of calls between two events of the device, while the host is far ahead (a kernel that only waits
 goes first), the inputs taken in turn from buffers that are together larger than the second-level cache (64 at most, so
 that the smallest cases stay in it, whoever runs), contenders in turn; the median of many. Decoding is timed as replays
-of a CUDA graph that holds a call for each buffer, angles of the new positions not included. GB/s counts q and k read
+of a CUDA graph that holds a call for each buffer, angles of the new positions not included. "host" is how long the host
+takes for one call outside of a graph: where it is longer, it is what eager code waits for. GB/s counts q and k read
 once and written once, whatever was moved in truth.
 """
 
@@ -39,6 +40,7 @@ import ropewalk
 
 HEADS, KV_HEADS, HEAD_DIM, BASE = 32, 8, 128, 500_000.0
 PAIRINGS = ("half", "interleaved")
+LONGEST = 100_000  # positions of tokens that are decoded
 
 Turned = tuple[Tensor, Tensor]
 
@@ -59,7 +61,7 @@ class Case:
     def __post_init__(self) -> None:
         generator = torch.Generator(self.device).manual_seed(0)
         if self.decode:
-            self.positions = torch.randint(0, 100_000, (self.batch, 1), device=self.device, generator=generator)
+            self.positions = torch.randint(0, LONGEST, (self.batch, 1), device=self.device, generator=generator)
         else:
             self.positions = torch.arange(self.seq, device=self.device)
         self.rope = ropewalk.Rope(HEAD_DIM, BASE, self.pairing)
@@ -85,7 +87,14 @@ class Case:
         cos, sin = (torch.cat((t, t), dim=-1).to(dtype) for t in (self.rotation.cos, self.rotation.sin))
         return (cos, sin) if self.decode else (cos[None], sin[None])
 
-    def exact(self, x: Tensor, rows: slice, back: bool = False) -> Tensor:
+    def lengths(self, x: Tensor) -> Tensor:
+        """Of each pair, at both of its channels."""
+        if self.pairing == "half":
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a.hypot(b), a.hypot(b)), dim=-1)
+        return x[..., 0::2].hypot(x[..., 1::2]).repeat_interleave(2, dim=-1)
+
+    def exact(self, x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
         """Some tokens of x turned in float64, pair by pair, by angles found in float64."""
         angle = self.positions.double()[..., None] * torch.from_numpy(self.rope.inv_freq).to(self.device)
         angle = angle if self.decode else angle[rows]
@@ -114,13 +123,11 @@ class Contender:
 
 
 def copy(case: Case) -> Callable[[Tensor, Tensor], Turned]:
-    """One copy from device to device of as many bytes."""
-    count = case.bytes // 2 // case.dtype.itemsize
-    source, target = (torch.empty(count, device=case.device, dtype=case.dtype) for _ in range(2))
+    """One copy from device to device of as many bytes: q and k as the two halves of one tensor."""
 
-    def run(q: Tensor, k: Tensor) -> Turned:
-        target.copy_(source)
-        return q, k
+    def run(both: Tensor, target: Tensor) -> Turned:
+        target.copy_(both)
+        return both, target
 
     return run
 
@@ -163,7 +170,6 @@ def meta(case: Case) -> Callable[[Tensor, Tensor], Turned]:
 
 def compiled(make: Callable[[Case], Callable[[Tensor, Tensor], Turned]]) -> Callable[[Case], Any]:
     def make_compiled(case: Case) -> Any:
-        torch._dynamo.reset()
         return torch.compile(make(case), fullgraph=True, dynamic=False)
 
     return make_compiled
@@ -171,23 +177,21 @@ def compiled(make: Callable[[Case], Callable[[Tensor, Tensor], Turned]]) -> Call
 
 def liger(case: Case) -> Callable[[Tensor, Tensor], Turned]:
     function = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
-    if case.decode and case.batch > 1:
-        raise NotImplementedError("reads one row of positions for each call it is trained with")
     cos, sin = case.full_width(case.dtype)
 
     def run(q: Tensor, k: Tensor) -> Turned:
-        turned_q, turned_k = function.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        turned_q, turned_k = function.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)[:2]
         return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
 
     return run
 
 
-def flash_attention(case: Case) -> Callable[[Tensor, Tensor], Turned]:
+def flash_attention(case: Case, in_place: bool = False) -> Callable[[Tensor, Tensor], Turned]:
     function = importlib.import_module("flash_attn.layers.rotary").apply_rotary_emb
-    if case.decode:
-        raise NotImplementedError("takes a table from position 0 on, not the rows of given positions")
-    cos, sin, interleaved = case.rotation.cos.to(case.dtype), case.rotation.sin.to(case.dtype), case.pairing != "half"
-    return lambda q, k: (function(q, cos, sin, interleaved), function(k, cos, sin, interleaved))
+    table = case.rope.at(torch.arange(LONGEST, device=case.device)) if case.decode else case.rotation
+    how = (table.cos.to(case.dtype), table.sin.to(case.dtype), case.pairing != "half", in_place)
+    first = case.positions[:, 0].to(torch.int32) if case.decode else 0
+    return lambda q, k: (function(q, *how, seqlen_offsets=first), function(k, *how, seqlen_offsets=first))
 
 
 def flashinfer(case: Case) -> Callable[[Tensor, Tensor], Turned]:
@@ -196,7 +200,7 @@ def flashinfer(case: Case) -> Callable[[Tensor, Tensor], Turned]:
         raise NotImplementedError("has no backward")
     if case.dtype not in (torch.float16, torch.bfloat16):
         raise NotImplementedError("has 16 bits only")
-    table = case.rope.at(torch.arange(100_000, device=case.device))
+    table = case.rope.at(torch.arange(LONGEST, device=case.device))
     cache = torch.cat((table.cos, table.sin), dim=-1)
     positions = case.positions.expand(case.batch, case.seq).reshape(-1).contiguous()
 
@@ -221,14 +225,22 @@ CONTENDERS = [
     Contender("Meta, compiled", compiled(meta), pairings=("interleaved",)),
     Contender("Liger", liger, in_place=True, pairings=("half",)),
     Contender("flash-attention (Triton)", flash_attention),
+    Contender("flash-attention, in place", lambda case: flash_attention(case, in_place=True), in_place=True),
     Contender("FlashInfer", flashinfer, in_place=True),
 ]
 
 
-def calls_of(case: Case, run: Callable[[Tensor, Tensor], Turned], sets: int) -> list[Callable[[], Any]]:
+def calls_of(
+    case: Case, run: Callable[[Tensor, Tensor], Turned], sets: int, turns: bool = True
+) -> list[Callable[[], Any]]:
     """A call for each set of buffers; with backward, of the backward pass alone, whose forward has run."""
     made: list[Callable[[], Any]] = []
     for i in range(sets):
+        if not turns:
+            both = torch.zeros(case.bytes // 2 // case.dtype.itemsize, device=case.device, dtype=case.dtype)
+            target = torch.zeros_like(both)
+            made.append(lambda both=both, target=target: run(both, target))
+            continue
         q, k = case.queries(i)
         if not case.backward:
             made.append(lambda q=q, k=k: run(q, k))
@@ -245,7 +257,7 @@ def check(case: Case, contender: Contender, run: Callable[[Tensor, Tensor], Turn
         return
     # The products of those that compute in 16 bits are rounded too.
     allowed = 4 * torch.finfo(case.dtype).eps
-    rows = slice(max(0, case.seq - 64), case.seq)
+    rows = torch.arange(case.seq - 1, -1, -max(1, case.seq // 256), device=case.device)
     q, k = case.queries(0)
     given = [q.detach().clone(), k.detach().clone()]
     if case.backward:
@@ -256,9 +268,9 @@ def check(case: Case, contender: Contender, run: Callable[[Tensor, Tensor], Turn
         found = run(q, k)
     for x, y in zip(given, found, strict=True):
         wanted = case.exact(x, rows, back=case.backward)
-        error = (y.detach()[:, rows].double() - wanted).abs().max() / wanted.abs().max()
+        error = ((y.detach()[:, rows].double() - wanted).abs() / case.lengths(wanted)).max()
         if not error <= allowed:
-            raise ArithmeticError(f"wrong: off by {error:.1e} of the largest number")
+            raise ArithmeticError(f"wrong: off by {error:.1e} of the length of a pair")
 
 
 class Clock:
@@ -266,6 +278,18 @@ class Clock:
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device == "cuda"
+
+    def host(self, calls: list[Callable[[], Any]]) -> float:
+        """Milliseconds until a call comes back, while the device is busy with something else."""
+        if self.on_gpu:
+            torch.cuda._sleep(4_000_000 + 400_000 * len(calls))
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        took = (time.perf_counter() - start) * 1e3 / len(calls)
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        return took
 
     def run(self, calls: list[Callable[[], Any]]) -> float:
         if not self.on_gpu:
@@ -304,19 +328,22 @@ def measure(case: Case, clock: Clock, rounds: int, only: list[str]) -> list[dict
     sets = min(64, max(4, 1 + 3 * cache // case.bytes))
     running: list[tuple[dict[str, Any], list[Callable[[], Any]], int]] = []
     rows: list[dict[str, Any]] = []
+    torch._dynamo.reset()
     for contender in CONTENDERS:
         if case.pairing not in contender.pairings or (only and contender.name not in only):
             continue
         if case.backward and contender.name in ("ropewalk, in place", "ropewalk, angles too"):
             continue  # the same backward pass
-        row: dict[str, Any] = {"name": contender.name}
+        row: dict[str, Any] = {"name": contender.name, "in place": contender.in_place, "turns": contender.turns}
         rows.append(row)
         try:
             # Without gradients nobody has to keep anything.
             with torch.set_grad_enabled(case.backward and contender.turns):
                 run = contender.make(case)
                 check(case, contender, run)
-                calls = calls_of(case, run, sets) if contender.turns else [lambda r=run: r(Tensor(), Tensor())] * sets
+                calls = calls_of(case, run, sets, contender.turns)
+                clock.run(calls)
+                row["host ms"] = statistics.median(clock.host(calls[:8]) for _ in range(5))
                 per_call = 1 if not case.decode else len(calls)
                 calls = clock.graphed(calls) if case.decode else calls
                 clock.run(calls)
@@ -326,9 +353,14 @@ def measure(case: Case, clock: Clock, rounds: int, only: list[str]) -> list[dict
     samples: dict[int, list[float]] = {row["at"]: [] for row, _, _ in running}
     for _ in range(rounds):
         for row, calls, per_call in running:
-            with torch.set_grad_enabled(case.backward):
-                samples[row["at"]].append(clock.run(calls) / per_call)
+            try:
+                with torch.set_grad_enabled(case.backward and row["turns"]):
+                    samples[row["at"]].append(clock.run(calls) / per_call)
+            except Exception as e:
+                rows[row["at"]]["not timed"] = f"{type(e).__name__}: {e}"
     for at, taken in samples.items():
+        if "not timed" in rows[at] or not taken:
+            continue
         taken.sort()
         rows[at] |= {
             "ms": statistics.median(taken),
@@ -380,7 +412,7 @@ def cases(device: str, small: bool) -> list[Case]:
 
 def show(case: Case, rows: list[dict[str, Any]]) -> None:
     title = f"{case.name}, {case.batch} x {case.seq} tokens, {str(case.dtype)[6:]}, {case.pairing}"
-    print(f"\n{title}\n{'':30}{'µs':>10}{'GB/s':>8}{'x ours':>8}{'of copy':>9}")
+    print(f"\n{title}\n{'':30}{'µs':>10}{'host µs':>9}{'GB/s':>8}{'x ours':>8}{'of copy':>9}")
     times = {row["name"]: row["ms"] for row in rows if "ms" in row}
     mine, floor = times.get(OURS), times.get("copy, device to device")
     for row in rows:
@@ -389,23 +421,27 @@ def show(case: Case, rows: list[dict[str, Any]]) -> None:
             continue
         against = f"{row['ms'] / mine:8.2f}" if mine else f"{'':8}"
         part = f"{floor / row['ms']:9.2f}" if floor else f"{'':9}"
-        print(f"{row['name']:30}{row['ms'] * 1e3:10.1f}{row['GB/s']:8.0f}{against}{part}")
+        moved = f"{row['ms'] * 1e3:10.1f}{row['host ms'] * 1e3:9.1f}{row['GB/s']:8.0f}"
+        print(f"{row['name']:30}{moved}{against}{part}")
     sys.stdout.flush()
 
 
 def verdict(results: list[dict[str, Any]]) -> None:
-    """Ours against the copy and against the fastest other, case by case."""
-    print("\nropewalk against the bandwidth of the copy, and the time of the fastest other against ropewalk's")
+    """Ours against the copy, and against the fastest other that does the same: new tensors, or in place."""
+    print("\nropewalk: its part of the bandwidth of the copy; the time of the fastest other against its own")
     for result in results:
-        times = {row["name"]: row["ms"] for row in result["rows"] if "ms" in row}
-        mine = min((ms for name, ms in times.items() if name in (OURS, "ropewalk, in place")), default=None)
-        others = {name: ms for name, ms in times.items() if not name.startswith(("ropewalk", "copy"))}
-        if mine is None:
-            continue
-        of_copy = times["copy, device to device"] / times[OURS] if "copy, device to device" in times else float("nan")
-        fastest = min(others, key=others.__getitem__, default=None)
-        against = f"{others[fastest] / mine:.2f} x ({fastest})" if fastest else "no other"
-        print(f"  {result['title']:60} {of_copy:.2f} of copy   {against}")
+        timed = [row for row in result["rows"] if "ms" in row]
+        floor = next((row["ms"] for row in timed if not row["turns"]), None)
+        for in_place, name in ((False, OURS), (True, "ropewalk, in place")):
+            alike = [row for row in timed if row["turns"] and row["in place"] is in_place]
+            mine = next((row["ms"] for row in alike if row["name"] == name), None)
+            others = [row for row in alike if not row["name"].startswith("ropewalk")]
+            if mine is None:
+                continue
+            fastest = min(others, key=lambda row: row["ms"], default=None)
+            against = f"{fastest['ms'] / mine:.2f} x ({fastest['name']})" if fastest else "no other"
+            part = f"{floor / mine:.2f} of copy" if floor else ""
+            print(f"  {result['title']:42} {'in place' if in_place else 'new':9} {part:13} {against}")
 
 
 def described(device: str) -> dict[str, Any]:
@@ -443,9 +479,16 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", default=[], help="a contender by its name; several times for several"
     )
-    parser.add_argument("--seconds", type=float, default=540, help="start no further case after so many (540)")
-    parser.add_argument("--bytes-per-thread", type=int, help="another size of our tiles than the one in kernels/gpu.py")
-    parser.add_argument("--warps", type=int, help="another number of warps than the one in kernels/gpu.py")
+    parser.add_argument("--seconds", type=float, default=420, help="start no further case after so many (420)")
+    parser.add_argument(
+        "--bytes-per-thread",
+        type=int,
+        choices=(32, 64, 128),
+        help="another size of our tiles than the one in kernels/gpu.py",
+    )
+    parser.add_argument(
+        "--warps", type=int, choices=(4, 8, 16), help="another number of warps than the one in kernels/gpu.py"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, small: not a measurement")
     options = parser.parse_args()
     began = time.monotonic()

@@ -107,6 +107,7 @@ def cos_sin(
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
         if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            _bring(steps, positions.device)
             made: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype)
             return made
         if has_float64:
@@ -195,6 +196,8 @@ def _polynomial(coefficients: tuple[float, ...], u: Tensor) -> Tensor:
 
 _MOST_KEPT = 1024
 _steps_on_device: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+# Captured CUDA graphs read these at every replay, so they are never freed.
+_in_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def _tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
@@ -212,11 +215,31 @@ def _tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
         or torch._C._get_tracing_state() is not None
     ):
         return torch.tensor(steps, dtype=torch.int64, device=device)
-    if (kept := _steps_on_device.get((steps, device))) is not None:
-        return kept
+    kept = _steps_on_device.get((steps, device))
+    if kept is None:
+        kept = _made(steps, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _in_graphs[steps, device] = kept
+    return kept
+
+
+def _made(steps: tuple[int, ...], device: torch.device) -> Tensor:
     made = torch.tensor(steps, dtype=torch.int64, device=device)
     if type(made) is Tensor:  # a mode around us may have made it something else
         if len(_steps_on_device) >= _MOST_KEPT:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # a stream may still read what is freed now
             _steps_on_device.clear()
         _steps_on_device[steps, device] = made
     return made
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _bring(steps: tuple[int, ...], device: torch.device) -> bool:
+    """Bring the steps to the device while PyTorch traces, and not when the compiled code first runs.
+
+    That may be inside the memory of a CUDA graph ("reduce-overhead"), where nothing may be kept for later calls.
+    """
+    if torch.cuda.is_available() and (steps, device) not in _steps_on_device:
+        _made(steps, device)
+    return True

@@ -44,7 +44,14 @@ def test_rehearsal(tmp_path: Path) -> None:
             )
             timed |= {row["name"]} if "ms" in row else set()
     assert timed >= {"copy, device to device", "ropewalk", "ropewalk, in place", "Hugging Face", "Meta"}
+    assert "ropewalk: its part of the bandwidth of the copy" in ran.stdout
     assert {case["title"].split(",")[0] for case in report["cases"]} == {"forward", "backward", "decode"}
+
+
+def test_of_two_alone(tmp_path: Path) -> None:
+    ran = run("--rehearse", "--only", "ropewalk, in place", "--only", "copy, device to device")
+    assert ran.returncode == 0, ran.stderr
+    assert "in place" in ran.stdout.splitlines()[-4]
 
 
 def test_without_a_gpu_it_says_so() -> None:

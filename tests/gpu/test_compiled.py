@@ -30,20 +30,23 @@ NAMES = {
 }
 
 
-def compiled(kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int]) -> Any:
-    """The kernel as Triton would compile it for such a launch: nothing is known of numbers, pointers are aligned."""
+def compiled(kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int], *known: Any) -> Any:
+    """The kernel as Triton would compile it for such a launch: nothing is known of numbers, pointers are aligned.
+
+    known: what else is known of pointers.
+    """
     _, arguments, warps = launch
     function = getattr(gpu.kernels(), kernel)
-    signature, constants, aligned = {}, {}, {}
+    signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         value = arguments[name]
-        if name.isupper() or re.fullmatch("[QK]_[A-Z_]+", name):
+        if name.isupper():
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[name], aligned[(i,)] = f"*{NAMES[value.dtype]}", [["tt.divisibility", 16]]
+            signature[name], attributes[(i,)] = f"*{NAMES[value.dtype]}", [["tt.divisibility", 16], *known]
         else:
             signature[name] = "i32"
-    source = triton.compiler.ASTSource(function, signature, constants, aligned)
+    source = triton.compiler.ASTSource(function, signature, constants, attributes)
     options = {**gpu._OPTIONS, "num_warps": warps}
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
 
@@ -167,28 +170,48 @@ def test_angles_have_their_own_sine(dtype: torch.dtype, positions: torch.dtype, 
     assert not re.search(r"\b0f[0-9A-F]{8}\b", program.asm["ptx"])
 
 
+# Of tensors below 2 GiB Triton tells AMD's compiler so, which then uses other instructions.
+SIZES_FOR_AMD = pytest.mark.parametrize("known", [[], [["tt.pointer_range", 32]]], ids=["large", "small"])
+
+
+@SIZES_FOR_AMD
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rotation_for_amd(dtype: torch.dtype, pairing: str) -> None:
-    code = compiled("rotate", rotation(dtype, pairing), GFX942).asm["amdgcn"]
+def test_rotation_for_amd(dtype: torch.dtype, pairing: str, known: list[Any]) -> None:
+    code = compiled("rotate", rotation(dtype, pairing), GFX942, *known).asm["amdgcn"]
     tables = {"dwordx2"} if dtype == torch.float32 and pairing == "interleaved" else set()
-    assert set(re.findall(r"global_load_(\w+)", code)) == {"dwordx4"} | tables
-    assert set(re.findall(r"global_store_(\w+)", code)) == {"dwordx4"}
+    assert set(re.findall(r"\b(?:global|buffer|flat)_load_(\w+)", code)) == {"dwordx4"} | tables
+    assert set(re.findall(r"\b(?:global|buffer|flat)_store_(\w+)", code)) == {"dwordx4"}
     assert not re.search("v_(pk_)?(fma|fmac)_f32", code)
     assert "scratch_" not in code
     assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
 
 
-def test_others_for_amd() -> None:
+@SIZES_FOR_AMD
+def test_others_for_amd(known: list[Any]) -> None:
     tensors, of_table = [torch.empty(2, 16, 8, 128)], torch.empty(2, 16, 64)
     gradient = gpu.gradient_launch(tensors, tensors, of_table, of_table, "bshd", False, 0)
     steps = torch.empty(64, dtype=torch.int64)
     angles = gpu.angles_launch(steps, steps, of_table, of_table, 1.0)
     for kernel, launch in (("table_gradient", gradient), ("angles", angles)):
-        code = compiled(kernel, launch, GFX942).asm["amdgcn"]
+        code = compiled(kernel, launch, GFX942, *known).asm["amdgcn"]
         assert "scratch_" not in code
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
-    assert not re.search("v_(fma|fmac|sin|cos)_f", code)
+        assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
+
+
+def test_lengths_and_batches_compile_nothing_anew() -> None:
+    """What is compiled in is the same for one token and for many, for one row and several, for 39 pairs too."""
+    for head_dim, pairs in ((128, 64), (80, 39)):
+        for layout in ("bshd", "bhsd"):
+            seen = set()
+            for batch, seq in ((1, 1), (1, 2), (2, 1), (3, 17), (1, 4096)):
+                size = {"b": batch, "s": seq, "h": 8, "d": head_dim}
+                x, tables = torch.empty([size[axis] for axis in layout]), torch.empty(seq, pairs)
+                for table in (tables, tables.expand(batch, seq, pairs), torch.empty(batch, seq, pairs)):
+                    numbers = gpu.rotation_launch([x, x], [x, x], table, table, layout, False, 0, False)[1]
+                    seen.add(tuple((name, value) for name, value in numbers.items() if name.isupper()))
+            assert len(seen) == 1
 
 
 def test_no_number_is_compiled_in() -> None:

@@ -12,10 +12,13 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape
-from ropewalk import Llama3, Rope, Rotation, backends
+from ropewalk import Llama3, Rope, Rotation, angles, backends
 from ropewalk.kernels import gpu as kernels
 
-pytestmark = pytest.mark.usefixtures("gpu")
+pytestmark = [
+    pytest.mark.usefixtures("gpu"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 ROPE = Rope(128, 500_000.0, "half", scaling=Llama3(8.0, 1.0, 4.0, 8192))
 
@@ -93,9 +96,10 @@ def test_opcheck() -> None:
     for operator in (torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default):
         for tensors in ([queries(2, 5, 3, 64), queries(2, 5, 1, 64)], [queries(2, 5, 3, 64)]):
             torch.library.opcheck(operator, (tensors, *tables, "bshd", True, 0, False), test_utils=everything)
-    angles = torch.ops.ropewalk.angles.default
     positions = torch.arange(5, device="cuda")
-    torch.library.opcheck(angles, (positions, ROPE._steps, 1.0, torch.float32), test_utils=everything)
+    torch.library.opcheck(
+        torch.ops.ropewalk.angles.default, (positions, ROPE._steps, 1.0, torch.float32), test_utils=everything
+    )
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -158,29 +162,74 @@ def test_graph_capture() -> None:
             assert torch.equal(x, wanted)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled(dynamic: bool | None, nothing_waits: None) -> None:
-    """One graph, the same numbers, no compilation as the length changes, and nothing copied to the device."""
+@pytest.fixture
+def no_recompilation() -> Iterator[Callable[[], None]]:
+    """Call it, and from then on a compilation, or waiting for the device, is an error."""
+
+    def strict() -> None:
+        torch._dynamo.config.error_on_recompile = True
+        torch.cuda.set_sync_debug_mode("error")
+
     torch._dynamo.reset()
+    yield strict
+    torch._dynamo.config.error_on_recompile = False
+    torch.cuda.set_sync_debug_mode("default")
 
-    def turned(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return ROPE.at(positions)(q, k, layout="bshd")
 
+def turned(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return ROPE.at(positions)(q, k, layout="bshd")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(dynamic: bool | None, no_recompilation: Callable[[], None]) -> None:
+    """One graph, the same numbers, no compilation as the length changes, and nothing copied to the device."""
     compiled = torch.compile(turned, fullgraph=True, dynamic=dynamic)
-    for i, n in enumerate((5, 6, 7, 33, 34)):
-        if i == 3:
-            torch._dynamo.config.error_on_recompile = True
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            q, k = queries(2, n, 4, 128).requires_grad_(), queries(2, n, 1, 128)
-            made = compiled(torch.arange(n, device="cuda"), q, k)
-        finally:
-            torch._dynamo.config.error_on_recompile = False
-            torch.cuda.set_sync_debug_mode("default")
-        for x, wanted in zip(made, turned(torch.arange(n, device="cuda"), q, k), strict=True):
+    inputs = [
+        (torch.arange(n, device="cuda"), queries(2, n, 4, 128).requires_grad_(), queries(2, n, 1, 128))
+        for n in (5, 6, 7, 33, 34)
+    ]
+    made = [compiled(*given) for given in inputs[:3]]
+    no_recompilation()
+    made += [compiled(*given) for given in inputs[3:]]
+    torch.cuda.set_sync_debug_mode("default")
+    for given, ours in zip(inputs, made, strict=True):
+        for x, wanted in zip(ours, turned(*given), strict=True):
             torch.testing.assert_close(x, wanted, rtol=1e-5, atol=1e-5)
-        (grad,) = torch.autograd.grad(made[0].square().sum(), q)
-        torch.testing.assert_close(grad, 2 * q.detach(), rtol=1e-4, atol=1e-4)
+        (grad,) = torch.autograd.grad(ours[0].square().sum(), given[1])
+        torch.testing.assert_close(grad, 2 * given[1].detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_to_graphs() -> None:
+    """ "reduce-overhead" with a rope that nobody has used: its steps must not lie in the memory of the graph."""
+    torch._dynamo.reset()
+    fresh = Rope(128, 123_456.0, "half")
+
+    def turned(positions: Tensor, q: Tensor) -> Tensor:
+        return fresh.at(positions)(q, layout="bshd")
+
+    compiled = torch.compile(turned, fullgraph=True, mode="reduce-overhead")
+    q = queries(2, 9, 4, 128)
+    for first in (0, 1, 2, 3, 131_071):
+        positions = torch.arange(first, first + 9, device="cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        made = compiled(positions, q).clone()
+        torch.testing.assert_close(made, turned(positions, q), rtol=1e-5, atol=1e-5)
+
+
+def test_a_captured_graph_keeps_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though many other ropes have come since, and those steps that nobody may need are freed."""
+    monkeypatch.setattr(angles, "_MOST_KEPT", 4)
+    positions = torch.arange(9, device="cuda")
+    ROPE.at(positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ROPE.at(positions).cos
+    others = [Rope(128, 1000.0 + i, "half").at(positions).cos for i in range(64)]
+    graph.replay()
+    torch.cuda.synchronize()
+    cos, _ = oracle.cos_sin(list(range(9)), ROPE.inv_freq)
+    assert (captured.cpu().double() - torch.from_numpy(cos)).abs().max() <= 3.1e-8
+    assert len(others) == 64
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, copy.copy])

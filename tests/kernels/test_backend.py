@@ -139,8 +139,12 @@ print(cpu.why_not)
 
 
 def test_without_the_extension_kernel_is_refused_with_the_reason() -> None:
-    (line,) = run("kernel", "", without=True).splitlines()
-    assert line == (
+    program = """
+print(refusal(lambda: Rope(8, 1e4, "half").at(torch.arange(5))))
+print(refusal(lambda: Rotation(torch.ones(5, 4), torch.ones(5, 4), pairing="half")(torch.ones(5, 1, 8), layout="thd")))
+"""
+    lines = run("kernel", program, without=True).splitlines()
+    assert lines == 2 * [
         "ROPEWALK_BACKEND=kernel: the CPU kernel must be there, got not built when ropewalk was installed, for want of "
         "a C++ compiler (no such file). Install again, or unset it."
-    )
+    ]

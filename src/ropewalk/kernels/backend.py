@@ -20,8 +20,6 @@ if BACKEND not in ("auto", "reference", "kernel"):
     raise error(
         "ROPEWALK_BACKEND", "it must be one of 'auto', 'reference', 'kernel'", repr(BACKEND), "Unset it for auto."
     )
-if BACKEND == "kernel" and cpu.why_not:
-    raise error("ROPEWALK_BACKEND=kernel", "the CPU kernel must be there", cpu.why_not, "Install again, or unset it.")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _USES_CPU = BACKEND != "reference" and not cpu.why_not
@@ -59,16 +57,17 @@ def _of(tensors: tuple[Tensor, ...]) -> Any:
             return None
     if on_cpu:
         return cpu if _USES_CPU else None
-    return gpu if tensors[0].is_cuda and BACKEND != "reference" and not gpu.why_not() else None
+    return gpu if tensors[0].is_cuda and BACKEND != "reference" and not gpu.why_not(tensors[0].device) else None
 
 
 def _no_kernel(x: Tensor) -> RopeError:
-    if x.is_cuda and gpu.why_not():
-        return error(
-            "ROPEWALK_BACKEND=kernel", "the GPU kernel must be there", gpu.why_not(), "Mend that, or unset it."
-        )
+    who = "ROPEWALK_BACKEND=kernel"
+    if x.is_cpu and cpu.why_not:
+        return error(who, "the CPU kernel must be there", cpu.why_not, "Install again, or unset it.")
+    if x.is_cuda and gpu.why_not(x.device):
+        return error(who, "the GPU kernel must be there", gpu.why_not(x.device), "Mend that, or unset it.")
     return error(
-        "ROPEWALK_BACKEND=kernel",
+        who,
         "there must be plain tensors on the CPU or a GPU, and no transform, compilation or export",
         f"{type(x).__name__} on {x.device}",
         "Set it to auto.",

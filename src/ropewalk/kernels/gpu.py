@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 # Four warps; each thread holds so many bytes of the channels that are turned, in loads of 16. More make the arithmetic
 # of addresses cheaper, fewer leave registers for more programs at a time.
@@ -23,16 +26,30 @@ _VECTOR = 16
 _OPTIONS = {"enable_fp_fusion": False}
 
 
-@functools.cache
-def why_not() -> str:
-    """Why the kernels cannot be used; empty where they can: where the smallest was compiled and launched."""
+def why_not(device: torch.device | None = None) -> str:
+    """Why the kernels cannot be used on a GPU, the current one when None; empty where they can.
+
+    Asked once for each GPU, by compiling and starting the smallest of them.
+    """
     if not torch.cuda.is_available():
         return "no GPU found"
-    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} has no bfloat16 (compute capability 8.0 or higher is needed)"
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    if index not in _answers:
+        if torch.cuda.is_current_stream_capturing():
+            return ""  # nothing can be tried now; what does not work will say so itself
+        _answers[index] = _tried(torch.device("cuda", index))
+    return _answers[index]
+
+
+_answers: dict[int, str] = {}
+
+
+def _tried(device: torch.device) -> str:
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or higher is needed)"
+    one = torch.zeros(1, dtype=torch.int64, device=device)
     try:
-        angles(torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"), 1.0,
-               torch.float32)  # fmt: skip
+        angles(one, one, 1.0, torch.float32)
     except ImportError as e:
         return f"Triton is not installed ({e})"
     except Exception as e:  # Triton has no error of its own for all that can be missing, a C compiler for example
@@ -77,7 +94,7 @@ def table_gradient(
         Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
     """
     x = tensors[0]
-    batch, tokens, _ = _counts(x, layout)
+    batch, tokens, _ = _counts(x.shape, layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     d_cos, d_sin = (torch.empty(batch, tokens, pairs, dtype=dtype, device=x.device) for _ in range(2))
     _launch("table_gradient", *gradient_launch(tensors, grads, d_cos, d_sin, layout, interleaved, rotary_offset))
@@ -119,45 +136,64 @@ def rotation_launch(
     back: bool,
 ) -> tuple[int, dict[str, Any], int]:
     """The number of programs, the arguments and the warps of a launch of `rotate`."""
-    x, pairs, (batch, tokens, q_heads) = tensors[0], cos.shape[-1], _counts(tensors[0], layout)
-    k_heads = _counts(tensors[1], layout)[2] if len(tensors) == 2 else 0
+    x = tensors[0]
+    programs, numbers, warps = _rotation_plan(
+        tuple(z.shape for z in tensors),
+        tuple(z.stride() for z in tensors),
+        tuple(z.stride() for z in outputs),
+        (cos.shape, cos.stride(), sin.stride(), cos.element_size()),
+        x.element_size(),
+        (layout, interleaved, rotary_offset, back, outputs[0] is x, _WARPS, _BYTES_PER_THREAD),
+    )
+    return programs, {**_named("qpkr", tensors, outputs), "cos": cos, "sin": sin, **numbers}, warps
+
+
+@functools.lru_cache(1024)  # the same at every layer and, decoding, at every token
+def _rotation_plan(
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    out_strides: tuple[tuple[int, ...], ...],
+    tables: tuple[torch.Size, tuple[int, ...], tuple[int, ...], int],
+    element_size: int,
+    how: tuple[str, bool, int, bool, bool, int, int],
+) -> tuple[int, dict[str, int], int]:
+    layout, interleaved, rotary_offset, back, in_place, *_ = how
+    pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
+    k_heads = _counts(shapes[1], layout)[2] if len(shapes) == 2 else 0
     block_p = _power_of_two(pairs)
-    warps, per_thread = _threads(x, block_p)
+    warps, per_thread = _threads(element_size, block_p)
     q_t, q_h = _tile(q_heads, block_p, warps, per_thread)
     k_t, k_h = _tile(k_heads, block_p, warps, per_thread)
     q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
     k_programs = batch * _blocks(tokens, k_t) * _blocks(k_heads, k_h)
-    strides, dense, align = _strides(tensors, outputs, layout)
+    of_tensors, dense, unit = _strides(strides, out_strides, layout, _VECTOR // element_size)
     # A thread that holds both channels of each pair holds half as many pairs: no wider loads of the tables.
-    widest = _VECTOR // x.element_size() // (2 if interleaved else 1)
-    of_tables, table_dense, table_align = _table_strides(cos, sin, widest)
-    arguments = {
-        **_named("qpkr", tensors, outputs),
-        "cos": cos,
-        "sin": sin,
+    widest = _VECTOR // element_size // (2 if interleaved else 1)
+    of_tables, table_dense, table_unit = _table_strides(*tables, widest)
+    numbers = {
         "tokens": tokens,
         "q_heads": q_heads,
         "k_heads": k_heads,
         "q_programs": q_programs,
-        **strides,
+        **of_tensors,
         **of_tables,
         "Q_BLOCK_T": q_t,
         "Q_BLOCK_H": q_h,
         "K_BLOCK_T": k_t,
         "K_BLOCK_H": k_h,
         "BLOCK_P": block_p,
-        "HEAD_DIM": x.shape[-1],
+        "HEAD_DIM": shapes[0][-1],
         "PAIRS": pairs,
         "OFFSET": rotary_offset,
         "INTERLEAVED": interleaved,
         "BACK": back,
-        "COPY": outputs[0] is not x,
+        "COPY": not in_place,
         "DENSE": dense,
-        "ALIGN": align,
+        "ALIGN": unit,
         "TABLE_DENSE": table_dense,
-        "TABLE_ALIGN": table_align,
+        "TABLE_ALIGN": table_unit,
     }
-    return q_programs + k_programs, arguments, warps
+    return q_programs + k_programs, numbers, warps
 
 
 def gradient_launch(
@@ -170,12 +206,17 @@ def gradient_launch(
     rotary_offset: int,
 ) -> tuple[int, dict[str, Any], int]:
     """The number of programs, the arguments and the warps of a launch of `table_gradient`."""
-    x, pairs, (batch, tokens, q_heads) = tensors[0], d_cos.shape[-1], _counts(tensors[0], layout)
-    k_heads = _counts(tensors[1], layout)[2] if len(tensors) == 2 else 0
+    pairs, size, (batch, tokens, q_heads) = (
+        d_cos.shape[-1],
+        tensors[0].element_size(),
+        _counts(tensors[0].shape, layout),
+    )
+    k_heads = _counts(tensors[1].shape, layout)[2] if len(tensors) == 2 else 0
     block_p = _power_of_two(pairs)
-    warps, per_thread = _threads(x, block_p)
+    warps, per_thread = _threads(size, block_p)
     block_t, block_h = _tile(max(q_heads, k_heads), block_p, warps, per_thread)
-    strides, dense, align = _strides(tensors, grads, layout)
+    strides, others = tuple(x.stride() for x in tensors), tuple(x.stride() for x in grads)
+    of_tensors, dense, unit = _strides(strides, others, layout, _VECTOR // size)
     arguments = {
         **_named("qpkr", tensors, grads),
         "d_cos": d_cos,
@@ -183,17 +224,17 @@ def gradient_launch(
         "tokens": tokens,
         "q_heads": q_heads,
         "k_heads": k_heads,
-        **strides,
+        **of_tensors,
         "BLOCK_T": block_t,
         "BLOCK_H": block_h,
         "BLOCK_P": block_p,
-        "PAIRS": pairs,
-        "OFFSET": rotary_offset,
         "Q_BLOCKS": _blocks(q_heads, block_h),
         "K_BLOCKS": _blocks(k_heads, block_h),
+        "PAIRS": pairs,
+        "OFFSET": rotary_offset,
         "INTERLEAVED": interleaved,
         "DENSE": dense,
-        "ALIGN": align,
+        "ALIGN": unit,
     }
     return batch * _blocks(tokens, block_t), arguments, warps
 
@@ -210,44 +251,49 @@ def angles_launch(
     return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
 
 
-def _counts(x: Tensor, layout: str) -> tuple[int, int, int]:
+def _counts(shape: torch.Size, layout: str) -> tuple[int, int, int]:
     """Rows of the batch, tokens and heads."""
     if layout == "thd":
-        return 1, x.shape[0], x.shape[1]
-    return x.shape[layout.index("b")], x.shape[layout.index("s")], x.shape[layout.index("h")]
+        return 1, shape[0], shape[1]
+    return shape[layout.index("b")], shape[layout.index("s")], shape[layout.index("h")]
 
 
-def _named(names: str, tensors: list[Tensor], others: list[Tensor]) -> dict[str, Tensor]:
-    """Each tensor and its other by the names of the kernel's arguments; without k, q in its place, for no head."""
-    found = [*tensors, *tensors][:2], [*others, *others][:2]
-    return dict(zip(names, (found[0][0], found[1][0], found[0][1], found[1][1]), strict=True))
+def _named(names: str, tensors: Sequence[_T], others: Sequence[_T]) -> dict[str, _T]:
+    """Of q and k each, and its other, by the names of the kernel's arguments; without k, q in its place."""
+    return dict(zip(names, (tensors[0], others[0], tensors[-1], others[-1]), strict=True))
 
 
-def _strides(tensors: list[Tensor], others: list[Tensor], layout: str) -> tuple[dict[str, int], bool, int]:
+def _strides(
+    strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: str, most: int
+) -> tuple[dict[str, int], bool, int]:
     """Strides of batch, tokens, heads and channels, the first three in units; whether channels are dense; the unit."""
-    named, strides = _named("qpkr", tensors, others), {}
-    for name, x in named.items():
-        for axis in "bthd":
-            at = layout.find("s" if axis == "t" and layout != "thd" else axis)
-            strides[f"{name}_{axis}"] = 0 if at < 0 or x.shape[at] == 1 else x.stride(at)
-    dense = all(strides[f"{name}_d"] == 1 or x.shape[-1] == 1 for name, x in named.items())
-    rows = [name for name in strides if not name.endswith("d")]
-    unit = _unit([strides[name] for name in rows], _VECTOR // tensors[0].element_size()) if dense else 1
-    return strides | {name: strides[name] // unit for name in rows}, dense, unit
+    axes = [layout.find("s" if axis == "t" and layout != "thd" else axis) for axis in "bthd"]
+    named = _named("qpkr", strides, others)
+    dense = all(of[-1] == 1 for of in named.values())
+    rows = {
+        f"{name}_{axis}": of[at] if at >= 0 else 0
+        for name, of in named.items()
+        for axis, at in zip("bth", axes, strict=False)
+    }
+    unit = _unit(list(rows.values()), most) if dense else 1
+    channels = {f"{name}_d": of[-1] for name, of in named.items()}
+    return {name: stride // unit for name, stride in rows.items()} | channels, dense, unit
 
 
-def _table_strides(cos: Tensor, sin: Tensor, most: int) -> tuple[dict[str, int], bool, int]:
-    """The same of tables: 0 along the axes that they do not have."""
-    strides = {}
-    for name, table in (("cos", cos), ("sin", sin)):
-        missing = 3 - table.ndim
-        for i, axis in enumerate("btp"):
-            absent = i < missing or table.shape[i - missing] == 1
-            strides[f"{name}_{axis}"] = 0 if absent else table.stride(i - missing)
-    dense = cos.shape[-1] == 1 or strides["cos_p"] == strides["sin_p"] == 1
-    rows = [name for name in strides if not name.endswith("p")]
-    unit = _unit([strides[name] for name in rows], min(most, _VECTOR // cos.element_size())) if dense else 1
-    return strides | {name: strides[name] // unit for name in rows}, dense, unit
+def _table_strides(
+    shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, most: int
+) -> tuple[dict[str, int], bool, int]:
+    """The same of tables: 0 along the axes that they do not have, and where one row is for all."""
+    missing = 3 - len(shape)
+    dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1
+    # The unit is that of all strides, also of an only row: so that one token compiles nothing that two do not.
+    unit = _unit([*cos[:-1], *sin[:-1]], min(most, _VECTOR // element_size)) if dense else 1
+    strides = {"cos_p": cos[-1], "sin_p": sin[-1]}
+    for name, of in (("cos", cos), ("sin", sin)):
+        for i, axis in enumerate("bt"):
+            absent = i < missing or shape[i - missing] == 1
+            strides[f"{name}_{axis}"] = 0 if absent else of[i - missing] // unit
+    return strides, dense, unit
 
 
 def _unit(strides: list[int], most: int) -> int:
@@ -257,9 +303,9 @@ def _unit(strides: list[int], most: int) -> int:
     return most
 
 
-def _threads(x: Tensor, block_p: int) -> tuple[int, int]:
+def _threads(element_size: int, block_p: int) -> tuple[int, int]:
     """Warps of a program, and pairs of each of its threads."""
-    per_thread = _BYTES_PER_THREAD // 2 // x.element_size()
+    per_thread = _BYTES_PER_THREAD // 2 // element_size
     return min(32, max(_WARPS, block_p // per_thread // 32)), per_thread
 
 
