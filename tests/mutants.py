@@ -81,7 +81,6 @@ MUTANTS = [
     Mutant("gpu: quadrant not rounded", KERNELS, "(phase + (1 << 61)) >> 62", "phase >> 62"),
     Mutant("gpu: last coefficient", KERNELS, "u * 6.8874821400921976273e-12 + -1.7571791752800344071e-9", "u * 0.0 + -1.7571791752800344071e-9"),
     Mutant("gpu: cosine of Triton", KERNELS, "of_sin = tl.where((quadrant & 2)", "of_sin = tl.sin(phase.to(tl.float64) * 3.4061215800304893e-19)\n    of_sin = tl.where((quadrant & 8)"),
-    Mutant("gpu: int32 positions", KERNELS, "other=0).to(tl.int64)\n    step", "other=0)\n    step"),
     Mutant("gpu: fused products", GPU, '"enable_fp_fusion": False', '"enable_fp_fusion": True'),
     Mutant("gpu: tables as wide as they come", GPU, "// (2 if interleaved else 1)", ""),
     Mutant("gpu: unit of strides too large", GPU, "while any(stride % most for stride in strides):", "while any(stride % most for stride in strides[:3]):"),
