@@ -98,6 +98,9 @@ class KVCache:
                 f"capacity={capacity}, window={window}, sinks={sinks}",
                 "capacity keeps every token; window lets old ones go, all but the sinks.",
             )
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            must = "dtype must be float16, bfloat16, float32 or float64"
+            raise _checks.error(who, must, str(dtype), "Pass that of the model.")
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
         self._ring = self.capacity or self.window or 0  # slots after the sinks, used in turn
@@ -128,10 +131,10 @@ class KVCache:
                 what comes out for them is wrong, and `(cache.length > cache.capacity).any()` tells.
         """
         real = self._real(seq, attention_mask)
-        if at is not None:
-            self._forget(at)
         order = (real.cumsum(1) - 1).clamp(min=0)
         added = real.sum(1)
+        if at is not None:
+            self._forget(at, added)
         number = self.length[:, None] + order  # of each token, from 0 at the start of its row
         positions = self.position[:, None] + order
         total = self.length + added
@@ -171,7 +174,8 @@ class KVCache:
 
         Args:
             rope: how the keys were turned; or one for each layer, None where the layer does not rotate.
-            delta: how far, in tokens, negative is back: an int, or for each row an int64 tensor `[batch]`.
+            delta: how far, in tokens, negative is back: an int, or for each row an int64 tensor `[batch]`. With
+                `SelfExtend`, whose groups begin at fixed positions, a multiple of its group, or other tokens share one.
 
         Raises:
             RopeError: rope or delta is something else.
@@ -194,14 +198,22 @@ class KVCache:
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
         precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
+        by = each if isinstance(delta, Tensor) else delta
         rotations: dict[Rope, Rotation] = {}
-        for keys, one in zip(self.keys, ropes, strict=True):
-            if one is None:
+        for one in ropes:  # all of them before any key is touched
+            if one is None or one in rotations:
                 continue
-            if one not in rotations:
-                by = each if isinstance(delta, Tensor) else delta
-                rotations[one] = one.shift(by, device=keys.device, dtype=precise)
-            rotations[one].apply_(keys, layout="bshd")
+            if one.head_dim != self.keys[0].shape[-1]:
+                raise _checks.error(
+                    "KVCache.shift",
+                    f"rope must have the heads of the cache, head_dim={self.keys[0].shape[-1]}",
+                    f"head_dim={one.head_dim}",
+                    "Pass the rope that turned the keys.",
+                )
+            rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
+        for keys, one in zip(self.keys, ropes, strict=True):
+            if one is not None:
+                rotations[one].apply_(keys, layout="bshd")
         moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
         self._key_positions.copy_(torch.where(self._key_positions == _EMPTY, _EMPTY, moved))
         self.position.add_(delta)
@@ -231,8 +243,8 @@ class KVCache:
             )
         return attention_mask != 0
 
-    def _forget(self, at: Tensor) -> None:
-        """Drop cached tokens at or after `at`; the next token goes there."""
+    def _forget(self, at: Tensor, added: Tensor) -> None:
+        """Drop cached tokens at or after `at`, where the next ones go; unless there is no room for those."""
         if self.window is not None:
             raise _checks.error(
                 "KVCache.step",
@@ -244,6 +256,7 @@ class KVCache:
         dropped = (self._key_positions[:, : self._slots] >= at[:, None]) & (
             self._key_positions[:, : self._slots] != _EMPTY
         )
+        self._check_room(self.length - dropped.sum(1) + added)
         self._key_positions[:, : self._slots].masked_fill_(dropped, _EMPTY)
         self.length.sub_(dropped.sum(1))
         self.position.copy_(at)

@@ -16,7 +16,8 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
     for long rows see `packed_blocks`.
 
     Args:
-        cu_seqlens, total: as in `positions.packed`, which gives the positions for the same row.
+        cu_seqlens, total: as in `positions.packed`, which gives the positions for the same row. As there, values are
+            not read back: they must begin at 0, must not decrease and must not pass total.
 
     Returns:
         bool `[total, total]`, query by key, True where it is seen; on the device of cu_seqlens. Tokens after the last

@@ -34,7 +34,7 @@ class SelfExtend:
         window: distance from which tokens are grouped, in tokens, at least 0.
 
     Raises:
-        RopeError: rope is no Rope, or a number is no such integer.
+        RopeError: rope is no Rope or not static, or a number is no such integer.
 
     Example:
         >>> extended = SelfExtend(Rope(head_dim=4, base=10_000.0, pairing="half"), group=4, window=8)
@@ -50,6 +50,9 @@ class SelfExtend:
     def __post_init__(self) -> None:
         if not isinstance(self.rope, Rope):
             raise _checks.error("SelfExtend", "rope must be a Rope", _checks.shown(self.rope), "Pass one as rope.")
+        if not self.rope.is_static:
+            must = "rope must be static"
+            raise _checks.error("SelfExtend", must, repr(self.rope), "Use rope.at_length(n), once, for the longest.")
         _checks.length("SelfExtend", "group", self.group)
         _checks.length("SelfExtend", "window", self.window, at_least=0)
 

@@ -21,7 +21,8 @@ from ropewalk.lab.train import Batch, Recipe, train
 
 KILLS = 20
 STEPS_BETWEEN = 10
-STEPS = KILLS * (STEPS_BETWEEN + 2) + 5  # more than are done until the last kill, however slow the machine
+BEYOND = 2  # steps at most of a child after those that its parent waits for
+STEPS = KILLS * (STEPS_BETWEEN + BEYOND) + 5  # more than are done until the last kill, however slow the machine
 
 
 def batch(step: int) -> Batch:
@@ -30,13 +31,16 @@ def batch(step: int) -> Batch:
 
 
 class Announcer:
-    """Takes the place of Progress: one byte for every step that is done."""
+    """Takes the place of Progress: one byte for every step that is done; after the last allowed, wait to be killed."""
 
-    def __init__(self, pipe: int) -> None:
-        self.pipe = pipe
+    def __init__(self, pipe: int, allowed: int) -> None:
+        self.pipe, self.allowed = pipe, allowed
 
     def step(self, done: int, steps: int, loss: float) -> None:
         os.write(self.pipe, b".")
+        self.allowed -= 1
+        while self.allowed == 0:
+            signal.pause()
 
 
 def die_while_writing(writes: int, share: float) -> None:
@@ -54,8 +58,8 @@ def die_while_writing(writes: int, share: float) -> None:
     os.replace = replace_or_die
 
 
-def start(file: Path, dies: tuple[int, float] | None = None) -> tuple[int, int]:
-    """A child at work: its id, and where its steps are announced."""
+def start(file: Path, dies: tuple[int, float] | None = None, allowed: int = -1) -> tuple[int, int]:
+    """A child at work: its id, and where its steps are announced. allowed: after so many it waits; negative: never."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,7 +71,7 @@ def start(file: Path, dies: tuple[int, float] | None = None) -> tuple[int, int]:
         model = LanguageModel(Size(16, 32, 48, 2, 2))
         recipe = Recipe(STEPS, 1e-2, warmup=5)
         rope = Rope(16, 1e4, "half")
-        train(model, rope, batch, recipe, file=file, about={}, progress=Announcer(writing))  # type: ignore[arg-type]
+        train(model, rope, batch, recipe, file=file, about={}, progress=Announcer(writing, allowed))  # type: ignore[arg-type]
         os._exit(0)
     os.close(writing)
     return child, reading
@@ -94,7 +98,7 @@ def main(folder: Path) -> None:
         if kill % 2:
             child, reading = start(file, (steps, chance.random()))
         else:
-            child, reading = start(file)
+            child, reading = start(file, allowed=steps + BEYOND)
             for _ in range(steps):
                 assert os.read(reading, 1) == b"."
                 done += 1

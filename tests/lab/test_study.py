@@ -92,7 +92,7 @@ def test_what_runs_and_in_which_order(ran):
     kinds = [("trained", m) for m in METHODS] + [("tuned", m) for m in TUNES] + [(m, m) for m in BASELINES]
     found = [(row["seed"], row["task"], row["model"], row["method"]) for row in result["rows"]]
     assert found == [(seed, task, *kind) for seed in (3, 4) for task in ("copy", "text") for kind in kinds]
-    assert said[0].startswith("2 threads, 36 of 36 parts to do") or "36 of 36 parts" in said[0]
+    assert " threads, 36 of 36 parts to do, kept in " in said[0]
     assert said[1].startswith("This will take about 60 minutes. Ctrl-C stops it")
 
 

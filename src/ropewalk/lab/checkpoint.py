@@ -110,7 +110,7 @@ def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], float]:
         return tensors, json.loads(metadata["identity"]), float(metadata["seconds"])
     except KeyError as e:
         raise _checks.error(
-            "lab", f"{file} must be a checkpoint of the lab", f"one without {e}", "Name another file, or delete it."
+            "lab", f"{file} must be a checkpoint of the lab", f"one without {e}", "Name another file."
         ) from e
 
 
@@ -126,9 +126,8 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             # Copies: what safetensors gives is the file itself, mapped; Windows replaces no file that is.
             return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
     except unreadable as e:
-        raise _checks.error(
-            "lab", f"{file} must be a safetensors file", f"one that is broken ({e})", "Delete it."
-        ) from e
+        must, came = f"{file} must be a safetensors file", f"one that is broken, or none ({e})"
+        raise _checks.error("lab", must, came, "Name another; one that a training has left may be deleted.") from e
 
 
 def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any]]:

@@ -21,6 +21,9 @@ _PREFIX = "model."
 """Hugging Face's LlamaForCausalLM has it before every name but that of the head."""
 _HEAD = "lm_head.weight"
 
+_LONGEST = 2**24
+"""Tokens: far more than any model of the lab reads, and no table of cos and sin fills the memory."""
+
 
 def to_hugging_face(model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, max_positions: int) -> None:
     """Write config.json and model.safetensors, which `LlamaForCausalLM.from_pretrained(folder)` reads.
@@ -47,7 +50,9 @@ def to_hugging_face(model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, 
         "num_attention_heads": size.num_heads,
         "num_key_value_heads": size.num_kv_heads,
         "head_dim": size.head_dim,
-        "max_position_embeddings": _checks.length("to_hugging_face", "max_positions", max_positions),
+        "max_position_embeddings": _checks.integer(
+            "to_hugging_face", "max_positions", max_positions, at_least=1, at_most=_LONGEST
+        ),
         "rms_norm_eps": size.norm_eps,
         "tie_word_embeddings": size.tied,
         "hidden_act": "silu",
@@ -83,8 +88,13 @@ def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
 
     Raises:
         RopeError: it has what a `LanguageModel` has not (biases, another activation), or a key or tensor is missing.
+        FileNotFoundError: one of the two files is not there.
     """
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as e:
+        must = f"{folder / 'config.json'} must be JSON"
+        raise _checks.error("from_hugging_face", must, str(e), "Write the folder anew.") from e
     rope = ropewalk.from_config(config).rope
     same = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     for key, wanted in same.items():
@@ -138,7 +148,7 @@ def to_llama2c(model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_pos
     """
     size = model.size
     _check_exportable("to_llama2c", model, rope)
-    _checks.length("to_llama2c", "max_positions", max_positions)
+    _checks.integer("to_llama2c", "max_positions", max_positions, at_least=1, at_most=_LONGEST)
     if replace(rope, pairing="half") != ropewalk.Rope(size.head_dim, 10_000.0, "half"):
         raise _checks.error(
             "to_llama2c",

@@ -56,7 +56,8 @@ _COPY = (
     *(
         Claim(
             "copy",
-            f"a fixed {method} factor hurts the trained range (more than twice the loss), a dynamic one does not",
+            f"a fixed {method} factor hurts the trained range (more than twice the loss); a dynamic one, which is no "
+            "scaling there, does not",
             _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "loss", 1),
             lambda v: v[1] > 2 * v[0] and v[2] <= v[0],
         )
@@ -131,8 +132,8 @@ _TEXT = (
     *(
         Claim(
             "text",
-            f"a fixed {method} factor hurts the trained range (more than 1.05 times the perplexity), a dynamic one "
-            "does not",
+            f"a fixed {method} factor hurts the trained range (more than 1.05 times the perplexity); a dynamic one, "
+            "which is no scaling there, does not",
             _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "perplexity", 1),
             lambda v: v[1] > 1.05 * v[0] and v[2] <= v[0],
         )
@@ -213,9 +214,10 @@ def words(results: Results) -> list[str]:
     orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
     if orders:
         sign = (
-            "> has the same order on every seed, ≈ has not and is luck of the seed"
+            "> has the same order on every seed, ≈ has not and is luck of the seed, = is the same to the digit"
             if count > 1
-            else "one seed cannot tell luck from order, so neighbours may well change places on another"
+            else "one seed cannot tell luck from order: neighbours may well change places on another; = is the same to "
+            "the digit"
         )
         paragraphs.append(f"Best first ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
     return paragraphs

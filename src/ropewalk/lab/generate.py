@@ -47,6 +47,14 @@ def generate(
             _checks.shown(prompt),
             "Say what to begin with.",
         )
+    longest = model.size.max_positions
+    if longest is not None and len(prompt) + tokens > longest:
+        raise _checks.error(
+            "generate",
+            f"prompt and tokens together must be at most {longest}, since the positions of this model are learned",
+            f"{len(prompt)} and {tokens}",
+            "Make fewer.",
+        )
     return _generate(model, rope, prompt, tokens, temperature, torch.Generator().manual_seed(seed))
 
 
@@ -74,7 +82,9 @@ def _generate(
         if temperature == 0:
             token = int(logits.argmax())
         else:
-            token = int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=chance))
+            # From the largest on, so that no temperature is too low to divide by.
+            scaled = (logits.double() - logits.max()) / temperature
+            token = int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=chance))
         yield token
         new = [token]
 
@@ -102,11 +112,14 @@ def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, 
             "Name the checkpoint of a text model.",
         )
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    following = generate(model, rope, list(prompt.encode()), tokens=tokens, temperature=temperature, seed=seed)
-    write(prompt)
-    began = time.perf_counter()
+    following = generate(
+        model, rope, list(prompt.encode(errors="surrogateescape")), tokens=tokens, temperature=temperature, seed=seed
+    )
+    write(prompt.encode(errors="surrogateescape").decode(errors="replace"))
+    times = [time.perf_counter()]
     for token in following:
         write(decoder.decode(bytes([token])))
-    seconds = time.perf_counter() - began
+        times.append(time.perf_counter())
     write(decoder.decode(b"", final=True) + "\n")
-    return f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens per second, the prompt's time included"
+    first = f"first token after {times[1] - times[0]:.2f} s"
+    return first if tokens == 1 else f"{first}, then {(tokens - 1) / (times[-1] - times[1]):.0f} tokens per second"

@@ -96,6 +96,10 @@ def _larger_base(rope: Rope, trained: int, n: int) -> Rope:
 
 TUNES = (
     *(method for method in METHODS if method.name in ("none", "PI", "NTK", "YaRN")),
-    Method("larger base", "base times 50", _larger_base),
+    Method(
+        "larger base",
+        "base times 50, which is NTK with alpha 39: far more than the factor 4 of the others",
+        _larger_base,
+    ),
 )
 """For fine-tunes, which train with what they are measured with; all fixed."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from ropewalk import Rope
+from ropewalk import Rope, _checks
 from ropewalk.lab.measure import Plan
 from ropewalk.lab.methods import METHODS, TUNES, Method
 from ropewalk.lab.model import LanguageModel, Size
@@ -85,12 +85,20 @@ class Part:
         return parts / f"{self.name}.safetensors", parts / f"{self.name}.json"
 
     def rows(self, folder: Path) -> list[Row]:
-        """What was measured so far, in the order of `plans`; nothing where something else was asked for."""
+        """What was measured so far, in the order of `plans`; nothing where something else was asked for.
+
+        Raises:
+            RopeError: the file holds something else.
+        """
         file = self.files(folder)[1]
         if not file.exists():
             return []
-        kept = json.loads(file.read_text())
-        return list(kept["rows"]) if kept["asked"] == self._asked() else []
+        try:
+            kept = json.loads(file.read_text())
+            return list(kept["rows"]) if kept["asked"] == self._asked() else []
+        except (ValueError, TypeError, KeyError) as e:
+            must = f"{file} must hold what was measured on a model"
+            raise _checks.error("lab", must, f"something else ({e!r})", "Delete it, and it is measured again.") from e
 
     def done(self, folder: Path) -> bool:
         """Whether nothing is left to do."""
@@ -164,9 +172,9 @@ class Part:
     def _asked(self) -> dict[str, Any]:
         """What decides the rows, as JSON gives it back."""
         asked = {
-            "about": self._about(),
-            "size": dataclasses.asdict(self._size()),
-            "recipe": dataclasses.asdict(self.recipe),
+            # A fine-tune is one of the model that it began with.
+            "begins with": None if self.method is None else Part(self.task, self.seed, "trained")._training(),
+            **self._training(),
             "lengths": list(self.task.lengths),
             "test_sequences": self.task.test_sequences,
             "plans": {
@@ -175,6 +183,13 @@ class Part:
             },
         }
         return dict(json.loads(json.dumps(asked)))
+
+    def _training(self) -> dict[str, Any]:
+        return {
+            "about": self._about(),
+            "size": dataclasses.asdict(self._size()),
+            "recipe": dataclasses.asdict(self.recipe),
+        }
 
 
 def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:
