@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Turn
-from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, YaRN
+from ropewalk import DynamicNTK, KVCache, Rope, RopeError, RotaryAttention, SelfExtend, YaRN
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
 YARN_FACTOR = 0.1 * 1.3862943611198906 + 1
@@ -324,6 +324,32 @@ def test_a_full_cache_is_unharmed_by_the_refusal() -> None:
         run(cache, x[:, :1], rope)
     run(cache, x, rope, attention_mask=torch.tensor([[0, 0, 0], [1, 0, 1]]))  # rows that are full take padding
     assert cache.length.tolist() == [3, 3]
+
+
+def state(cache: KVCache) -> list[Tensor]:
+    return [x.clone() for x in (*cache.keys, *cache.values, cache.length, cache.position, cache._key_positions)]
+
+
+def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
+    rope, _ = ROPES["default"]
+    cache, x = cache_of(2, capacity=6), torch.randn(2, 6, HIDDEN, dtype=torch.float64)
+    run(cache, x, rope)
+    before = state(cache)
+    with pytest.raises(RopeError, match="capacity=6, got 7 tokens"):
+        cache.step(5, at=torch.tensor([2, 2]))
+    for ropes, message in (
+        ([rope, Rope(HEAD_DIM + 2, 1e4, "half")], f"head_dim={HEAD_DIM}, got head_dim={HEAD_DIM + 2}"),
+        ([rope, Rope(HEAD_DIM, 1e4, "half", scaling=DynamicNTK(2.0, 4))], "the length must be said"),
+    ):
+        with pytest.raises(RopeError, match=message):
+            cache.shift(ropes, 3)
+    assert all(torch.equal(x, y) for x, y in zip(before, state(cache), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool])
+def test_keys_are_numbers_with_a_point(dtype: torch.dtype) -> None:
+    with pytest.raises(RopeError, match="dtype must be float16, bfloat16, float32 or float64, got torch"):
+        KVCache(1, 1, 1, 8, capacity=4, dtype=dtype)
 
 
 @pytest.mark.parametrize(

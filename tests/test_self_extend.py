@@ -11,7 +11,7 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Turn
-from ropewalk import Rope, RopeError, RotaryAttention, SelfExtend, YaRN
+from ropewalk import DynamicNTK, Rope, RopeError, RotaryAttention, SelfExtend, YaRN
 
 SEQ, HEAD_DIM = 11, 8
 YARN = Rope(HEAD_DIM, 1e4, "half", scaling=YaRN(4, 64))
@@ -126,3 +126,10 @@ def test_refusals() -> None:
         SelfExtend(YARN, 2, 2).at(torch.arange(3), torch.arange(3)[None, None])
     with pytest.raises(RopeError, match=r"Rope.at: positions must be a tensor, got \[1\]"):
         SelfExtend(YARN, 2, 2).at([1])  # type: ignore[arg-type]
+
+
+def test_the_length_is_said_beforehand() -> None:
+    rope = Rope(4, 1e4, "half", scaling=DynamicNTK(2.0, 64))
+    with pytest.raises(RopeError, match=r"SelfExtend: rope must be static, got Rope\(.* Use rope.at_length\(n\)"):
+        SelfExtend(rope, group=2, window=4)
+    SelfExtend(rope.at_length(128), group=2, window=4)

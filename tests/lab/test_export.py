@@ -219,7 +219,7 @@ def test_llama2c_refuses_what_run_c_cannot_run(tmp_path: Path) -> None:
             export.to_llama2c(random_model(), rope, file, max_positions=8)
     with pytest.raises(RopeError, match=r"norm_eps must be 1e-05, which run\.c has built in, got 1e-06"):
         export.to_llama2c(random_model(replace(SIZE, norm_eps=1e-6)), PLAIN, file, max_positions=8)
-    with pytest.raises(RopeError, match="max_positions must be an integer at least 1, got 0"):
+    with pytest.raises(RopeError, match="max_positions must be an integer from 1 to 16777216, got 0"):
         export.to_llama2c(random_model(), PLAIN, file, max_positions=0)
     assert not file.exists()
 

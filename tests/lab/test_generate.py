@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from click.testing import CliRunner
 
 from ropewalk import DynamicNTK, Rope, RopeError
 from ropewalk.cli import main
-from ropewalk.lab.generate import generate
+from ropewalk.lab import checkpoint
+from ropewalk.lab.generate import generate, run
 from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.train import Batch, Recipe, train
 
@@ -112,10 +114,29 @@ def test_command(trained: Path) -> None:
     ran = CliRunner().invoke(main, arguments)
     assert ran.exit_code == 0, ran.output
     assert ran.stdout == "fghijklmnopq\n"
-    assert ran.stderr.startswith("9 tokens in ")
-    assert "tokens per second" in ran.stderr
+    assert re.fullmatch(r"first token after \d+\.\d\d s, then \d+ tokens per second\n", ran.stderr)
     drawn = [CliRunner().invoke(main, [*arguments[:-1], "3", "--seed", seed]).stdout for seed in "001"]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_prompts_that_are_no_text_and_temperatures_of_any_size(trained: Path) -> None:
+    written: list[str] = []
+    for prompt in ("\udcff", "é", "\udcc3"):  # as the shell hands on a byte that is no UTF-8
+        run(trained, prompt, tokens=1, temperature=0.0, seed=0, write=written.append)
+    assert written[0] == written[-3] == "\ufffd"
+    model, rope, _ = checkpoint.load(trained)
+    likeliest = list(generate(model, rope, [97, 98], tokens=5, temperature=0.0, seed=0))
+    for temperature in (1e-3, 1e-45, 5e-324):
+        assert list(generate(model, rope, [97, 98], tokens=5, temperature=temperature, seed=0)) == likeliest
+    assert len(list(generate(model, rope, [97], tokens=9, temperature=1e300, seed=0))) == 9
+
+
+def test_learned_positions_end_before_the_text_begins() -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(replace(SIZE, absolute="learned", max_positions=8))
+    assert len(list(generate(model, None, [97, 98], tokens=6, temperature=0.0, seed=0))) == 6
+    with pytest.raises(RopeError, match=r"prompt and tokens together must be at most 8, .* got 2 and 7"):
+        generate(model, None, [97, 98], tokens=7, temperature=0.0, seed=0)
 
 
 def test_command_refuses(trained: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_the_words_follow_fine_tunes(method):
 
 def test_a_dynamic_factor_that_hurts_is_told():
     hurt = {("trained", "YaRN dynamic"): [0.9] * 7}
-    says = "a fixed YaRN factor hurts the trained range (more than twice the loss), a dynamic one does not"
+    says = "a fixed YaRN factor hurts the trained range (more than twice the loss); a dynamic one"
     assert says in paragraph(words(), "Expected, and so on all 3 seeds:")
     assert says in paragraph(words(changed={0: hurt}), "Luck of the seed:")
 

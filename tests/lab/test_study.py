@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import ClassVar
 
@@ -218,6 +219,31 @@ def test_another_recipe_is_refused(tmp_path):
     other = dataclasses.replace(WATCHED, recipe=dataclasses.replace(WATCHED.recipe, learning_rate=1.0))
     with pytest.raises(ropewalk.RopeError, match="recipe"):
         study.run(Study([other], [0]), tmp_path, lambda line: None)
+
+
+def test_fine_tunes_are_of_the_model_that_they_began_with(tmp_path):
+    """With another recipe and the file deleted that the refusal names, nothing of the old model is kept for its own."""
+    other = dataclasses.replace(COPY, recipe=dataclasses.replace(COPY.recipe, learning_rate=0.1))
+    study.run(Study([COPY], [0]), tmp_path / "a", lambda line: None)
+    wanted = study.run(Study([other], [0]), tmp_path / "b", lambda line: None)["rows"]
+    assert not any(part.done(tmp_path / "a") for part in Study([other], [0]).parts())
+    for _ in TUNES + METHODS:  # more often than there are parts
+        try:
+            study.run(Study([other], [0]), tmp_path / "a", lambda line: None)
+        except ropewalk.RopeError as e:
+            (named,) = re.findall(r"\S+\.safetensors", str(e))[:1]
+            Path(named).unlink()
+    assert study.run(Study([other], [0]), tmp_path / "a", lambda line: None)["rows"] == wanted
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"rows": []}'])
+def test_rows_that_are_broken_are_named(tmp_path, content):
+    (part, *_) = Study([COPY], [0]).parts()
+    file = part.files(tmp_path)[1]
+    file.parent.mkdir(parents=True)
+    file.write_text(content)
+    with pytest.raises(ropewalk.RopeError, match=r"copy-0-trained\.json must hold what was measured .* Delete it"):
+        part.rows(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
