@@ -31,9 +31,12 @@ def why_not(device: torch.device | None = None) -> str:
 
     Asked once for each GPU, by compiling and starting the smallest of them.
     """
+    index = None if device is None else device.index
+    if index is not None and index in _answers:  # on the way of every call
+        return _answers[index]
     if not torch.cuda.is_available():
         return "no GPU found"
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    index = torch.cuda.current_device() if index is None else index
     if index not in _answers:
         if torch.cuda.is_current_stream_capturing():
             return ""  # nothing can be tried now; what does not work will say so itself
