@@ -127,6 +127,9 @@ class TestRotate:
             turn([x, dense], cos, sin, "bshd", pairing, 4)
             turn([x], cos, sin, "bshd", pairing, 4, back=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
         turn([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(*x.shape, 2, dtype=x.dtype)[..., 1])
+        # Aligned and not, side by side: no stride is said in units that do not divide it.
+        turn([dense, views["part of a head"]], cos, sin, "bshd", pairing, 4)
+        turn([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(2, 5, 3, 97, dtype=x.dtype)[..., :80])
 
     def test_strides_of_many_gigabytes(self) -> None:
         """The third token, or row, lies 2³¹ elements from the first: its address is no product of 32-bit numbers."""
