@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -98,3 +103,50 @@ def same(x: Tensor, y: Tensor, level: str) -> bool:
 
 def unchanged(x: Tensor, before: Tensor) -> bool:
     return torch.equal(bits(x), bits(before))
+
+
+def turned(
+    kernel: Any,
+    tensors: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    layout: str,
+    pairing: str,
+    offset: int,
+    back: bool,
+    like: Callable[[Tensor], Tensor],
+    *,
+    level: str = "",
+    truncated: bool = False,
+) -> list[Tensor]:
+    """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
+    before = [x.clone() for x in tensors]
+    outputs = [like(x).fill_(math.nan) for x in tensors]
+    kernel.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, back)
+    flushed = level == "avx512_bf16" and tensors[0].dtype == torch.bfloat16
+    says = f"{[tuple(x.shape) for x in tensors]}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, back {back}"
+    plain = by_reference(tensors, cos, sin, layout, pairing, offset, back)
+    for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
+        check(y, *expected(x, cos, sin, layout, pairing, offset, back), layout, says, flushed, truncated)
+        assert truncated or same(y, other, level), says
+        outside = torch.ones(x.shape[-1], dtype=torch.bool)
+        outside[offset : offset + 2 * cos.shape[-1]] = False
+        assert unchanged(y[..., outside], x[..., outside]), says
+        assert unchanged(x, old), says
+    return outputs
+
+
+def watched(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels of a module, `cpu` or `gpu`, that are called from now on."""
+    names: list[str] = []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            names.append(name)
+            return function(*args)
+
+        return call
+
+    for name in ("rotate", "table_gradient", "angles"):
+        monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
+    return names

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, check, expected, same, shape, unchanged
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, same, shape, turned, unchanged
 from ropewalk.kernels import gpu
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -39,21 +39,8 @@ def turn(
     back: bool = False,
     like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> list[Tensor]:
-    """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
-    before = [x.clone() for x in tensors]
-    outputs = [like(x).fill_(math.nan) for x in tensors]
-    gpu.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, back)
     truncated = INTERPRETED and tensors[0].dtype == torch.bfloat16
-    says = f"{[tuple(x.shape) for x in tensors]}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, back {back}"
-    plain = by_reference(tensors, cos, sin, layout, pairing, offset, back)
-    for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
-        check(y, *expected(x, cos, sin, layout, pairing, offset, back), layout, says, truncated=truncated)
-        assert truncated or same(y, other, ""), says
-        outside = torch.ones(x.shape[-1], dtype=torch.bool)
-        outside[offset : offset + 2 * cos.shape[-1]] = False
-        assert unchanged(y[..., outside], x[..., outside]), says
-        assert unchanged(x, old), says
-    return outputs
+    return turned(gpu, tensors, cos, sin, layout, pairing, offset, back, like, truncated=truncated)
 
 
 class TestRotate:

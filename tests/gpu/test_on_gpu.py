@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape, watched
 from ropewalk import Llama3, Rope, Rotation, angles, backends
 from ropewalk.kernels import gpu as kernels
 
@@ -30,18 +30,7 @@ def queries(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were called."""
-    names: list[str] = []
-
-    def noted(name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            names.append(name)
-            return function(*args)
-
-        return call
-
-    for name in ("rotate", "table_gradient", "angles"):
-        monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
-    return names
+    return watched(kernels, monkeypatch)
 
 
 @pytest.fixture

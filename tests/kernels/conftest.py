@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+from kernel_cases import watched
 from ropewalk.kernels import backend, cpu
 
 LEVELS = ["none"] if cpu.why_not else cpu._cpu.levels()
@@ -68,15 +68,4 @@ def threads(one_thread: None) -> None:
 @pytest.fixture
 def calls(used: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were called."""
-    names: list[str] = []
-
-    def noted(name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            names.append(name)
-            return function(*args)
-
-        return call
-
-    for name in ("rotate", "table_gradient", "angles"):
-        monkeypatch.setattr(cpu, name, noted(name, getattr(cpu, name)))
-    return names
+    return watched(cpu, monkeypatch)

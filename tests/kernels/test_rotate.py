@@ -17,10 +17,10 @@ from kernel_cases import (
     SMALLEST_NORMAL,
     as_bshd,
     by_reference,
-    check,
     expected,
     same,
     shape,
+    turned,
     unchanged,
 )
 from ropewalk.kernels import cpu
@@ -57,22 +57,7 @@ def turn(
     back: bool = False,
     like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> list[Tensor]:
-    """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
-    before = [x.clone() for x in tensors]
-    outputs = [like(x).fill_(math.nan) for x in tensors]
-    cpu.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, back)
-    flushed = level == "avx512_bf16" and tensors[0].dtype == torch.bfloat16
-    says = f"{[tuple(x.shape) for x in tensors]}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, back {back}"
-    plain = by_reference(tensors, cos, sin, layout, pairing, offset, back)
-    for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
-        exact, size = expected(x, cos, sin, layout, pairing, offset, back)
-        check(y, exact, size, layout, says, flushed)
-        assert same(y, other, level), says
-        outside = torch.ones(x.shape[-1], dtype=torch.bool)
-        outside[offset : offset + 2 * cos.shape[-1]] = False
-        assert unchanged(y[..., outside], x[..., outside]), says
-        assert unchanged(x, old), says
-    return outputs
+    return turned(cpu, tensors, cos, sin, layout, pairing, offset, back, like, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -119,7 +119,7 @@ def kernels() -> ModuleType:
     return _gpu
 
 
-def _launch(kernel: str, programs: int, arguments: dict[str, Any], warps: int = _WARPS) -> None:
+def _launch(kernel: str, programs: int, arguments: dict[str, Any], warps: int) -> None:
     if programs:
         device = next(iter(arguments.values())).device
         # Triton starts kernels on the current device, whatever that of the tensors is.

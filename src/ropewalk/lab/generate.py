@@ -112,10 +112,9 @@ def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, 
             "Name the checkpoint of a text model.",
         )
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    following = generate(
-        model, rope, list(prompt.encode(errors="surrogateescape")), tokens=tokens, temperature=temperature, seed=seed
-    )
-    write(prompt.encode(errors="surrogateescape").decode(errors="replace"))
+    given = prompt.encode(errors="surrogateescape")  # what is no UTF-8, as the shell hands it on
+    following = generate(model, rope, list(given), tokens=tokens, temperature=temperature, seed=seed)
+    write(given.decode(errors="replace"))
     times = [time.perf_counter()]
     for token in following:
         write(decoder.decode(bytes([token])))
