@@ -1,5 +1,5 @@
-// ropewalk.kernels._cpu: raw addresses, shapes and strides from Python to the kernels. Nothing is checked here:
-// kernels/cpu.py hands over what rotation/checks.py has seen.
+// ropewalk.kernels._cpu: raw addresses, shapes and strides from Python to the kernels. rotation/checks.py checks tensors;
+// here sizes are compared once more, since a wrong one would be a read or a write outside of a tensor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -27,6 +27,22 @@ constexpr int AXES[][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {-1, 0, 1, 
 
 int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i)); }
 
+int64_t size_of(nb::handle tuple) { return PyTuple_GET_SIZE(tuple.ptr()); }
+
+// Raises RopeError unless `holds`.
+void require(bool holds, const char *must, const char *got, const char *cure = "Use a Rotation, which checks its tensors.") {
+    if (holds) return;
+    nb::object error = nb::module_::import_("ropewalk._checks").attr("error");
+    nb::object raised = error("ropewalk.kernels._cpu", must, got, cure);
+    PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(raised.ptr())), raised.ptr());
+    throw nb::python_error();
+}
+
+// FSDP resizes storages to 0 while it does not need them; PyTorch itself would read address 0.
+void require_memory(bool holds) {
+    require(holds, "a tensor must have memory", "one whose storage was resized to 0", "Give it its storage back first.");
+}
+
 void strides_of(nb::handle strides, const int *axes, int64_t *to) {
     for (int i = 0; i < 4; ++i) to[i] = axes[i] < 0 ? 0 : entry(strides, axes[i]);
 }
@@ -45,24 +61,43 @@ using Tensors = nb::tuple;
 ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape,
                             const nb::tuple &cos_strides, const nb::tuple &sin_strides, int dtype, int table_dtype, int layout,
                             bool interleaved, int64_t offset, bool conjugate) {
+    require(layout >= 0 && layout < 4, "the layout must be a number from 0 to 3", "another");
+    require(dtype >= 0 && dtype < 4 && table_dtype >= 0 && table_dtype < 2, "dtypes must be those of ropewalk.h", "others");
+    require(tensors.size() == 5 || tensors.size() == 10, "there must be one or two tensors", "another number");
+    int64_t table_axes = size_of(table_shape);
+    require(table_axes >= 1 && table_axes <= 3 && size_of(cos_strides) == table_axes && size_of(sin_strides) == table_axes,
+            "tables must have one to three axes", "another number");
     ropewalk_rotation r{};
     const int *axes = AXES[layout];
+    int64_t axis_count = axes[0] < 0 ? 3 : 4;
     r.tensor_count = static_cast<int>(tensors.size()) / 5;
     for (int n = 0; n < r.tensor_count; ++n) {
         auto at = [&](int i) { return nb::handle(PyTuple_GET_ITEM(tensors.ptr(), 5 * n + i)); };
+        for (int i = 2; i < 5; ++i) {
+            require(PyTuple_Check(at(i).ptr()) && size_of(at(i)) == axis_count, "tensors must have the axes of the layout",
+                    "another number");
+        }
         ropewalk_tensor &x = r.tensors[n];
         x.in = PyLong_AsVoidPtr(at(0).ptr()), x.out = PyLong_AsVoidPtr(at(1).ptr());
         x.heads = entry(at(2), axes[2]);
         strides_of(at(3), axes, x.in_stride), strides_of(at(4), axes, x.out_stride);
-        r.batch = axes[0] < 0 ? 1 : entry(at(2), axes[0]);
-        r.tokens = entry(at(2), axes[1]), r.head_dim = entry(at(2), axes[3]);
+        int64_t batch = axes[0] < 0 ? 1 : entry(at(2), axes[0]), tokens = entry(at(2), axes[1]);
+        require(n == 0 || (batch == r.batch && tokens == r.tokens && entry(at(2), axes[3]) == r.head_dim),
+                "q and k must have the same batch, tokens and head_dim", "different ones");
+        r.batch = batch, r.tokens = tokens, r.head_dim = entry(at(2), axes[3]);
+        require_memory((x.in && x.out) || batch * tokens * x.heads * r.head_dim == 0);
     }
     r.dtype = static_cast<ropewalk_dtype>(dtype);
     r.tables.cos = reinterpret_cast<const void *>(cos), r.tables.sin = reinterpret_cast<const void *>(sin);
     r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
     table_strides(table_shape, cos_strides, r.tables.cos_stride), table_strides(table_shape, sin_strides, r.tables.sin_stride);
-    r.pairs = entry(table_shape, static_cast<int>(table_shape.size()) - 1);
+    r.pairs = entry(table_shape, static_cast<int>(table_axes) - 1);
     r.offset = offset, r.interleaved = interleaved, r.conjugate = conjugate;
+    require(r.pairs >= 1 && r.pairs <= r.head_dim / 2 && offset >= 0 && offset <= r.head_dim - 2 * r.pairs,
+            "the rotated channels must lie inside head_dim", "others");
+    require((table_axes < 2 || entry(table_shape, static_cast<int>(table_axes) - 2) == r.tokens) &&
+                (table_axes < 3 || entry(table_shape, 0) == 1 || entry(table_shape, 0) == r.batch),
+            "tables must have a row for each token", "others");
     return r;
 }
 
@@ -78,6 +113,7 @@ void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tupl
     ropewalk_rotation r = described(tensors, cos, sin, table_shape, cos_strides, sin_strides, dtype, table_dtype, layout,
                                     interleaved, offset, conjugate);
     int64_t elements = elements_of(r);
+    require_memory((cos && sin) || elements == 0);
     nb::gil_scoped_release release;
     for (int n = 0; n < r.tensor_count; ++n) {
         const ropewalk_tensor &x = r.tensors[n];
@@ -101,6 +137,7 @@ void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, co
 
 void angles(uintptr_t positions, int64_t rows, uintptr_t steps, int64_t pairs, double factor, int dtype, uintptr_t cos,
             uintptr_t sin, int64_t threads) {
+    require_memory((positions && steps && cos && sin) || rows * pairs == 0);
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(positions), a.position_stride = 1;
     a.steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;

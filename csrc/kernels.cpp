@@ -1,6 +1,6 @@
 // The kernels; compiled once for each instruction set. Everything but the table at the end stays in the unnamed namespace and
-// nothing of the C++ library is used: an inline function with external linkage, compiled for AVX-512, could replace the
-// baseline's copy of it at link time.
+// nothing of the C++ library is used (memcpy is C's): an inline function with external linkage, compiled for AVX-512, could
+// replace the baseline's copy of it at link time.
 #include "vector.h"
 
 #if defined(__GNUC__)
@@ -164,18 +164,18 @@ ROPEWALK_APART void turn_rest(const Run<T> &run, int64_t first) {
     typename T::Stored x[2 * B::PAIRS] = {};
     typename T::Real cos[B::PAIRS] = {}, sin[B::PAIRS] = {};
     auto left = static_cast<size_t>(run.pairs - first), size = left * sizeof x[0];
-    __builtin_memcpy(cos, run.cos + first, left * sizeof cos[0]);
-    __builtin_memcpy(sin, run.sin + first, left * sizeof sin[0]);
+    std::memcpy(cos, run.cos + first, left * sizeof cos[0]);
+    std::memcpy(sin, run.sin + first, left * sizeof sin[0]);
     B block;
     block.load_tables(cos, sin);
     const auto *in = run.in + (interleaved ? 2 * first : first);
     auto *out = run.out + (interleaved ? 2 * first : first);
     for (int64_t n = 0; n < run.heads; ++n, in += run.in_step, out += run.out_step) {
-        __builtin_memcpy(x, in, interleaved ? 2 * size : size);
-        if (!interleaved) __builtin_memcpy(x + B::PAIRS, in + run.partner, size);
+        std::memcpy(x, in, interleaved ? 2 * size : size);
+        if (!interleaved) std::memcpy(x + B::PAIRS, in + run.partner, size);
         block.template turn<false>(x, x, B::PAIRS);
-        __builtin_memcpy(out, x, interleaved ? 2 * size : size);
-        if (!interleaved) __builtin_memcpy(out + run.partner, x + B::PAIRS, size);
+        std::memcpy(out, x, interleaved ? 2 * size : size);
+        if (!interleaved) std::memcpy(out + run.partner, x + B::PAIRS, size);
     }
 }
 
@@ -208,7 +208,7 @@ ROPEWALK_APART void copy_still(const Run<T> &run, int64_t from, int64_t to) {
         const auto *in = run.in + n * run.in_step;
         auto *out = run.out + n * run.out_step;
         if (run.in_stride == 1 && run.out_stride == 1) {
-            __builtin_memcpy(out + from, in + from, static_cast<size_t>(to - from) * sizeof *in);
+            std::memcpy(out + from, in + from, static_cast<size_t>(to - from) * sizeof *in);
         } else {
             for (int64_t i = from; i < to; ++i) out[i * run.out_stride] = in[i * run.in_stride];
         }

@@ -1,6 +1,16 @@
 // Which instruction sets were built, and which of them this machine can run.
 #include "ropewalk.h"
 
+#ifdef ROPEWALK_HAS_avx2
+#include <cpuid.h>
+
+// __builtin_cpu_supports does not know f16c before Clang 18.
+static bool has_f16c() {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+#endif
+
 namespace ropewalk {
 namespace baseline { extern const ropewalk_kernels kernels; }
 namespace avx2 { extern const ropewalk_kernels kernels; }
@@ -16,7 +26,7 @@ const ropewalk_kernels *ropewalk_get(ropewalk_level level) {
             return &baseline::kernels;
 #ifdef ROPEWALK_HAS_avx2
         case ROPEWALK_AVX2: {
-            bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+            bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
             return can ? &avx2::kernels : nullptr;
         }
 #endif

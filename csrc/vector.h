@@ -1,5 +1,6 @@
 // Vectors of the instruction set that a file is compiled for: the few operations that the kernels need, for each dtype.
-// Where the compiler has no vector extensions (before GCC 12, MSVC), there are none, and the kernels are plain loops.
+// Where the compiler has no vector extensions (before GCC 12, MSVC), there are none, and the kernels are plain loops. Nor are
+// there any on big-endian processors, where the first of two bfloat16 numbers is in the upper half of 32 bits.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)
+#if (defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define ROPEWALK_VECTORS
 #endif
 
@@ -31,7 +32,7 @@ template <class To, class From>
 inline To bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");
     To to;
-    __builtin_memcpy(&to, &from, sizeof to);
+    std::memcpy(&to, &from, sizeof to);
     return to;
 }
 
@@ -102,13 +103,13 @@ using Reals = Vector<typename T::Real, WIDTH<T>>;
 template <class V, class T>
 inline V read(const T *from) {
     V v;
-    __builtin_memcpy(&v, from, sizeof v);
+    std::memcpy(&v, from, sizeof v);
     return v;
 }
 
 template <class V, class T>
 inline void write(T *to, V v) {
-    __builtin_memcpy(to, &v, sizeof v);
+    std::memcpy(to, &v, sizeof v);
 }
 
 // Past the caches, straight to memory: for what is too large to be found there again. Aligned to its size.

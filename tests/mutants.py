@@ -1,6 +1,6 @@
 """Proof that the suite can fail: break the library one line at a time and see it go red. Run by hand, outside CI.
 
-    python tests/mutants.py            all mutants, two at a time (some minutes)
+    python tests/mutants.py            all mutants, two at a time (about an hour on two cores)
     python tests/mutants.py sin yarn   those whose name contains one of the words
 
 Each mutant is a copy of src/ with one replacement; the text to replace must stand there exactly once. Exit status 1 if a
@@ -19,29 +19,44 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# In the order in which they are likely to notice; slow compilations left out.
+# Slow compilations are left out. `nearest_first` puts those first that are likely to notice.
 SUITE = [
+    "tests/kernels/test_misuse.py",
+    "tests/kernels/test_backend.py",
+    "tests/kernels/test_gradients.py",
+    "tests/kernels/test_operators.py",
+    "tests/rotation/test_rotation.py",
     "tests/test_golden.py",
     "tests/schemes",
-    "tests/rotation/test_rotation.py",
     "tests/test_rope.py",
     "tests/test_fixed_point.py",
     "tests/test_positions.py",
-    "tests/configs",
     "tests/test_angles.py",
     "tests/test_nn.py",
-    "tests/rotation/test_gradients.py",
-    "tests/kernels/test_gradients.py",
-    "tests/kernels/test_operators.py",
-    "tests/rotation/test_transforms.py",
     "tests/test_attention.py",
+    "tests/test_masks.py",
+    "tests/test_cache_step.py",
     "tests/test_self_extend.py",
     "tests/test_kv_cache.py",
+    "tests/configs",
+    "tests/rotation/test_gradients.py",
+    "tests/rotation/test_transforms.py",
     "tests/lab/test_copying.py",
     "tests/lab/test_methods.py",
     "tests/lab/test_measure.py",
+    "tests/lab/test_checkpoint.py",
+    "tests/lab/test_lock.py",
+    "tests/lab/test_tokenizer.py",
+    "tests/lab/test_generate.py",
+    "tests/lab/test_model.py",
+    "tests/lab/test_export.py",
+    "tests/lab/test_files.py",
     "tests/lab/test_report.py",
     "tests/lab/test_study.py",
+    "tests/test_checks.py",
+    "tests/test_plots.py",
+    "tests/test_cli.py",
+    "tests/test_demo.py",
 ]
 
 
@@ -54,6 +69,9 @@ class Mutant:
 
 
 REFERENCE, API, OPS = "rotation/reference.py", "rotation/api.py", "rotation/ops.py"
+CHECKS = "rotation/checks.py"
+SOURCE, HEADER = "configs/source.py", "configs/gguf_header.py"
+CHECKPOINT, FILES = "lab/checkpoint.py", "lab/files.py"
 GPU, KERNELS = "kernels/gpu.py", "kernels/_gpu.py"
 YARN, LLAMA3, DEFAULT = "schemes/yarn.py", "schemes/llama3.py", "schemes/default.py"
 
@@ -110,29 +128,55 @@ MUTANTS = [
     Mutant("table gradient: first tensor only", REFERENCE, "d_cos = d_cos + (g * a + h * b).sum(heads)", "d_cos = (g * a + h * b).sum(heads)"),
     Mutant("k with the heads of q", API, "(turned[0], turned[1])", "(turned[0], turned[1].expand_as(q))"),
     Mutant("batch rows after the first ignored", REFERENCE, "    if table.ndim == 1:\n", "    table = table[:1].expand_as(table) if table.ndim == 3 else table\n    if table.ndim == 1:\n"),
-    Mutant("in place leaves k", OPS, "groups = [tensors] if", "groups = [tensors[:1]] if"),
+    Mutant("in place leaves k", OPS, "for group in [tensors] if", "for group in [tensors[:1]] if"),
     Mutant("in place leaves an unlike k", OPS, "else [[x] for x in tensors]", "else [[tensors[0]] for x in tensors]"),
     Mutant("in place is not told", OPS, "torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])", "pass"),
-    Mutant("unlike q and k in one call", OPS, "q.dtype == k.dtype", "True"),
-    Mutant("in place with learned tables keeps no copy", OPS, "x.clone() if cos.requires_grad or sin.requires_grad else x", "x"),
-    Mutant("k not checked", "rotation/checks.py", 'for name, x in zip(("q", "k"), tensors, strict=False):', 'for name, x in (("q", tensors[0]),):'),
-    Mutant("quick look forgets the tokens", "rotation/checks.py", " or shape[tokens] != table[-2]", ""),
-    Mutant("quick look forgets the batch", "rotation/checks.py", "(batch is None or table[0] != shape[batch])", "batch is None"),
-    Mutant("shared elements", API, "checks.share_elements(q, k)", "False"),
+    Mutant("unlike q and k in one call", CHECKS, "q.dtype == k.dtype", "True"),
+    Mutant("in place with learned tables keeps no copy", OPS, "[x.clone() for x in tensors] if learned else tensors", "tensors"),
+    Mutant("k not checked", CHECKS, 'for name, x in zip(("q", "k"), tensors, strict=False):\n            tensor_fits(', 'for name, x in (("q", tensors[0]),):\n            tensor_fits('),
+    Mutant("quick look forgets the tokens", CHECKS, " or shape[tokens] != table[-2]", ""),
+    Mutant("quick look forgets the batch", CHECKS, "(batch is None or table[0] != shape[batch])", "batch is None"),
+    Mutant("shared elements", CHECKS, "len(tensors) == 2 and _share_elements(*tensors)", "False"),
+    Mutant("a parameter shares nothing", CHECKS, "type(q) not in PLAIN", "type(q) is not Tensor"),
+    Mutant("shared elements of other strides", CHECKS, "np.shares_memory(np.asarray(_Addresses(q)), np.asarray(_Addresses(k)), max_work=10_000)", "q.stride() == k.stride()"),
+    Mutant("zero tensor to a kernel", "kernels/backend.py", " or x._is_zerotensor()", ""),
+    Mutant("quick look forgets the pairs", CHECKS, " or 2 * table[-1] != rotary_dim", ""),
+    Mutant("quick look takes four axes", CHECKS, "not 2 <= len(table) <= 3", "not 2 <= len(table)"),
+    Mutant("quick look takes sparse tables", CHECKS, "if cos.layout is not torch.strided or sin.layout is not torch.strided:\n        return False", "pass"),
+    Mutant("pickled tables unchecked", API, "checks.tables(fields[0], fields[1], rotary_dim=context[2])", "pass"),
+    Mutant("pickled pairing unchecked", API, "check_pairing(_WHO, pairing)", "pass"),
+    Mutant("pickled offset unchecked", API, 'integer(_WHO, "rotary_offset", rotary_offset, at_least=0, at_most=MAX_HEAD_DIM)', "rotary_offset"),
+    Mutant("fields in a file unchecked", API, "lambda context: _checked_context(*context)", "tuple"),
+    Mutant("operator unchecked", OPS, "checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=False)", "pass"),
+    Mutant("operator in place unchecked", OPS, "checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=True)", "pass"),
+    Mutant("operator forgets the offset", CHECKS, "if rotary_offset < 0 or rotary_offset + 2 * cos.shape[-1] > head_dim:", "if False:"),
+    Mutant("operator forgets k", CHECKS, "if not can_share_a_call(q, k, layout):", "if False:"),
+    Mutant("q changed before k has no memory", OPS, "        checks.have_memory(tensors)  # before the first of two calls\n", "        pass\n"),
+    Mutant("factors that float32 cannot hold", "_checks.py", "at_least=2.0**-63, at_most=2.0**63", "above=0.0"),
+    Mutant("heads of any size", API, "at_least=end, at_most=MAX_HEAD_DIM", "at_least=end"),
+    Mutant("q changed before autograd refuses k", CHECKS, "            _can_be_recorded(x)\n", "            pass\n"),
+    Mutant("views that autograd refuses", CHECKS, 'and _creation_meta(x).name != "DEFAULT"', "and False"),
+    Mutant("autocast in the reference", OPS, "if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):", "if True:"),
+    Mutant("angles operator unchecked", "angles.py", "positions.dtype not in _INTEGERS or dtype not in _FLOATS or not steps", "False"),
+    Mutant("broken kernel is not built", "kernels/cpu.py", "except ModuleNotFoundError:", "except ImportError:"),
+    # the demo
+    Mutant("demo: reference called kernel", "demo.py", 'if state.startswith("not usable") or "ROPEWALK_BACKEND" in state:', 'if state.startswith("not usable"):'),
+    Mutant("demo: kernel denied", "demo.py", 'if state.startswith("not usable") or "ROPEWALK_BACKEND" in state:', "if True:"),
+    Mutant("demo: growth claimed unseen", "demo.py", "if drift == sorted(drift) and drift[-1] > drift[0]:", "if drift:"),
     Mutant("inverse turns the same way", API, "-self.sin / square", "self.sin / square"),
     Mutant("inverse keeps the factor", API, "square = self.attention_factor * self.attention_factor", "square = 1.0"),
     Mutant("inverse applies the factor twice", API, "square = self.attention_factor * self.attention_factor", "square = self.attention_factor ** 3"),
     Mutant("inverse forgets its own factor", API, "attention_factor=1.0 / self.attention_factor", "attention_factor=self.attention_factor"),
     Mutant("negative rows wrap", API, "torch.nn.functional.embedding(rows, self.cos), torch.nn.functional.embedding(rows, self.sin)", "self.cos[rows.long()], self.sin[rows.long()]"),
     Mutant("immutable no more", API, 'raise AttributeError(f"Rotation', 'object.__setattr__(self, name, value)\n        return\n        raise AttributeError(f"Rotation'),
-    Mutant("batch not checked", "rotation/checks.py", "cos.shape[0] != 1 and cos.shape[0] != batch", "False"),
-    Mutant("tokens not checked", "rotation/checks.py", "if seq != cos.shape[-2]:", "if False:"),
-    Mutant("head_dim not checked", "rotation/checks.py", "if x.shape[-1] != head_dim:", "if False:"),
-    Mutant("tables in bfloat16 pass", "rotation/checks.py", "(torch.float32, torch.float64)\n_DTYPES", "(torch.float32, torch.float64, torch.bfloat16)\n_DTYPES"),
+    Mutant("batch not checked", CHECKS, "cos.shape[0] != 1 and cos.shape[0] != batch", "False"),
+    Mutant("tokens not checked", CHECKS, "if seq != cos.shape[-2]:", "if False:"),
+    Mutant("head_dim not checked", CHECKS, "if x.shape[-1] != head_dim:", "if False:"),
+    Mutant("tables in bfloat16 pass", CHECKS, "(torch.float32, torch.float64)\n_DTYPES", "(torch.float32, torch.float64, torch.bfloat16)\n_DTYPES"),
     # gradients
     Mutant("backward not conjugated", OPS, "back=not ctx.back", "back=ctx.back"),
     Mutant("backward forgets the offset", OPS, '"pairing": pairing, "rotary_offset": rotary_offset}\n        ctx.back', '"pairing": pairing, "rotary_offset": 0}\n        ctx.back'),
-    Mutant("kernel under transforms", "kernels/backend.py", "_USES_CPU and not must_be_seen()", "_USES_CPU"),
+    Mutant("kernel under transforms", "kernels/backend.py", "None if must_be_seen() else _of(tensors)", "_of(tensors)"),
     Mutant("Function under transforms", OPS, "if kernel is None and backend.must_be_seen():", "if False:"),
     Mutant("opaque under functorch", "kernels/backend.py", "        or torch._C._are_functorch_transforms_active()\n", ""),
     Mutant("opaque in forward mode", "kernels/backend.py", "        or torch.autograd.forward_ad._current_level >= 0\n", ""),
@@ -141,15 +185,15 @@ MUTANTS = [
     Mutant("gradient to sin of a turn back", OPS, "-d_sin if back else d_sin", "d_sin"),
     Mutant("no Function at all", OPS, "if torch.is_grad_enabled() and (tensors[0]", "if False and (tensors[0]"),
     # angles
-    Mutant("cos and sin swapped", "rope.py", "made(cos, sin, self", "made(sin, cos, self"),
+    Mutant("cos and sin swapped", "rope.py", "unchecked(cos, sin, self", "unchecked(sin, cos, self"),
     Mutant("attention factor dropped", "rope.py", "self._rotation(positions, self.attention_factor,", "self._rotation(positions, 1.0,"),
     Mutant("attention factor on cos only", "angles.py", "(angle.sin() * factor)", "angle.sin()"),
     Mutant("attention factor on sin only", "angles.py", "(angle.cos() * factor)", "angle.cos()"),
     Mutant("shift with the factor", "rope.py", "angles.delta_tensor(delta, device), 1.0,", "angles.delta_tensor(delta, device), self.attention_factor,"),
     Mutant("step from float32 inv_freq", "rope.py", "_fixed_point.step(w)", "_fixed_point.step(float(np.float32(w)))"),
     Mutant("step truncated", "_fixed_point.py", "round(turns)", "int(turns // 4096 * 4096)"),
-    Mutant("negative positions", "angles.py", "positions.to(torch.int64).unsqueeze(-1)", "positions.to(torch.int64).abs().unsqueeze(-1)"),
-    Mutant("int32 product", "angles.py", "positions.to(torch.int64).unsqueeze(-1)", "positions.to(torch.int32).to(torch.int64).unsqueeze(-1) % 2**30"),
+    Mutant("negative positions", "angles.py", "positions.to(torch.int64).unsqueeze(-1) * speeds", "positions.to(torch.int64).abs().unsqueeze(-1) * speeds"),
+    Mutant("int32 product", "angles.py", "positions.to(torch.int64).unsqueeze(-1) * speeds", "positions.to(torch.int32).to(torch.int64).unsqueeze(-1) % 2**30 * speeds"),
     Mutant("quadrant off by one", "angles.py", "(phase + (1 << 61)) >> 62", "(phase + (3 << 61)) >> 62"),
     Mutant("quadrant cut, not rounded", "angles.py", "(phase + (1 << 61)) >> 62", "phase >> 62"),
     Mutant("sign of cos by quadrant", "angles.py", "((quadrant + 1) & 2)", "(quadrant & 2)"),
@@ -196,7 +240,7 @@ MUTANTS = [
     Mutant("unresolved rope passes", "rope.py", "elif scheme.depends_on_length:", "elif False:"),
     # attention
     Mutant("softmax factor ignored", "nn.py", "self.head_dim**-0.5 * self.softmax_factor", "self.head_dim**-0.5"),
-    Mutant("norm after turning", "nn.py", "q, k = self.q_norm(q), self.k_norm(k)", "q, k = self.q_norm(q), self.q_norm(k)"),
+    Mutant("norm after turning", "nn.py", "self.k_norm(k).to(v.dtype)", "self.q_norm(k).to(v.dtype)"),
     Mutant("far queries turned twice", "nn.py", "rotation.far_queries(unturned,", "rotation.far_queries(q,"),
     Mutant("mask without causality", "attention.py", "return mask & seen if", "return mask if"),
     Mutant("additive mask without causality", "attention.py", "torch.where(seen, mask, -math.inf)", "mask"),
@@ -210,9 +254,9 @@ MUTANTS = [
     Mutant("query not grouped", "self_extend.py", "positions // self.group +", "positions +"),
     Mutant("attention factor of far keys", "self_extend.py", "self.rope.shift(keys // self.group - keys,", "self.rope.at(keys // self.group - keys,"),
     # the cache
-    Mutant("window one shorter", "kv_cache.py", "(distance < self.window)", "(distance < self.window - 1)"),
-    Mutant("sinks let go", "kv_cache.py", "(distance < self.window) | is_sink[:, None]", "(distance < self.window)"),
-    Mutant("sinks at true distance", "kv_cache.py", "self.positions - self._excess", "self.positions"),
+    Mutant("window one shorter", "kv_cache.py", "in_window = distance < self.window", "in_window = distance < self.window - 1"),
+    Mutant("sinks let go", "kv_cache.py", "(in_window if is_sink is None else in_window | is_sink[:, None])", "in_window"),
+    Mutant("sinks at true distance", "cache_step.py", "self.positions - self._excess", "self.positions"),
     Mutant("sinks one farther", "kv_cache.py", "number - (self._slots - 1)", "number - self._slots"),
     Mutant("padding kept", "kv_cache.py", "kept = real & (number < self.capacity)", "kept = number < self.capacity"),
     Mutant("padding kept in the window", "kv_cache.py", "kept = real & ((number", "kept = ((number"),
@@ -226,7 +270,43 @@ MUTANTS = [
     Mutant("shift moves empty slots", "kv_cache.py", "torch.where(self._key_positions == _EMPTY, _EMPTY, moved)", "moved"),
     Mutant("draft not forgotten", "kv_cache.py", "self._key_positions[:, : self._slots].masked_fill_(dropped, _EMPTY)", "pass"),
     Mutant("draft still counted", "kv_cache.py", "self.length.sub_(dropped.sum(1))", "pass"),
-    Mutant("reset keeps keys", "kv_cache.py", "self._key_positions.fill_(_EMPTY)", "pass"),
+    Mutant("reset keeps keys", "kv_cache.py", "self._key_positions.masked_fill_(chosen[:, None], _EMPTY)", "pass"),
+    Mutant("two-axis masks pass", "attention.py", "    if mask.ndim != 4:\n        raise", "    if False:\n        raise"),
+    Mutant("attend takes any mask", "attention.py", "    if isinstance(mask, Tensor) and mask.ndim != 4:", "    if False:"),
+    Mutant("two passes take any mask", "attention.py", '        check_mask("TwoPass.attend", mask, q, k)\n', ""),
+    Mutant("mask of any size", "attention.py", "if not all(have in (1, want)", "if False and not all(have in (1, want)"),
+    Mutant("window mask one longer", "masks.py", "(distance < window)", "(distance <= window)"),
+    Mutant("window mask sees ahead", "masks.py", "((distance >= 0) & (distance < window))", "(distance < window)"),
+    Mutant("window blocks one longer", "masks.py", "(query - key < window)", "(query - key <= window)"),
+    Mutant("window blocks see ahead", "masks.py", "(query >= key) & (query - key < window)", "(query - key < window)"),
+    Mutant("padding blocks see ahead", "masks.py", "real[row, key] & (query >= key)", "real[row, key]"),
+    Mutant("padding blocks of one row", "masks.py", "real[row, key] &", "real[0, key] &"),
+    Mutant("lengths one longer", "masks.py", "device=attention_mask.device) < attention", "device=attention_mask.device) <= attention"),
+    Mutant("mask not cast under autocast", "nn.py", "                mask = mask.to(q.dtype)\n", "                pass\n"),
+    Mutant("mask cast outside autocast", "nn.py", "mask.is_floating_point() and torch.is_autocast_enabled(q.device.type)", "mask.is_floating_point()"),
+    Mutant("norm keeps float32", "nn.py", "self.k_norm(k).to(v.dtype)", "self.k_norm(k)"),
+    Mutant("rotation unchecked", "nn.py", "            cache.step.check_rotation(who, rotation)\n", "            pass\n"),
+    Mutant("rotation of any shape", "cache_step.py", "if cos.shape[:-1] != self.positions.shape:", "if False:"),
+    Mutant("two passes for new keys only", "cache_step.py", "rotation.far.shape[-1] != self.key_positions.shape[1]", "False"),
+    Mutant("rotation of the step before passes", "cache_step.py", "if any(other() is cos for other in self._progress.earlier):", "if False:"),
+    Mutant("rotation at the same place refused", "kv_cache.py", "before.moves_on and at is None else ()", "before.moves_on else ()"),
+    Mutant("rotation after padding refused", "kv_cache.py", "before is not None and before.moves_on and", "before is not None and"),
+    Mutant("a layer appends twice", "cache_step.py", "        if self._progress.stored:\n", "        if False:\n"),
+    Mutant("an outdated step appends", "cache_step.py", "        if progress.outdated:\n", "        if False:\n"),
+    Mutant("a layer left out", "cache_step.py", "if self._is_last and progress.stored() != len(progress.layers) - 1:", "if False:"),
+    Mutant("first layer commits", "cache_step.py", "        if self._is_last:\n            self.step._commit()", "        if self._progress is self.step._progress.layers[0]:\n            self.step._commit()"),
+    Mutant("keys not committed", "cache_step.py", "        self._cache._key_positions.scatter_(1, self._slot, self.positions)\n", ""),
+    Mutant("half a step passed over", "kv_cache.py", "        if 0 < stored < self.num_layers:\n            raise", "        if False:\n            raise"),
+    Mutant("overwritten keys rolled back", "kv_cache.py", "if pending is not None and pending.overwrites and 0 <", "if False and 0 <"),
+    Mutant("rollback leaves the step open", "kv_cache.py", 'beginning.",\n            )\n        self._drop()\n', 'beginning.",\n            )\n        self._pending = None\n'),
+    Mutant("shift leaves the step open", "kv_cache.py", "        self._drop()\n        for keys, one", "        for keys, one"),
+    Mutant("reset leaves the step open", "kv_cache.py", "        self._drop()\n        self.length.masked_fill_", "        self.length.masked_fill_"),
+    Mutant("reset of rows after half a step", "kv_cache.py", '            self._finished("KVCache.reset")\n', ""),
+    Mutant("reset keeps the length", "kv_cache.py", "        self.length.masked_fill_(chosen, 0)\n", ""),
+    Mutant("reset keeps the position", "kv_cache.py", "        self.position.masked_fill_(chosen, 0)\n", ""),
+    Mutant("reset of rows is of all", "kv_cache.py", "index_fill_(0, rows.to(self.length), True)", "logical_not()"),
+    Mutant("rows beyond the batch", "kv_cache.py", "if first < 0 or last >= batch:", "if first < 0 or last > batch:"),
+    Mutant("sinks beside forgotten", "kv_cache.py", "torch.cat([is_sink, number < self.sinks], dim=1) if beside", "torch.cat([is_sink, number < 0], dim=1) if beside"),
     # configs
     Mutant("contradiction passes", "configs/rope_keys.py", "elif before.value != value:", "elif False:"),
     Mutant("unused key passes", "configs/hf_scheme.py", "        if not idle:\n", "        if False:\n"),
@@ -259,7 +339,7 @@ MUTANTS = [
     Mutant("output order forgotten", "configs/hf.py", 'self.row.output_order if self.pairing == "interleaved" else None', "None"),
     Mutant("pattern off by one", "configs/layers.py", "at = 0 if pattern.first else n - 1", "at = 0"),
     Mutant("no_rope_layers inverted", "configs/layers.py", "[ALL if flag else NO_ROPE for", "[NO_ROPE if flag else ALL for"),
-    Mutant("query scale a token late", "configs/model_ropes.py", "math.floor(position / ", "math.floor((position - 1) / "),
+    Mutant("query scale a token late", "configs/model_ropes.py", "1 + position // self", "1 + (position - 1) // self"),
     Mutant("alpha not read", "configs/hf_scheme.py", 'if name == "dynamic" and "alpha" in given:', "if False:"),
     Mutant("longrope factor not worked out", "configs/hf_scheme.py", 'values["factor"] = longest / trained', "pass"),
     Mutant("several axes pass", "configs/hf.py", "if row.axes > 1 and not self.text_only:", "if False:"),
@@ -270,6 +350,73 @@ MUTANTS = [
     Mutant("meta pairing", "configs/meta.py", '"interleaved", scaling', '"half", scaling'),
     Mutant("share not written", "configs/hf_write.py", "if share is not None:\n        parameters", "if False:\n        parameters"),
     Mutant("duplicate key passes", "configs/source.py", "if len(result) < len(pairs):", "if False:"),
+    # files, messages and the command line, whatever they hold
+    Mutant("config: arrays stay arrays", SOURCE, 'if callable(getattr(value, "tolist", None)):', "if False:"),
+    Mutant("config: NumPy's floats stay", SOURCE, "type(value) in (str, bool, int, float)", "isinstance(value, str | int | float)"),
+    Mutant("config: keys of any size", SOURCE, "key.bit_length() <= 64", "True"),
+    Mutant("config: any depth", SOURCE, "if depth > _MAX_DEPTH:", "if False:"),
+    Mutant("config: bytes paths", SOURCE, "Path(os.fsdecode(source))", "Path(source)"),
+    Mutant("config: any number of keys", "configs/rope_keys.py", "if len(self.fields.config) > _MAX_KEYS:", "if False:"),
+    Mutant("message: huge integers", "_checks.py", "if x.bit_length() > 4096:", "if False:"),
+    Mutant("message: raw", "_checks.py", "super().__init__(printable(message))", "super().__init__(message)"),
+    Mutant("message: long words likened", "_checks.py", "if len(word) > _MOST_LIKENED:", "if False:"),
+    Mutant("message: any length", "_checks.py", "text if len(text) <= _MOST_SHOWN else", "text if True else"),
+    Mutant("explain: raw", "configs/explain.py", "map(printable, lines)", "lines"),
+    Mutant("explain: infinity", "configs/explain.py", "return ratio if math.isfinite(ratio) else None", "return ratio"),
+    Mutant("gguf: a tensor twice", HEADER, "if name in names:", "if False:"),
+    Mutant("gguf: long string", HEADER, "if size > _MAX_STRING:", "if False:"),
+    Mutant("gguf: long header", HEADER, "if self.position + count > self.most:", "if False:"),
+    Mutant("gguf: data behind the header", HEADER, "self.most = self.size", "pass"),
+    Mutant("gguf: arrays in arrays", HEADER, "if self.arrays > _MAX_ARRAYS:", "if False:"),
+    Mutant("gguf: edge of a block", HEADER, "at, last = 0, len(block) - _U64.size", "at, last = 0, len(block)"),
+    Mutant("gguf: seek after strings", HEADER, "self.file.seek(self.position)\n\n", "\n"),
+    Mutant("gguf: infinite softmax factor", "configs/gguf.py", "if not math.isfinite(factor):", "if False:"),
+    Mutant("NTK overflow", "schemes/ntk.py", "if stretched == math.inf:", "if False:"),
+    Mutant("dynamic overflow", "schemes/dynamic.py", "if not math.isfinite(alpha):", "if False:"),
+    Mutant("tiny factors", "schemes/per_pair.py", "if factor < _LEAST:", "if False:"),
+    Mutant("YaRN overflow", YARN, "if not math.isfinite(self.table_factor()) or self.table_factor() <= 0.0:", "if False:"),
+    Mutant("params.json: any pairing", "configs/read.py", 'if pairing not in (None, "interleaved"):', "if False:"),
+    Mutant("cli: encoding", "cli.py", 'stream.reconfigure(errors="backslashreplace")', "pass"),
+    Mutant("cli: closed pipe", "cli.py", "        except BrokenPipeError:  # nobody reads on: click ends in silence, with exit status 1\n            raise\n", ""),
+    Mutant("cli: plot path", "cli.py", "    plots.check_path(plot)\n", ""),
+    Mutant("plots: backend", "plots.py", "except ValueError as e:  # matplotlib", "except KeyError as e:  # matplotlib"),
+    # the files of the lab
+    Mutant("moment shapes not compared", CHECKPOINT, "        if kinds[name] != kind:\n", "        if False:\n"),
+    Mutant("any number of losses", CHECKPOINT, " or not 1 <= losses.shape[0] <= steps", ""),
+    Mutant("not finite", CHECKPOINT, "        if not value.isfinite().all():\n", "        if False:\n"),
+    Mutant("squares below 0", CHECKPOINT, 'if name.startswith("exp_avg_sq.") and bool', "if False and bool"),
+    Mutant("checksum not compared", CHECKPOINT, "    if _digest(tensors, metadata) != digest:\n", "    if False:\n"),
+    Mutant("checksum of tensors alone", CHECKPOINT, "hashlib.sha256(json.dumps([metadata[key] for key in _METADATA[:3]]).encode())", "hashlib.sha256()"),
+    Mutant("any scheme by name", CHECKPOINT, "or name not in _SCHEMES)", "or False)"),
+    Mutant("extra tensors pass", CHECKPOINT, 'if different := sorted(kinds.keys() - {"losses"} ^ wanted.keys()):', "if different := sorted(wanted.keys() - kinds.keys()):"),
+    Mutant("other keys pass", CHECKPOINT, "if keys is not None and value.keys() != set(keys):", "if keys is not None and not set(keys) <= value.keys():"),
+    Mutant("rope of other heads", CHECKPOINT, 'if said["head_dim"] != size.head_dim:', "if False:"),
+    Mutant("deep JSON", CHECKPOINT, "except (ValueError, RecursionError) as e:", "except ValueError as e:"),
+    Mutant("written though not finite", CHECKPOINT, "if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():", "if False:"),
+    Mutant("headers of any length", FILES, "if header > LARGEST_HEADER:", "if False:"),
+    Mutant("written in place", FILES, "    with writing(file, _beside(file)) as unfinished:", "    with writing(file, file) as unfinished:"),
+    Mutant("what was begun stays", FILES, "            with suppress(OSError):\n                unfinished.unlink()\n", "            pass\n"),
+    Mutant("a folder file by file", FILES, "            if there:\n                os.rename(folder, old)\n", "            if there:\n                shutil.copytree(folder, old)\n                shutil.rmtree(folder)\n"),
+    Mutant("permissions of the library", FILES, "    file.chmod(mode)\n", ""),
+    Mutant("errors of the library", FILES, "except (OSError, library.SafetensorError) as e:", "except OSError as e:"),
+    Mutant("file replaced without force", FILES, "if file.exists() and not force:", "if False:"),
+    Mutant("folder replaced without force", FILES, "if there and not force:", "if False:"),
+    Mutant("whatever the folder holds", FILES, "sorted(name for name in there if name not in replaceable or not (folder / name).is_file())", "[]"),
+    Mutant("current folder replaced", FILES, "if folder.exists() and (folder == Path.cwd() or os.path.ismount(folder)):", "if False:"),
+    Mutant("folder named like a file", FILES, " or not (folder / name).is_file()", ""),
+    Mutant("slower export", FILES, "elif e.errno in (errno.ENOTEMPTY, errno.EEXIST):", "elif False:"),
+    Mutant("over its checkpoint", "lab/export.py", "path.exists() and path.samefile(file) for path in touched", "False for path in touched"),
+    Mutant("tokenizer over the checkpoint", "lab/export.py", "[target, _tokenizer_beside(target)]", "[target]"),
+    Mutant("shapes of the config alone", "lab/export.py", "            if kind.shape != shape:\n", "            if False:\n"),
+    Mutant("byte 0 ends a piece", "lab/tokenizer.py", 'b"<0x00>"', 'b"\\0"'),
+    Mutant("characters of GPT-2", "lab/tokenizer.py", "*range(0xAE, 0x100)", "*range(0xAD, 0x100)"),
+    Mutant("space in front", "lab/tokenizer.py", '"pre_tokenizer": {\n                "type": "ByteLevel",\n                "add_prefix_space": False', '"pre_tokenizer": {\n                "type": "ByteLevel",\n                "add_prefix_space": True'),
+    Mutant("nobody is kept out", "lab/lock.py", "        lock.acquire(timeout=0)\n", "        pass\n"),
+    Mutant("kept after an error", "lab/lock.py", "    finally:\n        with suppress(OSError):  # Windows", "    except ValueError:\n        with suppress(OSError):  # Windows"),
+    Mutant("any number of tokens", "lab/generate.py", "(len(prompt) + tokens) * for_each > LARGEST_CACHE", "tokens > 2**40"),
+    Mutant("a slot for the last token", "lab/generate.py", "capacity=length - 1)", "capacity=length)"),
+    Mutant("layers without bound", "lab/model.py", '    "num_layers": 2**10,\n', ""),
+    Mutant("shape of key heads", "lab/model.py", '"self_attn.k_proj": (kv_width, width)', '"self_attn.k_proj": (width, width)'),
     # the study of the lab
     Mutant("a symbol too many counts", "lab/copying.py", "-words.shape[1] :] = True", "-words.shape[1] - 1 :] = True"),
     Mutant("every seed the same", "lab/copying.py", "(_TRAINING, seed, step)", "(_TRAINING, step)"),
@@ -286,6 +433,16 @@ MUTANTS = [
     Mutant("luck is certain", "lab/findings.py", '"Expected, and so on {every}:": all', '"Expected, and so on {every}:": any'),
     Mutant("whole range", "lab/results.py", "min(self.values)) / 2", "min(self.values))"),
 ]  # fmt: skip
+
+
+def nearest_first(file: str) -> list[list[str]]:
+    """The suite in parts: the tests of this file, those of its folder, which nearly always notice, and all others."""
+    path = Path(file)
+    folders = {"": [], "rotation": ["rotation", "kernels"]}.get(path.parent.name, [path.parent.name])
+    own = [tests for tests in SUITE if path.stem in tests]
+    near = [tests for tests in SUITE if tests not in own and any(f"/{folder}" in tests for folder in folders)]
+    others = [tests for tests in SUITE if tests not in own + near]
+    return [part for part in (own, near, others) if part]
 
 
 def survives(mutant: Mutant) -> bool:
@@ -305,8 +462,9 @@ def survives(mutant: Mutant) -> bool:
         if kernel := importlib.util.find_spec("ropewalk.kernels._cpu"):
             shutil.copy(str(kernel.origin), broken / "ropewalk" / "kernels")
         # On the CPU the kernels would do the work of the reference.
-        plain = ({"ROPEWALK_BACKEND": "reference"} if mutant.file == REFERENCE else {}, [*SLOW_LEFT_OUT, *SUITE])
-        for also, tests in GPU_SUITES if mutant.file in (GPU, KERNELS) else [plain]:
+        plain = {"ROPEWALK_BACKEND": "reference"} if mutant.file in (REFERENCE, "angles.py") else {}
+        suites = [(plain, [*SLOW_LEFT_OUT, *part]) for part in nearest_first(mutant.file)]
+        for also, tests in GPU_SUITES if mutant.file in (GPU, KERNELS) else suites:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
             environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(broken), "OMP_NUM_THREADS": "1", **also}
             ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -372,8 +372,16 @@ def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:
     assert rope._steps[1] != _fixed_point.step(float(np.float32(rope.inv_freq[1])))
 
 
+def printed_by(program: str) -> str:
+    """What a program prints in a fresh process, where nothing was used before."""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ}, timeout=120
+    )
+    return ran.stdout
+
+
 def test_first_use_in_a_fresh_process_under_fake_tensors() -> None:
-    program = (
+    printed = printed_by(
         "import torch\n"
         "from torch._subclasses.fake_tensor import FakeTensorMode\n"
         "from ropewalk import Rope\n"
@@ -382,7 +390,18 @@ def test_first_use_in_a_fresh_process_under_fake_tensors() -> None:
         "    rope.at(torch.arange(4))\n"
         "print(rope.at(torch.arange(4)).cos[1, 0].item())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ}, timeout=120
+    assert float(printed) == pytest.approx(math.cos(1), abs=ON_CPU)
+
+
+def test_first_use_imports_no_compiler() -> None:
+    """torch._dynamo brings sympy and Triton with it: 1.5 s for a process that compiles nothing."""
+    printed = printed_by(
+        "import sys, torch\n"
+        "from ropewalk import Rope\n"
+        "before = set(sys.modules)\n"
+        "rotation = Rope(8, 1e4, 'half').at(torch.arange(4))\n"
+        "rotation.apply_(rotation(torch.ones(4, 2, 8), layout='thd'), layout='thd')\n"
+        "roots = {'torch._dynamo', 'torch._inductor', 'sympy', 'triton'}\n"
+        "print(sorted(roots & (set(sys.modules) - before)))\n"
     )
-    assert float(ran.stdout) == pytest.approx(math.cos(1), abs=ON_CPU)
+    assert printed == "[]\n"

@@ -107,8 +107,8 @@ class TestMasks:
         same(made, x, made(x, YARN.at(at, dtype=torch.float64), mask=mask), theirs)
 
     def test_bool(self) -> None:
-        mask = torch.rand(SEQ, SEQ, generator=torch.Generator().manual_seed(3)) < 0.5
-        mask.fill_diagonal_(True)
+        mask = torch.rand(1, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(3)) < 0.5
+        mask |= torch.eye(SEQ, dtype=torch.bool)
         self.check(mask, seen=mask)
 
     def test_bool_for_each_head(self) -> None:
@@ -127,7 +127,7 @@ class TestMasks:
 
     def test_additive_gets_its_gradient(self) -> None:
         made, x, at = layer(), hidden(), torch.arange(SEQ)
-        bias = torch.randn(4, SEQ, SEQ, dtype=torch.float64, requires_grad=True)
+        bias = torch.randn(1, 4, SEQ, SEQ, dtype=torch.float64, requires_grad=True)
         ours = made(x, ROPE.at(at, dtype=torch.float64), mask=bias)
         theirs = reference(made, x, TURN, at, bias=bias)
         mine, wanted = (torch.autograd.grad(out.square().sum(), bias)[0] for out in (ours, theirs))
@@ -167,7 +167,7 @@ class TestPacked:
         assert blocks.to_dense().squeeze().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
     def test_mask(self) -> None:
-        assert torch.equal(masks.packed(self.CU_SEQLENS, self.TOTAL), self.seen())
+        assert torch.equal(masks.packed(self.CU_SEQLENS, self.TOTAL), self.seen()[None, None])
         with pytest.raises(RopeError, match="cu_seqlens must be an int32 or int64 tensor of one axis"):
             masks.packed(torch.tensor([0.0, 3.0]), 3)
 
@@ -264,10 +264,10 @@ def test_refuses_arguments() -> None:
         (
             "mask must be bool .* or torch.float64 .*, got torch.int64",
             (x, rotation),
-            {"mask": torch.ones(SEQ, SEQ).long()},
+            {"mask": torch.ones(1, 1, SEQ, SEQ).long()},
         ),
-        ("mask must be bool", (x, rotation), {"mask": torch.zeros(SEQ, SEQ)}),
-        (r"fit \[batch, heads, seq, keys\] = \[2, 4, 7, 7\], got shape \(2, 7\)", (x, rotation), {"mask": x[..., 0]}),
+        ("mask must be bool", (x, rotation), {"mask": torch.zeros(1, 1, SEQ, SEQ)}),
+        (r"four axes \[batch, heads, seq, keys\] = \[2, 4, 7, 7\], .* \(2, 7\)", (x, rotation), {"mask": x[..., 0]}),
         (r"got shape \(7,\)", (x, rotation), {"mask": x[0, :, 0]}),
         ("with a cache or two passes, mask must be a tensor, got a BlockMask", (x, rotation), {"mask": blocks}),
     ]
@@ -276,5 +276,6 @@ def test_refuses_arguments() -> None:
             made(*given, **options)
     with pytest.raises(RopeError, match=wrong[-1][0]):
         made(x, SelfExtend(ROPE, 2, 2).at(torch.arange(SEQ), dtype=torch.float64), mask=blocks)
+    step = cache.step(SEQ)
     with torch.no_grad(), pytest.raises(RopeError, match=wrong[-1][0]):
-        made(x, rotation, mask=blocks, cache=cache.step(SEQ).layer(0))
+        made(x, step.rotation(ROPE, dtype=torch.float64), mask=blocks, cache=step.layer(0))

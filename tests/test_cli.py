@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.main, [str(a) for a in arguments])
+    # Before click 8.2 stderr is a part of stdout unless it is asked for.
+    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+    return CliRunner(**apart).invoke(cli.main, [str(a) for a in arguments])
 
 
 def test_explain(config: Path) -> None:
@@ -157,6 +161,84 @@ def test_explain_text_only(tmp_path: Path) -> None:
     path = write(tmp_path, model_type="qwen2_vl_text", head_dim=None, hidden_size=64, num_attention_heads=4)
     assert "text_only=True" in run("explain", path).stderr
     assert "text only" in run("explain", path, "--text-only").stdout
+
+
+def process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "ropewalk", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, **environment})
+
+
+def one_line(stderr: str) -> bool:
+    return stderr.startswith("Error: ") and stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("plot", [".", "", "/", "..", "folder/", "folder", "a.txt", ".png", "nowhere/a.png"])
+def test_plot_needs_the_name_of_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plot: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for more in (
+        {},
+        {"model_type": "gemma3_text", "rope_local_base_freq": 1e4, "rope_theta": 1e6},
+    ):  # one rope, and two
+        ran = run("explain", write(tmp_path, **more), "--plot", plot)
+        assert (ran.exit_code, ran.stdout) == (1, ""), ran.output
+        assert one_line(ran.stderr), ran.stderr
+        assert "must end in one of" in ran.stderr or "the folder of path must exist" in ran.stderr
+
+
+def test_a_broken_setting_of_matplotlib_is_one_line(config: Path, tmp_path: Path) -> None:
+    ran = process("explain", config, "--plot", tmp_path / "a.png", MPLBACKEND="bogus")
+    assert ran.returncode == 1
+    assert one_line(ran.stderr.decode()), ran.stderr
+    assert b"MPLBACKEND" in ran.stderr
+
+
+EVIL = "x\x1b[31mRED\x07\ud800 \u4e2d\u6587 \u2603"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8", "cp1252"])
+def test_every_encoding_of_the_output(tmp_path: Path, encoding: str) -> None:
+    """Characters that a terminal does not have, and what would not be text at all, are written as escapes."""
+    path = write(tmp_path, model_type=EVIL)
+    for arguments, code in ((("--pairing", "half"), 0), ((), 1), (("--pairing", "half", "--json"), 0)):
+        ran = process("explain", path, *arguments, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+        assert ran.returncode == code, ran.stderr
+        both = ran.stdout + ran.stderr
+        assert b"Traceback" not in both
+        assert b"\x1b" not in both
+        assert b"\x07" not in both
+        if "--json" in arguments:
+            assert json.loads(ran.stdout)["model_type"] == EVIL
+        else:
+            assert rb"x\x1b[31mRED\x07\ud800" in both.replace(rb"\\", b"\\")
+
+
+@pytest.mark.parametrize("arguments", [["explain", "CONFIG"], ["explain", "CONFIG", "--json"], ["doctor"], ["--help"]])
+def test_nobody_reads_the_output(config: Path, arguments: list[str]) -> None:
+    """As in `ropewalk doctor | true`: it ends without a word, with exit status 1, as click's commands do."""
+    command = [sys.executable, "-m", "ropewalk", *(str(config) if a == "CONFIG" else a for a in arguments)]
+    read, written = os.pipe()
+    os.close(read)
+    try:
+        ran = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, timeout=120)
+    finally:
+        os.close(written)
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"type": "longrope", "short_factor": [1e-320] * 4, "long_factor": [1.0] * 4, "factor": 2.0,
+          "original_max_position_embeddings": 64}, "short_factor[0] must be at least 1e-300"),
+        ({"type": "dynamic", "alpha": 1e308}, "must be a finite float64"),
+    ],
+)  # fmt: skip
+def test_numbers_that_overflow_are_one_line(tmp_path: Path, scaling: dict[str, object], message: str) -> None:
+    ran = run("explain", write(tmp_path, rope_scaling=scaling))
+    assert ran.exit_code == 1
+    assert one_line(ran.stderr)
+    assert message in ran.stderr
 
 
 def test_a_full_disk_is_no_traceback(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import ropewalk
-from ropewalk import demo
+from kernel_cases import watched
+from ropewalk import RopeError, demo
+from ropewalk.kernels import cpu
 
 PICTURES = ("rotated_vector.png", "pairs.png", "inv_freq.png", "decay.png")
 NUMBER = r"(\d\.\de[+-]\d\d)"
@@ -16,11 +22,13 @@ NUMBER = r"(\d\.\de[+-]\d\d)"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Folder and lines of one run; the folder did not exist."""
+    """Folder, lines and called kernels of one run; the folder did not exist."""
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
     said = []
-    demo.run(folder, said.append)
-    return folder, said
+    with pytest.MonkeyPatch.context() as patch:
+        calls = watched(cpu, patch)
+        demo.run(folder, said.append)
+    return folder, said, calls
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def test_reads_the_published_config(said):
     text = "\n".join(step(said, 1))
     assert "Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0" in text
     assert "32 layers, all the same; 64 pairs" in text
-    assert "6.28 to 20,473,564 tokens" in text
+    assert "wavelengths of 6.28 to 20,473,564 tokens" in text
 
 
 def test_angles_are_exact_at_every_position_and_the_usual_ones_drift(said):
@@ -86,15 +94,89 @@ def test_compares_time_and_error_and_the_summary_follows_from_the_numbers(said):
         assert layer > 0
         assert whole == pytest.approx(angles + 32 * layer, abs=32 * 0.005 + 0.06)
         found[name] = whole, error
-    (ratio,) = (float(m[1]) for row in rows if (m := re.search(r"ropewalk takes ([\d.]+) times as long", row)))
+    (ratio,) = (float(m[1]) for row in rows if (m := re.search(r"ropewalk took ([\d.]+) times as long", row)))
     ours, usual = found["ropewalk"], found["usual float32 code"]
     assert ratio == pytest.approx(ours[0] / usual[0], rel=0.02, abs=0.005)  # two decimals are printed
     assert ours[1] < 2.0**-22
     assert 1e-3 < usual[1] < 2e-2
 
 
+# One comparison on few tokens, in a process that has its own ROPEWALK_BACKEND, and on request no CPU kernel. Counts the
+# calls of the compiled code, which is what the demo's sentence about itself must agree with.
+COMPARE = """
+import dataclasses, sys
+if {without!r}:
+    sys.modules["ropewalk.kernels._cpu"] = None  # its import fails
+import ropewalk
+from ropewalk import RopeError, demo
+from ropewalk.kernels import cpu
+calls = []
+def rotate(*args, original=cpu.rotate):
+    calls.append("rotate")
+    original(*args)
+cpu.rotate = rotate
+case = demo._case(ropewalk.from_config(demo.CONFIG).rope)
+few = dataclasses.replace(case, positions=case.positions[:32], q=case.q[:, :32], k=case.k[:, :32])
+demo._compare(few, print)
+print("kernel calls:", len(calls))
+"""
+
+
+@pytest.mark.parametrize(("backend", "without"), [("auto", False), ("reference", False), ("auto", True)])
+def test_says_which_code_ran(backend, without):
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPARE.format(without=without)],
+        env={**os.environ, "ROPEWALK_BACKEND": backend},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    *said, counted = ran.stdout.splitlines()
+    calls = int(counted.removeprefix("kernel calls: "))
+    assert bool(calls) == (backend == "auto" and not without and not cpu.why_not)
+    says_which_code_ran(said, calls)
+    if backend == "reference" and not cpu.why_not:
+        assert "but ROPEWALK_BACKEND is reference" in said[-1]
+    if without:
+        assert "The CPU kernel is not usable: " in said[-1]
+
+
+def says_which_code_ran(rows, calls):
+    """The last row of the comparison is true of a run in which the compiled code was called that often."""
+    if calls:
+        ran = re.fullmatch(r"  What ran: the compiled CPU kernel \((\w+)\) for ropewalk, .* usual code\.", rows[-1])
+        assert ran
+        assert ran[1] == cpu.level()
+    else:
+        assert rows[-1].startswith("  What ran: plain PyTorch for both. The CPU kernel is ")
+    assert not re.search(r"no compiled|\byet\b|release", "\n".join(rows))
+
+
+def test_the_whole_run_says_so_too(ran):
+    _, said, calls = ran
+    says_which_code_ran(step(said, 5), len(calls))
+
+
+def test_says_that_errors_grow_only_where_they_did(said, monkeypatch):
+    grown = re.compile(r"grows with the position")
+    assert grown.search("\n".join(step(said, 2)))
+    case = demo._case(ropewalk.from_config(demo.CONFIG).rope)
+
+    def better_farther_out(inv_freq, positions):
+        rotation = case.rope.at(positions)
+        off = 1 / positions.max()
+        return tuple(torch.cat((table, table), dim=-1) + off for table in (rotation.cos, rotation.sin))
+
+    monkeypatch.setattr(demo, "_usual_cos_sin", better_farther_out)
+    rows = []
+    demo._check_angles(case, rows.append)
+    assert len(table(rows)) == 5
+    assert not grown.search("\n".join(rows))
+
+
 def test_writes_the_pictures_and_names_them(ran):
-    folder, said = ran
+    folder, said, _ = ran
     assert tuple(line.strip() for line in said[-4:]) == PICTURES
     assert str(folder) in said[-5]
     assert {path.name for path in folder.iterdir()} == set(PICTURES)
@@ -143,7 +225,7 @@ def test_a_wrong_turn_is_caught(tmp_path, monkeypatch, wrong):
         return turned["q"], turned["k"]
 
     monkeypatch.setattr(ropewalk.Rotation, "__call__", turns_one_token_the_other_way)
-    refused(tmp_path, f"error of turned {wrong} must be at most 2.4e-07", 3)
+    refused(tmp_path, f"error of rotated {wrong} must be at most 2.4e-07", 3)
 
 
 def test_scores_that_depend_on_more_than_distance_are_caught(tmp_path, monkeypatch):
@@ -165,3 +247,11 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     with pytest.raises(ropewalk.RopeError, match=r"demo: folder must be one that can be made, got .*file"):
         demo.run(tmp_path / "file", said.append)
     assert not said
+
+
+def test_without_matplotlib_it_fails_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # importing it raises
+    said: list[str] = []
+    with pytest.raises(RopeError, match="matplotlib must be installed"):
+        demo.run(tmp_path, said.append)
+    assert said == []

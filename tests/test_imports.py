@@ -30,11 +30,12 @@ MAY_IMPORT = {
     "positions": BOTTOM,
     "rope": BOTTOM | {"_fixed_point", "schemes", "angles", "rotation"},
     "configs": BOTTOM | {"rope", "schemes"},
-    "masks": {"positions"},
+    "masks": BOTTOM | {"positions"},
     "attention": BOTTOM | {"rotation"},
     "self_extend": BOTTOM | {"rope", "attention"},
-    "kv_cache": BOTTOM | {"rope", "rotation", "attention"},
-    "nn": BOTTOM | {"rope", "rotation", "attention", "kv_cache"},
+    "cache_step": BOTTOM | {"rope", "rotation", "attention"},
+    "kv_cache": BOTTOM | {"rope", "rotation", "cache_step"},
+    "nn": BOTTOM | {"rope", "rotation", "attention", "cache_step"},
     # These stand outside: the public names only, which is the package itself;
     # the lab also names types of the attention, and its messages have the one form.
     "plots": set(),

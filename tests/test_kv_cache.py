@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,83 +15,24 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
-from ropewalk import DynamicNTK, KVCache, Rope, RopeError, RotaryAttention, SelfExtend, YaRN
-
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
-YARN_FACTOR = 0.1 * 1.3862943611198906 + 1
-ROPES: dict[str, tuple[Rope | None, Turn | None]] = {
-    "default": (Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")),
-    "YaRN, partial": (
-        Rope(HEAD_DIM, 1e2, "interleaved", rotary_dim=4, rotary_offset=2, scaling=YaRN(4, 32)),
-        Turn(oracle.yarn(1e2, 4, 4, 32), "interleaved", offset=2, factor=YARN_FACTOR),
-    ),
-    "none": (None, None),
-}
-# Measured: 2e-15 in values of size 5, and with five shifts 5e-15.
-EXACT: dict[str, Any] = {"rtol": 0, "atol": 3e-14}
-
-
-def model() -> list[RotaryAttention]:
-    torch.manual_seed(0)
-    layers = [RotaryAttention(HIDDEN, HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM).double() for _ in range(LAYERS)]
-    for layer in layers:
-        for parameter in layer.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-    return layers
-
-
-MODEL = model()
-
-
-def cache_of(batch: int, **size: Any) -> KVCache:
-    return KVCache(LAYERS, batch, KV_HEADS, HEAD_DIM, dtype=torch.float64, **size)
-
-
-@torch.no_grad()
-def run(cache: KVCache, x: Tensor, rope: Rope | SelfExtend | None, **options: Any) -> Tensor:
-    """One forward pass of the new tokens x."""
-    step = cache.step(x.shape[1], **options)
-    if rope is None:
-        rotation = None
-    elif isinstance(rope, SelfExtend):
-        rotation = rope.at(step.positions, step.key_positions, dtype=torch.float64)
-    else:
-        rotation = step.rotation(rope, dtype=torch.float64)
-    for i, layer in enumerate(MODEL):
-        x = x + layer(x, rotation, cache=step.layer(i))
-    return x
-
-
-@torch.no_grad()
-def in_one_piece(x: Tensor, turn: Turn | None, at: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-    """The same of one row [seq, hidden], without ropewalk."""
-    x = x[None]
-    for layer in MODEL:
-        weights = dict(layer.named_parameters())
-        x = x + written_out.attention(x, weights, heads=HEADS, kv_heads=KV_HEADS, turn=turn, at=at, seen=seen)
-    return x[0]
-
-
-def distances(seq: int, size: dict[str, int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Positions and visibility of each pair in a cache of such a size."""
-    if "capacity" in size:
-        return written_out.pairs(torch.arange(seq)), written_out.causal(seq)
-    if "sinks" in size:
-        return written_out.streaming(seq, size["window"], size["sinks"])
-    seen = [[0 <= i - j < size["window"] for j in range(seq)] for i in range(seq)]
-    return written_out.pairs(torch.arange(seq)), torch.tensor(seen)
-
-
-def check_rows(outputs: list[Tensor], inputs: list[Tensor], real: list[Tensor], turn: Turn | None, how: Any) -> None:
-    """Each row's real tokens, put together from the pieces, against the row in one piece."""
-    out, x, kept = (torch.cat(pieces, dim=1) for pieces in (outputs, inputs, real))
-    assert out.isfinite().all()  # padding too: nan would spread
-    for row in range(x.shape[0]):
-        tokens = x[row, kept[row]]
-        if len(tokens):
-            torch.testing.assert_close(out[row, kept[row]], in_one_piece(tokens, turn, *how(len(tokens))), **EXACT)
-
+from cache_model import (
+    EXACT,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    MODEL,
+    ROPES,
+    cache_of,
+    check_rows,
+    distances,
+    in_one_piece,
+    run,
+    state,
+    unchanged,
+)
+from ropewalk import DynamicNTK, KVCache, Rope, RopeError, SelfExtend
 
 SIZES = st.one_of(
     st.just({"capacity": 30}),
@@ -186,7 +128,8 @@ def test_keys_of_every_layout(layout: str) -> None:
     assert rope is not None
     assert turn is not None
     batch = 1 if layout == "thd" else 2
-    cache, k = cache_of(batch, capacity=5), torch.randn(batch, 5, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+    cache = KVCache(1, batch, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64)
+    k = torch.randn(batch, 5, KV_HEADS, HEAD_DIM, dtype=torch.float64)
     order = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3), "sbhd": (1, 0, 2, 3)}
     for start, stop in ((0, 3), (3, 4), (4, 5)):
         step, piece = cache.step(stop - start), k[:, start:stop]
@@ -226,28 +169,6 @@ def test_shift_turns_keys_and_nothing_else(delta: int | Tensor) -> None:
     assert torch.equal(following.key_positions, torch.as_tensor(moved))
 
 
-def test_what_a_step_says() -> None:
-    cache = KVCache(1, 2, 1, 2, window=3, sinks=1)
-    padded = cache.step(2, attention_mask=torch.tensor([[0, 1], [1, 1]]))
-    assert padded.mask[0, 0, 0].all()  # padding sees everything: in some kernels a query that sees nothing gives nan
-    step = cache.step(3)
-    assert step.positions.tolist() == [[1, 2, 3], [2, 3, 4]]
-    # What was cached, slot by slot, then the new tokens.
-    none = 2**62
-    assert step.key_positions.tolist() == [[0, none, none, none, 1, 2, 3], [0, 1, none, none, 2, 3, 4]]
-    assert step.mask[1, 0].int().tolist() == [[1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1, 1]]
-    one = cache.step(1)
-    assert one.key_positions.tolist() == [[0, 4, 2, 3], [0, 4, 5, 3]]
-    assert one.mask[:, 0, 0].all()
-
-
-def test_no_slot_is_written_twice() -> None:
-    """Which of two writes to one place is the last is not defined on a GPU."""
-    step = KVCache(1, 2, 1, 2, window=3, sinks=2).step(9, attention_mask=torch.tensor([[1] * 9, [1] * 7 + [0] * 2]))
-    for slots in step._slot.tolist():
-        assert sorted(slot for slot in slots if slot < 5) == [0, 1, 2, 3, 4]
-
-
 def test_reset() -> None:
     rope, _ = ROPES["default"]
     cache, x = cache_of(2, window=3), torch.randn(2, 5, HIDDEN, dtype=torch.float64)
@@ -255,6 +176,89 @@ def test_reset() -> None:
     assert torch.equal(cache.position, torch.tensor([5, 5]))
     cache.reset()
     assert torch.equal(run(cache, x, rope), first)
+
+
+ROWS: dict[str, Callable[[list[int], int], Any]] = {
+    "list": lambda rows, batch: rows,
+    "tuple": lambda rows, batch: tuple(rows),
+    "int64": lambda rows, batch: torch.tensor(rows, dtype=torch.int64),
+    "int32": lambda rows, batch: torch.tensor(rows, dtype=torch.int32),
+    "bool": lambda rows, batch: torch.tensor([row in rows for row in range(batch)]),
+}
+
+
+@given(data=st.data(), batch=st.integers(1, 3), size=SIZES, way=st.sampled_from(sorted(ROWS)))
+@settings(max_examples=60)
+def test_rows_are_recycled(data: st.DataObject, batch: int, size: dict[str, int], way: str) -> None:
+    """Continuous batching: a row takes its next text while the others go on with theirs."""
+    rope, turn = ROPES["YaRN, partial"]
+    assert rope is not None
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    cache = cache_of(batch, **size)
+    texts: list[list[list[tuple[Tensor, Tensor]]]] = [[[]] for _ in range(batch)]  # of each row: texts of tokens
+    for seq in data.draw(st.lists(st.sampled_from([1, 1, 2, 6]), min_size=2, max_size=6)):
+        ended = [row for row in range(batch) if data.draw(st.booleans())]
+        cache.reset(ROWS[way](ended, batch))
+        for row in ended:
+            texts[row].append([])
+        if data.draw(st.booleans()):
+            cache.shift(rope, torch.randint(-300, 300, (batch,)))
+        x, real = torch.randn(batch, seq, HIDDEN, dtype=torch.float64), torch.rand(batch, seq) < 0.7
+        out = run(cache, x, rope, attention_mask=real)
+        for row in range(batch):
+            texts[row][-1].extend((x[row, i], out[row, i]) for i in range(seq) if real[row, i])
+    assert cache.length.tolist() == [len(texts[row][-1]) for row in range(batch)]
+    for text in (text for row in texts for text in row if text):
+        wanted = in_one_piece(torch.stack([x for x, _ in text]), turn, *distances(len(text), size))
+        torch.testing.assert_close(torch.stack([out for _, out in text]), wanted, **EXACT)
+
+
+@pytest.mark.parametrize("size", [{"window": 4}, {"capacity": 9}])
+def test_a_recycled_row_begins_at_position_0(size: dict[str, int]) -> None:
+    cache, new = KVCache(1, 2, 1, 2, **size), torch.ones(2, 3, 1, 2)
+    cache.step(3).layer(0).append(new, new)
+    cache.reset([0])
+    assert cache.position.tolist() == cache.length.tolist() == [0, 3]
+    assert cache.step(2).positions.tolist() == [[0, 1], [3, 4]]
+
+
+def test_rows_are_recycled_in_a_compiled_pass() -> None:
+    rope, turn = ROPES["default"]
+
+    def recycle_and_run(cache: KVCache, x: Tensor, ended: Tensor) -> Tensor:
+        cache.reset(ended)
+        return run(cache, x, rope)
+
+    cache, x, ended = cache_of(2, window=3), torch.randn(2, 6, HIDDEN, dtype=torch.float64), [[], [0], [], [0, 1]]
+    run(cache, x[:, :2], rope)
+    compiled = torch.compile(recycle_and_run, fullgraph=True, backend="aot_eager")
+    outputs = [compiled(cache, x[:, i + 2 : i + 3], ROWS["bool"](rows, 2)) for i, rows in enumerate(ended)]
+    assert cache.position.tolist() == [1, 1]
+    wanted = in_one_piece(x[0, 3:5], turn, *distances(2, {"window": 3}))
+    torch.testing.assert_close(torch.cat(outputs[1:3], dim=1)[0], wanted, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("rows", "got"),
+    [
+        ([2], "2"),
+        ([-1], "-1"),
+        ([True, False], "True"),
+        ([0.0], "0.0"),
+        (0, "got 0"),
+        (torch.tensor([0, 2]), "got rows up to 2"),
+        (torch.tensor([-1]), "got rows from -1"),
+        (torch.tensor([True]), r"got torch.bool of shape \(1,\)"),
+        (torch.tensor([[0]]), r"got torch.int64 of shape \(1, 1\)"),
+        (torch.tensor([0.0]), "got torch.float32"),
+    ],
+)
+def test_rows_that_are_not_there(rows: Any, got: str) -> None:
+    cache = KVCache(1, 2, 1, 2, window=4)
+    cache.step(1).layer(0).append(torch.ones(2, 1, 1, 2), torch.ones(2, 1, 1, 2))
+    with pytest.raises(RopeError, match=rf"KVCache\.reset: .*rows.*{got}"):
+        cache.reset(rows)
+    assert cache.length.tolist() == [1, 1]
 
 
 def test_in_inference_mode() -> None:
@@ -326,10 +330,6 @@ def test_a_full_cache_is_unharmed_by_the_refusal() -> None:
     assert cache.length.tolist() == [3, 3]
 
 
-def state(cache: KVCache) -> list[Tensor]:
-    return [x.clone() for x in (*cache.keys, *cache.values, cache.length, cache.position, cache._key_positions)]
-
-
 def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
     rope, _ = ROPES["default"]
     cache, x = cache_of(2, capacity=6), torch.randn(2, 6, HIDDEN, dtype=torch.float64)
@@ -343,7 +343,7 @@ def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
     ):
         with pytest.raises(RopeError, match=message):
             cache.shift(ropes, 3)
-    assert all(torch.equal(x, y) for x, y in zip(before, state(cache), strict=True))
+    assert unchanged(cache, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool])
@@ -384,7 +384,7 @@ def test_refuses_arguments() -> None:
         cache.step(1, attention_mask=[1, 1])  # type: ignore[arg-type]
     with pytest.raises(RopeError, match=r"at must be an int64 tensor \[batch\] = \[2\], got 5"):
         cache.step(1, at=5)  # type: ignore[arg-type]
-    with pytest.raises(RopeError, match="at must be None in a cache with a window"):
+    with pytest.raises(RopeError, match=r"at must be None in a cache with a window.*reset\(rows=\.\.\.\)"):
         KVCache(1, 2, 1, 2, window=8).step(1, at=torch.tensor([0, 0]))
     rope = Rope(2, 1e4, "half")
     with pytest.raises(RopeError, match=r"delta must be an int64 tensor \[batch\] = \[2\], got .* shape \(3,\)"):
@@ -394,13 +394,3 @@ def test_refuses_arguments() -> None:
     for wrong in ([rope, rope], ["half"], None):
         with pytest.raises(RopeError, match=r"KVCache\.shift: rope must be a Rope, or one or None for each"):
             cache.shift(wrong, 1)  # type: ignore[arg-type]
-    with pytest.raises(RopeError, match=r"CacheStep\.layer: index must be an integer from 0 to 0, got 1"):
-        cache.step(1).layer(1)
-    layer, k = cache.step(1).layer(0), torch.ones(2, 1, 1, 2)
-    for wrong_k in (k[:1], k[..., :1], k.double(), k.expand(2, 3, 1, 2), k.to("meta")):
-        with pytest.raises(RopeError, match=r"KVCache: k must have shape \(2, 1, 1, 2\) in torch.float32 on cpu"):
-            layer.append(wrong_k, k)
-    with pytest.raises(RopeError, match="KVCache: v must have shape"):
-        layer.append(k, k.half())
-    with pytest.raises(RopeError, match="KVCache: gradients cannot pass through a cache"):
-        layer.append(k.requires_grad_(), k)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import cmath
 import math
+import os
 import struct
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -304,6 +306,18 @@ def test_without_matplotlib_the_error_says_what_to_install(function, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ropewalk.RopeError, match=r'pip install "ropewalk\[plots\]"'):
         function(LLAMA)
+
+
+def test_a_backend_that_matplotlib_does_not_know():
+    code = (
+        "import ropewalk; from ropewalk import plots\n"
+        "try: plots.inv_freq(ropewalk.Rope(8, 1e4, 'half'))\n"
+        "except ropewalk.RopeError as e: print(e)"
+    )
+    environment = {**os.environ, "MPLBACKEND": "bogus"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert ran.stdout.startswith("plots: matplotlib must accept its settings, got"), ran.stderr
+    assert "Unset or mend MPLBACKEND." in ran.stdout
 
 
 @pytest.mark.parametrize(

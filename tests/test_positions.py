@@ -53,6 +53,11 @@ def test_packed_is_compiled_whole_and_without_a_new_graph_for_each_length() -> N
     [
         (lambda: positions.ragged([0, 1], 3), "positions.ragged: offsets must be an int32 or int64 tensor"),
         (lambda: positions.ragged(torch.tensor([0.5]), 3), "got torch.float32 of shape (1,)"),
+        (lambda: positions.ragged(torch.tensor([0.5]), 3), "of each row's first token, e.g. torch.tensor([0, 7])."),
+        (
+            lambda: positions.packed(torch.tensor([0.0, 3.0]), 3),
+            "e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2",
+        ),
         (lambda: positions.ragged(torch.tensor(3), 3), "got torch.int64 of shape ()"),
         (lambda: positions.ragged(torch.tensor([0]), -1), "seq must be an integer at least 0, got -1"),
         (lambda: positions.ragged(torch.tensor([0]), 2.0), "seq must be an integer"),

@@ -69,13 +69,13 @@ def test_rows_with_positions_of_their_own() -> None:
 def test_with_a_mask() -> None:
     made, x = layer(), hidden()
     seen = (torch.arange(SEQ) != 2)[None].expand(SEQ, SEQ) | torch.eye(SEQ, dtype=torch.bool)
-    bias = torch.randn(4, SEQ, SEQ, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+    bias = torch.randn(1, 4, SEQ, SEQ, dtype=torch.float64).masked_fill(~seen, -torch.inf)
     rotation, at = (
         SelfExtend(YARN, 3, 4).at(torch.arange(SEQ), dtype=torch.float64),
         written_out.self_extend(range(SEQ), 3, 4),
     )
     theirs = reference(made, x, YARN_TURN, at, seen=written_out.causal(SEQ) & seen)
-    torch.testing.assert_close(made(x, rotation, mask=seen), theirs, **EXACT)
+    torch.testing.assert_close(made(x, rotation, mask=seen[None, None]), theirs, **EXACT)
     theirs = reference(made, x, YARN_TURN, at, bias=bias)
     torch.testing.assert_close(made(x, rotation, mask=bias), theirs, **EXACT)
 
@@ -84,10 +84,10 @@ def test_with_a_mask() -> None:
 def test_a_token_that_sees_nothing_gets_nothing(additive: bool) -> None:
     """As in PyTorch's own attention: 0, and no nan in the gradients."""
     made, x = layer(), hidden(1).requires_grad_()
-    mask = torch.ones(SEQ, SEQ, dtype=torch.bool)
-    mask[4] = False
+    mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool)
+    mask[..., 4, :] = False
     if additive:
-        mask = torch.zeros(SEQ, SEQ, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+        mask = torch.zeros(1, 1, SEQ, SEQ, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     out = made(x, SelfExtend(YARN, 3, 4).at(torch.arange(SEQ), dtype=torch.float64), mask=mask)
     assert torch.equal(out[0, 4], torch.zeros(16, dtype=torch.float64))
     assert torch.equal(out[0, 4], made(x, YARN.at(torch.arange(SEQ), dtype=torch.float64), mask=mask)[0, 4])

@@ -20,8 +20,12 @@ from typing import Any
 class RopeError(ValueError):
     """An argument, a config or a file does not say what ropewalk needs to know.
 
-    The message names who refused, what must hold, what came instead, and what to do.
+    The message names who refused, what must hold, what came instead, and what to do. It is one line that every
+    terminal can show: control characters and lone surrogates, which a file may hold, stand in it as escapes.
     """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 def error(who: str, must: str, got: str, cure: str) -> RopeError:
@@ -29,17 +33,49 @@ def error(who: str, must: str, got: str, cure: str) -> RopeError:
     return RopeError(f"{who}: {must}, got {got}. {cure}")
 
 
+def printable(text: str) -> str:
+    """The text on one line; control characters and lone surrogates become escapes, as in a Python string."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def shown(value: object) -> str:
-    """A repr of bounded length: no message grows with what it complains about."""
-    return _short.repr(value)
+    """A repr of bounded length that works for any value: no message grows with what it complains about."""
+    try:
+        text = printable(_short.repr(value))
+    except Exception:  # whatever the value's own repr raises
+        text = f"<{type(value).__name__} that cannot be shown>"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 4 :]}"
+
+
+def short(key: object) -> str:
+    """The key of a config as it stands in a message: text as it is, cut where it is long; anything else `shown`."""
+    return key if isinstance(key, str) and len(key) <= _MOST_SHOWN // 2 else shown(key)
 
 
 # Far above any model (the widest known head has 512 channels); it keeps a corrupt config from filling the memory.
 MAX_HEAD_DIM = 65_536
 
-_short = reprlib.Repr()
+_MOST_SHOWN = 300  # characters
+
+
+class _Short(reprlib.Repr):
+    """reprlib's, for integers of any size and for bytes: Python refuses to write an integer of 4,300 digits."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() > 4096:
+            return f"<an integer of {x.bit_length()} bits>"
+        return super().repr_int(x, level)
+
+    def repr_bytes(self, x: bytes, level: int) -> str:
+        return self.repr_instance(x[: self.maxother], level)
+
+
+_short = _Short()
 _short.maxstring = _short.maxother = 80
 _short.maxlong = 40
+_short.maxlevel = 3
 
 
 def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | None = None, cure: str = "") -> int:
@@ -104,6 +140,11 @@ def number(
     raise error(who, f"{name} must be a finite number{bound}", shown(value), cure or f"Pass a plain number as {name}.")
 
 
+def attention_factor(who: str, value: Any) -> float:
+    """A factor of cos and sin. Its square and the square's inverse must be numbers of float32 too, for `inverse`."""
+    return number(who, "attention_factor", value, at_least=2.0**-63, at_most=2.0**63)
+
+
 def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
     """`value` is one of `choices`; the message lists them."""
     if not isinstance(value, str) or value not in choices:
@@ -111,7 +152,12 @@ def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.")
 
 
+_MOST_LIKENED = 100  # characters; no name is longer, and difflib takes seconds for a word of megabytes
+
+
 def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
     """` Did you mean 'rope_theta'?` or an empty string; likeness 1 is the same word."""
+    if len(word) > _MOST_LIKENED:
+        return ""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

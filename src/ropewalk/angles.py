@@ -134,6 +134,17 @@ def _rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, 
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
+def _angles_operator(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if positions.dtype not in _INTEGERS or dtype not in _FLOATS or not steps:
+        raise _checks.error(
+            "torch.ops.ropewalk.angles",
+            "positions must be int32 or int64, dtype float32 or float64, and there must be steps",
+            f"{positions.dtype}, {dtype} and {len(steps)} steps",
+            "Use Rope.at.",
+        )
+    return _of_integers(positions, tuple(steps), factor, dtype)
+
+
 def _angles_meta(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     cos, sin = (positions.new_empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
     return cos, sin
@@ -148,7 +159,7 @@ def _angles_vmap(
 _library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("angles(Tensor positions, int[] steps, float factor, ScalarType dtype) -> (Tensor, Tensor)")
 for _key in ("CPU", "CUDA"):
-    _library.impl("angles", lambda positions, steps, *rest: _of_integers(positions, tuple(steps), *rest), _key)
+    _library.impl("angles", _angles_operator, _key)
 _library.impl("angles", _angles_meta, "Meta")
 torch.library.register_vmap("ropewalk::angles", _angles_vmap, lib=_library)
 
@@ -234,7 +245,6 @@ def _made(steps: tuple[int, ...], device: torch.device) -> Tensor:
     return made
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _bring(steps: tuple[int, ...], device: torch.device) -> bool:
     """Bring the steps to the device while PyTorch traces, and not when the compiled code first runs.
 
@@ -243,3 +253,7 @@ def _bring(steps: tuple[int, ...], device: torch.device) -> bool:
     if torch.cuda.is_available() and (steps, device) not in _steps_on_device:
         _made(steps, device)
     return True
+
+
+# What torch.compiler.assume_constant_result does, which would import the compiler (1.5 s) for those who do not compile.
+_bring._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -39,13 +39,17 @@ class TwoPass:
         Args:
             q, q_far: queries turned by near and by far_queries, `[batch, seq, heads, head_dim]`.
             k, v: all keys, turned by near, and values, `[batch, keys, kv_heads, head_dim]`.
-            mask: bool or additive, broadcastable to `[batch, heads, seq, keys]`.
+            mask: bool (True: seen) or additive in the dtype of q: `[batch, heads, seq, keys]`, each axis full or 1.
             scale: of the scores.
 
         Returns:
             `[batch, seq, heads, head_dim]`. Softmax in float32, or float64 for float64 tensors. 0 for a query that
             sees nothing, as PyTorch's attention has it.
+
+        Raises:
+            RopeError: mask has another dtype or shape.
         """
+        check_mask("TwoPass.attend", mask, q, k)
         k_far = k if self.far_keys is None else self.far_keys(k, layout="bshd")
         scores = torch.where(self.far, _scores(q_far, k_far), _scores(q, k)) * scale
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -68,12 +72,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | BlockMask | None, 
     Args:
         q: turned queries, `[batch, seq, heads, head_dim]`.
         k, v: turned keys, and values, `[batch, keys, kv_heads, head_dim]`.
-        mask: who sees whom; None is causal, for as many keys as queries.
+        mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1; or a
+            BlockMask. None is causal, for as many keys as queries.
         scale: of the scores.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
+
+    Raises:
+        RopeError: mask is a tensor that has not four axes. What else does not fit, PyTorch refuses.
     """
+    if isinstance(mask, Tensor) and mask.ndim != 4:
+        check_mask("attend", mask, q, k)
     grouped = q.shape[2] != k.shape[2]  # said only where it is so: some kernels refuse it
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if mask is None or isinstance(mask, Tensor):
@@ -86,8 +96,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | BlockMask | None, 
 
 
 def causal(seq: int, device: torch.device) -> Tensor:
-    """bool `[seq, seq]`: each token sees those before it and itself."""
-    return torch.ones(seq, seq, dtype=torch.bool, device=device).tril()
+    """bool `[1, 1, seq, seq]`: each token sees those before it and itself."""
+    return torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device).tril()
 
 
 def joined(mask: Tensor | None, seen: Tensor) -> Tensor:
@@ -97,22 +107,43 @@ def joined(mask: Tensor | None, seen: Tensor) -> Tensor:
     return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -math.inf)
 
 
-def check_mask(who: str, mask: Tensor, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """Raise unless mask is bool or of the dtype of the scores, and fits `[batch, heads, seq, keys]`."""
-    if mask.dtype not in (torch.bool, dtype):
+# What a mask with fewer axes may mean. Where batch, heads and seq are equal its shape cannot tell.
+_FIXES = {
+    2: "Write mask[None, None] if its axes are [seq, keys]; masks.padding(mask) or mask[:, None, None, :] if they are "
+    "[batch, keys].",
+    3: "Write mask[None] if its axes are [heads, seq, keys]; mask[:, None] if they are [batch, seq, keys].",
+}
+
+
+def check_mask(who: str, mask: Tensor, q: Tensor, k: Tensor) -> None:
+    """Raise unless mask is bool or of the dtype of q, with the axes `[batch, heads, seq, keys]`, each full or 1.
+
+    Args:
+        who: who speaks in the message.
+        mask: of attention.
+        q: queries `[batch, seq, heads, head_dim]`.
+        k: keys `[batch, keys, kv_heads, head_dim]`.
+    """
+    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if mask.ndim != 4:
         raise _checks.error(
             who,
-            f"mask must be bool (True: seen) or {dtype} (added to the scores)",
+            f"mask must have four axes [batch, heads, seq, keys] = {list(shape)}, each of that size or 1",
+            f"shape {tuple(mask.shape)}",
+            _FIXES.get(mask.ndim, "Give it the missing axes, of size 1."),
+        )
+    if mask.dtype not in (torch.bool, q.dtype):
+        raise _checks.error(
+            who,
+            f"mask must be bool (True: seen) or {q.dtype} (added to the scores)",
             str(mask.dtype),
             "Make a mask of 0 and 1 bool; give an additive one the dtype of q and k.",
         )
-    fits = 2 <= mask.ndim <= 4 and all(
-        have in (1, want) for have, want in zip(reversed(mask.shape), reversed(shape), strict=False)
-    )
-    if not fits:
+    # Not `have in (1, want)`: traced with a dynamic `want`, Dynamo calls that false even where they are equal.
+    if not all(have == 1 or have == want for have, want in zip(mask.shape, shape, strict=True)):
         raise _checks.error(
             who,
-            f"mask must have two to four axes and fit [batch, heads, seq, keys] = {list(shape)}",
+            f"mask must fit [batch, heads, seq, keys] = {list(shape)}",
             f"shape {tuple(mask.shape)}",
-            "A mask [batch, keys] of real tokens needs axes for heads and queries: mask[:, None, None, :].",
+            "Give each axis that size, or 1 where all are alike.",
         )

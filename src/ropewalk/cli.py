@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,11 +20,21 @@ import ropewalk
 
 
 class _Group(click.Group):
-    """Turns ropewalk's own errors into one line on stderr and exit status 1, without a traceback."""
+    """What all commands have in common: no traceback, whatever the arguments, the files and the terminal are."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a command. Characters that the encoding of the terminal does not have are written as escapes."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
+        """Errors of ropewalk and of the system become one line on stderr and exit status 1."""
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # nobody reads on: click ends in silence, with exit status 1
+            raise
         except (ropewalk.RopeError, OSError) as e:
             raise click.ClickException(str(e)) from e
 
@@ -68,6 +81,9 @@ def explain(
 
 def _pictures(ropes: ropewalk.ModelRopes, length: int | None, plot: Path) -> list[tuple[ropewalk.Rope, str, Path]]:
     """What to draw and where: one picture for each distinct rope, numbered where there are several."""
+    from ropewalk import plots
+
+    plots.check_path(plot)
     groups = [(rope, layers) for rope, layers in ropes.groups() if rope is not None]
     if not groups:
         raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
@@ -153,7 +169,10 @@ def bench(
 
 
 @main.command()
-@click.option("--quick", is_flag=True, help="Only the copy task, on one seed: a few minutes.")
+@click.option(
+    "--task", type=click.Choice(["copy", "text"]), help="Only this task, on one seed; text: about 13 minutes."
+)
+@click.option("--quick", is_flag=True, help="The same as --task copy: a few minutes.")
 @click.option("--baselines", is_flag=True, help="Also train models with learned, sinusoidal and no positions.")
 @click.option("--seed", type=click.IntRange(0, 2**28), default=0, show_default=True, help="The first of them.")
 @click.option(
@@ -163,17 +182,24 @@ def bench(
     show_default=True,
     help="Where everything is kept. The same folder again goes on where the last run stopped.",
 )
-def lab(quick: bool, baselines: bool, seed: int, out: Path) -> None:
+def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) -> None:
     """Train small models on short sequences; see what each scaling makes of long ones, and short fine-tunes.
 
-    Two tasks, copying and the text that Python ships, on three seeds: less than an hour on two cores, and it says
+    Two tasks, copying and the text that Python ships, on three seeds: about an hour on two cores, and it says
     beforehand how long here; --quick takes less than 6 minutes. No scaling, PI, NTK, by parts, Llama 3, YaRN, PI, NTK
     and YaRN as dynamic, Self-Extend; fine-tunes with none, PI, NTK, YaRN and a larger base. Tables, JSON, pictures and
     words are written at the end, of what this command was asked for: name another --out to keep both of two.
+
+    For a model that writes text, run `ropewalk lab --task text`. It is in ropewalk-lab/parts/text-0-trained.safetensors
+    (under --out; 0 is the seed) from its first step on, and is trained to the end before anything else is done. Pass
+    that file to `ropewalk generate` and `ropewalk export`.
     """
     from ropewalk.lab import study
 
-    study.run((study.quick if quick else study.full)(seed, baselines=baselines), out, click.echo)
+    if quick and task == "text":
+        raise click.UsageError("--quick is the copy task, so it cannot be combined with --task text. Drop one of them.")
+    chosen = {None: study.full, "copy": study.quick, "text": study.text}["copy" if quick else task]
+    study.run(chosen(seed, baselines=baselines), out, click.echo)
 
 
 @main.command()
@@ -200,11 +226,20 @@ def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, see
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--format", "form", type=click.Choice(["hf", "llama2.c"]), required=True, help="A folder, or one file.")
 @click.option("--max-positions", type=click.IntRange(min=1), required=True, help="The length to write, in tokens.")
-def export(checkpoint: Path, target: Path, form: str, max_positions: int) -> None:
-    """Write the model of a CHECKPOINT of the lab to TARGET: a Llama of Hugging Face, or llama2.c's file."""
+@click.option("--force", is_flag=True, help="Replace an export that is there already.")
+def export(checkpoint: Path, target: Path, form: str, max_positions: int, force: bool) -> None:
+    """Write the model of a CHECKPOINT of the lab to TARGET: a Llama of Hugging Face, or llama2.c's file.
+
+    hf: TARGET is a folder, new or empty. It gets config.json, model.safetensors and, for a model of bytes,
+    tokenizer.json and tokenizer_config.json, all at once. llama2.c: TARGET is a new file; a model of bytes also gets a
+    tokenizer.bin beside it.
+
+    Nothing that exists is replaced without --force. With it, the files named above are, but never CHECKPOINT itself,
+    nor a folder that holds anything else.
+    """
     from ropewalk.lab import export as the_export
 
-    the_export.run(checkpoint, target, form, max_positions=max_positions)
+    the_export.run(checkpoint, target, form, max_positions=max_positions, force=force)
     click.echo(f"wrote {target}")
 
 

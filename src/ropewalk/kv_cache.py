@@ -9,6 +9,9 @@ everything that changes positions afterwards is a rotation on top, exact because
 - Self-Extend moves keys into their groups at use.
 
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
+
+`step` only plans. The cache counts the new tokens when the last layer has stored them, so a forward pass that raises
+leaves the cache as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention import TwoPass
+from ropewalk.cache_step import CacheStep as CacheStep
+from ropewalk.cache_step import LayerCache as LayerCache
+from ropewalk.cache_step import Progress
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -48,12 +53,13 @@ class KVCache:
         window: instead of capacity: a token sees itself and the window − 1 before it, and older ones are let go.
         sinks: with window: the first tokens of a row, which are kept and seen for ever, as in StreamingLLM (Xiao et
             al., https://arxiv.org/abs/2309.17453). `CacheStep.rotation` counts positions inside the cache.
-        dtype: of keys and values.
+        dtype: of keys and values: that of the model, or of autocast where the model runs under it.
         device: where they are.
 
     Attributes:
-        length: tokens so far in each row, int64 `[batch]`.
+        length: tokens in each row that all layers have stored, int64 `[batch]`.
         position: position of the next token of each row, int64 `[batch]`. As length, unless moved by `shift` or `at`.
+        keys, values: of each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
 
     Raises:
         RopeError: a number is impossible; capacity and window are both given, or neither.
@@ -68,6 +74,8 @@ class KVCache:
         >>> step.positions
         tensor([[0, 1, 2],
                 [0, 1, 1]])
+        >>> k = v = torch.ones(2, 3, 1, 4)
+        >>> _ = step.layer(0).append(k, v)
         >>> cache.length
         tensor([3, 2])
     """
@@ -100,7 +108,7 @@ class KVCache:
             )
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             must = "dtype must be float16, bfloat16, float32 or float64"
-            raise _checks.error(who, must, str(dtype), "Pass that of the model.")
+            raise _checks.error(who, must, str(dtype), "Pass that of the model, or of autocast.")
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
         self._ring = self.capacity or self.window or 0  # slots after the sinks, used in turn
@@ -111,25 +119,29 @@ class KVCache:
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._key_positions = torch.full(shape[:2], _EMPTY, dtype=torch.int64, device=device)
+        self._pending: Progress | None = None  # the newest step's, where it was not made under torch.compile
 
     def step(self, seq: int, *, attention_mask: Tensor | None = None, at: Tensor | None = None) -> CacheStep:
-        """Take in `seq` new tokens for each row: where they are, and what they see. Once for each forward pass.
+        """Plan a forward pass of `seq` new tokens for each row: where they are, and what they see.
 
-        The cache counts the tokens from here on; each layer then has to append its keys and values once.
+        Each layer has to append its keys and values once, the last layer last. Only then the cache counts the tokens: a
+        step whose forward pass raised before any layer stored something may just be dropped.
 
         Args:
             seq: new tokens in each row, padding included, at least 1.
             attention_mask: True or non-zero for real tokens; bool or integer `[batch, seq]`, padding anywhere. Padding
                 is not kept, and what comes out for it means nothing. None: all tokens are real.
             at: position of the first new token of each row, int64 `[batch]`; right after the last when None. Cached
-                tokens at or after it are forgotten, as after a rejected draft in speculative decoding. Only with
-                capacity: a window has let go of what would be seen again.
+                tokens at or after it are forgotten at once, as after a rejected draft in speculative decoding. Only
+                with capacity: a window has let go of what would be seen again.
 
         Raises:
-            RopeError: a shape or dtype does not fit; at with a window; the cache is full. That is found only on the CPU
+            RopeError: a shape or dtype does not fit; at with a window; in the step before, some layers appended and
+                others did not (see `rollback`); the cache is full. That is found only on the CPU
                 outside torch.compile. Elsewhere nothing waits for the device: tokens beyond capacity are not kept,
                 what comes out for them is wrong, and `(cache.length > cache.capacity).any()` tells.
         """
+        before = self._finished("KVCache.step")
         real = self._real(seq, attention_mask)
         order = (real.cumsum(1) - 1).clamp(min=0)
         added = real.sum(1)
@@ -148,24 +160,28 @@ class KVCache:
         # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
         # window, they are attended beside what was cached before, and written afterwards.
         beside = self.window is not None and seq > 1
-        is_sink = torch.arange(self._slots, device=number.device).expand(number.shape[0], -1) < self.sinks
         if beside:
             new = positions.masked_fill(~real, _EMPTY)
             key_positions = torch.cat([self._key_positions[:, : self._slots], new], dim=1)
-            is_sink = torch.cat([is_sink, number < self.sinks], dim=1)
-        self._key_positions.scatter_(1, slot, positions)
-        if not beside:
-            key_positions = self._key_positions[:, : self._slots].clone()
+        else:
+            key_positions = self._key_positions.scatter(1, slot, positions)[:, : self._slots]
+        is_sink = excess = None
+        if self.sinks:
+            is_sink = torch.arange(self._slots, device=number.device).expand(number.shape[0], -1) < self.sinks
+            is_sink = torch.cat([is_sink, number < self.sinks], dim=1) if beside else is_sink
+            # How much farther back a query stands when positions are counted inside the cache.
+            excess = (number - (self._slots - 1)).clamp(min=0)
         distance = positions[:, :, None] - key_positions[:, None, :]
         mask = distance >= 0
         if self.window is not None:
-            mask = mask & ((distance < self.window) | is_sink[:, None])
+            in_window = distance < self.window
+            mask = mask & (in_window if is_sink is None else in_window | is_sink[:, None])
         mask = mask | ~real[:, :, None]  # padding sees everything, lest nothing at all: nan would spread
-        # How much farther back a query stands when positions are counted inside the cache.
-        excess = (number - (self._slots - 1)).clamp(min=0)
-        self.length.copy_(total)
-        self.position.add_(added)
-        return CacheStep(self, positions, key_positions, mask[:, None], slot, beside, excess, is_sink[:, None, None])
+        earlier = before.rotations if before is not None and before.moves_on and at is None else ()
+        progress = Progress(self.num_layers, overwrites=beside, moves_on=attention_mask is None, earlier=earlier)
+        self._drop()
+        self._pending = None if torch.compiler.is_compiling() else progress
+        return CacheStep(self, positions, key_positions, mask[:, None], slot, beside, excess, is_sink, added, progress)
 
     def shift(self, rope: Rope | Sequence[Rope | None], delta: int | Tensor) -> None:
         """Move every cached key by `delta` positions, and the next token too, without recomputing anything.
@@ -180,6 +196,7 @@ class KVCache:
         Raises:
             RopeError: rope or delta is something else.
         """
+        self._finished("KVCache.shift")
         ropes = [rope] * self.num_layers if isinstance(rope, Rope) else rope
         if (
             not isinstance(ropes, Sequence)
@@ -211,6 +228,7 @@ class KVCache:
                     "Pass the rope that turned the keys.",
                 )
             rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
+        self._drop()
         for keys, one in zip(self.keys, ropes, strict=True):
             if one is not None:
                 rotations[one].apply_(keys, layout="bshd")
@@ -218,11 +236,71 @@ class KVCache:
         self._key_positions.copy_(torch.where(self._key_positions == _EMPTY, _EMPTY, moved))
         self.position.add_(delta)
 
-    def reset(self) -> None:
-        """Forget every token. Memory stays."""
-        self.length.zero_()
-        self.position.zero_()
-        self._key_positions.fill_(_EMPTY)
+    def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
+        """Forget every token of the given rows, whose next token is at 0 again; other rows go on. Memory stays.
+
+        This is how a row takes its next text in continuous batching, in both kinds of cache.
+
+        Args:
+            rows: row numbers, a sequence of ints or an int32 or int64 tensor `[n]`; or a bool tensor `[batch]`, True
+                for the rows to forget. All rows when None.
+
+        Raises:
+            RopeError: rows is none of these, or a row is not there (in a tensor found only on the CPU outside
+                torch.compile); some rows are to be kept, and the step before stopped between layers (see `rollback`).
+        """
+        if rows is None:
+            chosen = torch.ones_like(self.length, dtype=torch.bool)
+        else:
+            chosen = self._chosen(rows)
+            self._finished("KVCache.reset")
+        self._drop()
+        self.length.masked_fill_(chosen, 0)
+        self.position.masked_fill_(chosen, 0)
+        self._key_positions.masked_fill_(chosen[:, None], _EMPTY)
+
+    def rollback(self) -> None:
+        """Drop a step whose forward pass stopped between layers: the cache is as it was before that step.
+
+        Needed after an exception when some layers have appended and others have not. Otherwise it changes nothing but
+        that a step which is still open can no longer be used. Tokens forgotten through `at` stay forgotten.
+
+        Raises:
+            RopeError: the step was one of several tokens in a cache with a window, where the layers that have appended
+                have overwritten keys of older tokens.
+        """
+        pending = self._pending
+        if pending is not None and pending.overwrites and 0 < pending.stored() < self.num_layers:
+            raise _checks.error(
+                "KVCache.rollback",
+                "with a window, a step of several tokens cannot be undone once a layer has stored it",
+                f"one that {pending.stored()} of {self.num_layers} layers have stored",
+                "Call reset(), and run the text again from its beginning.",
+            )
+        self._drop()
+
+    def _finished(self, who: str) -> Progress | None:
+        """The newest step, where all layers have stored it, or None where none has; raise if it stopped in between.
+
+        Under torch.compile nothing is known of it: reading it would compile the forward pass once for each state.
+        """
+        if torch.compiler.is_compiling() or self._pending is None:
+            return None
+        stored = self._pending.stored()
+        if 0 < stored < self.num_layers:
+            raise _checks.error(
+                who,
+                "every layer must have appended in the step before",
+                f"{stored} of {self.num_layers} layers",
+                "Pass step.layer(i) to every layer, num_layers in all. After an exception, call rollback() first.",
+            )
+        return self._pending if stored else None
+
+    def _drop(self) -> None:
+        """From now on the newest step is outdated."""
+        if not torch.compiler.is_compiling() and self._pending is not None:
+            self._pending.outdated = True
+        self._pending = None
 
     def _real(self, seq: int, attention_mask: Tensor | None) -> Tensor:
         shape = (self.length.shape[0], seq)
@@ -250,7 +328,7 @@ class KVCache:
                 "KVCache.step",
                 "at must be None in a cache with a window, which has let go of older keys",
                 "positions",
-                "Use a cache with capacity to go back.",
+                "To go back, use a cache with capacity. To begin another text in a row, call reset(rows=...).",
             )
         self._check_rows("KVCache.step", "at", at)
         dropped = (self._key_positions[:, : self._slots] >= at[:, None]) & (
@@ -260,6 +338,27 @@ class KVCache:
         self._key_positions[:, : self._slots].masked_fill_(dropped, _EMPTY)
         self.length.sub_(dropped.sum(1))
         self.position.copy_(at)
+
+    def _chosen(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """bool `[batch]`: the rows that `reset` is given."""
+        who, batch = "KVCache.reset", self.length.shape[0]
+        must = f"rows must be row numbers from 0 to {batch - 1}, or a bool tensor [batch] = [{batch}]"
+        fix = "Pass e.g. [0], or cache.length == 7."
+        if isinstance(rows, list | tuple):
+            for row in rows:
+                _checks.integer(who, "each of rows", row, at_least=0, at_most=batch - 1)
+            rows = torch.tensor(rows, dtype=torch.int64, device=self.length.device)
+        if not isinstance(rows, Tensor):
+            raise _checks.error(who, must, _checks.shown(rows), fix)
+        if rows.dtype == torch.bool and rows.shape == (batch,):
+            return rows.to(self.length.device)
+        if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
+            raise _checks.error(who, must, _described(rows), fix)
+        if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
+            first, last = int(rows.min()), int(rows.max())
+            if first < 0 or last >= batch:
+                raise _checks.error(who, must, f"rows from {first}" if first < 0 else f"rows up to {last}", fix)
+        return torch.zeros_like(self.length, dtype=torch.bool).index_fill_(0, rows.to(self.length), True)
 
     def _check_rows(self, who: str, name: str, value: Tensor) -> None:
         if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != self.length.shape:
@@ -277,97 +376,6 @@ class KVCache:
                 f"{longest} tokens",
                 "Build a larger cache, or one with a window.",
             )
-
-
-class CacheStep:
-    """One forward pass with a cache: where its tokens are and which keys they see. Made by `KVCache.step`.
-
-    Attributes:
-        positions: of the new tokens, int64 `[batch, seq]`. Padding has that of the token before it.
-        key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
-        mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
-    """
-
-    def __init__(
-        self,
-        cache: KVCache,
-        positions: Tensor,
-        key_positions: Tensor,
-        mask: Tensor,
-        slot: Tensor,
-        beside: bool,
-        excess: Tensor,
-        is_sink: Tensor,
-    ) -> None:
-        self.positions, self.key_positions, self.mask = positions, key_positions, mask
-        self._cache, self._slot, self._beside, self._excess, self._is_sink = cache, slot, beside, excess, is_sink
-        self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
-
-    def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
-        """`rope.at(positions)`; in a cache with sinks, with the distance to them counted inside the cache.
-
-        A sink at position j is seen by the n-th token of its row (from 0) at distance min(n, sinks + window − 1) − j,
-        as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
-        """
-        near = rope.at(self.positions, dtype=dtype)
-        if not self._cache.sinks:
-            return near
-        return TwoPass(near, rope.at(self.positions - self._excess, dtype=dtype), None, self._is_sink)
-
-    def layer(self, index: int) -> LayerCache:
-        """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.
-
-        Raises:
-            RopeError: there is no such layer.
-        """
-        last = self._cache.num_layers - 1
-        return LayerCache(self, _checks.integer("CacheStep.layer", "index", index, at_least=0, at_most=last))
-
-
-class LayerCache:
-    """One layer's keys and values in one forward pass. Made by `CacheStep.layer`."""
-
-    def __init__(self, step: CacheStep, index: int) -> None:
-        self.step = step
-        self._keys, self._values = step._cache.keys[index], step._cache.values[index]
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of the new tokens, once; all that may be seen comes back.
-
-        Args:
-            k: keys, turned, `[batch, seq, kv_heads, head_dim]`.
-            v: values of the same shape.
-
-        Returns:
-            Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `CacheStep.key_positions`: views of the
-            cache, or new tensors.
-
-        Raises:
-            RopeError: shape, dtype or device is not that of the cache and of this step, or a gradient is wanted.
-        """
-        batch, slots, heads, head_dim = self._keys.shape
-        wanted = (batch, self.step.positions.shape[1], heads, head_dim)
-        for name, new in (("k", k), ("v", v)):
-            if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
-                raise _checks.error(
-                    "KVCache",
-                    f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
-                    f"{tuple(new.shape)} in {new.dtype} on {new.device}",
-                    "Build the cache for this model and batch, and call step with the length of these tokens.",
-                )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise _checks.error(
-                "KVCache",
-                "gradients cannot pass through a cache",
-                "keys or values that require one",
-                "Run under torch.no_grad() or torch.inference_mode().",
-            )
-        kept = self._keys[:, : slots - 1], self._values[:, : slots - 1]
-        if self.step._beside:
-            kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
-        self._keys.index_put_((self.step._row, self.step._slot), k)
-        self._values.index_put_((self.step._row, self.step._slot), v)
-        return kept
 
 
 def _described(value: object) -> str:

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks, attention
 from ropewalk.attention import TwoPass
-from ropewalk.kv_cache import LayerCache
+from ropewalk.cache_step import LayerCache
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -153,26 +153,28 @@ class RotaryAttention(torch.nn.Module):
         Args:
             x: `[batch, seq, hidden_size]`.
             rotation: of exactly these tokens: `rope.at(positions)`, `step.rotation(rope)` with a cache, or
-                `SelfExtend.at(...)`. None: this layer does not rotate.
-            mask: what narrows causality: bool (True: seen) or additive in the dtype of x, two to four axes that fit
-                `[batch, heads, seq, keys]`. Packed documents: `masks.packed`. Or a `BlockMask` for FlexAttention, used
-                as it is, which has to be causal itself: `masks.packed_blocks`.
-            cache: `step.layer(i)` of a `KVCache`, for the tokens of x. The keys of mask are then those of
-                `step.key_positions`.
+                `SelfExtend.at(...)`. None: this layer does not rotate. With a cache, it must be made for the positions
+                `[batch, seq]` of that step, and anew for each step.
+            mask: narrows causality: bool (True: seen) or additive in the dtype of x (any under autocast, which casts
+                it), four axes `[batch, heads, seq, keys]`, each of full size or 1; fewer axes could be read in more
+                than one way and are refused. See `masks` for packed documents, sliding windows and padding. Or a
+                `BlockMask` for FlexAttention, used as it is, which must be causal itself: `masks.packed_blocks`.
+            cache: `step.layer(i)` of a `KVCache`, for the tokens of x, in the dtype of x or of autocast. The keys of
+                mask are then those of `step.key_positions`.
 
         Returns:
-            Shape and dtype of x.
+            Shape of x, and its dtype or that of autocast.
 
         Raises:
-            RopeError: an argument is none of these, a shape does not fit, or a BlockMask comes with a cache or with a
-                rotation in two passes.
+            RopeError: an argument is none of these, a shape does not fit, the rotation cannot be that of the cache's
+                step, or a BlockMask comes with a cache or with a rotation in two passes.
         """
         self._check(x, rotation, mask, cache)
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast makes some norms float32
         unturned = q
         if rotation is not None:
             q, k = (rotation.near if isinstance(rotation, TwoPass) else rotation)(q, k, layout="bshd")
@@ -192,8 +194,9 @@ class RotaryAttention(torch.nn.Module):
     def _seen(self, mask: Tensor | None, q: Tensor, k: Tensor, cache: LayerCache | None, needed: bool) -> Tensor | None:
         """The mask joined with causality; None where plain causality is all, and need not be said."""
         if mask is not None:
-            shape = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
-            attention.check_mask("RotaryAttention", mask, shape, q.dtype)
+            if mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
+                mask = mask.to(q.dtype)
+            attention.check_mask("RotaryAttention", mask, q, k)
         if cache is not None:
             return attention.joined(mask, cache.step.mask)
         if mask is None and not needed:
@@ -205,7 +208,7 @@ class RotaryAttention(torch.nn.Module):
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             must = f"x must have shape [batch, seq, hidden_size={self.hidden_size}]"
             raise _checks.error(who, must, f"shape {tuple(x.shape)}", "Pass hidden states.")
-        if rotation is not None and not isinstance(rotation, Rotation | TwoPass):
+        if rotation is not None and not isinstance(rotation, (Rotation, TwoPass)):
             raise _checks.error(
                 who,
                 "rotation must be a Rotation, what SelfExtend.at returns, or None",
@@ -219,6 +222,8 @@ class RotaryAttention(torch.nn.Module):
                 _checks.shown(cache),
                 "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
             )
+        if cache is not None and rotation is not None:
+            cache.step.check_rotation(who, rotation)
         if mask is None or isinstance(mask, Tensor):
             return
         if not isinstance(mask, BlockMask):
@@ -226,7 +231,7 @@ class RotaryAttention(torch.nn.Module):
                 who,
                 "mask must be a tensor, a BlockMask or None",
                 _checks.shown(mask),
-                "See ropewalk.masks.",
+                "Plain causality needs no mask; ropewalk.masks makes those for documents, windows and padding.",
             )
         if cache is not None or isinstance(rotation, TwoPass):
             raise _checks.error(

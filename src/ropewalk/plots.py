@@ -214,7 +214,7 @@ def blank(*, height: float) -> Figure:
     """An empty figure 1000 pixels wide; height in units of 100 pixels.
 
     Raises:
-        RopeError: matplotlib is missing.
+        RopeError: matplotlib is missing, or MPLBACKEND names a backend that it does not know.
     """
     try:
         import matplotlib.figure
@@ -222,6 +222,8 @@ def blank(*, height: float) -> Figure:
         raise RopeError(
             'plots: matplotlib must be installed, got no such package. Run pip install "ropewalk[plots]".'
         ) from e
+    except ValueError as e:  # matplotlib refuses MPLBACKEND when it is imported, though a picture needs no backend
+        raise RopeError(f"plots: matplotlib must accept its settings, got {e}. Unset or mend MPLBACKEND.") from e
     return matplotlib.figure.Figure(figsize=(10.0, height), dpi=100, layout="constrained")
 
 
@@ -231,16 +233,26 @@ def save(figure: Figure, path: str | Path) -> None:
     Raises:
         RopeError: the folder does not exist, the suffix is another one, or the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix.lower().removeprefix(".") not in FORMATS:
-        listed = ", ".join("." + name for name in FORMATS)
-        raise RopeError(f"plots.save: path must end in one of {listed}, got {path.name!r}. Change the file's name.")
-    if not path.parent.is_dir():
-        raise RopeError(f"plots.save: the folder of path must exist, got {str(path.parent)!r}. Create it first.")
+    path = check_path(path)
     try:
         figure.savefig(path)
     except OSError as e:
         raise RopeError(f"plots.save: path must be writable, got {str(path)!r} ({e.strerror}). Pass another.") from e
+
+
+def check_path(path: str | Path) -> Path:
+    """The path, if a picture can be written there.
+
+    Raises:
+        RopeError: the folder does not exist, or the suffix is not one of `FORMATS`.
+    """
+    path = Path(path)
+    if path.suffix.lower().removeprefix(".") not in FORMATS:
+        listed = ", ".join("." + name for name in FORMATS)
+        raise RopeError(f"plots.save: path must end in one of {listed}, got {str(path)!r}. Change the file's name.")
+    if not path.parent.is_dir():
+        raise RopeError(f"plots.save: the folder of path must exist, got {str(path.parent)!r}. Create it first.")
+    return path
 
 
 def _check(who: str, name: str, value: object, *, at_least: int, at_most: int) -> None:

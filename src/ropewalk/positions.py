@@ -28,7 +28,12 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
         tensor([[0, 1, 2],
                 [7, 8, 9]])
     """
-    _check_vector("positions.ragged", "offsets", offsets)
+    _check_vector(
+        "positions.ragged",
+        "offsets",
+        offsets,
+        "Pass the integer position of each row's first token, e.g. torch.tensor([0, 7]).",
+    )
     _check_count("positions.ragged", "seq", seq)
     return offsets.to(torch.int64).unsqueeze(1) + torch.arange(seq, device=offsets.device)
 
@@ -52,7 +57,12 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
         >>> packed(torch.tensor([0, 3, 5]), 6)
         tensor([0, 1, 2, 0, 1, 0])
     """
-    _check_vector("positions.packed", "cu_seqlens", cu_seqlens)
+    _check_vector(
+        "positions.packed",
+        "cu_seqlens",
+        cu_seqlens,
+        "Pass cumulative lengths, e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2 tokens.",
+    )
     _check_count("positions.packed", "total", total)
     token = torch.arange(total, device=cu_seqlens.device)
     starts = cu_seqlens.to(torch.int64)
@@ -92,11 +102,10 @@ def from_mask(attention_mask: Tensor) -> Tensor:
     return (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
 
 
-def _check_vector(who: str, name: str, value: Tensor) -> None:
+def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
-        raise _checks.error(
-            who, f"{name} must be an int32 or int64 tensor of one axis, not empty", _described(value), "Build it so."
-        )
+        must = f"{name} must be an int32 or int64 tensor of one axis, not empty"
+        raise _checks.error(who, must, _described(value), fix)
 
 
 def _check_count(who: str, name: str, value: int | torch.SymInt) -> None:

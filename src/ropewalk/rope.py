@@ -112,6 +112,7 @@ class Rope:
             factor, inv_freq = None, None
         else:
             factor, inv_freq = scheme.table_factor(), scheme.inv_freq(self.base, self.rotary_dim)
+            _checks.attention_factor("Rope", factor)
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
         steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
@@ -270,9 +271,9 @@ class Rope:
     ) -> Rotation:
         """The one place where frequencies, positions and the rotation meet."""
         from ropewalk import angles
-        from ropewalk.rotation.api import made
+        from ropewalk.rotation.api import unchecked
 
         if self._steps is None or self._inv_freq is None:
             raise self._unresolved()
         cos, sin = angles.cos_sin(positions, self._steps, self._inv_freq, factor, device=device, dtype=dtype)
-        return made(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)
+        return unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)

@@ -87,3 +87,10 @@ def test_factor_is_for_this_format_only() -> None:
 
 def test_scheme() -> None:
     assert from_config(LLAMA31, factor=8.0).rope.scaling == Llama3(8.0, 1.0, 4.0, 8192)
+
+
+def test_the_pairing_is_that_of_the_format() -> None:
+    params = {"dim": 64, "n_layers": 1, "n_heads": 2, "rope_theta": 1e4}
+    assert from_config(params, pairing="interleaved").rope.pairing == "interleaved"
+    with pytest.raises(RopeError, match=r"pairing of Meta's params\.json is 'interleaved', got 'half'"):
+        from_config(params, pairing="half")

@@ -1,6 +1,6 @@
 """Broken configs: whatever happens to a real one, only `ModelRopes` or a `RopeError` comes out.
 
-python tests/configs/test_mutations.py 100000      a longer run, by hand
+python tests/configs/test_mutations.py 200000 [FOLDER ...]     a longer run, by hand, also of the configs in folders
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ import copy
 import json
 import random
 import sys
-from collections import Counter
+import tempfile
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +37,36 @@ VALUES = [
     None, True, False, 0, 1, -1, 2, 3, 7, 8192, 10**9, 10**400, 0.0, -0.5, 0.5, 1.5, 1e300, float("nan"), float("inf"),
     "", "yarn", "default", "8", "null", "x" * 5000, [], [1, 2], [None], [[]], ["full_attention"], [1.0] * 64, {},
     {"a": {}}, {"factor": 2}, {"rope_type": "linear", "factor": 2.0}, {"full_attention": {"rope_theta": 1e4}},
-    b"bytes", (1, 2), {1: 2},
+    b"bytes", (1, 2), {1: 2}, 10**5000, -(10**5000), 1e-320, 5e-324, 1e308, 1.0000000000000002, 2**53, 2**64,
+    "\ud800", "\x1b[31m", "a" * 300_000, "rope_thetaa" * 20, [1e-320] * 64, [10**5000] * 64, {"\ud800": "\udfff"},
+    {10**5000: 1}, {None: 1}, {(1, 2): 3}, {"rope_type": "longrope", "factor": 1e308}, {"type": ["yarn"]},
+    {"rope_type": "dynamic", "alpha": 1e308}, {"rope_type": "yarn", "mscale": 1e308, "mscale_all_dim": 1e308},
+    np.zeros(4), np.zeros((2, 2)), np.ones(64), np.array(1e4), np.float64(1e4), np.float32(2.0), np.int64(8),
+    np.bool_(True), np.array("yarn"), np.array([None]), np.array(10**5000, dtype=object), np.float64("nan"), 1j,
+    {1, 2}, range(4), Fraction(1, 3), Fraction(10**5000), Decimal("1e5000"), object(), len,
 ]  # fmt: skip
+
+
+ABOUT_ROPE = ("rope", "rotary", "layer", "head", "model")
+
+
+def nested(times: int, around: Callable[[Any], Any]) -> Any:
+    value: Any = 1
+    for _ in range(times):
+        value = around(value)
+    return value
+
+
+# Made anew each time: copy.deepcopy would not reach their end.
+DEEP: list[Callable[[], Any]] = [
+    lambda: nested(600, lambda value: [value]),
+    lambda: nested(600, lambda value: {"a": value}),
+    lambda: nested(600, lambda value: OrderedDict(rope_theta=value)),
+    lambda: nested(600, lambda value: MappingProxyType({"rope_type": value})),
+    lambda: nested(2000, lambda value: {"model_type": "llava", "text_config": value}),
+    lambda: nested(90, lambda value: (value,)),
+]
+ARGUMENTS = [None, "half", "interleaved", 1e4, 500000.0, 8.0, *VALUES]
 KEYS = [
     "rope_theta", "rope_scaling", "rope_parameters", "rope_type", "type", "factor", "head_dim", "partial_rotary_factor",
     "layer_types", "num_hidden_layers", "max_position_embeddings", "original_max_position_embeddings", "model_type",
@@ -40,66 +76,146 @@ KEYS = [
 
 
 def places(config: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The config and every object in it."""
+    """The config and the objects in it, those deep inside left out."""
     found = [config]
-    for value in config.values():
-        if isinstance(value, dict):
-            found += places(value)
+    for place in found:
+        found += [value for value in place.values() if isinstance(value, dict) and not any(value is f for f in found)]
+        if len(found) > 50:
+            break
     return found
 
 
+def some_value(draw: random.Random) -> Any:
+    return draw.choice(DEEP)() if draw.random() < 0.05 else copy.deepcopy(draw.choice(VALUES))
+
+
 def mutate(config: dict[Any, Any], draw: random.Random) -> None:
-    place = draw.choice(places(config))
+    place, elsewhere = draw.choice(places(config)), draw.choice(places(config))
     keys = list(place)
     # Half of the time where rotation is decided, so that not all mutations hit keys that nothing reads.
-    about_rope = [key for key in keys if any(word in str(key) for word in ("rope", "rotary", "layer", "head", "model"))]
+    about_rope = [key for key in keys if isinstance(key, str) and any(word in key for word in ABOUT_ROPE)]
     key = draw.choice(about_rope if about_rope and draw.random() < 0.5 else keys or ["rope_theta"])
-    match draw.randrange(6):
+    other = draw.choice(keys or ["rope_theta"])
+    listed = [value for value in place.values() if isinstance(value, list) and value]
+    match draw.randrange(11):
         case 0:
             place.pop(key, None)
         case 1:
             place[draw.choice(KEYS)] = place.pop(key, None)
         case 2:
-            place[key] = copy.deepcopy(draw.choice(VALUES))
+            place[key] = some_value(draw)
         case 3:
-            other = draw.choice(keys or ["rope_theta"])
             place[key], place[other] = place.get(other), place.get(key)
         case 4:
-            place[key] = {draw.choice([*KEYS, str(key)]): place.get(key)}
+            place[key] = {draw.choice([*KEYS, key]): place.get(key)}
+        case 5:
+            elsewhere[key] = place.pop(key, None)
+        case 6:
+            elsewhere[draw.choice([*KEYS, key])] = place.get(key)  # which may make a circle
+        case 7:
+            place[key] = [place.get(key)] * draw.choice([1, 2, 8])
+        case 8 if listed:
+            chosen = draw.choice(listed)
+            match draw.randrange(3):
+                case 0:
+                    chosen.pop()
+                case 1:
+                    chosen.append(draw.choice(chosen))
+                case _:
+                    chosen[draw.randrange(len(chosen))] = some_value(draw)
+        case 9:
+            place[draw.choice([10**5000, 3, None, (1, 2), "\ud800", "rope_\x1b[31m", 1.5, b"rope"])] = some_value(draw)
         case _:
-            place[draw.choice(KEYS)] = copy.deepcopy(draw.choice(VALUES))
+            place[draw.choice(KEYS)] = some_value(draw)
 
 
-def outcome(draw: random.Random) -> str:
-    config = copy.deepcopy(draw.choice(CONFIGS))
-    for _ in range(draw.randint(1, 4)):
+def outcome(draw: random.Random, configs: list[Any], folder: Path) -> str:
+    config: Any = copy.deepcopy(draw.choice(configs))
+    for _ in range(draw.choice([1, 1, 2, 4])):
         mutate(config, draw)
     kwargs: dict[str, Any] = {"text_only": True} if draw.random() < 0.7 else {}
     if draw.random() < 0.2:
         kwargs |= {"pairing": draw.choice(["half", "interleaved"]), "base": draw.choice([None, 1e4, 500000.0])}
+    if draw.random() < 0.1:
+        kwargs[draw.choice(["pairing", "base", "factor", "text_only"])] = draw.choice(ARGUMENTS)
+    source = written(config, folder) if draw.random() < 0.2 else config
     try:
-        ropes = from_config(config, **kwargs)
+        ropes = from_config(source, **kwargs)
     except RopeError as refusal:
-        if len(str(refusal)) > 2000:
-            raise AssertionError(f"a message of {len(str(refusal))} characters") from refusal
-        return "refused"
-    json.dumps(ropes.facts(5000), allow_nan=False)
-    ropes.explain(5000)
-    return "read"
+        return refused(refusal)
+    try:
+        json.dumps(ropes.facts(5000), allow_nan=False)
+        assert ropes.explain(5000).replace("\n", "").isprintable()
+    except RopeError as refusal:
+        return f"read, explain {refused(refusal)}"
+    try:
+        ropes.to_hf_config(version=draw.choice([4, 5]))
+    except RopeError as refusal:
+        return f"read, rewriting {refused(refusal)}"
+    return "read and rewritten"
+
+
+def written(config: Any, folder: Path) -> Any:
+    """The config in a file; itself where JSON cannot say it."""
+    try:
+        text = json.dumps(config)
+    except (TypeError, ValueError, RecursionError):
+        return config
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def refused(refusal: RopeError) -> str:
+    message = str(refusal)
+    assert len(message) < 2500, message[:500]  # among them the names of 100 nested models
+    assert message.isprintable(), repr(message)
+    return "refused"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mutations")
 
 
 @settings(max_examples=3000)
-@given(st.integers(0, 2**32))
-def test_nothing_else_comes_out(seed: int) -> None:
-    outcome(random.Random(seed))
+@given(seed=st.integers(0, 2**32))
+def test_nothing_else_comes_out(folder: Path, seed: int) -> None:
+    outcome(random.Random(seed), CONFIGS, folder)
 
 
-def test_both_happen() -> None:
-    counted = Counter(outcome(random.Random(seed)) for seed in range(300))
-    assert counted["read"] > 30
-    assert counted["refused"] > 30
+def test_all_outcomes_happen(folder: Path) -> None:
+    counted = Counter(outcome(random.Random(seed), CONFIGS, folder) for seed in range(300))
+    assert min(counted["refused"], counted["read and rewritten"]) > 30, counted
+    assert counted["read, rewriting refused"] > 0, counted
+
+
+def by_hand(total: int, folders: list[str]) -> None:
+    configs = CONFIGS + [
+        value.get("config", value)
+        for name in folders
+        for path in sorted(Path(name).rglob("*.json"))
+        if isinstance(value := json.loads(path.read_text()), dict)
+    ]
+    started, slowest = time.perf_counter(), (0.0, 0)
+    counted: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(total):
+            before = time.perf_counter()
+            try:
+                counted[outcome(random.Random(seed), configs, Path(folder))] += 1
+            except Exception as e:
+                counted[f"{type(e).__name__}"] += 1
+                if counted[f"{type(e).__name__}"] < 20:
+                    frame = e.__traceback__
+                    while frame is not None and frame.tb_next is not None:
+                        frame = frame.tb_next
+                    where = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame is not None else ""
+                    sys.stdout.write(f"seed {seed}: {type(e).__name__} at {where}: {str(e)[:200]!a}\n")
+            slowest = max(slowest, (time.perf_counter() - before, seed))
+    sys.stdout.write(
+        f"{len(configs)} configs, {time.perf_counter() - started:.0f} s, slowest (s, seed) {slowest}\n{counted}\n"
+    )
 
 
 if __name__ == "__main__":
-    total = int(sys.argv[1])
-    sys.stdout.write(f"{Counter(outcome(random.Random(seed)) for seed in range(total))}\n")
+    by_hand(int(sys.argv[1]), sys.argv[2:])

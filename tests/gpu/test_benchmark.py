@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
@@ -60,6 +61,28 @@ def test_without_a_gpu_it_says_so() -> None:
     ran = run()
     assert ran.returncode == 2
     assert "PyTorch sees no GPU here; --rehearse runs without one" in ran.stderr
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_a_pair_of_length_zero_has_to_stay_zero(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, pairing: str
+) -> None:
+    """The random numbers of some versions of PyTorch have pairs (0, 0) in bfloat16."""
+    case = script.Case("case", 2, 3, torch.bfloat16, pairing, "cpu")
+    q, k = case.queries(0)
+    q[0, 1, 2] = 0
+    monkeypatch.setattr(case, "queries", lambda seed: (q, k))
+    (ours,) = (c for c in script.CONTENDERS if c.name == "ropewalk")
+    run = ours.make(case)
+    script.check(case, ours, run)
+
+    def moved(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        turned, other = run(q, k)
+        turned[0, 1, 2, 5] = 1e-6
+        return turned, other
+
+    with pytest.raises(ArithmeticError, match="of the length of a pair"):
+        script.check(case, ours, moved)
 
 
 @pytest.mark.parametrize("how", [{}, {"backward": True}, {"decode": True}], ids=str)

@@ -32,7 +32,9 @@ def graphs(function: Callable[..., Any], *calls: tuple[Any, ...], **options: Any
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
         made.append(graph)
-        return graph
+        (outputs,) = next(node.args for node in graph.graph.nodes if node.op == "output")
+        # Instead of a run, what the trace says of the results: some builds for CUDA look for the driver in a run.
+        return lambda *_: tuple(node.meta["example_value"] for node in outputs)
 
     compiled = torch.compile(function, backend=keep, fullgraph=True, **options)
     for arguments in calls:
@@ -48,7 +50,7 @@ def fake(*lengths: int) -> list[tuple[Any, ...]]:
     with FakeTensorMode(shape_env=ShapeEnv()):
         return [
             (
-                torch.arange(n, device="cuda"),
+                torch.empty(n, device="cuda", dtype=torch.int64),
                 torch.empty(2, n, 4, 128, device="cuda", dtype=torch.bfloat16),
                 torch.empty(2, n, 1, 128, device="cuda", dtype=torch.bfloat16),
             )
@@ -56,7 +58,18 @@ def fake(*lengths: int) -> list[tuple[Any, ...]]:
         ]
 
 
+def takes_a_compilation_for_an_export() -> bool:
+    """Of older PyTorch (pytorch/pytorch#176347), with which `at` keeps to what can be exported."""
+
+    def up_or_down(x: Tensor) -> Tensor:
+        return x + 1 if torch.compiler.is_exporting() else x - 1
+
+    return bool(torch.compile(up_or_down, backend="eager", fullgraph=True)(torch.zeros(1)) > 0)
+
+
 def test_steps_are_no_constant_that_is_copied_at_each_call() -> None:
+    if takes_a_compilation_for_an_export():
+        pytest.skip("this PyTorch takes every compilation for an export")
     (graph,) = graphs(turned, *fake(5))
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert ANGLES in called or torch.ops.ropewalk.angles in called

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+import pytest
+
+import ropewalk
+
+NOT_BUILT = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
 
 # What each process can use: `watched` counts the calls of the compiled code, `works` runs everything and checks it.
 PRELUDE = """
@@ -15,7 +23,7 @@ sys.path.insert(0, {tests!r})
 class Without:
     def find_spec(self, name, path=None, target=None):
         if name == "ropewalk.kernels._cpu":
-            raise ImportError("no such file")
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 if {without!r}:
     sys.meta_path.insert(0, Without())
@@ -135,7 +143,35 @@ assert calls == [], calls
 print(cpu.why_not)
 """
     (reason,) = run("auto", program, without=True).splitlines()
-    assert reason == "not built when ropewalk was installed, for want of a C++ compiler (no such file)"
+    assert reason == NOT_BUILT
+
+
+@pytest.mark.parametrize("content", [None, b"garbage"], ids=["missing", "broken"])
+def test_doctor_says_whether_the_extension_is_missing_or_cannot_be_loaded(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    shutil.copytree(
+        Path(ropewalk.__file__).parent, tmp_path / "ropewalk", ignore=shutil.ignore_patterns("*.so", "*.pyd")
+    )
+    extension = tmp_path / "ropewalk" / "kernels" / ("_cpu" + EXTENSION_SUFFIXES[0])
+    if content is not None:
+        extension.write_bytes(content)
+    # -S: without the hook of an editable install, which knows another file.
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ran = subprocess.run(
+        [sys.executable, "-S", "-m", "ropewalk", "doctor"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=120,
+    )
+    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("cpu kernel"))
+    if content is None:
+        assert line == f"cpu kernel  not usable: {NOT_BUILT}"
+    else:
+        assert line.startswith("cpu kernel  not usable: cannot be loaded: ")
+        assert str(extension) in line
+        assert "compiler" not in line
 
 
 def test_without_the_extension_kernel_is_refused_with_the_reason() -> None:
@@ -145,6 +181,5 @@ print(refusal(lambda: Rotation(torch.ones(5, 4), torch.ones(5, 4), pairing="half
 """
     lines = run("kernel", program, without=True).splitlines()
     assert lines == 2 * [
-        "ROPEWALK_BACKEND=kernel: the CPU kernel must be there, got not built when ropewalk was installed, for want of "
-        "a C++ compiler (no such file). Install again, or unset it."
+        f"ROPEWALK_BACKEND=kernel: the CPU kernel must be there, got {NOT_BUILT}. Install again, or unset it."
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from collections import defaultdict
 from pathlib import Path
@@ -12,8 +10,8 @@ import numpy as np
 import pytest
 
 import oracle
+from programs import configure, output
 
-ROOT = Path(__file__).parents[2]
 HEAD_DIM, HEADS, KV_HEADS, TOKENS, BASE = 10, 4, 2, 3, 10000.0
 
 # A component is a·c − b·s with |a|, |b| ≤ 1.5. Rounded to float32: cos and sin (2⁻²⁵ each), the products and the
@@ -24,26 +22,11 @@ ROTATED = 2 * 1.5 * 2**-25 + 2 * 1.5 * 2**-24 + 1.5 * 2**0.5 * (2**-24 + 2**-32)
 SCORE = HEAD_DIM * (2 * ROTATED * 1.5 * 2**0.5 + ROTATED**2 + (HEAD_DIM + 1) * 2**-24 * 2 * 1.5**2)
 
 
-def _need(why: str) -> None:
-    if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
-        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the C example cannot be built: {why}")
-    pytest.skip(why)
-
-
-def _run(*command: str | Path) -> str:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for command in ("cmake", os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"):
-        if not shutil.which(command.split()[0]):
-            _need(f"there is no {command}")
     build = tmp_path_factory.mktemp("core")
-    _run("cmake", "-S", ROOT, "-B", build, f"-DCMAKE_RUNTIME_OUTPUT_DIRECTORY={build}")
-    _run("cmake", "--build", build, "--target", "rotate", "--parallel", "2")
+    configure(build, f"-DCMAKE_RUNTIME_OUTPUT_DIRECTORY={build}")
+    output("cmake", "--build", build, "--target", "rotate", "--parallel", "2")
     return build / "rotate"
 
 
@@ -51,7 +34,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("pairing", ["interleaved", "half"])
 def test_example_agrees_with_the_oracle(example: Path, pairing: str, first: int) -> None:
     printed: dict[str, list[list[float]]] = defaultdict(list)
-    for line in _run(example, pairing, str(first)).splitlines():
+    for line in output(example, pairing, str(first)).splitlines():
         name, _, _, *values = line.split()
         printed[name].append([float(value) for value in values])
     q, k = (np.array(printed[name]).reshape(TOKENS, -1, HEAD_DIM) for name in "qk")

@@ -86,7 +86,7 @@ def end(child: int, reading: int) -> tuple[int, int]:
 
 
 def steps_in(file: Path) -> int:
-    return len(checkpoint.read(file)[0]["losses"]) if file.exists() else 0
+    return len(checkpoint.read(file).losses) if file.exists() else 0
 
 
 def main(folder: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import oracle
-from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN
-from ropewalk.lab import export
+from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN, cli
+from ropewalk.lab import export, files
 from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.lab.train import Batch, Recipe, train
 from ropewalk.schemes import Linear
 
 SIZE = Size(61, 32, 48, 2, 4, num_kv_heads=2)
@@ -249,6 +255,115 @@ def test_hugging_face_refuses_what_its_config_cannot_say(rope: Rope, length: int
     assert not list(tmp_path.iterdir())
 
 
+def checkpoint_of_bytes(file: Path, seed: int = 0) -> Path:
+    """One step of a training."""
+    torch.manual_seed(seed)
+    model, rows = LanguageModel(Size(256, 16, 24, 1, 2)), torch.randint(256, (2, 9))
+    batch = Batch(rows[:, :-1], rows[:, 1:])
+    train(model, PLAIN, lambda step: batch, Recipe(1, 1e-2), file=file, about={})
+    return file
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def command(source: Path, target: Path, form: str, *more: str) -> Any:
+    arguments = ["export", str(source), str(target), "--format", form, "--max-positions", "64", *more]
+    return CliRunner().invoke(cli.main, arguments)
+
+
+@pytest.mark.parametrize("form", ["hf", "llama2.c"])
+def test_an_export_replaces_another_only_with_force(form: str, tmp_path: Path) -> None:
+    one, other = (checkpoint_of_bytes(tmp_path / str(seed), seed) for seed in (0, 1))
+    target = tmp_path / "out" / {"hf": "model", "llama2.c": "model.bin"}[form]
+    assert command(one, target, form).exit_code == 0
+    before = contents(tmp_path)
+    ran = command(other, target, form)
+    assert (ran.exit_code, ran.stdout) == (1, "")
+    there = {
+        "hf": "a folder with config.json, model.safetensors, tokenizer.json, tokenizer_config.json",
+        "llama2.c": f"a file of {target.stat().st_size:,} bytes",
+    }[form]
+    assert f"{target} must not exist yet, got {there}. Name another, or replace it with --force.\n" in ran.stderr
+    assert contents(tmp_path) == before
+    assert command(other, target, form, "--force").exit_code == 0
+    assert contents(tmp_path).keys() == before.keys()
+    assert contents(tmp_path) != before
+    assert command(other, tmp_path / "new" / target.name, form).exit_code == 0
+    assert contents(tmp_path / "new") == contents(tmp_path / "out")
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_an_export_never_replaces_its_checkpoint(force: list[str], tmp_path: Path) -> None:
+    source = checkpoint_of_bytes(tmp_path / "folder" / "model.safetensors")
+    shutil.copy(source, tmp_path / "folder" / "tokenizer.bin")
+    (tmp_path / "link").symlink_to(source)
+    os.link(source, tmp_path / "hard")
+    before = contents(tmp_path)
+    for target, form in (
+        (source, "llama2.c"),
+        (tmp_path / "folder" / ".." / "folder" / "model.safetensors", "llama2.c"),
+        (tmp_path / "link", "llama2.c"),
+        (tmp_path / "hard", "llama2.c"),
+        (source.parent, "hf"),
+    ):
+        ran = command(source, target, form, *force)
+        assert "export: the export must not take the place of its own checkpoint, got " in ran.stderr, target
+        assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
+    ran = command(tmp_path / "folder" / "tokenizer.bin", tmp_path / "folder" / "model.bin", "llama2.c", *force)
+    assert "export: the export must not take the place of its own checkpoint, got " in ran.stderr
+    assert contents(tmp_path) == before
+
+
+def test_what_force_does_not_replace(tmp_path: Path) -> None:
+    source = checkpoint_of_bytes(tmp_path / "source")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "folder" / "notes.txt").write_text("precious")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    (tmp_path / "export.old").write_text("precious")
+    before = contents(tmp_path)
+    for target, form, message in (
+        ("folder", "hf", r"a folder that --force replaces must hold nothing but config\.json, .* got .* notes\.txt\."),
+        ("file", "hf", "must be a folder, got a file"),
+        ("folder", "llama2.c", "must be a file, got something else"),
+        ("export", "hf", r"export\.old must not exist: what is in .*export now is kept there for a moment, got one th"),
+        ("tokenizer.bin", "llama2.c", "the model must have another name than the tokenizer that is written beside it"),
+    ):
+        ran = command(source, tmp_path / target, form, "--force")
+        assert re.search(message, ran.stderr), ran.stderr
+        assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
+    assert contents(tmp_path) == before
+    assert list(tmp_path.rglob("*.unfinished")) == []
+
+
+def test_a_tokenizer_that_is_there(tmp_path: Path) -> None:
+    """Two models share one; another file of that name is replaced only with --force."""
+    source = checkpoint_of_bytes(tmp_path / "source")
+    for name in ("a.bin", "b.bin"):
+        assert command(source, tmp_path / "out" / name, "llama2.c").exit_code == 0
+    wanted = (tmp_path / "out" / "tokenizer.bin").read_bytes()
+    (tmp_path / "out" / "tokenizer.bin").write_bytes(wanted[:-1] + b"x")
+    ran = command(source, tmp_path / "out" / "c.bin", "llama2.c")
+    assert "tokenizer.bin must not exist yet, got a file of 2,313 bytes" in ran.stderr
+    assert not (tmp_path / "out" / "c.bin").exists()
+    assert command(source, tmp_path / "out" / "c.bin", "llama2.c", "--force").exit_code == 0
+    assert (tmp_path / "out" / "tokenizer.bin").read_bytes() == wanted
+
+
+def test_an_export_through_links(tmp_path: Path) -> None:
+    """What a link names is replaced, and the link stays."""
+    source = checkpoint_of_bytes(tmp_path / "source")
+    assert command(source, tmp_path / "real" / "model", "hf").exit_code == 0
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "model")
+    assert command(source, tmp_path / "link", "hf", "--force").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert export.from_hugging_face(tmp_path / "link")[1] == PLAIN
+
+
 def change(folder: Path, **keys: Any) -> Path:
     export.to_hugging_face(random_model(), PLAIN, folder, max_positions=8)
     config = json.loads((folder / "config.json").read_text()) | keys
@@ -264,9 +379,65 @@ def change(folder: Path, **keys: Any) -> Path:
         ({"vocab_size": None}, "config.json must state 'vocab_size'"),
         ({"head_dim": 16}, "head_dim must be hidden_size / num_attention_heads = 8, got 16"),
         ({"num_hidden_layers": 1}, "missing or unknown: layers.1.input_layernorm.weight, "),
+        ({"num_hidden_layers": 10**4}, "num_layers must be an integer from 0 to 1024, got 10000"),
+        ({"intermediate_size": 2**40}, "intermediate_size must be an integer from 0 to 1048576"),
+        ({"vocab_size": 2**20}, r"embed_tokens.weight must have the shape \(1048576, 32\), got \(61, 32\)"),
         ({"vocab_size": 60}, r"embed_tokens.weight must have the shape \(60, 32\), got \(61, 32\)"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(RopeError, match=message):
         export.from_hugging_face(change(tmp_path, **keys))
+
+
+def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
+    file = change(tmp_path) / "model.safetensors"
+    save_file({name: value.int() for name, value in load_file(file).items()}, file)
+    with pytest.raises(RopeError, match=r"weight must be of floating point, got I32"):
+        export.from_hugging_face(tmp_path)
+
+
+def test_a_config_that_nests_too_deep(tmp_path: Path) -> None:
+    (change(tmp_path) / "config.json").write_text("[" * 100_000)
+    with pytest.raises(RopeError, match=r"config\.json must be JSON, got maximum recursion depth"):
+        export.from_hugging_face(tmp_path)
+
+
+def test_folders_that_no_other_can_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell in the replaced folder would see nothing of the export; a mount point cannot be renamed."""
+    source = checkpoint_of_bytes(tmp_path / "source")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "mounted")
+    before = contents(tmp_path)
+    for target, got in ((Path("."), "the current folder"), (tmp_path / "mounted", "a mount point")):
+        ran = command(source, target, "hf")
+        must = f"{target.resolve()} must be a folder that another can take the place of"
+        assert ran.stderr == f"Error: to_hugging_face: {must}, got {got}. Name a new folder in it.\n"
+        assert ran.exit_code == 1
+    assert contents(tmp_path) == before
+    assert command(source, Path("new"), "hf").exit_code == 0
+
+
+def test_a_folder_named_like_a_file_is_not_replaced(tmp_path: Path) -> None:
+    source = checkpoint_of_bytes(tmp_path / "source")
+    (tmp_path / "out" / "config.json").mkdir(parents=True)
+    (tmp_path / "out" / "config.json" / "notes.txt").write_text("precious")
+    ran = command(source, tmp_path / "out", "hf", "--force")
+    assert "must hold nothing but config.json" in ran.stderr
+    assert ran.exit_code == 1
+    assert (tmp_path / "out" / "config.json" / "notes.txt").read_text() == "precious"
+
+
+def test_the_slower_of_two_exports_says_what_is_there(tmp_path: Path) -> None:
+    def overtaken() -> None:
+        with files.new_folder("export", tmp_path / "model", force=False, replaceable=()) as unfinished:
+            (unfinished / "config.json").write_text("slow")
+            (tmp_path / "model").mkdir()
+            (tmp_path / "model" / "config.json").write_text("fast")
+
+    with pytest.raises(RopeError, match=r"model must not exist yet, got a folder with config\.json\. Name another"):
+        overtaken()
+    assert (tmp_path / "model" / "config.json").read_text() == "fast"
+    assert list(tmp_path.rglob("*.unfinished")) == []

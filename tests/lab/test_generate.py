@@ -12,9 +12,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import ropewalk
 from ropewalk import DynamicNTK, Rope, RopeError
 from ropewalk.cli import main
 from ropewalk.lab import checkpoint
+from ropewalk.lab import generate as generating
 from ropewalk.lab.generate import generate, run
 from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.train import Batch, Recipe, train
@@ -52,6 +54,31 @@ def test_as_without_a_cache(rope: Rope | None, absolute: Any) -> None:
     made = list(generate(model, rope, PROMPT, tokens=30, temperature=0, seed=0))
     assert made == recomputed(model, rope, 30)
     assert len(set(made)) > 3
+
+
+@pytest.mark.parametrize("absolute", [None, "learned"])
+def test_a_prompt_longer_than_what_runs_at_once(absolute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(replace(SIZE, absolute=absolute, max_positions=64 if absolute == "learned" else None))
+    prompt = [7, 200, 31, 7, 90, 14, 3]
+    wanted = list(generate(model, ROPE, prompt, tokens=20, temperature=0, seed=0))
+    for at_once in (1, 3, 7):
+        monkeypatch.setattr(generating, "AT_ONCE", at_once)
+        assert list(generate(model, ROPE, prompt, tokens=20, temperature=0, seed=0)) == wanted
+    assert len(set(wanted)) > 3
+
+
+def test_a_long_prompt_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no mask is as large as the square of its length."""
+    parts = []
+
+    class Watched(ropewalk.KVCache):
+        def step(self, seq: int) -> Any:
+            parts.append(seq)
+            return super().step(seq)
+
+    monkeypatch.setattr(ropewalk, "KVCache", Watched)
+    list(generate(random_model(), ROPE, [7, 200] * 150, tokens=3, temperature=0, seed=0))
+    assert parts == [128, 128, 44, 1, 1]
 
 
 def test_a_rope_that_depends_on_the_length() -> None:
@@ -152,12 +179,42 @@ def test_command_refuses(trained: Path, tmp_path: Path) -> None:
         assert ran.stdout == ""
 
 
+def test_more_tokens_than_there_is_memory_for(trained: Path) -> None:
+    """They are refused before anything is printed or taken: 2 layers of 8 channels of keys and of values, float32."""
+    for tokens in ("10000000000", str(10**30), "16777214"):
+        ran = CliRunner().invoke(main, ["generate", str(trained), "--prompt", "abc", "--tokens", tokens])
+        assert (ran.exit_code, ran.stdout) == (1, "")
+        must = "prompt and tokens together must be at most 16,777,216, whose keys and values take 2 GiB, got 3 and "
+        assert must in ran.stderr
+        assert ran.stderr.count("\n") == 1
+    generate(random_model(), ROPE, [97, 98, 99], tokens=16777213, temperature=0.0, seed=0)  # nothing is made yet
+
+
+def test_the_cache_is_as_large_as_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens but the last, which nothing follows."""
+    made = []
+
+    class Watched(ropewalk.KVCache):
+        def __init__(self, *sizes: int, capacity: int) -> None:
+            made.append(self)
+            super().__init__(*sizes, capacity=capacity)
+
+    monkeypatch.setattr(ropewalk, "KVCache", Watched)
+    list(generate(random_model(), ROPE, PROMPT, tokens=5, temperature=0.0, seed=0))
+    ((cache,),) = [made]
+    assert cache.capacity == int(cache.length) == len(PROMPT) + 4
+
+
 def test_export_commands(trained: Path, tmp_path: Path) -> None:
-    for form, target, files in (("hf", "folder", 2), ("llama2.c", "model.bin", 0)):
-        path = tmp_path / target
+    written = {
+        "hf": ("folder", {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}),
+        "llama2.c": ("model.bin", {"model.bin", "tokenizer.bin"}),
+    }
+    for form, (target, files) in written.items():
+        path = tmp_path / form / target
         ran = CliRunner().invoke(main, ["export", str(trained), str(path), "--format", form, "--max-positions", "64"])
         assert (ran.exit_code, ran.stdout) == (0, f"wrote {path}\n"), ran.output
-        assert path.is_file() or len(list(path.iterdir())) == files
+        assert {file.name for file in (tmp_path / form).rglob("*") if file.is_file()} == files
     train(LanguageModel(SIZE), None, counting, Recipe(1, 1e-3), file=tmp_path / "x", about={})
     ran = CliRunner().invoke(main, ["export", str(tmp_path / "x"), "y", "--format", "hf", "--max-positions", "64"])
     assert ran.exit_code == 1

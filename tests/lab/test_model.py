@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ropewalk import KVCache, Rope, RopeError
-from ropewalk.lab.model import LanguageModel, Size, SwiGLU
+from ropewalk.lab.model import LanguageModel, Size, SwiGLU, shapes
 
 SIZE = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2}
 TOKENS = torch.tensor([[1, 2, 3, 10], [0, 9, 9, 4]])
@@ -78,6 +78,16 @@ def test_learned_positions() -> None:
         model(TOKENS, None, positions=torch.tensor([0, 1, 2, 6]))
 
 
+@pytest.mark.parametrize("absolute", ["learned", "sinusoidal", None])
+@pytest.mark.parametrize("tied", [False, True])
+def test_shapes_are_those_of_the_model(tied: bool, absolute: Any) -> None:
+    places = 5 if absolute == "learned" else None
+    size = Size(11, 24, 14, 3, 6, num_kv_heads=2, tied=tied, absolute=absolute, max_positions=places)
+    wanted = {name: tuple(parameter.shape) for name, parameter in LanguageModel(size).named_parameters()}
+    assert shapes(size) == wanted
+    assert len(shapes(Size(1, 2, 1, 2**10, 1))) == 9 * 2**10 + 3
+
+
 def test_every_layer_gets_the_rotation() -> None:
     """Turning q and k of one layer alone changes the logits, whichever layer it is."""
     torch.manual_seed(0)
@@ -128,6 +138,9 @@ def test_with_a_cache(absolute: Any) -> None:
         ({"norm_eps": 0.0}, "norm_eps must be a finite number greater than 0, got 0.0"),
         ({"absolute": "rotary"}, "absolute must be one of 'learned', 'sinusoidal', got 'rotary'"),
         ({"absolute": "learned"}, "max_positions must be an integer at least 1, got None"),
+        ({"hidden_size": 2**20 + 2}, "hidden_size must be an integer from 0 to 1048576, got 1048578"),
+        ({"num_layers": 1025}, "num_layers must be an integer from 0 to 1024, got 1025"),
+        ({"tied": 1}, "tied must be True or False, got 1"),
         ({"max_positions": 5}, "max_positions must be None unless absolute is 'learned', got 5"),
     ],
 )

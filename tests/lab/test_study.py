@@ -267,18 +267,46 @@ def test_the_estimate_is_measured(monkeypatch):
 
 def test_the_studies():
     assert study.quick(7, baselines=False) == Study([tasks.COPY], [7], False)
+    assert study.text(7, baselines=True) == Study([tasks.TEXT], [7], True)
     assert study.full(7, baselines=True) == Study([tasks.COPY, tasks.TEXT], range(7, 10), True)
 
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
-    [(["--quick"], study.quick(0, baselines=False)), (["--baselines", "--seed", "2"], study.full(2, baselines=True))],
+    [
+        (["--quick"], study.quick(0, baselines=False)),
+        (["--baselines", "--seed", "2"], study.full(2, baselines=True)),
+        (["--task", "copy"], study.quick(0, baselines=False)),
+        (["--task", "copy", "--quick"], study.quick(0, baselines=False)),
+        (["--task", "text"], study.text(0, baselines=False)),
+        (["--task", "text", "--baselines", "--seed", "5"], study.text(5, baselines=True)),
+    ],
 )
 def test_the_command_hands_over(options, wanted, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(study, "run", lambda what, folder, say: (asked.append((what, folder)), say("done")))
     done = CliRunner().invoke(cli.main, ["lab", *options, "--out", str(tmp_path)])
     assert (done.output, asked) == ("done\n", [(wanted, Path(tmp_path))])
+
+
+def test_options_that_contradict_each_other(tmp_path):
+    done = CliRunner().invoke(cli.main, ["lab", "--quick", "--task", "text", "--out", str(tmp_path / "x")])
+    assert done.exit_code == 2
+    assert "Error: --quick is the copy task, so it cannot be combined with --task text. Drop one" in done.output
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_model_that_the_help_names(tmp_path, monkeypatch):
+    """`lab --task text`, then `generate` and `export` with the file that `lab --help` names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tasks, "TEXT", tiny_lab.TEXT)
+    said = " ".join(CliRunner().invoke(cli.main, ["lab", "--help"]).output.split())
+    (named,) = re.findall(r"ropewalk-lab/parts/\S+\.safetensors", said)
+    assert CliRunner().invoke(cli.main, ["lab", "--task", "text"]).exit_code == 0
+    made = CliRunner().invoke(cli.main, ["generate", named, "--tokens", "3"])
+    assert made.exit_code == 0, made.output
+    done = CliRunner().invoke(cli.main, ["export", named, "m.bin", "--format", "llama2.c", "--max-positions", "32"])
+    assert done.exit_code == 0, done.output
 
 
 def test_ctrl_c_on_the_command_line_is_no_traceback(monkeypatch, tmp_path):

@@ -62,6 +62,15 @@ class TestGradcheck:
         assert gradcheck(function, (q, cos, sin), check_forward_ad=True)
         assert gradgradcheck(function, (q, cos, sin))
 
+    def test_to_cos_and_sin_of_q_and_k(self, layout: str, pairing: str) -> None:
+        def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            rotation = Rotation(cos, sin, pairing=pairing, head_dim=8, rotary_offset=2)
+            # In one tensor, so that the gradients of q and k come together.
+            return torch.cat([y.flatten() for y in rotation(q, k, layout=layout)])
+
+        size = LAYOUTS[layout]
+        assert gradcheck(function, (double(*size), double(*size), double(3, 2), double(3, 2)))
+
     def test_to_cos_and_sin_in_place(self, layout: str, pairing: str) -> None:
         cos, sin = double(3, 2), double(3, 2)
 

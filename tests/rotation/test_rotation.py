@@ -155,6 +155,22 @@ def test_in_place_is_the_same(layout: str, pairing: str) -> None:
     assert torch.equal(k, wanted[1])
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_q_and_k_that_cannot_share_a_call(in_place: bool) -> None:
+    """They differ in dtype, or in the batch that tables [seq] leave open."""
+    rope, positions = Rope(16, 1e4, "half"), torch.arange(SEQ)
+    q = torch.randn(shape("bshd", HEADS, 16))
+    for k in (torch.randn(shape("bshd", KV_HEADS, 16)).double(), torch.randn(BATCH + 1, SEQ, KV_HEADS, 16)):
+        tensors = q.clone(), k.clone()
+        rotation = rope.at(positions)
+        turned = tensors if in_place else rotation(*tensors, layout="bshd")
+        if in_place:
+            rotation.apply_(*tensors, layout="bshd")
+        for x, y in zip((q, k), turned, strict=True):
+            assert y.dtype == x.dtype
+            np.testing.assert_allclose(y.double(), expected(rope, x, positions, "bshd"), rtol=0, atol=rounding(q.dtype))
+
+
 def test_in_place_changes_nothing_when_k_does_not_fit() -> None:
     rotation = Rope(8, 1e4, "half").at(torch.arange(SEQ))
     q = torch.randn(1, SEQ, 2, 8)
@@ -333,6 +349,7 @@ class TestValue:
             "Rotation(tokens=(3,), pairs=4, pairing='half', dtype=torch.float32, device='cpu')"
         )
         assert "head_dim=8, rotary_offset=2, attention_factor=1.13" in repr(self.rotation)
+        assert repr(pytree.tree_map(lambda _: None, self.rotation)) == "Rotation(cos=None, sin=None)"
 
 
 @pytest.mark.parametrize(
@@ -349,12 +366,15 @@ class TestValue:
         ({"cos": torch.ones(3, 0), "sin": torch.ones(3, 0)}, "must have the same shape"),
         ({"cos": torch.ones(3, 4, device="meta")}, "cos and sin must be on the same device, got meta and cpu"),
         ({"pairing": "neox"}, "pairing must be one of 'half', 'interleaved', got 'neox'"),
-        ({"head_dim": 6}, "head_dim must be an integer at least 8, got 6"),
-        ({"head_dim": 10, "rotary_offset": 4}, "head_dim must be an integer at least 12, got 10"),
+        ({"head_dim": 6}, "head_dim must be an integer from 8 to 65536, got 6"),
+        ({"head_dim": 10, "rotary_offset": 4}, "head_dim must be an integer from 12 to 65536, got 10"),
         ({"head_dim": 8.0}, "head_dim must be an integer"),
-        ({"rotary_offset": -2}, "rotary_offset must be an integer at least 0, got -2"),
+        ({"rotary_offset": -2}, "rotary_offset must be an integer from 0 to 65536, got -2"),
         ({"rotary_offset": "2"}, "rotary_offset must be an integer"),
-        ({"attention_factor": 0}, "attention_factor must be a finite number greater than 0"),
+        ({"head_dim": 10**5000}, "head_dim must be an integer from 8 to 65536, got <an integer of 16610 bits>"),
+        ({"attention_factor": 0}, "attention_factor must be a finite number of at least 1.0842e-19 and at most 9.2"),
+        ({"attention_factor": 1e300}, "attention_factor must be a finite number"),
+        ({"attention_factor": 1e-300}, "attention_factor must be a finite number"),
         ({"attention_factor": float("nan")}, "attention_factor must be a finite number"),
     ],
 )

@@ -139,7 +139,8 @@ class TestCompile:
         expected = backward(ours, X)
         compiled = torch.compile(grad(loss(ours)), backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(X), expected)
-        assert is_wrong(lambda: torch.compile(grad(loss(naive)), backend="aot_eager")(X), expected)
+        if torch.__version__ < "2.14":  # PyTorch 2.15 gets the naive version right
+            assert is_wrong(lambda: torch.compile(grad(loss(naive)), backend="aot_eager")(X), expected)
 
     @pytest.mark.parametrize("pairing", ["half", "interleaved"])
     def test_forward_and_backward_by_inductor(self, pairing: str) -> None:

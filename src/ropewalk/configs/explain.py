@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, cast
 
 from ropewalk._checks import length as checked_length
+from ropewalk._checks import printable
 from ropewalk.schemes import PerPair, Scheme, default
 
 if TYPE_CHECKING:
@@ -61,10 +62,16 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
         "inv_freq": inv_freq,
         # JSON has no infinity: null is a pair that stands still.
         "wavelength": [w if math.isfinite(w) else None for w in wavelength],
-        "slowed_by": [before / after if after else None for before, after in zip(unscaled, inv_freq, strict=True)],
+        "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
         "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
         "full_turns_at_length": None if length is None else sum(w <= length for w in wavelength),
     }
+
+
+def _ratio(before: float, after: float) -> float | None:
+    """How many times a pair is slowed; None where it stands still, or turns so slowly that float64 cannot say."""
+    ratio = before / after if after else math.inf
+    return ratio if math.isfinite(ratio) else None
 
 
 def _scheme_facts(scheme: Scheme | None) -> dict[str, Any]:
@@ -90,7 +97,7 @@ def text(said: dict[str, Any]) -> str:
     lines += [f"  {name:<{width}}  {where}" for name, where in said["origins"].items()]
     if said["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in said["warnings"])]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # names in a file may hold escape sequences of terminals
 
 
 def _beside_lines(said: dict[str, Any]) -> list[str]:
@@ -189,13 +196,14 @@ def _finite(rope: dict[str, Any]) -> list[float]:
 
 
 def _slowed_words(slowed_by: list[float | None]) -> str:
+    top = max((s for s in slowed_by if s is not None), default=1.0)
+
     def kind(index: int) -> str:
         slow = slowed_by[index]
         if slow is None:
             return "stand still"
         if abs(slow - 1) < 1e-9:
             return "keep their speed"
-        top = max(s for s in slowed_by if s is not None)
         if slow < 1 - 1e-9:
             return "between"
         return f"slowed {top:.4g} times" if abs(slow - top) < 1e-9 * top else "between"

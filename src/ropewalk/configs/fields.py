@@ -39,7 +39,7 @@ class Fields:
 
     def is_null(self, *keys: str) -> bool:
         """Whether one of the keys stands there and is null."""
-        return any(self._found(key) == (True, None) for key in keys)
+        return any(found and value is None for found, value in map(self._found, keys))
 
     def _found(self, key: str) -> tuple[bool, Any]:
         if key in self.config or "." not in key:

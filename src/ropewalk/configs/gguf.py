@@ -6,6 +6,7 @@ get_rope_factors), src/llama-context.cpp (the attention factor of YaRN), src/mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -294,7 +295,12 @@ class _Reader:
                 f"llama.cpp multiplies cos and sin by {twice:.6g}, and the softmax scale by its square as well; the "
                 "model's own code may not."
             )
-        return softmax_factor(scheme) * twice * twice
+        factor = softmax_factor(scheme) * twice * twice
+        if not math.isfinite(factor):
+            key = self.keys.key("rope.scaling.yarn_log_multiplier")
+            must = "the square of the attention factor must be finite"
+            raise self.keys.fields.error(key, must, "infinity", "Models have a multiplier of about 0.1.")
+        return factor
 
     def _query_scale(self) -> QueryScale | None:
         """attention.temperature_scale of Ministral 3 and Mistral Large 3: q grows with the position."""

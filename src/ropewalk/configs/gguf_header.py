@@ -21,9 +21,11 @@ FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_fac
 
 _NEVER_TURNS = 1e30  # what converters write for a pair that stands still
 # Bounds far above any model, so that a corrupt file costs neither time nor memory.
-_MAX_KEYS = 100_000
-_MAX_TENSORS = 1_000_000
-_MAX_ITEMS = 2**22  # in one array; and strings, keys and tensors together
+_MAX_KEYS = 10_000
+_MAX_TENSORS = 65_536
+_MAX_ARRAYS = 10_000  # inside other arrays
+_MAX_ITEMS = 2**21  # in one array; and strings, keys and tensors together: 800,000 with a vocabulary of 262,144
+_MAX_BYTES = 2**28  # of the whole header; that of a model with 262,144 tokens has some 20 MiB
 _MAX_STRING = 2**26
 _MAX_NAME = 256  # of a key or tensor; longer strings are passed over
 _MAX_KEPT = 512  # numbers of an array, which is the most layers that llama.cpp takes; longer arrays are passed over
@@ -31,12 +33,14 @@ _MAX_NESTING = 4
 _MAX_ALIGNMENT = 2**20
 
 _STRING, _ARRAY, _F32 = 8, 9, 0
+_BROKEN = "Is the file broken?"
 _NUMBERS = {
     code: struct.Struct(f"<{letter}")
     for code, letter in ((0, "B"), (1, "b"), (2, "H"), (3, "h"), (4, "I"), (5, "i"), (6, "f"), (7, "?"), (10, "Q"),
                          (11, "q"), (12, "d"))
 }  # fmt: skip
 _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
+_BLOCK = 2**18  # bytes of a list of strings that are read at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +90,11 @@ class _Walk:
     def __init__(self, file: BinaryIO, size: int, source: str) -> None:
         self.file = file
         self.size = size
+        self.most = _MAX_BYTES
         self.source = source
         self.position = 0
         self.items = 0
+        self.arrays = 0
         self.where = "the header"
 
     def error(self, must: str, got: str, cure: str = "Is the file complete?") -> RopeError:
@@ -99,6 +105,8 @@ class _Walk:
             raise self.error(
                 f"the file must go on for {shown(count)} more bytes", f"{self.size - self.position} that are left"
             )
+        if self.position + count > self.most:
+            raise self.error(f"the header must have at most {self.most} bytes", "more", "Is this a model?")
 
     def _take(self, count: int) -> bytes:
         self._need(count)
@@ -119,7 +127,7 @@ class _Walk:
     def _count(self, what: str, most: int, least_bytes: int) -> int:
         count: int = self._number(_U64)
         if count > most:
-            raise self.error(f"{what} must be at most {most}", str(count), "Is the file broken?")
+            raise self.error(f"{what} must be at most {most}", str(count), _BROKEN)
         self._need(count * least_bytes)
         return count
 
@@ -137,7 +145,7 @@ class _Walk:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError:
-            raise self.error("it must be UTF-8", shown(content), "Is the file broken?") from None
+            raise self.error("it must be UTF-8", shown(content), _BROKEN) from None
 
     def counts(self) -> tuple[int, int]:
         """How many tensors and keys there are."""
@@ -159,7 +167,7 @@ class _Walk:
             key = self._name("its name")
             self.where = shown(key)
             if key in values:
-                raise self.error("every key must be given once", "a second one", "Is the file broken?")
+                raise self.error("every key must be given once", "a second one", _BROKEN)
             values[key] = self._value(self._number(_U32), 0)
         return values
 
@@ -169,7 +177,7 @@ class _Walk:
         if kind == _ARRAY:
             return self._array(depth)
         if kind not in _NUMBERS:
-            raise self.error("its type must be one of 0 to 12", str(kind), "Is the file broken?")
+            raise self.error("its type must be one of 0 to 12", str(kind), _BROKEN)
         return self._number(_NUMBERS[kind])
 
     def _string(self) -> Any:
@@ -183,49 +191,71 @@ class _Walk:
     def _array(self, depth: int) -> tuple[Any, ...] | _NotKept:
         """A short array of numbers, which may say something of each layer; any other is passed over."""
         if depth >= _MAX_NESTING:
-            raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", "Is the file broken?")
+            raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", _BROKEN)
         kind: int = self._number(_U32)
         if kind in _NUMBERS:
             form = _NUMBERS[kind]
             count = self._count("entries of an array", _MAX_ITEMS, form.size)
             if depth == 0 and count <= _MAX_KEPT:
                 self._item(count)
-                return tuple(value for (value,) in form.iter_unpack(self._take(count * form.size)))
+                return struct.unpack(f"<{count}{form.format[-1]}", self._take(count * form.size))
             self._skip(count * form.size)
             return _NotKept(f"an array of {count}")
         if kind not in (_STRING, _ARRAY):
-            raise self.error("its type must be one of 0 to 12", str(kind), "Is the file broken?")
+            raise self.error("its type must be one of 0 to 12", str(kind), _BROKEN)
         count = self._count("entries of an array", _MAX_ITEMS, 8)
+        self._item(count)
+        if kind == _STRING:
+            self._skip_strings(count)
+            return _NotKept(f"an array of {count}")
+        self.arrays += count
+        if self.arrays > _MAX_ARRAYS:
+            raise self.error(f"arrays inside arrays must be at most {_MAX_ARRAYS}", "more", _BROKEN)
         for _ in range(count):
-            self._item()
-            if kind == _ARRAY:
-                self._array(depth + 1)
-            else:
-                self._skip(self._count("the bytes of a string", _MAX_STRING, 1))
+            self._array(depth + 1)
         return _NotKept(f"an array of {count}")
+
+    def _skip_strings(self, count: int) -> None:
+        """Pass over strings, a block of the file at a time: a vocabulary has hundreds of thousands."""
+        length = _U64.unpack_from
+        while count:
+            self._need(_U64.size)
+            start = self.position
+            block = self._take(min(_BLOCK, self.size - start, self.most - start))
+            at, last = 0, len(block) - _U64.size
+            while count and at <= last:
+                size = length(block, at)[0]
+                if size > _MAX_STRING:
+                    raise self.error(f"the bytes of a string must be at most {_MAX_STRING}", str(size), _BROKEN)
+                at += _U64.size + size
+                count -= 1
+            self.position = start
+            self._need(at)
+            self.position = start + at
+            self.file.seek(self.position)
 
     def tensors(self, count: int) -> dict[str, _Tensor]:
         """Where the tensors of factors are."""
+        names: set[str] = set()
         found: dict[str, _Tensor] = {}
         self._need(count * 24)
         for i in range(count):
             self.where = f"tensor {i} of {count}"
             name = self._name("its name")
             self.where = shown(name)
+            if name in names:
+                raise self.error("every tensor must be given once", "a second one", _BROKEN)
+            names.add(name)
             axes = self._number(_U32)
             if axes > 4:
-                raise self.error("a tensor must have at most 4 axes", str(axes), "Is the file broken?")
-            dims = tuple(self._number(_U64) for _ in range(axes))
-            tensor = _Tensor(dims, self._number(_U32), self._number(_U64))
+                raise self.error("a tensor must have at most 4 axes", str(axes), _BROKEN)
+            *dims, kind, offset = struct.unpack(f"<{axes}QIQ", self._take(8 * axes + 12))
             if not name.startswith("rope"):
                 continue
-            if name not in (FREQS, SHORT, LONG) or name in found:
-                raise self.error(
-                    f"a tensor about rotation must be one of {FREQS}, {SHORT}, {LONG}, given once",
-                    "another" if name not in found else "a second one",
-                    "llama.cpp does not read it.",
-                )
-            found[name] = tensor
+            if name not in (FREQS, SHORT, LONG):
+                must = f"a tensor about rotation must be one of {FREQS}, {SHORT}, {LONG}"
+                raise self.error(must, "another", "llama.cpp does not read it.")
+            found[name] = _Tensor(tuple(dims), kind, offset)
         return found
 
     def floats(self, name: str, tensor: _Tensor, start: int) -> tuple[float, ...]:
@@ -238,6 +268,7 @@ class _Walk:
                 f"axes {shown(tensor.dims)} of type {tensor.kind}",
                 "Convert the model anew.",
             )
+        self.most = self.size  # the data of a tensor lies anywhere in the file
         self.position = min(start + tensor.offset, self.size)
         self.file.seek(self.position)
         values = struct.unpack(f"<{tensor.dims[0]}f", self._take(4 * tensor.dims[0]))

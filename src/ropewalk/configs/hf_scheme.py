@@ -38,7 +38,7 @@ def read_scheme(
             rope_type.where,
             f"it must be one of default, {', '.join(SCHEMES)}",
             shown(rope_type.value),
-            f"No other scheme is known.{nearest(str(name), SCHEMES)}",
+            f"No other scheme is known.{nearest(name, SCHEMES) if isinstance(name, str) else ''}",
         )
     origins["scaling"] = rope_type.where if "rope_type" in given else "no rope_type is given"
     scheme: type[Scheme] | None = None if name == "default" else SCHEMES[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, cast
@@ -11,6 +10,7 @@ from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
 from ropewalk.configs.architectures import ARCHITECTURES
 from ropewalk.configs.rope_keys import SECTIONS
+from ropewalk.configs.source import plain
 from ropewalk.schemes import NTK, PerPair
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _WHO = "ModelRopes.to_hf_config"
 
 def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
     """The config in the schema of transformers 4 or 5; see `ModelRopes.to_hf_config`."""
-    if version not in (4, 5) or isinstance(version, bool):
+    if type(version) is not int or version not in (4, 5):
         raise error(_WHO, "version must be 4 or 5", shown(version), "They are the schemas of transformers.")
     row = ARCHITECTURES.get(ropes.model_type)
     if row is None or ropes.config is None:
@@ -64,7 +64,7 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
     if isinstance(row.pattern, NoRopeLayers) and row.pattern.holds_base:
         bases.discard(row.pattern.key)
     drop = {*SECTIONS, *bases, *row.partial_keys}
-    return {key: copy.deepcopy(value) for key, value in config.items() if key not in drop}
+    return {key: plain(value, _WHO) for key, value in config.items() if key not in drop}
 
 
 def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:

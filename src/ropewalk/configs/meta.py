@@ -98,7 +98,7 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
         raise fields.error(
             "rope_scaling_factor",
             f"it is {shown(stated)}, and factor must agree",
-            f"{factor}",
+            shown(factor),
             "Leave one out.",
         )
     origins["scaling"] = "use_scaled_rope"

@@ -32,9 +32,7 @@ class QueryScale:
 
     def at(self, position: int) -> float:
         """The multiplier of the query at a position, in tokens."""
-        return self.constant * (
-            1.0 + self.beta * math.log(1 + math.floor(position / self.original_max_position_embeddings))
-        )
+        return self.constant * (1.0 + self.beta * math.log(1 + position // self.original_max_position_embeddings))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropewalk._checks import error
+from ropewalk._checks import check_pairing, error, number, shown
 from ropewalk.configs import gguf, hf, meta, source
 from ropewalk.configs.model_ropes import ModelRopes
 
@@ -26,6 +26,7 @@ def from_config(
         config: a dict, a config object with `to_dict()`, or a path to a file or to a folder that holds one.
             Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
             (`rope_parameters`), also text models inside multimodal ones; Meta's params.json; a GGUF file of llama.cpp.
+            Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file 256 MiB.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
         factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1, 32 in 3.2).
@@ -52,12 +53,21 @@ def from_config(
         >>> len(ropes.layers)
         32
     """
+    if not isinstance(text_only, bool):
+        raise error("from_config", "text_only must be True or False", shown(text_only), "Pass a boolean.")
+    if pairing is not None:
+        check_pairing("from_config", pairing)
+    if factor is not None:
+        factor = number("from_config", "factor", factor, at_least=1.0)
     path = source.gguf_path(config)
     if path is not None:
         _refuse_factor(factor)
         return gguf.read(path, pairing=pairing, base=base, text_only=text_only)
     values, name = source.load(config)
     if meta.is_params(values):
+        if pairing not in (None, "interleaved"):
+            cure = "Leave it out; for weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
+            raise error("from_config", "pairing of Meta's params.json is 'interleaved'", shown(pairing), cure)
         return meta.read(values, name, base=base, factor=factor)
     _refuse_factor(factor)
     return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)
@@ -65,4 +75,4 @@ def from_config(
 
 def _refuse_factor(factor: float | None) -> None:
     if factor is not None:
-        raise error("from_config", "factor is for Meta's params.json only", f"{factor}", "Leave it out.")
+        raise error("from_config", "factor is for Meta's params.json only", shown(factor), "Leave it out.")

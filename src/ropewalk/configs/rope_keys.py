@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import nearest, shown
+from ropewalk._checks import nearest, short, shown
 from ropewalk.configs.architecture import Architecture, Coded, Indices, Kind, NoRopeLayers
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 
@@ -24,6 +24,9 @@ _MISPLACED = frozenset(
 # Keys that other keys are misspelt into.
 _LIKELY = (*SECTIONS, "rope_theta", "partial_rotary_factor", "head_dim", "max_position_embeddings", _TRAINED)
 
+
+# Far above any config: each key that is not known is compared with those it may be misspelt from.
+_MAX_KEYS = 4096
 
 # Other names of a scheme. "mrope" says only that tokens have several axes.
 ALIASES = {"su": "longrope", "mrope": "default"}
@@ -88,7 +91,7 @@ class RopeKeys:
 
     def _add_flat(self, given: dict[str, Given], kind: Kind, section: str, values: Mapping[str, Any]) -> None:
         for key, value in values.items():
-            where = f"{section}.{key}"
+            where = f"{section}.{short(key)}"
             mine = key == "rope_theta" and "rope_theta" in kind.bases
             if kind.scaled or mine or key == "partial_rotary_factor":
                 self._add(given, "rope_type" if key == "type" else str(key), value, where)
@@ -104,14 +107,14 @@ class RopeKeys:
         for key, value in values.items():
             if isinstance(value, Mapping) and key not in names:
                 raise self.fields.error(
-                    f"rope_parameters.{key}",
+                    f"rope_parameters.{short(key)}",
                     f"the layer types must be among {', '.join(dict.fromkeys(names))}",
                     shown(key),
                     "Mend the name.",
                 )
             if not isinstance(value, Mapping) and key not in names and value is not None:
                 # Some files hold the flat parameters beside the nested ones; then both must agree.
-                self._add(given, "rope_type" if key == "type" else str(key), value, f"rope_parameters.{key}")
+                self._add(given, "rope_type" if key == "type" else str(key), value, f"rope_parameters.{short(key)}")
         own = kinds[name]
         name = (own.section if own is not None else "") or name
         mine = values.get(name)
@@ -122,7 +125,7 @@ class RopeKeys:
                 f"rope_parameters.{name}", "it must be an object or null", shown(mine), "Remove or mend it."
             )
         for key, value in mine.items():
-            self._add(given, "rope_type" if key == "type" else str(key), value, f"rope_parameters.{name}.{key}")
+            self._add(given, "rope_type" if key == "type" else str(key), value, f"rope_parameters.{name}.{short(key)}")
 
     def _add(self, given: dict[str, Given], key: str, value: Any, where: str) -> None:
         if value is None:
@@ -173,6 +176,8 @@ class RopeKeys:
         mine |= {kind.head_dim_key for kind in kinds}
         mine |= {kind.prefix + key for kind in kinds for key in LATENT}
         mine |= {"index_head_dim"}
+        if len(self.fields.config) > _MAX_KEYS:
+            raise self.fields.error("a config", f"it must have at most {_MAX_KEYS} keys", "more", "Is this a config?")
         for key, value in self.fields.config.items():
             if key in mine or value is None or key in ("layer_types", row.layer_types_key):
                 continue

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ropewalk._checks import RopeError, error, shown
 
-# Real configs are a few kilobytes; those with long label lists, a few hundred.
-_MAX_BYTES = 16 * 2**20
+# Real configs are a few kilobytes; with labels for all classes of ImageNet-21k, less than two megabytes.
+_MAX_BYTES = 2 * 2**20
+# Labels and their numbers, twice 21,841, are the most values; and no config is nested nearly so deep.
+_MAX_VALUES = 2**18
+_MAX_DEPTH = 100
 
 
 def load(source: Any) -> tuple[dict[str, Any], str]:
@@ -25,12 +29,16 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
         RopeError: there is nothing to read, or it is not one JSON object.
     """
     if isinstance(source, Mapping):
-        return dict(source), "config"
+        return _object(source, "config"), "config"
     if hasattr(source, "to_dict") and not isinstance(source, type):
         name = type(source).__name__
-        return _object(source.to_dict(), name), name
+        try:
+            values = source.to_dict()
+        except Exception as e:
+            raise error(name, "to_dict() must return the config", shown(e), "Pass a dict.") from e
+        return _object(values, name), name
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
+        path = _path(source)
         try:
             if path.is_dir():
                 path = path / ("params.json" if _only_params(path) else "config.json")
@@ -53,7 +61,7 @@ def gguf_path(source: Any) -> Path | None:
     if not isinstance(source, str | os.PathLike):
         return None
     try:
-        path = Path(source)
+        path = _path(source)
         if path.is_dir():
             return None
         if path.suffix.lower() == ".gguf":
@@ -62,8 +70,64 @@ def gguf_path(source: Any) -> Path | None:
             return None
         with path.open("rb") as file:
             return path if file.read(4) == b"GGUF" else None
-    except (OSError, TypeError, ValueError):
+    except (OSError, ValueError):
         return None  # `load` says why
+
+
+def plain(value: Any, name: str) -> Any:
+    """A copy of a config's value: objects as dicts, lists and tuples as lists, arrays and tensors as lists of numbers.
+
+    Values of other types stay as they are, since a config may hold some that rotation does not depend on.
+
+    Raises:
+        RopeError: it is nested too deep, holds too many values, or has a key that JSON could not have.
+    """
+    left = _MAX_VALUES
+
+    def copied(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error(name, f"a config must have at most {_MAX_VALUES} values", "more", "Is this a config.json?")
+        if value is None or type(value) in (str, bool, int, float):  # NumPy's numbers are subclasses
+            return value
+        if depth > _MAX_DEPTH:
+            raise error(name, f"a config must be nested at most {_MAX_DEPTH} deep", "more", "Is this a config.json?")
+        if isinstance(value, list | tuple):
+            return [copied(inner, depth + 1) for inner in value]
+        if isinstance(value, Mapping):
+            return {_key(key, name): copied(inner, depth + 1) for key, inner in value.items()}
+        if callable(getattr(value, "tolist", None)):
+            return copied(_listed(value, name), depth + 1)
+        return value
+
+    return copied(value, 0)
+
+
+def _listed(value: Any, name: str) -> Any:
+    try:
+        return value.tolist()
+    except Exception as e:
+        raise error(name, "tolist() must give the numbers of an array", shown(e), "Pass a list.") from e
+
+
+def _key(key: object, name: str) -> object:
+    """A string or a number: transformers has numbers as keys of labels, and json.dump makes strings of them."""
+    if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
+        return key
+    raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove it.")
+
+
+def _path(source: str | os.PathLike[Any]) -> Path:
+    """The path, also of an object whose `__fspath__` returns bytes.
+
+    Raises:
+        RopeError: the object is no path.
+    """
+    try:
+        return Path(os.fsdecode(source))
+    except Exception as e:
+        raise error("from_config", "source must be a path", shown(e), "Pass a string.") from e
 
 
 def _only_params(folder: Path) -> bool:
@@ -93,8 +157,7 @@ def _json(content: bytes, path: Path) -> object:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise RopeError(f"every key must be given once, got {shown(twice)} twice in one object. Remove one of them.")
     return result
 
@@ -102,4 +165,4 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise error(name, "a config must be a JSON object", shown(value), "Is this a config.json?")
-    return dict(value)
+    return cast(dict[str, Any], plain(value, name))

@@ -21,7 +21,8 @@ if BACKEND not in ("auto", "reference", "kernel"):
         "ROPEWALK_BACKEND", "it must be one of 'auto', 'reference', 'kernel'", repr(BACKEND), "Unset it for auto."
     )
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types whose elements lie in memory, at the addresses that strides give. A subclass may be anything."""
 _USES_CPU = BACKEND != "reference" and not cpu.why_not
 
 
@@ -52,8 +53,9 @@ def kernel_for(*tensors: Tensor) -> Any:
 def _of(tensors: tuple[Tensor, ...]) -> Any:
     on_cpu = tensors[0].is_cpu
     for x in tensors:
-        # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`).
-        if type(x) not in _PLAIN or x.is_cpu is not on_cpu or x.is_neg():
+        # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`). Zero: PyTorch's
+        # efficient zero tensors, such as the gradient of torch.sgn, have no memory.
+        if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
             return None
     if on_cpu:
         return cpu if _USES_CPU else None

@@ -14,9 +14,11 @@ why_not = ""
 """Why the kernels cannot be used; empty where they can."""
 
 try:
-    from ropewalk.kernels import _cpu
+    import ropewalk.kernels._cpu as _cpu  # `from ... import` does not tell a missing module from a broken one
+except ModuleNotFoundError:
+    why_not = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
 except ImportError as e:
-    why_not = f"not built when ropewalk was installed, for want of a C++ compiler ({e})"
+    why_not = f"cannot be loaded: {e}"
 
 # The numbers of csrc/ropewalk.h.
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

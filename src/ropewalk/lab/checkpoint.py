@@ -1,12 +1,17 @@
-"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced whole."""
+"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced whole.
+
+Whatever reads it goes through `read`, which checks everything before it is used: a file may be broken, or made by
+somebody else.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-import os
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +20,48 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.lab import files
+from ropewalk.lab.files import Kind
+from ropewalk.lab.model import LanguageModel, Size, shapes
+
+VERSION = "2"
+"""Of the format. Version 1 had neither this nor a checksum."""
+
+LARGEST_IDENTITY = 2**20
+"""Characters of JSON."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_NAMED: tuple[type[ropewalk.schemes.Scheme], ...] = (
+    *ropewalk.schemes.SCHEMES.values(),
+    ropewalk.schemes.NTK,
+    ropewalk.schemes.PerPair,
+)
+_SCHEMES = {scheme.__name__: scheme for scheme in _NAMED}
+"""Every scheme that a file may name."""
+_ROPE = ("head_dim", "base", "pairing", "rotary_dim", "rotary_offset", "scaling")
+_IDENTITY = ("size", "rope", "recipe", "about", "initial weights")
+_METADATA = ("identity", "seconds", "version", "sha256")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file holds.
+
+    Args:
+        identity: which training it is of, as `identity` made it.
+        size, rope, about: the same, as objects.
+        tensors: float32 `weights.*`, `exp_avg.*` and `exp_avg_sq.*`, each as `shapes(size)` says, all finite.
+        losses: of each step that is done, in nats; at least one.
+        seconds: that these steps took.
+    """
+
+    identity: dict[str, Any]
+    size: Size
+    rope: ropewalk.Rope | None
+    about: dict[str, Any]
+    tensors: dict[str, Tensor]
+    losses: list[float]
+    seconds: float
 
 
 def identity(
@@ -50,22 +94,21 @@ def save(
 
     os.replace is atomic, and what was written survives the process that wrote it. It need not survive a power cut:
     that would take an fsync for each step.
+
+    Raises:
+        RopeError: a loss, weight or moment is not finite, or the file cannot be written; that of the step before is
+            still there.
     """
     tensors = {f"weights.{name}": value.detach() for name, value in parameters.items()}
     for name, parameter in parameters.items():
         tensors |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    metadata = {"identity": json.dumps(identity), "seconds": repr(seconds)}
-    write(file, tensors, metadata)
-
-
-def write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """A safetensors file, complete or not there at all; its folder is made."""
-    _, save_file, _ = _safetensors()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    save_file(tensors, unfinished, metadata)
-    os.replace(unfinished, file)
+    if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():  # a pass over each: cheaper than isfinite
+        must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
+        raise _checks.error("lab", must, came, f"Take a lower learning rate; {file} has the steps before.")
+    metadata = {"identity": json.dumps(identity), "seconds": repr(seconds), "version": VERSION}
+    with files.writing(file) as unfinished:
+        files.write_tensors(unfinished, tensors, {**metadata, "sha256": _digest(tensors, metadata)})
 
 
 def resume(
@@ -81,53 +124,21 @@ def resume(
     """
     if not file.exists():
         return [], 0.0
-    tensors, found, seconds = read(file)
-    different = [key for key in identity if found.get(key) != identity[key]]
-    if different or len(found) != len(identity):
+    found = read(file)
+    different = [key for key in identity if found.identity[key] != identity[key]]
+    if different:
         raise _checks.error(
             "lab",
             f"{file} must be a checkpoint of this training",
             f"one that differs in {', '.join(different)}",
             "Name another folder, or delete the file to start anew.",
         )
-    losses = tensors["losses"].tolist()
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"weights.{name}"])
-            state = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(len(losses))), **state}
-    return losses, seconds
-
-
-def read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any], float]:
-    """Tensors, identity and seconds of a checkpoint.
-
-    Raises:
-        RopeError: the file is none.
-    """
-    tensors, metadata = read_tensors(file)
-    try:
-        return tensors, json.loads(metadata["identity"]), float(metadata["seconds"])
-    except KeyError as e:
-        raise _checks.error(
-            "lab", f"{file} must be a checkpoint of the lab", f"one without {e}", "Name another file."
-        ) from e
-
-
-def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file.
-
-    Raises:
-        RopeError: the file is none.
-    """
-    safe_open, _, unreadable = _safetensors()
-    try:
-        with safe_open(file, "pt") as opened:
-            # Copies: what safetensors gives is the file itself, mapped; Windows replaces no file that is.
-            return {name: opened.get_tensor(name).clone() for name in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
-    except unreadable as e:
-        must, came = f"{file} must be a safetensors file", f"one that is broken, or none ({e})"
-        raise _checks.error("lab", must, came, "Name another; one that a training has left may be deleted.") from e
+            parameter.copy_(found.tensors[f"weights.{name}"])
+            state = {moment: found.tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(len(found.losses))), **state}
+    return found.losses, found.seconds
 
 
 def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any]]:
@@ -136,36 +147,153 @@ def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any
     Raises:
         RopeError: the file is no checkpoint.
     """
-    tensors, found, _ = read(file)
-    model = LanguageModel(Size(**found["size"]))
+    found = read(file)
+    model = LanguageModel(found.size)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[f"weights.{name}"])
-    rope = None if found["rope"] is None else _rope_from_json(found["rope"])
-    return model.eval(), rope, found["about"]
+            parameter.copy_(found.tensors[f"weights.{name}"])
+    return model.eval(), found.rope, found.about
+
+
+def read(file: Path) -> Checkpoint:
+    """Read a checkpoint and check all of it.
+
+    The header is checked first, so no tensor is read, and no memory taken, for a model that is not in the file.
+
+    Raises:
+        RopeError: it is no checkpoint, or a broken one; the message says what is wrong.
+        OSError: it cannot be opened.
+    """
+    with files.reading(file) as (opened, metadata, kinds):
+        for key in _METADATA[:2]:
+            if key not in metadata:
+                raise _checks.error(
+                    "lab", f"{file} must be a checkpoint of the lab", f"one without {key!r}", "Name another file."
+                )
+        if metadata.get("version") != VERSION or metadata.keys() != set(_METADATA):
+            must = f"{file} must be a checkpoint of version {VERSION}"
+            came = f"one of version {metadata.get('version', '1')!r:.20}, or with other metadata"
+            raise _checks.error(
+                "lab", must, came, "Train again, or read it with the release of ropewalk that wrote it."
+            )
+        said = _identity_from(file, metadata["identity"])
+        size = _size_from(file, said["size"])
+        rope = None if said["rope"] is None else _rope_from(file, said["rope"], size)
+        steps = _object(file, "recipe", said["recipe"]).get("steps")
+        if not isinstance(steps, int) or isinstance(steps, bool):
+            raise _broken(file, "steps of its recipe must be an integer", _checks.shown(steps))
+        seconds = _seconds(file, metadata["seconds"])
+        _check_kinds(file, kinds, size, steps)
+        tensors = {name: files.tensor(opened, name) for name in kinds}
+    _check_values(file, tensors)
+    digest = metadata.pop("sha256")
+    if _digest(tensors, metadata) != digest:
+        raise _broken(file, "its contents must have the SHA-256 that it states", "another: it was changed or damaged")
+    losses: list[float] = tensors.pop("losses").tolist()
+    return Checkpoint(said, size, rope, _object(file, "about", said["about"]), tensors, losses, seconds)
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of everything in the file, in an order of its own: metadata, then names, kinds and bytes of tensors."""
+    whole = hashlib.sha256(json.dumps([metadata[key] for key in _METADATA[:3]]).encode())
+    for name in sorted(tensors):
+        value = tensors[name].contiguous().numpy()
+        whole.update(f"\n{name} {value.dtype} {value.shape}\n".encode())
+        whole.update(value.data)
+    return whole.hexdigest()
+
+
+def _identity_from(file: Path, text: str) -> dict[str, Any]:
+    if len(text) > LARGEST_IDENTITY:
+        raise _broken(file, f"its identity must have at most {LARGEST_IDENTITY:,} characters", f"{len(text):,}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise _broken(file, "its identity must be JSON", f"{type(e).__name__}: {e!s:.80}") from e
+    said = _object(file, "identity", value, _IDENTITY)
+    if not isinstance(said["initial weights"], str):
+        raise _broken(file, "its initial weights must be a digest", _checks.shown(said["initial weights"]))
+    return said
+
+
+def _object(file: Path, what: str, value: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """A JSON object with exactly these keys; any when None."""
+    if not isinstance(value, dict):
+        raise _broken(file, f"its {what} must be a JSON object", _checks.shown(value))
+    if keys is not None and value.keys() != set(keys):
+        raise _broken(file, f"its {what} must have the keys {', '.join(keys)}", _checks.shown(sorted(value)))
+    return value
+
+
+def _size_from(file: Path, value: Any) -> Size:
+    names = tuple(field.name for field in dataclasses.fields(Size))
+    fields = _object(file, "size", value, names)
+    try:
+        return Size(**fields)
+    except ropewalk.RopeError as e:
+        raise _broken(file, "its size must be that of a model", str(e)) from e
+
+
+def _rope_from(file: Path, value: Any, size: Size) -> ropewalk.Rope:
+    said = dict(_object(file, "rope", value, _ROPE))
+    if said["head_dim"] != size.head_dim:
+        must = f"head_dim of its rope must be that of its size, {size.head_dim}"
+        raise _broken(file, must, _checks.shown(said["head_dim"]))
+    scaling = said["scaling"] if said["scaling"] is None else dict(_object(file, "scaling", said["scaling"]))
+    name = None if scaling is None else scaling.pop("scheme", None)
+    if scaling is not None and (not isinstance(name, str) or name not in _SCHEMES):
+        raise _broken(file, f"the scheme of its scaling must be one of {', '.join(_SCHEMES)}", _checks.shown(name))
+    try:
+        said["scaling"] = None if scaling is None else _SCHEMES[str(name)](**scaling)
+        return ropewalk.Rope(**said)
+    except (ValueError, TypeError, OverflowError) as e:
+        raise _broken(file, "its rope must be one", f"{e!s:.300}") from e
+
+
+def _seconds(file: Path, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise _broken(file, "its seconds must be a finite number of at least 0", _checks.shown(text))
+    return seconds
+
+
+def _check_kinds(file: Path, kinds: Mapping[str, Kind], size: Size, steps: int) -> None:
+    """Exactly the tensors of such a model, and from 1 to `steps` losses."""
+    wanted = {
+        f"{kind}.{name}": Kind("F32", shape) for name, shape in shapes(size).items() for kind in ("weights", *_MOMENTS)
+    }
+    losses = kinds.get("losses")
+    if losses is None or losses.dtype != "F64" or len(losses.shape) != 1 or not 1 <= losses.shape[0] <= steps:
+        came = "none" if losses is None else f"{losses.dtype} {list(losses.shape)}"
+        raise _broken(file, f"its losses must be F64 [from 1 to {_checks.shown(steps)}]", came)
+    if different := sorted(kinds.keys() - {"losses"} ^ wanted.keys()):
+        came = f"missing or unknown: {', '.join(different[:4])}"
+        raise _broken(file, "it must hold exactly the tensors of a model of its size", came)
+    for name, kind in wanted.items():
+        if kinds[name] != kind:
+            came = f"{kinds[name].dtype} {list(kinds[name].shape)}"
+            raise _broken(file, f"{name} must be {kind.dtype} {list(kind.shape)}", came)
+
+
+def _check_values(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        if not value.isfinite().all():
+            raise _broken(file, f"{name} must be finite", "inf or nan")
+        if name.startswith("exp_avg_sq.") and bool((value < 0).any()):
+            raise _broken(file, f"{name} must be at least 0", "something less")
+
+
+def _broken(file: Path, must: str, came: str) -> ropewalk.RopeError:
+    """It is a checkpoint by its look, and cannot be used."""
+    cure = "The file is damaged, or was not written by the lab. Delete it to start anew."
+    return _checks.error("lab", f"{file}: {must}", came, cure)
 
 
 def _rope_to_json(rope: ropewalk.Rope) -> dict[str, Any]:
-    fields = {name: getattr(rope, name) for name in ("head_dim", "base", "pairing", "rotary_dim", "rotary_offset")}
+    fields = {name: getattr(rope, name) for name in _ROPE[:-1]}
     if rope.scaling is None:
         return {**fields, "scaling": None}
     return {**fields, "scaling": {"scheme": type(rope.scaling).__name__, **asdict(rope.scaling)}}  # type: ignore[call-overload]
-
-
-def _rope_from_json(said: dict[str, Any]) -> ropewalk.Rope:
-    scaling = said["scaling"]
-    if scaling is not None:
-        scaling = dict(scaling)
-        scaling = getattr(ropewalk.schemes, scaling.pop("scheme"))(**scaling)
-    return ropewalk.Rope(**{**said, "scaling": scaling})
-
-
-def _safetensors() -> tuple[Any, Any, Any]:
-    try:
-        from safetensors import SafetensorError, safe_open
-        from safetensors.torch import save_file
-    except ImportError as e:
-        raise _checks.error(
-            "lab", "safetensors must be installed", "no such package", 'Run: pip install "ropewalk[lab]"'
-        ) from e
-    return safe_open, save_file, SafetensorError

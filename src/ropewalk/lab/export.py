@@ -1,10 +1,14 @@
-"""A lab model as others keep it: a folder of Hugging Face's Llama, there and back, and llama2.c's binary file."""
+"""A lab model as others keep it: a folder of Hugging Face's Llama, there and back, and llama2.c's binary file.
+
+Nothing that exists is replaced without `force`, and what was there stays whole until the new files are.
+"""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,29 +18,39 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.lab import checkpoint
-from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.lab import checkpoint, files, tokenizer
+from ropewalk.lab.model import LanguageModel, Size, shapes
 
 _PREFIX = "model."
 """Hugging Face's LlamaForCausalLM has it before every name but that of the head."""
 _HEAD = "lm_head.weight"
 
+_BYTES = 256
+"""Tokens of a model of bytes, which has a tokenizer."""
+
+_FOLDER = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _LONGEST = 2**24
 """Tokens: far more than any model of the lab reads, and no table of cos and sin fills the memory."""
 
 
-def to_hugging_face(model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, max_positions: int) -> None:
+def to_hugging_face(
+    model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, max_positions: int, force: bool = False
+) -> None:
     """Write config.json and model.safetensors, which `LlamaForCausalLM.from_pretrained(folder)` reads.
+
+    For a model of 256 tokens, which are bytes, tokenizer.json and tokenizer_config.json are written as well:
+    `AutoTokenizer.from_pretrained(folder)` turns text into its UTF-8 bytes and back.
 
     Args:
         model: without absolute positions.
         rope: what turns its q and k; with pairing "interleaved", the rows of q and k are sorted anew. A scheme that
             depends on the length is written as it is, NTK as the larger base that it is.
-        folder: made if need be.
+        folder: new or empty. All files appear in it together.
         max_positions: `max_position_embeddings` of the config, in tokens: the length the model is for.
+        force: replace a folder that holds nothing but files of these names.
 
     Raises:
-        RopeError: a Llama of Hugging Face cannot be this model; the message says why.
+        RopeError: a Llama of Hugging Face cannot be this model; the folder holds something; it cannot be written.
     """
     size = model.size
     _check_exportable("to_hugging_face", model, rope)
@@ -76,8 +90,13 @@ def to_hugging_face(model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, 
     if size.tied:
         del weights[_HEAD]
     named = {name if name == _HEAD else _PREFIX + name: weight for name, weight in weights.items()}
-    checkpoint.write(folder / "model.safetensors", named, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    texts = {"config.json": config}
+    if size.vocab_size == _BYTES:
+        texts |= tokenizer.hugging_face(max_positions)
+    with files.new_folder("to_hugging_face", folder, force=force, replaceable=_FOLDER) as new:
+        files.write_tensors(new / "model.safetensors", named, {"format": "pt"})
+        for name, content in texts.items():
+            (new / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
@@ -92,7 +111,7 @@ def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
     """
     try:
         config = json.loads((folder / "config.json").read_text())
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         must = f"{folder / 'config.json'} must be JSON"
         raise _checks.error("from_hugging_face", must, str(e), "Write the folder anew.") from e
     rope = ropewalk.from_config(config).rope
@@ -122,29 +141,35 @@ def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
             str(rope.head_dim),
             "A LanguageModel has no other heads.",
         )
+    weights = _weights(folder / "model.safetensors", size)
     model = LanguageModel(size)
-    named, _ = checkpoint.read_tensors(folder / "model.safetensors")
-    _load(model, {name.removeprefix(_PREFIX): weight for name, weight in named.items()})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
     return model.eval(), rope
 
 
-def to_llama2c(model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_positions: int) -> None:
+def to_llama2c(
+    model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_positions: int, force: bool = False
+) -> None:
     """Write the file that llama2.c's `run.c` reads: "version 0" of its export.py, float32, little-endian.
 
     Seven int32: width, width inside the SwiGLU, layers, heads, key heads, vocabulary (negative where the head is not
     the embedding), longest sequence. Then the weights, kind by kind and each kind layer by layer: embedding, norms
     before attention, q, k, v, o, norms before the SwiGLU, gate, down, up, the last norm; cos and sin of every position
-    (today's run.c skips them); the head. q and k are sorted for the pairing "interleaved". The tokens are not in it:
-    run.c also wants a tokenizer.bin.
+    (today's run.c skips them); the head. q and k are sorted for the pairing "interleaved". The tokens are not in it.
+    For a model of 256 tokens, which are bytes, `tokenizer.bin` is written beside the file; one that is there already
+    and has these contents stays.
 
     Args:
         model: without absolute positions; its eps must be 1e-5, which run.c has built in.
         rope: base 10000, no scaling, the whole head: run.c computes these angles itself.
-        file: its folder is made.
+        file: new; its folder is made.
         max_positions: the longest sequence run.c will make, in tokens.
+        force: replace files that exist.
 
     Raises:
-        RopeError: run.c could not run it; the message says why.
+        RopeError: run.c could not run it (the message says why); a file is there already; it cannot be written.
     """
     size = model.size
     _check_exportable("to_llama2c", model, rope)
@@ -184,19 +209,45 @@ def to_llama2c(model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_pos
         table.sin,
         *([] if size.tied else [weights[_HEAD]]),
     ]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("wb") as out:
-        out.write(header)
-        for tensor in tensors:
-            out.write(tensor.numpy().astype("<f4").tobytes())
+    with ExitStack() as both:  # neither takes its place before both are written
+        if size.vocab_size == _BYTES:
+            _add_tokenizer(both, file, force)
+        new = both.enter_context(files.new_file("to_llama2c", file, force=force))
+        with new.open("wb") as out:
+            out.write(header)
+            for tensor in tensors:
+                out.write(tensor.numpy().astype("<f4").tobytes())
 
 
-def run(file: Path, target: Path, form: str, *, max_positions: int) -> None:
-    """Write the model of a checkpoint of the lab in the form "hf" or "llama2.c"; errors as above."""
+def _add_tokenizer(both: ExitStack, file: Path, force: bool) -> None:
+    beside, content = _tokenizer_beside(file), tokenizer.llama2c()
+    if beside.is_file() and beside.stat().st_size == len(content) and beside.read_bytes() == content:
+        return
+    if beside.name == file.name:
+        must = "the model must have another name than the tokenizer that is written beside it"
+        raise _checks.error("to_llama2c", must, str(file), "Name it model.bin, for example.")
+    both.enter_context(files.new_file("to_llama2c", beside, force=force)).write_bytes(content)
+
+
+def _tokenizer_beside(file: Path) -> Path:
+    """The name by which run.c looks for it, in the folder of the model."""
+    return file.with_name("tokenizer.bin")
+
+
+def run(file: Path, target: Path, form: str, *, max_positions: int, force: bool = False) -> None:
+    """Write the model of a checkpoint of the lab in the form "hf" or "llama2.c"; errors as above.
+
+    The checkpoint itself is never replaced, whatever `force` says.
+    """
+    touched = [target, *(target / name for name in _FOLDER)] if form == "hf" else [target, _tokenizer_beside(target)]
+    if any(path.exists() and path.samefile(file) for path in touched):
+        must = "the export must not take the place of its own checkpoint"
+        raise _checks.error("export", must, f"{target} for {file}", "Name another target.")
     model, rope, _ = checkpoint.load(file)
     if rope is None:
         raise _checks.error("export", "the model must have a rope", f"one without in {file}", "A Llama has one.")
-    {"hf": to_hugging_face, "llama2.c": to_llama2c}[form](model, rope, target, max_positions=max_positions)
+    to = {"hf": to_hugging_face, "llama2.c": to_llama2c}[form]
+    to(model, rope, target, max_positions=max_positions, force=force)
 
 
 def _check_exportable(who: str, model: LanguageModel, rope: ropewalk.Rope) -> None:
@@ -231,28 +282,24 @@ def _sorted_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tens
     return weight.view(*shape, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _load(model: LanguageModel, weights: Mapping[str, Tensor]) -> None:
-    wanted = dict(model.named_parameters())
-    given = {
-        name for name in weights if not name.endswith("rotary_emb.inv_freq")
-    }  # old files hold what can be computed
-    if model.size.tied:
-        given.discard(_HEAD)
-    different = sorted(given ^ wanted.keys())
-    if different:
-        raise _checks.error(
-            "from_hugging_face",
-            "model.safetensors must hold exactly the weights of this Llama",
-            f"missing or unknown: {', '.join(different)}",
-            "Is it the file that belongs to config.json?",
-        )
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            if weights[name].shape != parameter.shape:
-                raise _checks.error(
-                    "from_hugging_face",
-                    f"{name} must have the shape {tuple(parameter.shape)}",
-                    str(tuple(weights[name].shape)),
-                    "Is it the file that belongs to config.json?",
-                )
-            parameter.copy_(weights[name])
+def _weights(file: Path, size: Size) -> dict[str, Tensor]:
+    """The weights of a Llama of that size, under our names; none is read before all have the right shape."""
+    wanted, cure = shapes(size), "Is it the file that belongs to config.json?"
+    with files.reading(file) as (opened, _, kinds):
+        # Old files hold what can be computed, and some the head that is the embedding.
+        given = {name.removeprefix(_PREFIX): name for name in kinds if not name.endswith("rotary_emb.inv_freq")}
+        if size.tied:
+            given.pop(_HEAD, None)
+        if different := sorted(given.keys() ^ wanted.keys()):
+            must = "model.safetensors must hold exactly the weights of this Llama"
+            came = f"missing or unknown: {', '.join(different[:4])}"
+            raise _checks.error("from_hugging_face", must, came, cure)
+        for name, shape in wanted.items():
+            kind = kinds[given[name]]
+            if kind.shape != shape:
+                must = f"{name} must have the shape {shape}"
+                raise _checks.error("from_hugging_face", must, str(kind.shape), cure)
+            if kind.dtype not in ("F64", "F32", "F16", "BF16"):
+                must = f"{name} must be of floating point"
+                raise _checks.error("from_hugging_face", must, kind.dtype, cure)
+        return {name: files.tensor(opened, given[name]) for name in wanted}

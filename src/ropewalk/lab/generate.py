@@ -14,6 +14,12 @@ from ropewalk import _checks
 from ropewalk.lab import checkpoint
 from ropewalk.lab.model import LanguageModel
 
+LARGEST_CACHE = 2**31
+"""Bytes of keys and values: 524,288 tokens with the text model of the lab."""
+
+AT_ONCE = 128
+"""Tokens of the prompt in one pass: what it takes beside the cache grows with this times all tokens."""
+
 
 def generate(
     model: LanguageModel,
@@ -35,7 +41,7 @@ def generate(
         seed: of what is drawn; the same seed draws the same.
 
     Raises:
-        RopeError: an argument is none of these.
+        RopeError: an argument is none of these; there are too many tokens for learned positions, or for LARGEST_CACHE.
     """
     _checks.integer("generate", "tokens", tokens, at_least=1)
     _checks.number("generate", "temperature", temperature, at_least=0.0)
@@ -55,6 +61,15 @@ def generate(
             f"{len(prompt)} and {tokens}",
             "Make fewer.",
         )
+    for_each = 2 * model.size.num_layers * model.size.num_kv_heads * model.size.head_dim * 4  # keys, values; float32
+    if (len(prompt) + tokens) * for_each > LARGEST_CACHE:
+        raise _checks.error(
+            "generate",
+            f"prompt and tokens together must be at most {LARGEST_CACHE // for_each:,}, whose keys and values take "
+            f"{LARGEST_CACHE / 2**30:g} GiB",
+            f"{len(prompt):,} and {_checks.shown(tokens)}",
+            "Make fewer.",
+        )
     return _generate(model, rope, prompt, tokens, temperature, torch.Generator().manual_seed(seed))
 
 
@@ -68,17 +83,20 @@ def _generate(
     chance: torch.Generator,
 ) -> Iterator[int]:
     size, length = model.size, len(prompt) + tokens
-    cache = ropewalk.KVCache(size.num_layers, 1, size.num_kv_heads, size.head_dim, capacity=length)
+    # The last token that is made is not read any more, so nothing is kept of it.
+    cache = ropewalk.KVCache(size.num_layers, 1, size.num_kv_heads, size.head_dim, capacity=length - 1)
     rope = None if rope is None else rope.at_length(length)
     new = prompt
     for _ in range(tokens):
-        step = cache.step(len(new))
-        logits = model(
-            torch.tensor([new]),
-            None if rope is None else step.rotation(rope),
-            positions=step.positions if size.absolute else None,
-            cache=step,
-        )[0, -1]
+        for begin in range(0, len(new), AT_ONCE):
+            part = new[begin : begin + AT_ONCE]
+            step = cache.step(len(part))
+            logits = model(
+                torch.tensor([part]),
+                None if rope is None else step.rotation(rope),
+                positions=step.positions if size.absolute else None,
+                cache=step,
+            )[0, -1]
         if temperature == 0:
             token = int(logits.argmax())
         else:

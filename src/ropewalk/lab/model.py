@@ -13,6 +13,13 @@ from ropewalk import _checks
 from ropewalk.attention import TwoPass
 from ropewalk.kv_cache import CacheStep, LayerCache
 
+LARGEST = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
+    "num_layers": 2**10,
+    "max_positions": 2**24,
+}
+"""Far above any model of the lab; a size read from a broken file is refused before memory is taken for it."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -48,6 +55,11 @@ class Size:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             _checks.integer("Size", name, getattr(self, name), at_least=1)
+        for name, largest in LARGEST.items():
+            if (value := getattr(self, name)) is not None:
+                _checks.integer("Size", name, value, at_least=0, at_most=largest)
+        if not isinstance(self.tied, bool):
+            raise _checks.error("Size", "tied must be True or False", _checks.shown(self.tied), "Pass one of them.")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         kv_heads = _checks.integer("Size", "num_kv_heads", self.num_kv_heads, at_least=1)
@@ -79,6 +91,31 @@ class Size:
     def head_dim(self) -> int:
         """Channels of a head."""
         return self.hidden_size // self.num_heads
+
+
+def shapes(size: Size) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every parameter of a `LanguageModel` of that size, without making one."""
+    width, inside, kv_width = size.hidden_size, size.intermediate_size, size.num_kv_heads * size.head_dim
+    layer = {
+        "input_layernorm": (width,),
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (kv_width, width),
+        "self_attn.v_proj": (kv_width, width),
+        "self_attn.o_proj": (width, width),
+        "post_attention_layernorm": (width,),
+        "mlp.gate_proj": (inside, width),
+        "mlp.up_proj": (inside, width),
+        "mlp.down_proj": (width, inside),
+    }
+    modules: dict[str, tuple[int, ...]] = {"embed_tokens": (size.vocab_size, width)}
+    if size.max_positions is not None:
+        modules["embed_positions"] = (size.max_positions, width)
+    for i in range(size.num_layers):
+        modules |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    modules["norm"] = (width,)
+    if not size.tied:
+        modules["lm_head"] = (size.vocab_size, width)
+    return {f"{name}.weight": shape for name, shape in modules.items()}
 
 
 class SwiGLU(nn.Module):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from ropewalk import Rope, _checks
+from ropewalk.lab.files import writing
 from ropewalk.lab.measure import Plan
 from ropewalk.lab.methods import METHODS, TUNES, Method
 from ropewalk.lab.model import LanguageModel, Size
@@ -202,8 +202,6 @@ def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Replace the file as a whole: a killed process leaves the old one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    os.replace(unfinished, file)
+    """Replace the file as a whole: a killed process, or a full disk, leaves the old one."""
+    with writing(file) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ropewalk import plots
 from ropewalk.lab import findings, pictures
+from ropewalk.lab.files import writing
 from ropewalk.lab.methods import METHODS, TUNES
 from ropewalk.lab.parts import BASELINES
 from ropewalk.lab.results import Results, Spread
@@ -44,9 +45,11 @@ def written(result: dict[str, Any], folder: Path) -> list[str]:
         results = Results(about, result["rows"])
         lines += [*_tables(results), *(line for text in findings.words(results) for line in ("", *text.split("\n")))]
         for name, figure in pictures.drawn(results).items():
-            plots.save(figure, folder / f"{name}.png")
+            with writing(folder / f"{name}.png", folder / f"{name}.unfinished.png") as unfinished:
+                plots.save(figure, unfinished)
     lines += ["", *_legend(result), ""]
-    (folder / "report.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with writing(folder / "report.txt") as unfinished:
+        unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [*lines, f"Report, JSON and pictures are in {folder}."]
 
 

@@ -17,7 +17,7 @@ import torch
 
 import ropewalk
 from ropewalk import _checks, plots
-from ropewalk.lab import report, tasks
+from ropewalk.lab import lock, report, tasks
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.parts import Part, Row, parts, write_json
 from ropewalk.lab.progress import Progress
@@ -55,6 +55,11 @@ def quick(seed: int, *, baselines: bool) -> Study:
     return Study([tasks.COPY], [seed], baselines)
 
 
+def text(seed: int, *, baselines: bool) -> Study:
+    """The text on one seed."""
+    return Study([tasks.TEXT], [seed], baselines)
+
+
 def full(seed: int, *, baselines: bool) -> Study:
     """Both tasks on three seeds."""
     return Study([tasks.COPY, tasks.TEXT], range(seed, seed + SEEDS), baselines)
@@ -72,11 +77,16 @@ def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
         What `report.json` holds: date, versions, threads, tasks, rows (`Part.run`), seconds of this run.
 
     Raises:
-        RopeError: matplotlib or safetensors is missing; the folder cannot be made, or holds another training under
-            the same name.
+        RopeError: matplotlib or safetensors is missing; the folder cannot be made or written, or holds another
+            training under the same name; another process works in it.
     """
     plots.blank(height=1.0)  # so that a missing matplotlib is told now
     _make(folder)
+    with lock.held(folder / "lock", f"in {folder}"):
+        return _run_in(study, folder, say)
+
+
+def _run_in(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     began = time.monotonic()
     left = [part for part in study.parts() if not part.done(folder)]
     if left:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.lab import checkpoint
+from ropewalk.lab import checkpoint, lock
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.progress import Progress
 
@@ -121,8 +121,22 @@ def train(
         progress: told of every step.
 
     Raises:
-        RopeError: the file holds a checkpoint of another training, or is none.
+        RopeError: the file holds a checkpoint of another training, or is none; it cannot be written; another process
+            trains with it; loss or weights are no longer finite. What was kept before stays as it was.
     """
+    with lock.held(file.with_name(f"{file.name}.lock"), str(file)):
+        return _train(model, rope, batch, recipe, file, about, progress)
+
+
+def _train(
+    model: LanguageModel,
+    rope: ropewalk.Rope | None,
+    batch: Callable[[int], Batch],
+    recipe: Recipe,
+    file: Path,
+    about: Mapping[str, Any],
+    progress: Progress | None,
+) -> Trained:
     identity = checkpoint.identity(model, rope, asdict(recipe), about)
     parameters = dict(model.named_parameters())
     decayed = [p for p in parameters.values() if p.ndim > 1]

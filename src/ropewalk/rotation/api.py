@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import check_pairing, error, integer, number, shown
+from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, error, integer, shown
 from ropewalk.rotation import checks, ops
+
+_WHO = "Rotation"
 
 
 class Rotation:
@@ -27,6 +29,9 @@ class Rotation:
         rotary_offset: the first rotated channel.
         attention_factor: what cos and sin were multiplied by; `inverse` divides by it.
 
+    Attributes:
+        rotary_dim: rotated channels, 2 · pairs. Tables of another width, put in by `tree_map`, are refused.
+
     Raises:
         RopeError: a shape, dtype or number does not fit.
 
@@ -39,12 +44,13 @@ class Rotation:
                 [[-0., 1.]]])
     """
 
-    __slots__ = ("attention_factor", "cos", "head_dim", "pairing", "rotary_offset", "sin")
+    __slots__ = ("attention_factor", "cos", "head_dim", "pairing", "rotary_dim", "rotary_offset", "sin")
 
     cos: Tensor
     sin: Tensor
     pairing: str
     head_dim: int
+    rotary_dim: int
     rotary_offset: int
     attention_factor: float
 
@@ -59,12 +65,8 @@ class Rotation:
         attention_factor: float = 1.0,
     ) -> None:
         checks.tables(cos, sin)
-        check_pairing("Rotation", pairing)
-        rotary_offset = integer("Rotation", "rotary_offset", rotary_offset, at_least=0)
-        end = rotary_offset + 2 * cos.shape[-1]
-        head_dim = end if head_dim is None else integer("Rotation", "head_dim", head_dim, at_least=end)
-        attention_factor = number("Rotation", "attention_factor", attention_factor, above=0.0)
-        _set(self, cos, sin, pairing, head_dim, rotary_offset, attention_factor)
+        context = _checked_context(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor)
+        _set(self, cos, sin, *context)
 
     @overload
     def __call__(self, q: Tensor, k: None = None, *, layout: str) -> Tensor: ...
@@ -89,24 +91,22 @@ class Rotation:
             arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
         """
         cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
-        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim)
+        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim)
         turned = ops.rotate(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
         return turned[0] if k is None else (turned[0], turned[1])
 
     def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: str) -> None:
-        """Turn q, or q and k, in place; arguments and errors as for a call.
+        """Rotate q, or q and k, in place; arguments and errors as for a call.
 
-        Also on slices of a fused QKV tensor, and where gradients are recorded.
+        Works on slices of a fused QKV tensor, and where gradients are recorded. Both tensors are checked before
+        either is changed. q and k must not share elements: that is an error, but not under `torch.compile`, where
+        memory cannot be looked at; there both are rotated from what they held before the call.
+
+        Raises:
+            RopeError: also if q and k share elements, or if one of them cannot be changed in place.
         """
-        if k is not None and not torch.compiler.is_compiling() and checks.share_elements(q, k):
-            raise error(
-                "Rotation.apply_",
-                "q and k must not share elements",
-                "tensors that overlap in memory",
-                "What they share would be turned twice.",
-            )
         cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
-        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim)  # both before either is changed
+        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim)
         ops.rotate_(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
 
     def inverse(self) -> Rotation:
@@ -174,7 +174,7 @@ class Rotation:
 
     def _with(self, cos: Tensor, sin: Tensor, *, attention_factor: float | None = None) -> Rotation:
         factor = self.attention_factor if attention_factor is None else attention_factor
-        return made(cos, sin, self.pairing, self.head_dim, self.rotary_offset, factor)
+        return unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"Rotation is immutable: {name} cannot be set. Make a new one with Rope.at.")
@@ -183,9 +183,11 @@ class Rotation:
         self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return made, tuple(getattr(self, name) for name in _FIELDS)
+        return restore, tuple(getattr(self, name) for name in _FIELDS)
 
     def __repr__(self) -> str:
+        if not isinstance(self.cos, Tensor) or not isinstance(self.sin, Tensor):  # a pytree holds something else there
+            return f"Rotation(cos={shown(self.cos)}, sin={shown(self.sin)})"
         parts = [f"tokens={tuple(self.cos.shape[:-1])}", f"pairs={self.cos.shape[-1]}", f"pairing={self.pairing!r}"]
         parts += [f"head_dim={self.head_dim}"] if self.head_dim != 2 * self.cos.shape[-1] else []
         parts += [f"rotary_offset={self.rotary_offset}"] if self.rotary_offset else []
@@ -193,7 +195,8 @@ class Rotation:
         return f"Rotation({', '.join(parts)}, dtype={self.cos.dtype}, device={str(self.cos.device)!r})"
 
 
-_FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_offset", "attention_factor")
+# The tables, and what a pytree keeps beside them.
+_FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor")
 
 
 def _set(rotation: Rotation, *values: object) -> None:
@@ -201,15 +204,37 @@ def _set(rotation: Rotation, *values: object) -> None:
         object.__setattr__(rotation, name, value)
 
 
-def made(*values: object) -> Rotation:
+def unchecked(*values: object) -> Rotation:
     """A Rotation from its fields, without checks.
 
-    For Rope, whose numbers are checked; for pytrees, which put other things than tensors in the place of cos and sin;
-    and for pickle.
+    For Rope, whose numbers are checked, and for pytrees, which put other things than tensors in the place of cos and
+    sin. A call compares the tables with the other fields, so that tables of another size are never used.
     """
     rotation = object.__new__(Rotation)
     _set(rotation, *values)
     return rotation
+
+
+def restore(*fields: Any) -> Rotation:
+    """A Rotation from a pickle, which may hold anything: checked like one that is made by hand."""
+    context = _checked_context(*fields[2:])
+    checks.tables(fields[0], fields[1], rotary_dim=context[2])
+    return unchecked(*fields[:2], *context)
+
+
+def _checked_context(*context: Any) -> tuple[str, int, int, int, float]:
+    """All fields but the tables: pairing, head_dim, rotary_dim, rotary_offset and attention_factor."""
+    if len(context) != len(_FIELDS) - 2:
+        raise error(_WHO, f"it has the fields {', '.join(_FIELDS)}", shown(context), "Save it again with this version.")
+    pairing, head_dim, rotary_dim, rotary_offset, factor = context
+    check_pairing(_WHO, pairing)
+    rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, at_least=2, at_most=MAX_HEAD_DIM)
+    if rotary_dim % 2:
+        raise error(_WHO, "rotary_dim must be even", str(rotary_dim), "Pass two channels for each pair.")
+    rotary_offset = integer(_WHO, "rotary_offset", rotary_offset, at_least=0, at_most=MAX_HEAD_DIM)
+    end = rotary_offset + rotary_dim
+    head_dim = end if head_dim is None else integer(_WHO, "head_dim", head_dim, at_least=end, at_most=MAX_HEAD_DIM)
+    return pairing, head_dim, rotary_dim, rotary_offset, attention_factor(_WHO, factor)
 
 
 def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:
@@ -222,7 +247,7 @@ def _flatten_with_keys(rotation: Rotation) -> tuple[list[tuple[Any, Any]], tuple
 
 
 def _unflatten(tables: Any, context: tuple[Any, ...]) -> Rotation:
-    return made(*tables, *context)
+    return unchecked(*tables, *context)
 
 
 pytree.register_pytree_node(
@@ -232,7 +257,7 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="ropewalk.Rotation",
     to_dumpable_context=list,
-    from_dumpable_context=tuple,
+    from_dumpable_context=lambda context: _checked_context(*context),
 )
 
-torch.serialization.add_safe_globals([made])  # torch.load(weights_only=True), also of exported programs
+torch.serialization.add_safe_globals([restore])  # torch.load(weights_only=True), also of exported programs

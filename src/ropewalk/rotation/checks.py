@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from ropewalk._checks import LAYOUTS, choice, error, shown
+from ropewalk.kernels.backend import PLAIN
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WHO = "Rotation"
+_WHO, _WHO_IN_PLACE, _WHO_OPERATOR = "Rotation", "Rotation.apply_", "torch.ops.ropewalk"
 
 
-def tables(cos: Tensor, sin: Tensor) -> None:
-    """Raise unless cos and sin are a pair of half-width tables in a dtype that holds an angle."""
+def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> None:
+    """Raise unless cos and sin are half-width tables of `rotary_dim` channels, in a dtype that holds an angle."""
     for table in (cos, sin):
         if not isinstance(table, Tensor):
             raise error(_WHO, "cos and sin must be tensors", shown(table), "Make them with Rope.at(positions).")
@@ -32,6 +36,15 @@ def tables(cos: Tensor, sin: Tensor) -> None:
             f"shapes {tuple(cos.shape)} and {tuple(sin.shape)}",
             "Half width: one column for each pair, not one for each channel.",
         )
+    if rotary_dim is not None and 2 * cos.shape[-1] != rotary_dim:
+        raise error(
+            _WHO,
+            f"cos and sin must have {rotary_dim // 2} columns, one for each pair of rotary_dim={rotary_dim}",
+            f"shape {tuple(cos.shape)}",
+            "Something changed the tables of a Rotation, such as tree_map. Make a new one with Rope.at(positions).",
+        )
+    if cos.layout is not torch.strided or sin.layout is not torch.strided:
+        raise error(_WHO, "cos and sin must be dense tensors", f"{cos.layout} and {sin.layout}", "Make them dense.")
     if cos.device != sin.device:
         raise error(_WHO, "cos and sin must be on the same device", f"{cos.device} and {sin.device}", "Move one.")
 
@@ -40,19 +53,26 @@ def tables(cos: Tensor, sin: Tensor) -> None:
 _AXES = {"bshd": (4, 1, 0), "bhsd": (4, 2, 0), "sbhd": (4, 0, 1), "thd": (3, 0, None)}
 
 
-def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int) -> None:
     """Raise unless q, and k if there is one, have the axes that `layout` says and the sizes of the tables.
 
     A quick look at what is nearly always so; only where it is not, each check by itself with its message.
     """
-    if not _plainly_fit(tensors, layout, cos, sin, head_dim):
+    if not _plainly_fit(tensors, layout, cos, sin, head_dim, rotary_dim):
         for name, x in zip(("q", "k"), tensors, strict=False):
-            tensor_fits(name, x, layout, cos, sin, head_dim)
+            tensor_fits(name, x, layout, cos, sin, head_dim, rotary_dim)
 
 
-def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> bool:
-    axes, table = _AXES.get(layout) if isinstance(layout, str) else None, cos.shape
-    if axes is None or cos.dtype not in _TABLE_DTYPES or sin.dtype != cos.dtype or sin.shape != table or len(table) < 2:
+def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int) -> bool:
+    axes = _AXES.get(layout) if isinstance(layout, str) else None
+    if axes is None or not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
+        return False
+    table = cos.shape
+    if cos.dtype not in _TABLE_DTYPES or sin.dtype != cos.dtype or sin.shape != table:
+        return False
+    if not 2 <= len(table) <= 3 or 2 * table[-1] != rotary_dim:
+        return False
+    if cos.layout is not torch.strided or sin.layout is not torch.strided:
         return False
     count, tokens, batch = axes
     for x in tensors:
@@ -68,10 +88,12 @@ def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, h
     return True
 
 
-def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+def tensor_fits(
+    name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int | None = None
+) -> None:
     """Raise unless x, called `name`, has the axes that `layout` says and the sizes of the tables."""
     choice(_WHO, "layout", layout, LAYOUTS)
-    tables(cos, sin)
+    tables(cos, sin, rotary_dim)
     if not isinstance(x, Tensor):
         raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
     if x.layout is not torch.strided or x.is_nested:
@@ -103,23 +125,115 @@ def tensor_fits(name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, hea
         )
 
 
-def can_be_written(x: Tensor) -> None:
-    """Raise if x cannot be turned in place."""
-    who = "Rotation.apply_"
-    if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+def operator_fits(
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, rotary_offset: int, *, in_place: bool
+) -> None:
+    """Raise unless an operator of `ops` was given what a `Rotation` would give it."""
+    if not 1 <= len(tensors) <= 2:
+        raise error(_WHO_OPERATOR, "tensors must be q, or q and k", f"{len(tensors)} tensors", "Use a Rotation.")
+    for name, x in zip(("q", "k"), tensors, strict=False):
+        head_dim = tensors[0].shape[-1] if tensors[0].ndim else 0
+        tensor_fits(name, x, layout, cos, sin, head_dim)
+        if rotary_offset < 0 or rotary_offset + 2 * cos.shape[-1] > head_dim:
+            raise error(
+                _WHO_OPERATOR,
+                f"the rotated channels must lie inside head_dim={head_dim}",
+                f"{2 * cos.shape[-1]} from rotary_offset={rotary_offset} on",
+                "Use a Rotation.",
+            )
+    q, k = tensors[0], tensors[-1]
+    if not can_share_a_call(q, k, layout):
         raise error(
-            who,
-            "each element must have memory of its own",
-            f"strides {x.stride()} of shape {tuple(x.shape)}",
-            "Call the rotation for a new tensor, or expand after turning.",
+            _WHO_OPERATOR,
+            "q and k must have the same dtype, batch, tokens and requires_grad",
+            f"{q.dtype} of shape {tuple(q.shape)} and {k.dtype} of shape {tuple(k.shape)}",
+            "Call it for each of them.",
         )
-    if x.is_inference() and not torch.is_inference_mode_enabled():
+    if in_place:
+        can_be_written(tensors, recorded=False)
+
+
+def all_meta(tensors: list[Tensor]) -> None:
+    """Raise if an operator was given tensors of the meta device beside others."""
+    if not all(x.is_meta for x in tensors):
+        devices = ", ".join(sorted({str(x.device) for x in tensors}))
+        raise error(_WHO_OPERATOR, "all tensors must be on the same device", devices, "Use a Rotation.")
+
+
+# The axes that q and k must have in common, beside that of the channels.
+_COMMON = {"bshd": (0, 1), "bhsd": (0, 2), "sbhd": (0, 1), "thd": (0, 0)}
+
+
+def can_share_a_call(q: Tensor, k: Tensor, layout: str) -> bool:
+    """Whether one call of a kernel can do q and k, which have the same layout and head_dim."""
+    of_q, of_k, (one, other) = q.shape, k.shape, _COMMON[layout]
+    return (
+        q.dtype == k.dtype
+        and q.requires_grad == k.requires_grad
+        and of_q[one] == of_k[one]
+        and of_q[other] == of_k[other]
+    )
+
+
+def can_be_written(tensors: list[Tensor], *, recorded: bool) -> None:
+    """Raise if q, or k, cannot be rotated in place; `recorded`: for gradients."""
+    for x in tensors:
+        if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+            raise error(
+                _WHO_IN_PLACE,
+                "each element must have memory of its own",
+                f"strides {x.stride()} of shape {tuple(x.shape)}",
+                "Call the rotation for a new tensor, or expand after rotating.",
+            )
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise error(
+                _WHO_IN_PLACE,
+                "outside inference mode an ordinary tensor is needed",
+                "one made under torch.inference_mode()",
+                "Call the rotation for a new tensor, or clone it first.",
+            )
+        if x._is_zerotensor():
+            raise error(_WHO_IN_PLACE, "each element must have memory", "a zero tensor of PyTorch", "Clone it first.")
+        if recorded:
+            _can_be_recorded(x)
+    if len(tensors) == 2 and _share_elements(*tensors):
         raise error(
-            who,
-            "outside inference mode an ordinary tensor is needed",
-            "one made under torch.inference_mode()",
-            "Call the rotation for a new tensor, or clone it first.",
+            _WHO_IN_PLACE,
+            "q and k must not share elements",
+            "tensors that overlap in memory",
+            "Elements that belong to both would be rotated twice. Call the rotation for new tensors.",
         )
+
+
+def have_memory(tensors: list[Tensor]) -> None:
+    """Raise if the storage of a tensor was resized to nothing, which the kernels find only one call after the other."""
+    for x in tensors:
+        if x.numel() and not x.data_ptr():
+            must, came = "a tensor must have memory", "one whose storage was resized to 0"
+            raise error(_WHO_IN_PLACE, must, came, "Give it its storage back first.")
+
+
+def _can_be_recorded(x: Tensor) -> None:
+    """Raise if autograd would refuse to record a change of x, perhaps after the other tensor was changed."""
+    base = x._base if x._is_view() else x
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise error(
+            _WHO_IN_PLACE,
+            "a tensor whose gradient is recorded must not be a leaf, or a view of one",
+            "a leaf that requires a gradient",
+            "Call the rotation for a new tensor, or rotate under torch.no_grad().",
+        )
+    if x._is_view() and _creation_meta(x).name != "DEFAULT":
+        raise error(
+            _WHO_IN_PLACE,
+            "PyTorch must be able to record a change of the tensor",
+            "a view that was made by unbind, split or chunk, under torch.no_grad(), or in inference mode",
+            "Take the view by indexing where gradients are recorded, or call the rotation for a new tensor.",
+        )
+
+
+# How a view was made decides whether it may be changed in place; PyTorch shows it nowhere else.
+_creation_meta: Any = torch._C._autograd._get_creation_meta
 
 
 def can_be_saved(cos: Tensor) -> None:
@@ -163,26 +277,36 @@ def _tokens_fit(name: str, x: Tensor, layout: str, cos: Tensor) -> None:
         )
 
 
-def share_elements(q: Tensor, k: Tensor) -> bool:
-    """Whether two tensors with the same strides have an element in common. With other strides it is not looked for."""
+def _share_elements(q: Tensor, k: Tensor) -> bool:
+    """Whether two plain tensors have an element in common."""
     if q is k:
         return True
-    if type(q) is not Tensor or type(k) is not Tensor or q.is_meta or q.stride() != k.stride() or q.dtype != k.dtype:
+    if type(q) not in PLAIN or type(k) not in PLAIN or q.is_meta or torch._C._are_functorch_transforms_active():
         return False
-    if torch._C._are_functorch_transforms_active() or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+    if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() or not q.numel() or not k.numel():
         return False
-    axes = sorted(zip(q.stride(), q.shape, k.shape, strict=True), reverse=True)
-    return _is_reached(int(k.storage_offset()) - int(q.storage_offset()), axes)
+    low, high = (q, k) if q.data_ptr() <= k.data_ptr() else (k, q)
+    last = sum((n - 1) * stride for n, stride in zip(low.shape, low.stride(), strict=True))
+    if high.data_ptr() >= low.data_ptr() + (last + 1) * low.element_size():
+        return False  # one after the other: one token of a fused projection
+    try:
+        # NumPy's stubs know only two values of max_work; this one bounds the time.
+        return np.shares_memory(np.asarray(_Addresses(q)), np.asarray(_Addresses(k)), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True  # it could not be ruled out
 
 
-def _is_reached(distance: int, axes: list[tuple[int, int, int]]) -> bool:
-    """Whether steps along the axes, those of an element of q less those of one of k, can add up to the distance."""
-    if not axes:
-        return distance == 0
-    (stride, of_q, of_k), rest = axes[0], axes[1:]
-    if stride == 0:
-        return _is_reached(distance, rest)
-    nearest = distance // stride
-    return any(
-        -of_k < steps < of_q and _is_reached(distance - steps * stride, rest) for steps in (nearest, nearest + 1)
-    )
+class _Addresses:
+    """The addresses of a tensor's elements, of any dtype and on any device, as NumPy wants them. Nothing is read."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data_ptr(), False),
+            "shape": tuple(x.shape),
+            "strides": tuple(size * stride for stride in x.stride()),
+            "typestr": f"|V{size}",
+        }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ropewalk.kernels import backend, cpu, gpu
 from ropewalk.rotation import checks
-from ropewalk.rotation.reference import rotate_in_layout as _by_reference
+from ropewalk.rotation.reference import rotate_in_layout
 from ropewalk.rotation.reference import table_gradient as _table_gradient_by_reference
 
 _library: Any = torch.library.Library("ropewalk", "DEF")  # type: ignore[no-untyped-call]
@@ -50,18 +50,42 @@ def _in_place(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how
     kernel.rotate(tensors, tensors, cos, sin, *how)
 
 
-def _rotate_meta(tensors: list[Tensor], *_: Any) -> list[Tensor]:
+def _rotate_meta(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> list[Tensor]:
+    checks.all_meta([*tensors, cos, sin])
     return [torch.empty_like(x) for x in tensors]
 
 
+def _rotate_meta_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> None:
+    checks.all_meta([*tensors, cos, sin])
+
+
+def _operator(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *how: Any) -> list[Tensor]:
+    checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=False)
+    return _new(kernel, tensors, cos, sin, layout, *how)
+
+
+def _operator_(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *how: Any) -> None:
+    checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=True)
+    _in_place(kernel, tensors, cos, sin, layout, *how)
+
+
+# Anybody may call an operator, so it checks what it is given; `rotate` and `rotate_` below were given checked tensors.
 # "CUDA" is AMD's GPUs too.
 for _kernel, _key in ((cpu, "CPU"), (gpu, "CUDA")):
-    _library.impl("rotate", partial(_new, _kernel), _key)
-    _library.impl("rotate_", partial(_in_place, _kernel), _key)
+    _library.impl("rotate", partial(_operator, _kernel), _key)
+    _library.impl("rotate_", partial(_operator_, _kernel), _key)
 _library.impl("rotate", _rotate_meta, "Meta")
-_library.impl("rotate_", lambda *_: None, "Meta")
+_library.impl("rotate_", _rotate_meta_, "Meta")
 _rotate = torch.ops.ropewalk.rotate.default
 _rotate_ = torch.ops.ropewalk.rotate_.default
+
+
+def _by_reference(tensors: list[Tensor], cos: Tensor, sin: Tensor, **how: Any) -> list[Tensor]:
+    device = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return rotate_in_layout(tensors, cos, sin, **how)
+    with torch.autocast(device, enabled=False):  # its torch.cat takes no float16 beside bfloat16
+        return rotate_in_layout(tensors, cos, sin, **how)
 
 
 def rotate(
@@ -85,7 +109,7 @@ def rotate(
     kernel = backend.kernel_for(*tensors, cos, sin)
     if kernel is None and backend.must_be_seen():
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
-    if len(tensors) == 2 and not _alike(tensors[0], tensors[1], layout):
+    if len(tensors) == 2 and not checks.can_share_a_call(tensors[0], tensors[1], layout):
         how: dict[str, Any] = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "back": back}
         return [rotate([x], cos, sin, **how)[0] for x in tensors]
     if torch.is_grad_enabled() and (tensors[0].requires_grad or cos.requires_grad or sin.requires_grad):
@@ -107,21 +131,23 @@ def _run(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any
 
 
 def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
-    """The same in place."""
-    if not torch.compiler.is_compiling():
-        for x in tensors:
-            checks.can_be_written(x)
+    """The same in place. Both tensors are checked, and both rotated, before either is written."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
+    if not torch.compiler.is_compiling():
+        checks.can_be_written(tensors, recorded=recorded)
     kernel = None if recorded else backend.kernel_for(*tensors, cos, sin)
     if kernel is None:
-        # One tensor after the other: a Function with two outputs cannot change two slices of one fused projection.
-        for x in tensors:
-            # Learned tables need x as it was for their own gradient.
-            given = x.clone() if cos.requires_grad or sin.requires_grad else x
-            x.copy_(rotate([given], cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset)[0])
+        # Learned tables need the tensors as they were for their own gradient.
+        learned = cos.requires_grad or sin.requires_grad
+        given = [x.clone() for x in tensors] if learned else tensors
+        rotated = rotate(given, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset)
+        for x, y in zip(tensors, rotated, strict=True):
+            x.copy_(y)
         return
-    groups = [tensors] if len(tensors) == 1 or _alike(tensors[0], tensors[1], layout) else [[x] for x in tensors]
-    for group in groups:
+    together = len(tensors) == 1 or checks.can_share_a_call(tensors[0], tensors[1], layout)
+    if not together:
+        checks.have_memory(tensors)  # before the first of two calls
+    for group in [tensors] if together else [[x] for x in tensors]:
         arguments = (group, cos, sin, layout, pairing == "interleaved", rotary_offset, False)
         if _watched():
             _rotate_(*arguments)
@@ -129,21 +155,6 @@ def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pai
             _in_place(kernel, *arguments)
     # Who saved them for a backward pass must hear of it.
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
-
-
-# The axes that q and k must have in common, beside that of the channels.
-_COMMON = {"bshd": (0, 1), "bhsd": (0, 2), "sbhd": (0, 1), "thd": (0, 0)}
-
-
-def _alike(q: Tensor, k: Tensor, layout: str) -> bool:
-    """Whether one call can do both."""
-    of_q, of_k, (one, other) = q.shape, k.shape, _COMMON[layout]
-    return (
-        q.dtype == k.dtype
-        and q.requires_grad == k.requires_grad
-        and of_q[one] == of_k[one]
-        and of_q[other] == of_k[other]
-    )
 
 
 class _Rotate(torch.autograd.Function):

@@ -10,6 +10,7 @@ Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,7 +47,15 @@ class DynamicNTK(Scheme):
         raise _checks.error("DynamicNTK", "the length must be said", "none", "Use at_length(n) first.")
 
     def at_length(self, n: int) -> Scheme | None:
-        """None (the default frequencies) up to max_position_embeddings, else `NTK`."""
+        """None (the default frequencies) up to max_position_embeddings, else `NTK`.
+
+        Raises:
+            RopeError: alpha would not be finite.
+        """
         if n <= self.max_position_embeddings:
             return None
-        return NTK(alpha=self.factor * n / self.max_position_embeddings - (self.factor - 1))
+        alpha = self.factor * n / self.max_position_embeddings - (self.factor - 1)
+        if not math.isfinite(alpha):
+            must = "factor times the length must be finite"
+            raise _checks.error("DynamicNTK", must, f"factor={self.factor:g}", "Is the factor right?")
+        return NTK(alpha=alpha)

@@ -7,6 +7,7 @@ s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers 5.23 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -23,7 +24,8 @@ class NTK(Scheme):
         alpha: how much the slowest pair is slowed, dimensionless, at least 1 (1000 in Hunyuan).
 
     Raises:
-        RopeError: alpha is not a finite number of at least 1; rotary_dim is 2, where the formula divides by zero.
+        RopeError: alpha is not a finite number of at least 1; rotary_dim is 2, where the formula divides by zero; the
+            larger base is not finite in float64.
 
     Example:
         >>> NTK(alpha=4.0).inv_freq(10_000.0, 4)
@@ -40,5 +42,12 @@ class NTK(Scheme):
         """Radians per position of each pair: the default ones of the larger base."""
         if rotary_dim == 2:
             raise _checks.error("NTK", "rotary_dim must be at least 4", "2", "One pair alone cannot be stretched.")
-        stretched: float = base * self.alpha ** (rotary_dim / (rotary_dim - 2))
+        try:
+            stretched: float = base * self.alpha ** (rotary_dim / (rotary_dim - 2))
+        except OverflowError:
+            stretched = math.inf
+        if stretched == math.inf:
+            must = f"base · alpha^({rotary_dim}/{rotary_dim - 2}) must be a finite float64"
+            got = f"base={base:g} and alpha={self.alpha:g}"
+            raise _checks.error("NTK", must, got, "Is alpha right? Hunyuan has 1000.")
         return default.inv_freq(stretched, rotary_dim)

@@ -49,6 +49,10 @@ class PerPair(Scheme):
         return self.attention_factor
 
 
+# Far below any factor: a frequency divided by it is still finite.
+_LEAST = 1e-300
+
+
 def numbers(who: str, name: str, values: Any, *, infinite: bool = False) -> tuple[float, ...]:
     """A list of numbers greater than 0, as a tuple; bounded, so that no message and no memory grows with it."""
     if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= _checks.MAX_HEAD_DIM // 2:
@@ -56,11 +60,17 @@ def numbers(who: str, name: str, values: Any, *, infinite: bool = False) -> tupl
             who, f"{name} must be a list of numbers, one for each pair", _checks.shown(values), "Pass a list."
         )
     return tuple(
-        math.inf
-        if infinite and isinstance(value, float) and value == math.inf
-        else _checks.number(who, f"{name}[{i}]", value, above=0.0)
+        math.inf if infinite and isinstance(value, float) and value == math.inf else _factor(who, f"{name}[{i}]", value)
         for i, value in enumerate(values)
     )
+
+
+def _factor(who: str, name: str, value: object) -> float:
+    factor = _checks.number(who, name, value, above=0.0)
+    if factor < _LEAST:
+        must = f"{name} must be at least {_LEAST:g}, so that the frequency is finite"
+        raise _checks.error(who, must, _checks.shown(value), "Is the list right? Real factors are about 1 to 100.")
+    return factor
 
 
 def as_many_as_pairs(who: str, name: str, values: tuple[float, ...], rotary_dim: int) -> None:

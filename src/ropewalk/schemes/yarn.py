@@ -90,6 +90,11 @@ class YaRN(Scheme):
         for name in ("mscale", "mscale_all_dim"):
             if (value := getattr(self, name)) is not None:
                 put(name, _checks.number("YaRN", name, value, at_least=0.0))
+        if not math.isfinite(self.table_factor()) or self.table_factor() <= 0.0:
+            got = f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}"
+            raise _checks.error(
+                "YaRN", "the attention factor must be finite and greater than 0", got, "Models have 0.1 to 1."
+            )
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Radians per position of each pair: a blend of the default ones and those divided by factor."""

@@ -1,0 +1,255 @@
+"""One forward pass with a KVCache: where its tokens are, which keys they see, and what each layer stores."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.attention import TwoPass
+from ropewalk.rope import Rope
+from ropewalk.rotation.api import Rotation
+
+
+class Store(Protocol):
+    """What a step needs of its cache."""
+
+    num_layers: int
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: Tensor
+    position: Tensor
+    _key_positions: Tensor
+
+
+class LayerProgress:
+    """Whether one layer has stored its keys and values."""
+
+    __slots__ = ("stored",)
+
+    def __init__(self) -> None:
+        self.stored = False
+
+
+class Progress:
+    """How far one forward pass has come, in plain Python. Nothing here is read from a device.
+
+    The cache and the step share it. It refers to neither, so no reference cycle keeps their memory alive. Each layer
+    has an object of its own, so that a layer compiled by itself is compiled once, and not once for each index.
+
+    Args:
+        num_layers: layers of the cache.
+        overwrites: whether storing overwrites keys that were visible before this pass.
+        moves_on: whether every row is longer after it.
+        earlier: cos of rotations that are of other tokens: those of the pass before it, if every row has moved on.
+    """
+
+    def __init__(
+        self, num_layers: int, *, overwrites: bool, moves_on: bool, earlier: Sequence[weakref.ref[Tensor]]
+    ) -> None:
+        self.layers = [LayerProgress() for _ in range(num_layers)]
+        self.overwrites = overwrites
+        self.moves_on = moves_on
+        self.outdated = False
+        self.earlier = earlier
+        self.rotations: list[weakref.ref[Tensor]] = []
+
+    def stored(self) -> int:
+        """How many layers have stored their keys and values."""
+        return sum(layer.stored for layer in self.layers)
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"earlier": (), "rotations": []}  # weak references cannot be pickled
+
+
+class CacheStep:
+    """One forward pass with a cache: where its tokens are and which keys they see. Made by `KVCache.step`.
+
+    The cache counts these tokens once its last layer has appended them. If the forward pass raises before, the cache
+    holds what it held; see `KVCache.rollback`.
+
+    Attributes:
+        positions: of the new tokens, int64 `[batch, seq]`. Padding has that of the token before it.
+        key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
+        mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
+    """
+
+    def __init__(
+        self,
+        cache: Store,
+        positions: Tensor,
+        key_positions: Tensor,
+        mask: Tensor,
+        slot: Tensor,
+        beside: bool,
+        excess: Tensor | None,
+        is_sink: Tensor | None,
+        added: Tensor,
+        progress: Progress,
+    ) -> None:
+        self.positions, self.key_positions, self.mask = positions, key_positions, mask
+        self._cache, self._slot, self._beside, self._excess, self._is_sink = cache, slot, beside, excess, is_sink
+        self._added, self._progress = added, progress
+        self._checked: Rotation | TwoPass | None = None  # the last one that check_rotation found nothing against
+        self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+
+    def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
+        """`rope.at(positions)`; in a cache with sinks, with the distance to them counted inside the cache.
+
+        A sink at position j is seen by the n-th token of its row (from 0) at distance min(n, sinks + window − 1) − j,
+        as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
+        """
+        near = rope.at(self.positions, dtype=dtype)
+        if self._excess is None or self._is_sink is None:  # no sinks
+            return near
+        far_queries = rope.at(self.positions - self._excess, dtype=dtype)
+        return TwoPass(near, far_queries, None, self._is_sink[:, None, None])
+
+    def layer(self, index: int) -> LayerCache:
+        """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.
+
+        Raises:
+            RopeError: there is no such layer.
+        """
+        last = self._cache.num_layers - 1
+        return LayerCache(self, _checks.integer("CacheStep.layer", "index", index, at_least=0, at_most=last))
+
+    def check_rotation(self, who: str, rotation: Rotation | TwoPass) -> None:
+        """Raise if rotation cannot be that of these tokens, as far as that shows without reading a tensor.
+
+        Args:
+            who: who speaks in the message.
+            rotation: of q and k.
+
+        Raises:
+            RopeError: it was not made for positions `[batch, seq]` or, in two passes, not for all keys; or it was used
+                in the step before this one, and all tokens have moved on since.
+        """
+        compiling = torch.compiler.is_compiling()
+        if not compiling and rotation is self._checked:  # most often all layers have the same
+            return
+        cos = rotation.near.cos if isinstance(rotation, TwoPass) else rotation.cos
+        if cos.shape[:-1] != self.positions.shape:
+            raise _checks.error(
+                who,
+                "with a cache, rotation must be made for the positions of the step, [batch, seq] = "
+                f"{list(self.positions.shape)}",
+                f"one for tokens of shape {tuple(cos.shape[:-1])}",
+                "Make it with step.rotation(rope) or rope.at(step.positions).",
+            )
+        if isinstance(rotation, TwoPass) and rotation.far.shape[-1] != self.key_positions.shape[1]:
+            raise _checks.error(
+                who,
+                f"with a cache, a rotation in two passes must be made for all {self.key_positions.shape[1]} keys",
+                f"one for {rotation.far.shape[-1]}",
+                "Make it with SelfExtend.at(step.positions, step.key_positions).",
+            )
+        if compiling:
+            return
+        if any(other() is cos for other in self._progress.earlier):
+            raise _checks.error(
+                who,
+                "with a cache, each step needs a rotation of its own, since its tokens are farther on",
+                "the rotation of the step before",
+                "Make it after cache.step(seq), with step.rotation(rope).",
+            )
+        self._progress.rotations.append(weakref.ref(cos))
+        self._checked = rotation
+
+    def _commit(self) -> None:
+        """Count the new tokens: every layer has stored them."""
+        self._cache._key_positions.scatter_(1, self._slot, self.positions)
+        self._cache.length.add_(self._added)
+        self._cache.position.add_(self._added)
+
+
+class LayerCache:
+    """One layer's keys and values in one forward pass. Made by `CacheStep.layer`, for `RotaryAttention`.
+
+    Attributes:
+        step: the `CacheStep` of this forward pass.
+    """
+
+    def __init__(self, step: CacheStep, index: int) -> None:
+        self.step = step
+        self._keys, self._values = step._cache.keys[index], step._cache.values[index]
+        self._progress = step._progress.layers[index]
+        self._is_last = index == step._cache.num_layers - 1
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of the new tokens, once, and return all that these tokens may see.
+
+        The last layer must be the last to append: then the cache counts the tokens.
+
+        Args:
+            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
+            v: values of the same shape.
+
+        Returns:
+            Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `CacheStep.key_positions`: views of the
+            cache, or new tensors.
+
+        Raises:
+            RopeError: shape, dtype or device is not that of the cache and of this step, or a gradient is wanted; this
+                layer has appended already; the step is not the newest of its cache; this is the last layer, and
+                another one has not appended. Nothing is stored then.
+        """
+        batch, slots, heads, head_dim = self._keys.shape
+        wanted = (batch, self.step.positions.shape[1], heads, head_dim)
+        for name, new in (("k", k), ("v", v)):
+            if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
+                fix = "Build the cache for this model and batch, and call step with the length of these tokens."
+                if new.shape == wanted and new.device == self._keys.device:
+                    fix = f"Build the cache with dtype={new.dtype}, in which the model makes keys here (see autocast)."
+                raise _checks.error(
+                    "KVCache",
+                    f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
+                    f"{tuple(new.shape)} in {new.dtype} on {new.device}",
+                    fix,
+                )
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise _checks.error(
+                "KVCache",
+                "gradients cannot pass through a cache",
+                "keys or values that require one",
+                "Run under torch.no_grad() or torch.inference_mode().",
+            )
+        self._check_turn()
+        kept = self._keys[:, : slots - 1], self._values[:, : slots - 1]
+        if self.step._beside:
+            kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
+        self._keys.index_put_((self.step._row, self.step._slot), k)
+        self._values.index_put_((self.step._row, self.step._slot), v)
+        self._progress.stored = True
+        if self._is_last:
+            self.step._commit()
+        return kept
+
+    def _check_turn(self) -> None:
+        """Raise unless this layer is due."""
+        progress = self.step._progress
+        if self._progress.stored:
+            raise _checks.error(
+                "KVCache",
+                "each layer must append once in a step",
+                "a layer that has appended already",
+                "Pass step.layer(i) with another i to each layer, and call cache.step(seq) for each forward pass.",
+            )
+        if progress.outdated:
+            raise _checks.error(
+                "KVCache",
+                "a step must be the newest of its cache, without a shift, reset or rollback after it",
+                "an outdated one",
+                "Call step = cache.step(seq) for each forward pass, and use it before anything else changes the cache.",
+            )
+        if self._is_last and progress.stored() != len(progress.layers) - 1:
+            raise _checks.error(
+                "KVCache",
+                f"all of {len(progress.layers)} layers must append, the last one last",
+                f"the last one after {progress.stored()} others",
+                "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",
+            )

@@ -1,0 +1,307 @@
+"""Random calls of the rotation, right or wrong: the exact result or a RopeError, and no other memory is touched.
+
+    python tests/kernels/test_fuzz.py 20000 [first seed]
+
+runs as many cases. `csrc/tests/sanitize --python` runs them under AddressSanitizer, which sees reads as well.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, check, expected, shape, unchanged
+from ropewalk import Rope, RopeError, Rotation
+from ropewalk.kernels import cpu
+from ropewalk.rotation.api import restore
+
+MARGIN = 64
+
+
+class Guarded:
+    """A tensor of any strides amid numbers that must stay."""
+
+    def __init__(self, random: random.Random, size: tuple[int, ...], dtype: torch.dtype) -> None:
+        order = random.sample(range(len(size)), len(size)) if random.random() < 0.3 else list(range(len(size)))
+        steps = [random.choice((1, 1, 1, 2, 3)) for _ in size]
+        padded = [size[axis] * steps[axis] for axis in order]
+        self.whole = torch.randn(2 * MARGIN + int(np.prod(padded))).to(dtype)
+        self.before = self.whole.clone()
+        inner = self.whole[MARGIN : -MARGIN or None].view(padded)
+        self.x = inner.permute([order.index(axis) for axis in range(len(size))])
+        for axis, step in enumerate(steps):
+            self.x = self.x.narrow(axis, 0, max(0, step * (size[axis] - 1) + 1) if size[axis] else 0)
+            self.x = self.x[(slice(None),) * axis + (slice(None, None, step),)]
+
+    def only_x_changed(self) -> bool:
+        now, x = self.whole.clone(), self.x
+        now.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(
+            self.before.as_strided(x.shape, x.stride(), x.storage_offset())
+        )
+        return unchanged(now, self.before)
+
+
+def tables(random: random.Random, batch: int, seq: int, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
+    axes = [(pairs,), (seq, pairs), (1, seq, pairs), (batch, seq, pairs)]
+    size = random.choice(axes[:2] if layout == "thd" else axes)
+    dtype = random.choice((torch.float32, torch.float64))
+    cos, sin = (torch.randn((*size[:-1], 2 * size[-1]), dtype=dtype)[..., :: random.choice((1, 2))] for _ in range(2))
+    return cos[..., :pairs], sin[..., :pairs]
+
+
+def fit(random: random.Random) -> tuple[Rotation, list[Guarded], str]:
+    """A rotation, one or two tensors that fit it, and their layout."""
+    layout, pairing = random.choice(LAYOUTS), random.choice(PAIRINGS)
+    batch, seq, pairs = random.choice((1, 2, 3)), random.choice((0, 1, 1, 2, 7)), random.choice((1, 2, 3, 4, 8, 17, 32))
+    offset, rest = random.choice((0, 0, 1, 5)), random.choice((0, 0, 1, 6))
+    cos, sin = tables(random, batch, seq, pairs, layout)
+    head_dim = offset + 2 * pairs + rest
+    rotation = Rotation(cos, sin, pairing=pairing, head_dim=head_dim, rotary_offset=offset)
+    dtypes = [random.choice(DTYPES)] * 2 if random.random() < 0.8 else random.sample(DTYPES, 2)
+    guarded = [
+        Guarded(random, shape(layout, batch, seq, random.choice((0, 1, 2, 5)), head_dim), dtype)
+        for dtype in dtypes[: random.choice((1, 2))]
+    ]
+    return rotation, guarded, layout
+
+
+def in_memory(t: Tensor) -> Tensor:
+    """NumPy takes neither PyTorch's zero tensors nor its lazy minus."""
+    return torch.zeros(t.shape, dtype=t.dtype) if t._is_zerotensor() else t.resolve_neg()
+
+
+def exact(rotation: Rotation, x: Tensor, layout: str, back: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    cos, sin = in_memory(rotation.cos), in_memory(rotation.sin)
+    return expected(x, cos, sin, layout, rotation.pairing, rotation.rotary_offset, back)
+
+
+def is_right(rotation: Rotation, results: Any, wanted: list[tuple[np.ndarray, np.ndarray]], layout: str) -> None:
+    results = [results] if isinstance(results, Tensor) else list(results)
+    for y, (value, size) in zip(results, wanted, strict=True):
+        check(y, value, size, layout, rotation, flushed=y.dtype == torch.bfloat16)
+
+
+def fitting(random: random.Random) -> str:
+    """New tensors, in place, and the gradient of both, of what fits."""
+    rotation, guarded, layout = fit(random)
+    tensors = [g.x for g in guarded]
+    wanted = [exact(rotation, x, layout) for x in tensors]
+    way = random.choice(("new", "in place", "backward", "recorded in place"))
+    if way == "new":
+        is_right(rotation, rotation(*tensors, layout=layout), wanted, layout)
+        assert all(unchanged(g.whole, g.before) for g in guarded)
+    elif way == "in place":
+        rotation.apply_(*tensors, layout=layout)
+        is_right(rotation, tensors, wanted, layout)
+    else:
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        results = [x * 1 for x in leaves]
+        if way == "backward":
+            turned = rotation(*results, layout=layout)
+            results = [turned] if isinstance(turned, Tensor) else list(turned)
+        else:
+            rotation.apply_(*results, layout=layout)
+        is_right(rotation, [y.detach() for y in results], wanted, layout)
+        grads = [torch.randn(y.shape).to(y.dtype) for y in results]
+        back = [exact(rotation, g, layout, back=True) for g in grads]
+        is_right(rotation, torch.autograd.grad(results, leaves, grads), back, layout)
+    assert all(g.only_x_changed() for g in guarded)
+    return way
+
+
+CHANGES: list[Callable[[Tensor], Any]] = [
+    lambda t: torch.cat([t, t], -1),
+    lambda t: t[..., : t.shape[-1] // 2],
+    lambda t: t[..., :0],
+    lambda t: t[None],
+    lambda t: t[None, None],
+    lambda t: t[0],
+    lambda t: t[:1],
+    lambda t: t.flatten(),
+    lambda t: t.repeat(2, 1),
+    lambda t: t.half(),
+    lambda t: t.bfloat16(),
+    lambda t: t.to("meta"),
+    lambda t: t.to_sparse(),
+    lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    lambda t: t.to(torch.complex64).conj().imag,
+    lambda t: t.double(),
+    lambda t: t.float(),
+    lambda t: t.flip(0),
+    lambda t: t.expand(3, *t.shape),
+    lambda t: None,
+    lambda t: 1.0,
+    lambda t: t.clone(),
+]
+
+
+def attempt(rotation: Rotation, guarded: list[Guarded], layout: str, random: random.Random) -> str:
+    """A call that may be refused; if it is not, it must be right."""
+    tensors, way = [g.x for g in guarded], random.choice(("new", "in place"))
+    try:
+        # What the tables say before the call, where they say anything.
+        wanted = [exact(rotation, x, layout) for x in tensors]
+    except Exception:
+        wanted = []
+    try:
+        results = rotation(*tensors, layout=layout) if way == "new" else rotation.apply_(*tensors, layout=layout)
+    except RopeError:
+        assert all(unchanged(g.whole, g.before) for g in guarded), "refused, and yet changed"
+        return "refused"
+    is_right(rotation, tensors if results is None else results, wanted, layout)
+    assert all(g.only_x_changed() for g in guarded)
+    return "right"
+
+
+def pytrees(random: random.Random) -> str:
+    """Tables changed by `tree_map`."""
+    rotation, guarded, layout = fit(random)
+    try:
+        rotation = pytree.tree_map(random.choice(CHANGES), rotation)
+    except (RuntimeError, IndexError):  # PyTorch's own: no such axis
+        return "none"
+    return attempt(rotation, guarded, layout, random)
+
+
+NUMBERS = (0, 1, -1, 2, 3, 7, 8, 64, 4096, -4096, 2**31, 2**40, -(2**62), 2**63, 10**30, 0.5, -1.0, float("inf"))
+OBJECTS = (None, "half", "HALF", "interleaved", "", True, [], {}, (1, 2), float("nan"), *NUMBERS)
+
+
+def pickles(random: random.Random) -> str:
+    """Files that `torch.load(weights_only=True)` takes, with other fields than those of a Rotation."""
+    rotation, guarded, layout = fit(random)
+    _, fields = rotation.__reduce__()
+    fields = list(fields)
+    for _ in range(random.choice((1, 1, 2))):
+        at = random.randrange(len(fields))
+        if isinstance(fields[at], Tensor):
+            try:
+                fields[at] = random.choice(CHANGES)(fields[at])
+            except (RuntimeError, IndexError):
+                return "none"
+        elif isinstance(fields[at], int) and random.random() < 0.5:
+            fields[at] += random.choice((-2, -1, 1, 2, 64, 2**40))
+        else:
+            fields[at] = random.choice(OBJECTS)
+    if random.random() < 0.1:
+        fields = fields[: random.randrange(2, 8)]
+
+    class Crafted:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return restore, tuple(fields)
+
+    file = io.BytesIO()
+    try:
+        torch.save(Crafted(), file)
+    except Exception:  # PyTorch cannot save such a tensor
+        return "none"
+    file.seek(0)
+    try:
+        loaded = torch.load(file, weights_only=True)
+    except RopeError:
+        return "refused"
+    return attempt(loaded, guarded, layout, random)
+
+
+def operators(random: random.Random) -> str:
+    """The private operators, one or two of their arguments replaced."""
+    rotation, guarded, layout = fit(random)
+    tensors = [g.x for g in guarded]
+    back, in_place = random.random() < 0.5, random.random() < 0.5
+    arguments: list[Any] = [
+        tensors, rotation.cos, rotation.sin, layout, rotation.pairing == "interleaved", rotation.rotary_offset, back
+    ]  # fmt: skip
+    for _ in range(random.choice((0, 1, 1, 2))):
+        at = random.choice((0, 1, 2, 3, 5))
+        if at == 0:
+            other = fit(random)[1]
+            arguments[0] = random.choice(([], [*tensors, *(g.x for g in other)], [g.x for g in other], [*tensors] * 2))
+        elif at < 3:
+            try:
+                changed = random.choice(CHANGES)(arguments[at])
+            except (RuntimeError, IndexError, AttributeError):
+                return "none"
+            arguments[at] = changed if isinstance(changed, Tensor) else arguments[at]
+        else:
+            arguments[at] = random.choice((*LAYOUTS, "", "xyz")) if at == 3 else random.choice(NUMBERS[:13])
+    operator = torch.ops.ropewalk.rotate_ if in_place else torch.ops.ropewalk.rotate
+    how = (arguments[3], PAIRINGS[arguments[4]], arguments[5], back)
+    try:
+        wanted = [expected(x, in_memory(arguments[1]), in_memory(arguments[2]), *how) for x in arguments[0]]
+    except Exception:
+        wanted = []
+    try:
+        results = operator(*arguments)
+    except RopeError:
+        return "refused"
+    except NotImplementedError:  # PyTorch's own: it has no operator of ours for sparse tensors
+        return "refused by PyTorch"
+    if all(x.is_meta for x in (*arguments[0], *arguments[1:3])):
+        return "meta"
+    is_right(rotation, arguments[0] if results is None else results, wanted, arguments[3])
+    return "right"
+
+
+def angles(random: random.Random) -> str:
+    """Positions of any kind."""
+    rope = Rope(2 * random.choice((1, 2, 5, 16, 33)), 1e4, "half")
+    size = random.choice(((0,), (1,), (5,), (2, 3), (0, 4), (), (2, 2, 2)))
+    dtype = random.choice((torch.int32, torch.int64, torch.int64, torch.int16, torch.float32, torch.bool))
+    positions = torch.randint(-(2**31), 2**31 - 1, size).to(dtype)
+    if positions.ndim == 2 and random.random() < 0.5:
+        positions = positions.t()
+    try:
+        rotation = rope.at(positions, dtype=random.choice((None, torch.float32, torch.float64, torch.half)))
+    except RopeError:
+        return "refused"
+    circle = rotation.cos.double() ** 2 + rotation.sin.double() ** 2
+    assert ((circle - 1).abs() < 2e-7).all()
+    assert rotation.cos.shape == (*positions.shape, rope.rotary_dim // 2)
+    return "right"
+
+
+KINDS = (fitting, fitting, pytrees, pickles, operators, angles)
+
+
+def case(seed: int) -> tuple[str, str]:
+    """One random case, and what came of it."""
+    torch.manual_seed(seed)
+    chosen = random.Random(seed)
+    kind = chosen.choice(KINDS)
+    return kind.__name__, kind(chosen)
+
+
+def cases(first: int, count: int) -> Counter[tuple[str, str]]:
+    counted: Counter[tuple[str, str]] = Counter()
+    for seed in range(first, first + count):
+        try:
+            counted[case(seed)] += 1
+        except Exception as e:
+            raise AssertionError(f"seed {seed}") from e
+    return counted
+
+
+def test_nothing_else_comes_out() -> None:
+    levels = [] if cpu.why_not else cpu._cpu.levels()
+    for n, level in enumerate(levels or ["none"]):
+        if levels:
+            cpu._cpu.use_level(level)
+        counted = cases(1000 * n, 300)
+        for kind in ("pytrees", "pickles", "operators", "angles"):
+            assert counted[kind, "refused"] > 5, counted
+            assert counted[kind, "right"] > 2, counted
+
+
+if __name__ == "__main__":
+    total, begin = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    torch.set_num_threads(1)
+    sys.stdout.write(f"{cpu.why_not or cpu.level()}: {sorted(cases(begin, total).items())}\n")

@@ -1,0 +1,381 @@
+"""Tensors and tables that must not reach a kernel: each is refused or rotated by the reference, nothing is half done.
+
+Any of these once read or wrote memory outside of a tensor, or gave wrong numbers without an error.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import oracle
+from kernel_cases import unchanged
+from ropewalk import Rope, RopeError, Rotation
+from ropewalk.rotation.api import restore
+
+SEQ, HEAD_DIM = 4, 8
+POSITIONS = torch.arange(SEQ) + 1
+ROTATION = Rope(HEAD_DIM, 1e4, "half").at(POSITIONS)
+COS, SIN = ROTATION.cos, ROTATION.sin
+
+
+def queries(heads: int = 2) -> Tensor:
+    return torch.randn(1, SEQ, heads, HEAD_DIM)
+
+
+def exact(x: Tensor) -> np.ndarray:
+    """x `[1, seq, heads, head_dim]`, rotated in float64."""
+    angles = oracle.reduced(POSITIONS.tolist(), Rope(HEAD_DIM, 1e4, "half").inv_freq)[None, :, None]
+    array = x.detach().double().numpy()
+    return oracle.rotate(array, np.broadcast_to(angles, (*array.shape[:-1], HEAD_DIM // 2)), "half", 0, 1.0)
+
+
+def check(x: Tensor, wanted: np.ndarray) -> None:
+    """One rounding of the table, two products and a sum, of numbers up to 6."""
+    np.testing.assert_allclose(x.detach().double(), wanted, rtol=0, atol=3e-6)
+
+
+class TestTensorsWithoutMemory:
+    def test_zero_tensor(self) -> None:
+        zero = torch._efficientzerotensor((1, SEQ, 2, HEAD_DIM))
+        assert torch.equal(ROTATION(zero, layout="bshd"), torch.zeros(1, SEQ, 2, HEAD_DIM))
+        q = queries()
+        before = q.clone()
+        for pair in ((zero,), (q, zero), (zero, q)):
+            with pytest.raises(RopeError, match=r"Rotation\.apply_: each element must have memory, got a zero tensor"):
+                ROTATION.apply_(*pair, layout="bshd")
+        assert torch.equal(q, before)
+
+    def test_gradient_that_is_a_zero_tensor(self) -> None:
+        x = queries().requires_grad_()
+        torch.sgn(ROTATION(x, layout="bshd")).sum().backward()
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+    def test_tables_that_are_zero_tensors(self) -> None:
+        zero = torch._efficientzerotensor((SEQ, HEAD_DIM // 2))
+        assert not Rotation(zero, zero, pairing="half")(queries(), layout="bshd").any()
+
+    @pytest.mark.parametrize("what", ["q", "k", "cos"])
+    def test_storage_that_was_resized_to_nothing(self, what: str, used: None) -> None:
+        """As FSDP does with parameters that are not needed just now."""
+        rotation, tensors = pytree.tree_map(torch.clone, ROTATION), {"q": queries(), "k": queries()}
+        {**tensors, "cos": rotation.cos}[what].untyped_storage().resize_(0)
+        for call in (rotation, rotation.apply_):
+            with pytest.raises(RopeError, match="must have memory, got one whose storage was resized to 0"):
+                call(**tensors, layout="bshd")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_q_stays_if_k_has_no_storage(self, dtype: torch.dtype, used: None) -> None:
+        """Also where each of them takes a call of its own, since their dtypes differ."""
+        q, k = queries(), queries().to(dtype)
+        before = q.clone()
+        k.untyped_storage().resize_(0)
+        with pytest.raises(RopeError, match="must have memory, got one whose storage was resized to 0"):
+            ROTATION.apply_(q, k, layout="bshd")
+        assert torch.equal(q, before)
+
+    def test_positions_whose_storage_was_resized_to_nothing(self, used: None) -> None:
+        positions = POSITIONS.clone()
+        positions.untyped_storage().resize_(0)
+        with pytest.raises(RopeError, match="must have memory"):
+            Rope(HEAD_DIM, 1e4, "half").at(positions)
+
+
+class TestTablesChangedBehindTheRotation:
+    """What `tree_map`, a pickle or an exported program may put in the place of the tables."""
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                lambda t: torch.cat([t, t], -1),
+                r"must have 4 columns, one for each pair of rotary_dim=8, got shape \(4, 8",
+            ),
+            (lambda t: t[..., :2], r"must have 4 columns, .*, got shape \(4, 2\)"),
+            (lambda t: t[None, None], r"must have the same shape .*, got shapes \(1, 1, 4, 4\)"),
+            (lambda t: t[0, 0], r"must have the same shape .*, got shapes \(\) and \(\)"),
+            (lambda t: t[:2], r"must have 2 tokens, one for each position, got 4"),
+            (lambda t: t.repeat(3, 1, 1), r"must have batch size 3, that of the positions, got 1"),
+            (lambda t: t.half(), r"must both be float32 or float64, got torch.float16"),
+            (lambda t: t.to_sparse(), r"must be dense tensors, got torch.sparse_coo"),
+            (lambda t: t.to_mkldnn(), r"must be dense tensors, got torch._mkldnn"),
+            (lambda t: t.to("meta"), r"q must be on meta, where cos and sin are, got cpu"),
+            (lambda t: None, r"cos and sin must be tensors, got None"),
+        ],
+    )
+    def test_call(self, change: Callable[[Tensor], Any], message: str) -> None:
+        changed, q = pytree.tree_map(change, ROTATION), queries()
+        before = q.clone()
+        for call in (changed, changed.apply_):
+            with pytest.raises(RopeError, match=message):
+                call(q, layout="bshd")
+        assert torch.equal(q, before)
+
+    def test_tables_of_another_batch_are_not_taken_for_this_one(self) -> None:
+        """Stacking two batched rotations gives tables of four axes; row 0 was once used for all rows of the batch."""
+        rotation = Rope(HEAD_DIM, 1e4, "half").at(torch.stack([POSITIONS, POSITIONS + 100]))
+        stacked = pytree.tree_map(lambda *tables: torch.stack(tables), rotation, rotation)
+        with pytest.raises(RopeError, match=r"got shapes \(2, 2, 4, 4\)"):
+            stacked(torch.randn(2, SEQ, 3, HEAD_DIM), layout="bshd")
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ((COS, SIN, "HALF", 8, 8, 0, 1.0), "pairing must be one of 'half', 'interleaved', got 'HALF'"),
+            ((COS, SIN, "half", 64, 8192, 0, 1.0), "head_dim must be an integer from 8192 to 65536, got 64"),
+            ((torch.ones(4, 4096), torch.ones(4, 4096), "half", 8, 8, 0, 1.0), "must have 4 columns"),
+            ((COS, SIN, "half", 8, 8, -100_000, 1.0), "rotary_offset must be an integer from 0 to 65536, got -100000"),
+            ((COS, SIN, "half", 8, 8, 1, 1.0), "head_dim must be an integer from 9 to 65536, got 8"),
+            ((COS, SIN, "half", 8, 7, 0, 1.0), "rotary_dim must be even, got 7"),
+            ((COS, SIN, "half", 8.0, 8, 0, 1.0), "head_dim must be an integer"),
+            ((COS, SIN, "half", 8, 8, 0, float("nan")), "attention_factor must be a finite number"),
+            ((COS, SIN[:2], "half", 8, 8, 0, 1.0), "cos and sin must have the same shape"),
+            ((COS, SIN.half(), "half", 8, 8, 0, 1.0), "must both be float32 or float64"),
+            ((COS, [1.0], "half", 8, 8, 0, 1.0), "cos and sin must be tensors"),
+            ((COS, SIN, "half"), "it has the fields cos, sin, pairing"),
+            ((), "it has the fields cos, sin, pairing"),
+            ((COS, SIN, "half", 10**300, 8, 0, 1.0), "head_dim must be an integer from 8 to 65536, got 10000"),
+        ],
+    )
+    def test_pickle(self, fields: tuple[Any, ...], message: str, tmp_path: Path) -> None:
+        """Files that `torch.load(weights_only=True)` takes, since it may build a Rotation."""
+
+        class Crafted:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return restore, fields
+
+        torch.save(Crafted(), tmp_path / "crafted.pt")
+        with pytest.raises(RopeError, match=message):
+            torch.load(tmp_path / "crafted.pt", weights_only=True)
+        with pytest.raises(RopeError, match=message):
+            pickle.loads(pickle.dumps(Crafted()))
+
+    def test_pytree_that_was_written_to_a_file(self) -> None:
+        """As in an exported program: the fields beside the tables are JSON there."""
+        written = pytree.treespec_dumps(pytree.tree_structure(ROTATION))
+        assert '"half", 8, 8, 0, 1.0' in written.replace("\\", "")
+        for old, new in (("8, 8, 0", "8, 8, -64"), ("8, 8, 0", "8, 4096, 0"), ("half", "HALF"), ("8, 8, 0", "8")):
+            assert written.count(old) == 1
+            with pytest.raises(RopeError):
+                pytree.treespec_loads(written.replace(old, new))
+
+
+ROTATE, ROTATE_ = torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.default
+
+
+class TestPrivateOperators:
+    """torch.ops.ropewalk is within anybody's reach."""
+
+    @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"cos": torch.ones(4, 10**6), "sin": torch.ones(4, 10**6)}, "rotated channels must lie inside head_dim=8"),
+            (
+                {"rotary_offset": 10**9},
+                "rotated channels must lie inside head_dim=8, got 8 from rotary_offset=1000000000",
+            ),
+            ({"rotary_offset": -(10**9)}, "rotated channels must lie inside head_dim=8"),
+            ({"tensors": [torch.ones(1, 10**5, 2, 8)]}, "q in layout 'bshd' must have 4 tokens"),
+            ({"sin": torch.ones(1)}, "cos and sin must have the same shape"),
+            ({"cos": COS[0, 0], "sin": COS[0, 0]}, "cos and sin must have the same shape"),
+            ({"cos": COS.double()}, "must both be float32 or float64, got torch.float64 and torch.float32"),
+            ({"tensors": [queries()] * 50}, "tensors must be q, or q and k, got 50 tensors"),
+            ({"tensors": []}, "tensors must be q, or q and k, got 0 tensors"),
+            ({"tensors": [torch.ones(4, 8)]}, r"q in layout 'bshd' must have 4 axes, got shape \(4, 8\)"),
+            ({"tensors": [torch.ones(())]}, r"q in layout 'bshd' must have 4 axes, got shape \(\)"),
+            ({"tensors": [torch.ones(1, 4, 2, 8).int()]}, "q must be float16, bfloat16, float32 or float64"),
+            ({"layout": "xyz"}, "layout must be one of"),
+            ({"tensors": [queries(), torch.ones(1, 10**5, 2, 8)]}, "k in layout 'bshd' must have 4 tokens"),
+            ({"tensors": [queries(), torch.ones(3, 4, 2, 8)]}, "q and k must have the same dtype, batch, tokens"),
+            ({"tensors": [queries(), torch.ones(1, 4, 2, 16)]}, "k must have head_dim=8"),
+            ({"tensors": [queries().bfloat16(), queries().double()]}, "q and k must have the same dtype"),
+        ],
+    )
+    def test_rotate(self, operator: Any, changes: dict[str, Any], message: str) -> None:
+        plain = {"tensors": [queries()], "cos": COS, "sin": SIN, "layout": "bshd", "interleaved": False}
+        with pytest.raises(RopeError, match=message):
+            operator(**{**plain, "rotary_offset": 0, "back": False, **changes})
+
+    def test_rotate_in_place_of_what_shares_elements(self) -> None:
+        q = queries()
+        for tensors, message in (([q, q], "must not share"), ([q[:, :, :1].expand(1, 4, 3, 8)], "memory of its own")):
+            with pytest.raises(RopeError, match=message):
+                ROTATE_(tensors, COS, SIN, "bshd", False, 0, False)
+
+    @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
+    def test_meta_tensors_beside_others(self, operator: Any) -> None:
+        for tensors, cos in (([queries()], COS.to("meta")), ([queries().to("meta")], COS)):
+            with pytest.raises(RopeError, match="all tensors must be on the same device, got cpu, meta"):
+                operator(tensors, cos, cos, "bshd", False, 0, False)
+
+    def test_zero_and_negative_tensors(self) -> None:
+        """PyTorch itself gives them memory before an operator sees them."""
+        (zeros,) = ROTATE([torch._efficientzerotensor((1, SEQ, 2, 8))], COS, SIN, "bshd", False, 0, False)
+        assert torch.equal(zeros, torch.zeros(1, SEQ, 2, 8))
+        x = torch.randn(1, SEQ, 2, 8, dtype=torch.complex64).conj().imag
+        assert x.is_neg()
+        check(ROTATE([x], COS, SIN, "bshd", False, 0, False)[0], exact(x))
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            (POSITIONS, [], 1.0, torch.float32),
+            (POSITIONS, [1], 1.0, torch.bfloat16),
+            (POSITIONS.float(), [1], 1.0, torch.float32),
+        ],
+    )
+    def test_angles(self, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(RopeError, match="positions must be int32 or int64, dtype float32 or float64"):
+            torch.ops.ropewalk.angles(*arguments)
+
+
+@pytest.mark.usefixtures("used")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": 99}, "the layout must be a number from 0 to 3"),
+        ({"layout": -1}, "the layout must be a number from 0 to 3"),
+        ({"dtype": 7}, "dtypes must be those of ropewalk.h"),
+        ({"table_dtype": 2}, "dtypes must be those of ropewalk.h"),
+        ({"tensors": ()}, "there must be one or two tensors"),
+        ({"tensors": (8, 8, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1)) * 3}, "there must be one or two tensors"),
+        ({"tensors": (0, 0, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1))}, "a tensor must have memory"),
+        ({"tensors": (8, 8, (4, 2, 8), (16, 8, 1), (16, 8, 1))}, "tensors must have the axes of the layout"),
+        ({"cos": 0}, "a tensor must have memory"),
+        ({"table_shape": (), "cos_strides": (), "sin_strides": ()}, "tables must have one to three axes"),
+        ({"sin_strides": (4,)}, "tables must have one to three axes"),
+        ({"table_shape": (3, 4)}, "tables must have a row for each token"),
+        ({"table_shape": (4, 5)}, "the rotated channels must lie inside head_dim"),
+        ({"table_shape": (4, 2**62)}, "the rotated channels must lie inside head_dim"),
+        ({"table_shape": (4, 0)}, "the rotated channels must lie inside head_dim"),
+        ({"offset": 1}, "the rotated channels must lie inside head_dim"),
+        ({"offset": -1}, "the rotated channels must lie inside head_dim"),
+    ],
+)  # fmt: skip
+def test_sizes_that_reach_the_compiled_code(changes: dict[str, Any], message: str) -> None:
+    """The addresses here are none: a size that is let through would end the process."""
+    from ropewalk.kernels import _cpu
+
+    arguments = {
+        "tensors": (8, 8, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1)), "cos": 8, "sin": 8, "table_shape": (4, 4),
+        "cos_strides": (4, 1), "sin_strides": (4, 1), "dtype": 0, "table_dtype": 0, "layout": 0, "interleaved": False,
+        "offset": 0, "conjugate": False, "threads": 1,
+    }  # fmt: skip
+    with pytest.raises(RopeError, match=message):
+        _cpu.rotate(*{**arguments, **changes}.values())
+
+
+class TestInPlace:
+    def overlapping(self) -> dict[str, tuple[Tensor, Tensor]]:
+        x, parameter, fused = queries(), torch.nn.Parameter(queries()), torch.randn(1, SEQ, 6, HEAD_DIM)
+        transposed = x.transpose(1, 2).contiguous().transpose(1, 2)
+        return {
+            "the same": (x, x),
+            "a parameter and its slice": (parameter, parameter[:, :, :1]),
+            "a parameter and its data": (parameter, parameter.data),
+            "another stride of an axis of size 1": (x, x.as_strided((1, SEQ, 1, 8), (1, 16, 8, 1))),
+            "heads that overlap": (fused[:, :, :3], fused[:, :, 2:]),
+            "tokens and heads in another order": (transposed, transposed.as_strided((1, SEQ, 2, 8), (64, 8, 32, 1))),
+            "other strides": (fused[:, :, :2], fused.as_strided((1, SEQ, 1, 8), (1, 40, 8, 1), 8)),
+            "another dtype": (x, x.view(torch.bfloat16)[..., :8]),
+        }
+
+    def test_what_q_and_k_share_is_refused(self) -> None:
+        for name, (q, k) in self.overlapping().items():
+            before = q.detach().clone(), k.detach().clone()
+            with torch.no_grad(), pytest.raises(RopeError, match="q and k must not share elements"):
+                ROTATION.apply_(q, k, layout="bshd")
+            assert unchanged(q.detach(), before[0]), name
+            assert unchanged(k.detach(), before[1]), name
+
+    def test_neighbours_share_nothing(self) -> None:
+        fused, channels = torch.randn(2, SEQ, 6, HEAD_DIM), torch.randn(2, SEQ, 2, 2 * HEAD_DIM)
+        flat = torch.randn(SEQ * 40)
+        for q, k in (
+            (fused[:, :, :4], fused[:, :, 4:]),
+            (fused[:, :, ::2], fused[:, :, 1::2]),
+            (fused[:1], fused[1:]),
+            (fused[:, :, :5], fused[:, :, 5:]),
+            (channels[..., ::2], channels[..., 1::2]),
+            (channels[..., :8], channels[..., 8:]),
+            (flat.as_strided((1, SEQ, 2, 8), (0, 40, 8, 1)), flat.as_strided((1, SEQ, 1, 8), (0, 40, 7, 1), 16)),
+            (fused[:, :, :0], fused[:, :, :3]),
+        ):
+            wanted = exact(q), exact(k)
+            ROTATION.apply_(q, k, layout="bshd")
+            check(q, wanted[0])
+            check(k, wanted[1])
+
+    def test_compiled_code_rotates_what_is_shared_once(self) -> None:
+        """Compiled code cannot look at addresses. Both results are worked out before either is written."""
+        x = queries()
+        torch._dynamo.reset()
+        for slices in (lambda y: (y, y), lambda y: (y, y[:, :, :1])):
+            q = x.clone()
+            torch.compile(lambda y, f=slices: ROTATION.apply_(*f(y), layout="bshd"), backend="aot_eager")(q)
+            check(q, exact(x))
+
+    def unrecordable(self) -> dict[str, Tensor]:
+        fused = torch.randn(1, SEQ, 3, 2, HEAD_DIM, requires_grad=True) * 1
+        leaf = queries().requires_grad_()
+        with torch.no_grad():
+            without_gradients = fused[:, :, 1]
+        with torch.inference_mode():
+            inference, of_inference = queries(), fused[:, :, 2]
+        return {
+            "a leaf": leaf,
+            "a view of a leaf": leaf[:, :, :1],
+            "one of several views": fused.unbind(2)[0],
+            "a view made without gradients": without_gradients,
+            "an inference tensor": inference,
+            "a view made in inference mode": of_inference,
+        }
+
+    @pytest.mark.parametrize("first", ["plain", "recorded"])
+    def test_changes_both_or_neither(self, first: str) -> None:
+        for name, k in self.unrecordable().items():
+            q = queries() if first == "plain" else queries().requires_grad_() * 1
+            before = q.detach().clone(), k.detach().clone()
+            for pair in ((q, k), (k, q)):
+                with pytest.raises(
+                    RopeError, match=r"Rotation\.apply_: .*(leaf|PyTorch must be able|outside inference)"
+                ):
+                    ROTATION.apply_(*pair, layout="bshd")
+                assert torch.equal(q, before[0]), name
+                assert torch.equal(k, before[1]), name
+
+    def test_what_is_refused_is_what_autograd_refuses(self) -> None:
+        for x in self.unrecordable().values():
+            if not x.is_inference():
+                zeros = torch.zeros_like(x).requires_grad_()
+                with pytest.raises(RuntimeError, match=r"in-place|inplace"):
+                    x.copy_(zeros)
+
+    def test_without_gradients_they_are_rotated(self) -> None:
+        for x in self.unrecordable().values():
+            if not x.is_inference():
+                wanted = exact(x)
+                with torch.no_grad():
+                    ROTATION.apply_(x, layout="bshd")
+                check(x, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_autocast_to_another_dtype_where_pytorch_looks_inside(dtype: torch.dtype, pairing: str) -> None:
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    rotation, q = Rope(HEAD_DIM, 1e4, pairing).at(POSITIONS), queries().to(dtype)
+    wanted = rotation(q, layout="bshd")
+    with torch.autocast("cpu", dtype=other):
+        seen, _ = torch.func.vjp(lambda x: rotation(x, layout="bshd"), q)
+    assert seen.dtype == dtype
+    assert torch.equal(seen, wanted)

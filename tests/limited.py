@@ -1,0 +1,41 @@
+"""Reading a file in a process of its own, bounded in processor time and memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_CODE = """
+import json, resource, sys
+from pathlib import Path
+from ropewalk.configs import from_config
+from ropewalk import RopeError
+before = resource.getrusage(resource.RUSAGE_SELF)
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+if Path("/proc/self/statm").exists():
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[3]) * 2**20,) * 2)
+try:
+    said = from_config(sys.argv[1], **json.loads(sys.argv[2])).explain()
+except RopeError as refusal:
+    said = f"refused: {refusal}"
+after = resource.getrusage(resource.RUSAGE_SELF)
+seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+print(json.dumps([said, seconds]))
+"""
+
+
+def read(path: Path, *, mebibytes: int = 170, **arguments: Any) -> tuple[str, float]:
+    """What from_config and explain said of a file, and how many seconds of processor time it took.
+
+    The process measures itself, so that others on the machine change nothing. It ends after 30 seconds of processor
+    time, and gets a MemoryError where it needs more memory, beside what Python and NumPy take, than `mebibytes`.
+    """
+    command = [sys.executable, "-c", _CODE, str(path), json.dumps(arguments), str(mebibytes)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, f"rc {ran.returncode}: {ran.stderr[-500:]}"
+    said, seconds = json.loads(ran.stdout)
+    return said, seconds

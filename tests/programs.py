@@ -1,0 +1,36 @@
+"""Programs that tests run: CMake, compilers and what they have built."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CC, CXX = os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"
+
+
+def need(program: str) -> str:
+    """The path of a program; without it the test is skipped, or fails where the kernels are required."""
+    found = shutil.which(program.split()[0])
+    if found is None:
+        if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
+            pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but there is no {program}")
+        pytest.skip(f"there is no {program}")
+    return found
+
+
+def output(*command: str | Path) -> str:
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, f"{command}:\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def configure(build: Path, *options: str) -> str:
+    """Have CMake make the files for Ninja of the kernels without Python; what it says."""
+    for program in (CC, CXX, "ninja"):
+        need(program)
+    root = Path(__file__).parents[1]
+    return output(need("cmake"), "-G", "Ninja", "-S", root, "-B", build, *options)

@@ -1,0 +1,93 @@
+"""What messages show of a value: any value, on one line, in bounded length."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ropewalk import NTK, DynamicNTK, Rope, RopeError
+from ropewalk._checks import nearest, printable, shown
+from ropewalk.schemes import Linear, YaRN
+
+HUGE = 10**5000
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class MyInt(int):
+    pass
+
+
+def nested(times: int) -> Any:
+    value: Any = 1
+    for _ in range(times):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        HUGE, -HUGE, MyInt(HUGE), [HUGE], {HUGE: HUGE}, Mute(), [Mute()], nested(50_000), "\ud800\x1b[0m\n",
+        b"\xff" * 10**7, "x" * 10**7, np.zeros((100, 100)), np.array(HUGE, dtype=object),
+        [[["x" * 90] * 9] * 9] * 9,
+        type("\x1b", (), {})(),
+    ],
+    ids=range(15),
+)  # fmt: skip
+def test_any_value_can_be_shown(value: Any) -> None:
+    text = shown(value)
+    assert text.isprintable()
+    assert 0 < len(text) <= 400
+
+
+def test_what_is_shown_of_plain_values() -> None:
+    assert [shown(v) for v in (None, True, 3, 0.5, "a", b"GGML", [1, {"b": 2}])] == [
+        "None", "True", "3", "0.5", "'a'", "b'GGML'", "[1, {'b': 2}]"
+    ]  # fmt: skip
+    assert shown(HUGE) == "<an integer of 16610 bits>"
+
+
+def test_messages_are_one_printable_line() -> None:
+    assert str(RopeError("a\nb\x1b[31m\ud800\x7f\u202e é ☃")) == r"a\nb\x1b[31m\ud800\x7f\u202e é ☃"
+    assert printable("wie üblich: 2⁻⁶⁴") == "wie üblich: 2⁻⁶⁴"
+    again = pickle.loads(pickle.dumps(RopeError("a\nb")))
+    assert (type(again), str(again)) == (RopeError, r"a\nb")
+
+
+def test_long_words_are_like_nothing() -> None:
+    """difflib takes seconds and hundreds of megabytes for words of megabytes."""
+    assert nearest("rope_tehta", ["rope_theta"]) == " Did you mean 'rope_theta'?"
+    assert nearest("rope_thetaa" * 10, ["rope_thetaa" * 10]) == ""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Rope(HUGE, 1e4, "half"),
+        lambda: Rope(64, HUGE, "half"),
+        lambda: Rope(64, 1e4, HUGE),  # type: ignore[arg-type]
+        lambda: Rope(64, 1e4, "half", rotary_dim=HUGE),
+        lambda: Rope(64, 1e4, "half", rotary_offset=-HUGE),
+        lambda: Rope(64, 1e4, "half", scaling=nested(50_000)),
+        lambda: Rope(64, 1e4, "half").shift(HUGE),
+        lambda: Rope(64, 1e4, "half").at_length(HUGE),
+        lambda: Rope(64, 1e4, np.array(["half", "half"])),  # type: ignore[arg-type]
+        lambda: Linear(HUGE),
+        lambda: Linear(nested(50_000)),
+        lambda: NTK(-HUGE),
+        lambda: DynamicNTK(2.0, HUGE),
+        lambda: YaRN(2.0, 4096, truncate=HUGE),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_any_size_are_refused(make: Any) -> None:
+    with pytest.raises(RopeError) as raised:
+        make()
+    assert len(str(raised.value)) < 600
+    assert str(raised.value).isprintable()

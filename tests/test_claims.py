@@ -1,0 +1,274 @@
+"""What the pages claim about the program, held against the program itself and against the recorded benchmarks."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ropewalk
+from ropewalk import cli
+from ropewalk.attention import TwoPass
+from ropewalk.kv_cache import CacheStep, LayerCache
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+INDEX = (ROOT / "docs" / "index.md").read_text("utf-8")
+REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
+PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
+SOURCE = sorted((ROOT / "src").rglob("*.py"))
+
+# Nothing that is here may be called missing.
+
+_MISSING = re.compile(r"\bnot (?:here |there |supported |implemented |available )?yet\b|\bno compiled\b", re.IGNORECASE)
+
+
+def _present() -> Iterator[re.Pattern[str]]:
+    """What the program has, as a page would name it: its public names and its kernels."""
+    for name in (*ropewalk.__all__, "TwoPass", "LayerCache", "plots"):
+        # A name that is also a word ("masks") counts only as code: `masks`.
+        yield re.compile(rf"`(?:ropewalk\.)?{name}\b" if name.islower() else rf"\b{name}\b")
+    for words in (r"compiled kernels?", r"(CPU|GPU|Triton) kernels?", r"other kernels", r"KV caches?"):
+        yield re.compile(rf"\b{words}\b", re.IGNORECASE)
+
+
+PRESENT = tuple(_present())
+
+
+def stale(text: str) -> list[str]:
+    """The sentences and table rows of a text that call missing what is here.
+
+    Below a heading such as "Not here yet", each of them does.
+    """
+    found = []
+    for section in re.split(r"^(?=#)", text, flags=re.MULTILINE):
+        heading = section.partition("\n")[0] if section.startswith("#") else ""
+        for sentence in re.split(r"\n\s*\n|\n(?=[|*-])|(?<=[.;!?])\s+", section.removeprefix(heading)):
+            calls_missing = _MISSING.search(heading) or _MISSING.search(" ".join(sentence.split()))
+            if calls_missing and any(name.search(sentence) for name in PRESENT):
+                found.append(" ".join(sentence.split()))
+    return found
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_page_calls_missing_what_is_here(page: Path) -> None:
+    assert stale(page.read_text("utf-8")) == []
+
+
+def test_no_text_of_the_program_calls_missing_what_is_here() -> None:
+    texts = [
+        (path, node.value)
+        for path in SOURCE
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(texts) > 1000
+    assert [(path.name, said) for path, text in texts for said in stale(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A page.\n\n## Not here yet\n\nCompiled kernels, positions with several axes.\n",
+        "## Not here yet\n\n- `masks.packed`\n- quantised keys\n",
+        "| `torch.ops._C.rotary_embedding` and other kernels | **not yet**: plain PyTorch |\n",
+        "Both are plain PyTorch: this release of ropewalk has no compiled kernel yet.",
+        "A `KVCache` is not here yet.",
+        "Attention with SelfExtend is\nnot supported yet.",
+    ],
+)
+def test_a_stale_sentence_is_found(text: str) -> None:
+    assert len(stale(text)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "## Not here yet\n\nPositions with several axes.\n\n## What is here\n\nThe KVCache.\n",
+        "The GPU kernels have not been measured on a GPU yet.",
+        "Tokens of images are not supported yet. The `KVCache` takes text.",
+        "Masks of such a shape are not supported yet.",
+    ],
+)
+def test_a_true_sentence_is_not(text: str) -> None:
+    assert stale(text) == []
+
+
+# The front page.
+
+RESULTS = ROOT / "benchmarks" / "results"
+RUNS = ("run-1", "run-2")
+# Each row of the first table of benchmarks: the contender, and the files that have it.
+CONTENDERS = {
+    "`copy_` of q and k": ("copy_", RUNS),
+    "`clone` of q and k": ("clone", RUNS),
+    "`mul_` by a number": ("mul_", RUNS),
+    "**ropewalk, in place**": ("ropewalk, in place", RUNS),
+    "**ropewalk, new tensors**": ("ropewalk", RUNS),
+    "ONNX Runtime": ("ONNX Runtime", RUNS),
+    "Meta's complex numbers": ("Meta", RUNS),
+    "Hugging Face's formula": ("Hugging Face", RUNS),
+    "Hugging Face's formula, `torch.compile`": ("Hugging Face, compiled", ("compiled",)),
+    "JAX, compiled": ("JAX", ("jax",)),
+    "MLX": ("MLX", ("mlx",)),
+    "rotary-embedding-torch": ("rotary-embedding-torch", ("rotary-embedding-torch",)),
+}
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+def results(run: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"cpu-2-cores-avx512-{run}.json").read_text("utf-8"))
+
+
+def medians(
+    contender: str, runs: tuple[str, ...] = RUNS, *, tokens: int = 4096, dtype: str = "float32", backward: bool = False
+) -> list[float]:
+    """Milliseconds of a contender in each run that timed it."""
+    wanted = {"contender": contender, "tokens": tokens, "dtype": dtype, "backward": backward, "state": "timed"}
+    rows = [row for run in runs for row in results(run)["rows"] if wanted.items() <= row.items()]
+    return [1e3 * row["median"] for row in rows]
+
+
+def cells(label: str) -> list[str]:
+    """The other cells of the one row of a README table that begins with this one, without footnote marks."""
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip().rstrip("¹ ") for cell in row.strip("|").split("|")[1:]]
+
+
+def says(cell: str, values: list[float]) -> bool:
+    """Whether a cell holds the least and the largest of the values, or the one number to which both round."""
+    said = _NUMBER.findall(cell)
+    least, largest = said[0], said[-1]
+    return len(said) <= 2 and all(
+        float(number) == round(value, len(number.partition(".")[2]))
+        for number, value in ((least, min(values)), (largest, max(values)))
+    )
+
+
+def test_the_benchmarks_of_the_front_page_are_the_recorded_ones() -> None:
+    for label, (contender, runs) in CONTENDERS.items():
+        for dtype, cell in zip(("float32", "bfloat16"), cells(label), strict=True):
+            values = medians(contender, runs, dtype=dtype)
+            assert says(cell, values) if values else not _NUMBER.search(cell) or "wrong" in cell, (label, dtype, values)
+
+
+def test_the_reasons_on_the_front_page_repeat_the_table() -> None:
+    (ours,), (usual,) = (cells(label)[:1] for label in ("**ropewalk, new tensors**", "Hugging Face's formula"))
+    text = " ".join(README.split())
+    reused, fresh = ours.split(" or ")
+    assert (
+        f"Rotating q and k of 4,096 tokens takes {reused} ms, or {fresh} ms where the outputs need fresh memory" in text
+    )
+    assert f"Hugging Face's formula takes {usual} ms" in text
+
+
+def test_the_links_of_the_front_page_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README)
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("label", "values"),
+    [
+        (
+            "forward and backward together, 4,096 tokens",
+            ratios(medians("Hugging Face", backward=True), medians("ropewalk", backward=True)),
+        ),
+        ("one token, new tensors", ratios(medians("ropewalk", tokens=1), medians("Hugging Face", tokens=1))),
+        ("one token, in place", ratios(medians("ropewalk, in place", tokens=1), medians("Hugging Face", tokens=1))),
+        ("cos and sin of 4,096 positions", ratios(medians("ropewalk, table"), medians("ropewalk"))),
+        *(
+            (
+                f"{tokens:,} tokens, {dtype}",
+                ratios(*(medians(c, tokens=tokens, dtype=dtype) for c in ("ropewalk", "copy_"))),
+            )
+            for tokens in (128, 1024)
+            for dtype in ("float32", "bfloat16")
+        ),
+    ],
+)
+def test_the_other_measurements_of_the_front_page_are_the_recorded_ones(label: str, values: list[float]) -> None:
+    assert len(values) == 2
+    assert says(cells(label)[0].partition("×")[0], values), values
+
+
+def test_a_million_tokens_are_as_fast_at_the_end_and_need_no_memory() -> None:
+    assert "does not slow down" in cells("1,000,000 tokens in chunks")[0]
+    for stream in (stream for run in RUNS for stream in results(run)["stream"]):
+        assert stream["tokens"] >= 1_000_000
+        assert stream["last_per_token"] <= stream["first_per_token"]
+        assert stream["growth_bytes"] == 0
+
+
+def test_a_wrong_number_on_the_front_page_is_found() -> None:
+    assert says("3.6 or 6.9", [3.566, 6.936])
+    assert says("19", [18.81, 18.86])
+    assert not says("3.6", [3.566, 6.936])
+    assert says("4.7 or 15", [4.687, 15.48])
+    assert not says("3.6–7.0", [3.566, 6.936])
+
+
+def test_the_drift_of_the_front_page() -> None:
+    """The usual float32 product against float64, whose own error is below 1e-10 at these positions."""
+    sentence = r"off by up to ([\d.e-]+) within the first 131,072 positions \(base 500,000, heads of 128\)"
+    said = re.search(sentence, " ".join(README.split()))
+    assert said
+    positions, exponents = torch.arange(131_072)[:, None], torch.arange(0, 128, 2) / 128
+    usual = positions.float() * (1.0 / 500_000.0**exponents)
+    exact = positions.double() * 500_000.0 ** -exponents.double()
+    assert usual.dtype == torch.float32
+    off = max((usual.cos() - exact.cos()).abs().max().item(), (usual.sin() - exact.sin()).abs().max().item())
+    assert float(said[1]) == pytest.approx(off, rel=0.03)
+
+
+def test_the_front_page_is_short_and_its_two_commands_stand() -> None:
+    lines = README.splitlines()
+    assert len(lines) < 150
+    assert 'pip install -c constraints.txt ".[plots]" && ropewalk demo' in lines
+    assert 'pip install -c constraints.txt -e ".[test]" && pytest --cov -n 2' in lines
+    assert lines.index("```python") < 15  # code before prose
+
+
+# The other pages.
+
+
+def test_the_first_page_of_the_documentation_names_every_page_and_command() -> None:
+    pages = re.findall(r"(?:^|\s)([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
+    assert {"attention.md", "lab.md", "speed.md"} <= set(pages)
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", INDEX))
+    assert {page for page in pages if not page.startswith("schemes/")} - {"index.md"} <= linked
+    for command in cli.main.commands:
+        assert f"ropewalk {command} " in INDEX, command
+    for name in ("RotaryAttention", "KVCache", "SelfExtend", "RotaryEmbedding"):
+        assert name in INDEX, name
+
+
+def test_what_public_calls_return_is_in_the_reference() -> None:
+    """From class to class: KVCache.step returns a CacheStep, whose layer returns a LayerCache."""
+    pending = [value for name in ropewalk.__all__ if inspect.isclass(value := getattr(ropewalk, name))]
+    known: set[type] = set()
+    while pending:
+        known.add(one := pending.pop())
+        for name, member in inspect.getmembers(one, inspect.isfunction):
+            for word in re.findall(r"\w+", str(member.__annotations__.get("return"))):
+                found = getattr(sys.modules[member.__module__], word, None)
+                if not name.startswith("_") and inspect.isclass(found) and found.__module__.startswith("ropewalk"):
+                    pending += [] if found in known else [found]
+    assert {TwoPass, CacheStep, LayerCache} <= known
+    for one in known:
+        entry = rf"^::: ropewalk\.([\w.]+\.)?{one.__name__}$|members: .*\b{one.__name__}\b"
+        assert re.search(entry, REFERENCE, re.MULTILINE), one
+    assert "\n::: ropewalk.plots\n" in REFERENCE

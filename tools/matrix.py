@@ -1,0 +1,163 @@
+"""Install ropewalk and run its tests with other versions of Python, PyTorch and the tools. Run by hand, outside CI.
+
+    python tools/matrix.py --list          the rows
+    python tools/matrix.py                 all of them: hours, and some 10 GB of downloads
+    python tools/matrix.py 3.12 lowest     those whose name contains one of the words
+    python tools/matrix.py --every 10      of most files every tenth test only
+
+Each row gets a new virtual environment, into which the package is installed (not in place) with its test extra. A row
+whose Python is not found is not run. The exit status is 1 if a row that ran has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The documentation and the lab take long, and what they call is tested by the others.
+LEFT_OUT = ("tests/lab", "tests/test_docs.py")
+# What depends most on versions: run whole, whatever --every says.
+WHOLE = (
+    "tests/gpu/test_benchmark.py",
+    "tests/gpu/test_graph.py",
+    "tests/kernels/test_backend.py",
+    "tests/kernels/test_build.py",
+    "tests/kernels/test_c.py",
+    "tests/kernels/test_operators.py",
+    "tests/rotation/test_gradients.py",
+    "tests/rotation/test_transforms.py",
+    "tests/test_cli.py",
+    "tests/test_plots.py",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A version of Python and one of torch, and whether everything else is the oldest that pyproject.toml allows."""
+
+    python: str
+    torch: str
+    lowest: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"python {self.python}, torch {self.torch}{', lowest' if self.lowest else ''}"
+
+
+ROWS = [
+    *(Row("3.11", torch) for torch in ("2.9", "2.10", "2.11", "2.12", "2.13")),
+    Row("3.11", "2.13", lowest=True),
+    *(Row(python, "newest") for python in ("3.11", "3.12", "3.13", "3.14")),
+]
+
+
+def lowest(project: dict[str, Any]) -> list[str]:
+    """The oldest minor version of everything that the package and its test extra require, but torch and triton."""
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["plots"], *extras["lab"], *extras["test"]]
+    floors = (re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement) for requirement in declared)
+    return [f"{floor[1]}=={floor[2]}.*" for floor in floors if floor and floor[1] != "torch"]
+
+
+def interpreter(version: str) -> str | None:
+    """The path of a Python of this version: on PATH, or one of pyenv."""
+    if found := shutil.which(f"python{version}"):
+        works = subprocess.run([found, "-c", "import venv"], capture_output=True).returncode == 0
+        if works:  # pyenv puts a command there that fails unless the version is chosen
+            return found
+    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    return next((str(path) for path in sorted(root.glob(f"versions/{version}.*/bin/python"))), None)
+
+
+def commands(row: Row, python: str, environment: Path) -> list[list[str]]:
+    """Make the environment, install, test."""
+    own = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = ["torch" if row.torch == "newest" else f"torch=={row.torch}.*", *(lowest(project) if row.lowest else [])]
+    tests = [argument for path in LEFT_OUT for argument in ("--ignore", path)]
+    return [
+        [python, "-m", "venv", str(environment)],
+        [own, "-m", "pip", "install", "--quiet", f"{ROOT}[test]", *pins],
+        [own, "-m", "pytest", "tests", *tests, "-q", "-p", "matrix", "-p", "no:cacheprovider"],
+    ]
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """For pytest, which loads this file as a plugin: the sample."""
+    every = int(os.environ["ROPEWALK_EVERY"])
+    whole = {ROOT / path for path in WHOLE}
+    items[:] = [item for i, item in enumerate(items) if i % every == 0 or item.path in whole]
+
+
+def run(row: Row, python: str, every: int, folder: Path) -> tuple[bool, str]:
+    """Whether the row passes, and what pytest says in its last line, or which step failed."""
+    environment = folder / row.name.replace(", ", "-").replace(" ", "")
+    bin_folder = environment / ("Scripts" if os.name == "nt" else "bin")
+    variables = os.environ | {
+        "PATH": os.pathsep.join((str(bin_folder), os.environ["PATH"])),
+        "PYTHONPATH": str(ROOT / "tools"),
+        "ROPEWALK_EVERY": str(every),
+        "ROPEWALK_REQUIRE_KERNEL": "1",
+    }
+    variables.pop("VIRTUAL_ENV", None)
+    log = folder / f"{environment.name}.log"
+    try:
+        with log.open("w") as output:
+            for step in commands(row, python, environment):
+                code = subprocess.run(step, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
+                if code and "pytest" not in step:
+                    return False, f"{' '.join(step[1:4])} failed: see {log}"
+        # The last line: "5 passed in 3s".
+        last = log.read_text().splitlines()[-1]
+        installed = next(environment.glob("lib*/**/site-packages/torch-*.dist-info"), Path("torch-?")).name
+        return code == 0, f"{installed.removesuffix('.dist-info')}: {last}{f'; see {log}' if code else ''}"
+    finally:
+        shutil.rmtree(environment, ignore_errors=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="rows whose name contains one of them (all)")
+    parser.add_argument("--list", action="store_true", help="name the rows and run none")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth test of most files (1: all)")
+    parser.add_argument("--folder", type=Path, help="for environments, which are removed, and logs, which stay")
+    options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error(f"--every must be at least 1, got {options.every}")
+    rows = [row for row in ROWS if not options.words or any(word in row.name for word in options.words)]
+    if not rows:
+        parser.error(f"no row has {' or '.join(options.words)} in its name; --list shows them")
+    if options.list:
+        print(*(row.name for row in rows), sep="\n")
+        return 0
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="matrix-"))).resolve()
+    failed = False
+    for row in rows:
+        python = interpreter(row.python)
+        if python is None:
+            print(f"{row.name:34}  not run: no Python {row.python} was found", flush=True)
+            continue
+        began = time.monotonic()
+        passed, said = run(row, python, options.every, folder)
+        failed |= not passed
+        took = f"{(time.monotonic() - began) / 60:4.0f} min"
+        print(f"{row.name:34}  {'passed' if passed else 'FAILED'}  {took}  {said}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
