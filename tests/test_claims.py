@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import ropewalk
-from ropewalk import cli
-from ropewalk.attention import TwoPass
-from ropewalk.kv_cache import CacheStep, LayerCache
+from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.kv_cache import CacheStep, LayerCache
+from ropewalk.programs import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")

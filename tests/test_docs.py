@@ -26,7 +26,7 @@ import pytest
 import torch
 
 import ropewalk
-from ropewalk import demo
+from ropewalk.programs import demo
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

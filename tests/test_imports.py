@@ -30,22 +30,16 @@ MAY_IMPORT = {
     "positions": BOTTOM,
     "rope": BOTTOM | {"_fixed_point", "schemes", "angles", "rotation"},
     "configs": BOTTOM | {"rope", "schemes"},
-    "masks": BOTTOM | {"positions"},
-    "attention": BOTTOM | {"rotation"},
-    "self_extend": BOTTOM | {"rope", "attention"},
-    "cache_step": BOTTOM | {"rope", "rotation", "attention"},
-    "kv_cache": BOTTOM | {"rope", "rotation", "cache_step"},
-    "nn": BOTTOM | {"rope", "rotation", "attention", "cache_step"},
+    "attention": BOTTOM | {"positions", "rope", "rotation"},
+    "nn": BOTTOM | {"rope", "rotation", "attention"},
     # These stand outside: the public names only, which is the package itself;
     # the lab also names types of the attention, and its messages have the one form.
     "plots": set(),
-    "demo": {"plots"},
-    "bench": {"plots"},
-    "lab": BOTTOM | {"attention", "kv_cache", "plots"},
-    "cli": {"plots", "demo", "bench", "lab"},
-    "__main__": {"cli"},
+    "programs": {"plots", "lab"},
+    "lab": BOTTOM | {"attention", "plots"},
+    "__main__": {"programs"},
 }
-OUTSIDE = ("plots", "demo", "bench", "lab", "cli")
+OUTSIDE = ("plots", "programs", "lab")
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -125,7 +119,7 @@ READ = f"import json; from ropewalk import from_config; m = from_config(json.loa
     [
         "import ropewalk",
         f"{READ}; m.explain(); m.rope.inv_freq",
-        "import ropewalk.cli",
+        "import ropewalk.programs.cli",
         "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
     ],
 )
@@ -139,7 +133,7 @@ def test_explain_starts_without_torch(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(Path(CONFIG).read_text())["config"]))
     program = (
-        "from click.testing import CliRunner; from ropewalk.cli import main\n"
+        "from click.testing import CliRunner; from ropewalk.programs.cli import main\n"
         f"assert CliRunner().invoke(main, ['explain', {str(path)!r}]).exit_code == 0"
     )
     assert "torch" not in loaded_by(program)

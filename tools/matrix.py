@@ -38,7 +38,7 @@ WHOLE = (
     "tests/kernels/test_operators.py",
     "tests/rotation/test_gradients.py",
     "tests/rotation/test_transforms.py",
-    "tests/test_cli.py",
+    "tests/programs/test_cli.py",
     "tests/test_plots.py",
 )
 

@@ -9,15 +9,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ropewalk import masks as masks
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
     from ropewalk._checks import RopeError as RopeError
+    from ropewalk.attention import masks as masks
+    from ropewalk.attention.kv_cache import KVCache as KVCache
+    from ropewalk.attention.self_extend import SelfExtend as SelfExtend
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
-    from ropewalk.kv_cache import KVCache as KVCache
     from ropewalk.nn import RotaryAttention as RotaryAttention
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
@@ -28,13 +29,12 @@ if TYPE_CHECKING:
     from ropewalk.schemes import LongRoPE as LongRoPE
     from ropewalk.schemes import Proportional as Proportional
     from ropewalk.schemes import YaRN as YaRN
-    from ropewalk.self_extend import SelfExtend as SelfExtend
 
 __version__ = "0.1.0"
 
 _HOME = {
     "DynamicNTK": "schemes",
-    "KVCache": "kv_cache",
+    "KVCache": "attention.kv_cache",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
@@ -46,12 +46,12 @@ _HOME = {
     "RotaryAttention": "nn",
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
-    "SelfExtend": "self_extend",
+    "SelfExtend": "attention.self_extend",
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
 }
-_MODULES = ("masks", "positions", "schemes")
+_MODULES = {"masks": "attention.masks", "positions": "positions", "schemes": "schemes"}
 
 __all__ = [
     "NTK",
@@ -79,7 +79,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return importlib.import_module(f"ropewalk.{name}")
+        return importlib.import_module(f"ropewalk.{_MODULES[name]}")
     if name in _HOME:
         return getattr(importlib.import_module(f"ropewalk.{_HOME[name]}"), name)
     raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """`python -m ropewalk` is `ropewalk`."""
 
-from ropewalk.cli import main
+from ropewalk.programs.cli import main
 
 main()

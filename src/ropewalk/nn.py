@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ropewalk import _checks, attention
-from ropewalk.attention import TwoPass
-from ropewalk.cache_step import LayerCache
+from ropewalk import _checks
+from ropewalk.attention import attend as attention
+from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.cache_step import LayerCache
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 

@@ -177,7 +177,7 @@ def times_copy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """What `ropewalk bench` measured: time of each contender over the time of copying q and k.
 
     Args:
-        rows: of `ropewalk.bench`; those that were not timed are left out.
+        rows: of `ropewalk.programs.bench`; those that were not timed are left out.
 
     Returns:
         A Figure: one panel for each dtype and direction; median time / median time of `copy_` (dimensionless, log axis)

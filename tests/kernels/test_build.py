@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from programs import CXX, configure, need, output
+from toolchain import CXX, configure, need, output
 
 CSRC = Path(__file__).parents[2] / "csrc"
 BIG_ENDIAN = ("-U__BYTE_ORDER__", "-D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import oracle
-from programs import configure, output
+from toolchain import configure, output
 
 HEAD_DIM, HEADS, KV_HEADS, TOKENS, BASE = 10, 4, 2, 3, 10000.0
 

@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import oracle
-from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN, cli
+from ropewalk import NTK, DynamicNTK, Llama3, LongRoPE, Rope, RopeError, YaRN
 from ropewalk.lab import export, files
 from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.train import Batch, Recipe, train
+from ropewalk.programs import cli
 from ropewalk.schemes import Linear
 
 SIZE = Size(61, 32, 48, 2, 4, num_kv_heads=2)

@@ -15,12 +15,13 @@ import torch
 from click.testing import CliRunner
 
 import tiny_lab
-from ropewalk import Rope, RopeError, cli
+from ropewalk import Rope, RopeError
 from ropewalk.lab import study
 from ropewalk.lab.lock import held
 from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.study import Study
 from ropewalk.lab.train import Batch, Recipe, train
+from ropewalk.programs import cli
 
 HOLD = """
 import sys

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 import ropewalk
 import tiny_lab
-from ropewalk import cli
 from ropewalk.lab import parts, study, tasks
 from ropewalk.lab.study import Study
+from ropewalk.programs import cli
 
 METHODS = [
     "none",

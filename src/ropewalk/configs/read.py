@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ropewalk._checks import check_pairing, error, number, shown
-from ropewalk.configs import gguf, hf, meta, source
+from ropewalk.configs import hf, meta, source
+from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.model_ropes import ModelRopes
 
 

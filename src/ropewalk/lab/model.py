@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.attention import TwoPass
-from ropewalk.kv_cache import CacheStep, LayerCache
+from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.kv_cache import CacheStep, LayerCache
 
 LARGEST = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),

@@ -13,8 +13,9 @@ import torch
 
 import ropewalk
 from kernel_cases import watched
-from ropewalk import RopeError, demo
+from ropewalk import RopeError
 from ropewalk.kernels import cpu
+from ropewalk.programs import demo
 
 PICTURES = ("rotated_vector.png", "pairs.png", "inv_freq.png", "decay.png")
 NUMBER = r"(\d\.\de[+-]\d\d)"
@@ -108,7 +109,8 @@ import dataclasses, sys
 if {without!r}:
     sys.modules["ropewalk.kernels._cpu"] = None  # its import fails
 import ropewalk
-from ropewalk import RopeError, demo
+from ropewalk import RopeError
+from ropewalk.programs import demo
 from ropewalk.kernels import cpu
 calls = []
 def rotate(*args, original=cpu.rotate):

@@ -9,7 +9,7 @@ from ropewalk._checks import length as checked_length
 from ropewalk._checks import nearest, shown
 from ropewalk._checks import number as checked_number
 from ropewalk.configs.fields import ROPE_WORDS, Fields
-from ropewalk.configs.gguf_architectures import (
+from ropewalk.configs.gguf.architectures import (
     BASE,
     BASE_SWA,
     DIM,

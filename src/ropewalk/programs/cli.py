@@ -108,7 +108,7 @@ def _pictures(ropes: ropewalk.ModelRopes, length: int | None, plot: Path) -> lis
 )
 def demo(folder: Path) -> None:
     """Turn q and k on the published numbers of Llama 3.1 8B, check them, time them, draw them. No download."""
-    from ropewalk import demo as the_demo
+    from ropewalk.programs import demo as the_demo
 
     the_demo.run(folder, click.echo)
 
@@ -151,7 +151,7 @@ def bench(
     plot_file: Path | None,
 ) -> None:
     """Time the rotation on this CPU against a copy, the usual code and other libraries; only what is right is timed."""
-    from ropewalk import bench as the_bench
+    from ropewalk.programs import bench as the_bench
 
     settings = the_bench.Settings(
         tokens=tokens or the_bench.Settings.tokens,

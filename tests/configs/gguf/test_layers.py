@@ -16,10 +16,10 @@ import pytest
 
 from gguf_files import write
 from ropewalk import Rope, RopeError, from_config
-from ropewalk.configs import gguf_architectures as table
+from ropewalk.configs.gguf import architectures as table
 from ropewalk.schemes import Linear, LongRoPE, PerPair, YaRN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 MODELS = {row["name"]: row["config"] for row in json.loads((GOLDEN / "text_models.json").read_text())["rows"]}
 CLASSES = {
     row["config"]["model_type"]: row["config"]

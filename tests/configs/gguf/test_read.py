@@ -21,11 +21,12 @@ import torch
 import oracle
 from gguf_files import write
 from ropewalk import Rope, RopeError, from_config
-from ropewalk.configs import ModelRopes, gguf_header
-from ropewalk.configs import gguf_architectures as table
+from ropewalk.configs import ModelRopes
+from ropewalk.configs.gguf import architectures as table
+from ropewalk.configs.gguf import header as gguf_header
 from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, YaRN
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 SIZES = {"block_count": 3, "embedding_length": 64, "attention.head_count": 4, "context_length": 4096}
 LLAMA = {**SIZES, "rope.freq_base": 500000.0, "rope.dimension_count": 16}
 YARN = {

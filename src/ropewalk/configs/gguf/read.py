@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import cast
 
 from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown
-from ropewalk.configs import gguf_header
 from ropewalk.configs.architecture import ALL, Kind
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.fields import Fields
-from ropewalk.configs.gguf_architectures import (
+from ropewalk.configs.gguf import header
+from ropewalk.configs.gguf.architectures import (
     BASE,
     BASE_SWA,
     DIFFERING,
@@ -38,9 +38,9 @@ from ropewalk.configs.gguf_architectures import (
     SOURCE,
     WHOLE_HEAD,
 )
-from ropewalk.configs.gguf_keys import Keys
-from ropewalk.configs.gguf_layers import kinds_of_layers
-from ropewalk.configs.gguf_scheme import SchemeReader, warn
+from ropewalk.configs.gguf.keys import Keys
+from ropewalk.configs.gguf.layers import kinds_of_layers
+from ropewalk.configs.gguf.scheme import SchemeReader, warn
 from ropewalk.configs.hf_scheme import softmax_factor
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.rope import Pairing, Rope
@@ -50,7 +50,7 @@ from ropewalk.schemes import Linear, PerPair, Scheme, YaRN
 def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
     """The ropes of a GGUF file; see `from_config` for arguments and errors."""
     try:
-        values, tensors = gguf_header.read(path)
+        values, tensors = header.read(path)
     except RopeError:
         raise
     except (OSError, ValueError) as e:

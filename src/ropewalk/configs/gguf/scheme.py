@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ropewalk._checks import choice, integer
-from ropewalk.configs.gguf_architectures import (
+from ropewalk.configs.gguf.architectures import (
     LOG_IS_BOTH,
     LOG_IS_TENTH,
     LONGROPE_BY_TENSORS,
@@ -19,8 +19,8 @@ from ropewalk.configs.gguf_architectures import (
     READS_FREQS,
     READS_LOG,
 )
-from ropewalk.configs.gguf_header import FREQS, LONG, SHORT
-from ropewalk.configs.gguf_keys import Keys
+from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
+from ropewalk.configs.gguf.keys import Keys
 from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scheme, YaRN
 
 _TYPES = ("none", "linear", "yarn", "longrope")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ropewalk import RopeError, plots
-from ropewalk.bench import machine, measure
-from ropewalk.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case
-from ropewalk.bench.contenders import CONTENDERS, Contender
-from ropewalk.bench.peers import PEERS
+from ropewalk.programs.bench import machine, measure
+from ropewalk.programs.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case
+from ropewalk.programs.bench.contenders import CONTENDERS, Contender
+from ropewalk.programs.bench.peers import PEERS
 
 Say = Callable[[str], None]
 

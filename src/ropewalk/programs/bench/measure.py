@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.bench.case import Case
-from ropewalk.bench.contenders import Call, Contender, rope
+from ropewalk.programs.bench.case import Case
+from ropewalk.programs.bench.contenders import Call, Contender, rope
 
 FLOOR = "copy_"
 _SAMPLE = 2e-3  # seconds: calls shorter than this are repeated, and their mean is one sample

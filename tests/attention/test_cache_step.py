@@ -35,7 +35,7 @@ from cache_model import (
     unchanged,
 )
 from ropewalk import KVCache, Rope, RopeError, Rotation, SelfExtend
-from ropewalk.cache_step import CacheStep
+from ropewalk.attention.cache_step import CacheStep
 
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 

@@ -1,4 +1,4 @@
 """Ours against a copy, the usual code and other libraries, in one process and in turn; only what is right is timed."""
 
-from ropewalk.bench.run import Settings as Settings
-from ropewalk.bench.run import run as run
+from ropewalk.programs.bench.run import Settings as Settings
+from ropewalk.programs.bench.run import run as run

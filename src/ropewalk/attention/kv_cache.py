@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.cache_step import CacheStep as CacheStep
-from ropewalk.cache_step import LayerCache as LayerCache
-from ropewalk.cache_step import Progress
+from ropewalk.attention.cache_step import CacheStep as CacheStep
+from ropewalk.attention.cache_step import LayerCache as LayerCache
+from ropewalk.attention.cache_step import Progress
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from ropewalk._checks import shown
 from ropewalk.configs.architecture import ALL, NO_ROPE, Every
-from ropewalk.configs.gguf_architectures import DIFFERING, FINETUNED_IS_SWITCH, KV_HEADS, Layers
-from ropewalk.configs.gguf_keys import Keys
+from ropewalk.configs.gguf.architectures import DIFFERING, FINETUNED_IS_SWITCH, KV_HEADS, Layers
+from ropewalk.configs.gguf.keys import Keys
 from ropewalk.configs.layers import every
 
 _WINDOW = "attention.sliding_window"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.bench.case import BASE, HEAD_DIM, Case, Does
+from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case, Does
 
 Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -12,11 +12,12 @@ from click.testing import CliRunner
 
 import oracle
 import ropewalk
-from ropewalk import bench, cli, plots
-from ropewalk.bench import machine, measure
-from ropewalk.bench.case import BASE, HEAD_DIM, Case
-from ropewalk.bench.contenders import CONTENDERS, Call, Contender
-from ropewalk.bench.peers import PEERS
+from ropewalk import plots
+from ropewalk.programs import bench, cli
+from ropewalk.programs.bench import machine, measure
+from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case
+from ropewalk.programs.bench.contenders import CONTENDERS, Call, Contender
+from ropewalk.programs.bench.peers import PEERS
 
 BY_NAME = {one.name: one for one in (*CONTENDERS, *PEERS)}
 EAGER = [one for one in CONTENDERS if "compiled" not in one.name]

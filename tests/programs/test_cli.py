@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ropewalk
-from ropewalk import cli
+from ropewalk.programs import cli
 
-CONFIG = Path(__file__).parent / "golden" / "models" / "llama-3.1-8b.json"
+CONFIG = Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json"
 PNG = b"\x89PNG"
 
 
@@ -101,15 +101,15 @@ def test_doctor_says_what_is_not_installed() -> None:
 
 
 def test_demo_hands_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import ropewalk.demo
+    import ropewalk.programs.demo
 
     asked: list[Path] = []
-    monkeypatch.setattr(ropewalk.demo, "run", lambda folder, say: (asked.append(folder), say("done")))
+    monkeypatch.setattr(ropewalk.programs.demo, "run", lambda folder, say: (asked.append(folder), say("done")))
     ran = run("demo", "--folder", tmp_path)
     assert (ran.stdout, asked) == ("done\n", [tmp_path])
 
 
-@pytest.mark.parametrize("command", [["-m", "ropewalk"], ["-c", "from ropewalk.cli import main; main()"]])
+@pytest.mark.parametrize("command", [["-m", "ropewalk"], ["-c", "from ropewalk.programs.cli import main; main()"]])
 def test_as_a_process(command: list[str], config: Path) -> None:
     ran = subprocess.run([sys.executable, *command, "explain", str(config)], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.bench.case import BASE, HEAD_DIM, Case
-from ropewalk.bench.contenders import Call, Contender, Turn, eager, full_width
+from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case
+from ropewalk.programs.bench.contenders import Call, Contender, Turn, eager, full_width
 
 
 def _rotary_embedding_torch(case: Case) -> Turn:
