@@ -93,5 +93,5 @@ def test_refusals() -> None:
     own = ModelRopes(
         (Rope(4, 1e4, "half", scaling=PerPair([1.0, 2.0])),), "llama", "here", layer_kinds=("all",), config={}
     )
-    with pytest.raises(RopeError, match="a scheme must have a rope_type, got PerPair"):
+    with pytest.raises(RopeError, match="PerPair: a scheme must have a rope_type to be written"):
         own.to_hf_config(version=5)

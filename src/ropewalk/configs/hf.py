@@ -15,13 +15,13 @@ from ropewalk._checks import length as checked_length
 from ropewalk.configs.architecture import NO_ROPE, Architecture, Kind
 from ropewalk.configs.architectures import ARCHITECTURES
 from ropewalk.configs.fields import Fields
-from ropewalk.configs.hf_scheme import read_scheme, scheme_warnings, softmax_factor
+from ropewalk.configs.hf_scheme import read_scheme
 from ropewalk.configs.layers import kinds_of_layers
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.rope_keys import Given, RopeKeys
 from ropewalk.configs.wrappers import WRAPPERS, with_class_defaults
 from ropewalk.rope import Pairing, Rope
-from ropewalk.schemes import Linear, Llama3, LongRoPE, Scheme, YaRN
+from ropewalk.schemes import Scaling
 
 
 def read(
@@ -50,6 +50,13 @@ def _marked(ropes: ModelRopes, left_out: list[str]) -> ModelRopes:
     return dataclasses.replace(ropes, warnings=(*ropes.warnings, warning))
 
 
+def _trained_length(schemes: list[Scaling], longest: int | None) -> int | None:
+    """Tokens before any scaling; None where a scheme leaves it open."""
+    lengths = [scheme.trained_length(longest) for scheme in schemes]
+    stated = [length for length in lengths if length is not None]
+    return longest if not lengths else min(stated) if len(stated) == len(lengths) else None
+
+
 class _Reader:
     """One config being read: its row of the table, where each value came from, and what to warn about."""
 
@@ -67,7 +74,7 @@ class _Reader:
         self.pairing = self._pairing()
         self.layers = layers = kinds_of_layers(self.fields, self.row, self.origins)
         longest = self._longest()
-        schemes: list[Scheme | None] = []
+        schemes: list[Scaling] = []
         ropes: dict[str, Rope | None] = {NO_ROPE: None}
         others: dict[str, Rope] = {}
         for name in dict.fromkeys(layers):
@@ -76,18 +83,16 @@ class _Reader:
                 given = self.keys.of_kind(name, kind, layers)
                 scheme, rope = self._rope(name, kind, given, longest)
                 ropes[name] = rope
-                schemes.append(scheme)
+                schemes += [] if scheme is None else [scheme]
                 others.update(self._indexer(kind, rope))
             else:
                 ropes[name] = None
-        self.warnings += [w for s in dict.fromkeys(schemes) for w in scheme_warnings(s, longest)]
-        trained = [s.original_max_position_embeddings for s in schemes if isinstance(s, Llama3 | LongRoPE | YaRN)]
-        linear = any(isinstance(s, Linear) for s in schemes)
+        self.warnings += [w for s in dict.fromkeys(schemes) for w in s.warnings(longest)]
         return ModelRopes(
             layers=tuple(ropes[name] for name in layers),
             model_type=self.model_type,
             source=self.fields.source,
-            trained_length=min(trained) if trained else (None if linear else longest),
+            trained_length=_trained_length(schemes, longest),
             max_position_embeddings=longest,
             layer_kinds=tuple(layers),
             config=dict(self.fields.config),
@@ -179,7 +184,7 @@ class _Reader:
         key = self.fields.first(("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"))
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
-    def _rope(self, name: str, kind: Kind, given: dict[str, Given], longest: int | None) -> tuple[Scheme | None, Rope]:
+    def _rope(self, name: str, kind: Kind, given: dict[str, Given], longest: int | None) -> tuple[Scaling | None, Rope]:
         base = self._base(kind, given)
         scheme = read_scheme(self.fields, given, longest, self.origins, self.warnings, self.row.axes > 1)
         offset = 0
@@ -188,7 +193,7 @@ class _Reader:
             head_dim = offset + rotary_dim
         else:
             head_dim = self._own_size(name, "head_dim") or self._head_dim(kind)
-            whole = scheme is not None and scheme.rope_type == "proportional"
+            whole = scheme is not None and scheme.whole_head
             rotary_dim = head_dim if whole else self._rotary_dim(kind, given, head_dim)
             if self.row.trailing:
                 offset = head_dim - min(rotary_dim, head_dim)
@@ -337,8 +342,8 @@ class _Reader:
         except RopeError as e:
             raise RopeError(f"{self.fields.source}: index_head_dim: {e}") from None
 
-    def _softmax_factor(self, schemes: list[Scheme | None]) -> float:
-        factors = {softmax_factor(s) for s in schemes} if self.row.softmax_factor else {1.0}
+    def _softmax_factor(self, schemes: list[Scaling]) -> float:
+        factors = {s.softmax_factor for s in schemes} if self.row.softmax_factor else {1.0}
         factor = max(factors, default=1.0)
         if not math.isfinite(factor):
             raise self.fields.error("mscale_all_dim", "its square must be finite", "one that is not", "Mend it.")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
 from ropewalk.configs.architectures import ARCHITECTURES
 from ropewalk.configs.rope_keys import SECTIONS
 from ropewalk.configs.source import plain
-from ropewalk.schemes import NTK, PerPair
 
 if TYPE_CHECKING:
     from ropewalk.configs.model_ropes import ModelRopes
@@ -69,7 +67,8 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 
 def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
     """What `rope_parameters` says about one kind of layer."""
-    parameters = {"rope_theta": rope.base, **_scheme(rope)}
+    scheme = rope.scaling
+    parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
     share = _share(rope, row, ropes)
     if share is not None:
         parameters["partial_rotary_factor"] = share
@@ -78,25 +77,10 @@ def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, A
     return parameters
 
 
-def _scheme(rope: Rope) -> dict[str, Any]:
-    scheme = rope.scaling
-    if scheme is None:
-        return {"rope_type": "default"}
-    if isinstance(scheme, PerPair):
-        raise error(_WHO, "a scheme must have a rope_type", "PerPair", "No config can say it.")
-    if isinstance(scheme, NTK):
-        return {"rope_type": "dynamic", "alpha": scheme.alpha}
-    fields = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(cast(Any, scheme))}
-    if scheme.rope_type == "dynamic":
-        del fields["max_position_embeddings"]  # that of the model
-    said = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-    return {"rope_type": scheme.rope_type, **{key: value for key, value in said.items() if value is not None}}
-
-
 def _share(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:
     """partial_rotary_factor, where it must be said."""
     stated = bool(row.dim_key) and (ropes.config or {}).get(row.dim_key) is not None
-    if row.latent or row.partial is None or stated or getattr(rope.scaling, "rope_type", "") == "proportional":
+    if row.latent or row.partial is None or stated or (rope.scaling is not None and rope.scaling.whole_head):
         return None
     share = rope.rotary_dim / rope.head_dim
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)

@@ -34,7 +34,7 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
         layers=(rope,) * fields.layers(("n_layers",)),
         model_type="Meta params.json",
         source=source,
-        trained_length=getattr(rope.scaling, "original_max_position_embeddings", None),
+        trained_length=None if rope.scaling is None else rope.scaling.trained_length(None),
         origins=origins,
         warnings=tuple(warnings),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from ropewalk._checks import nearest, short, shown
 from ropewalk.configs.architecture import Architecture, Coded, Indices, Kind, NoRopeLayers
 from ropewalk.configs.fields import ROPE_WORDS, Fields
+from ropewalk.schemes import ALIASES
 
 SECTIONS = ("rope_scaling", "rope_parameters")
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
@@ -27,9 +28,6 @@ _LIKELY = (*SECTIONS, "rope_theta", "partial_rotary_factor", "head_dim", "max_po
 
 # Far above any config: each key that is not known is compared with those it may be misspelt from.
 _MAX_KEYS = 4096
-
-# Other names of a scheme. "mrope" says only that tokens have several axes.
-ALIASES = {"su": "longrope", "mrope": "default"}
 
 
 @dataclass(frozen=True)

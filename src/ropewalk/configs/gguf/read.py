@@ -41,10 +41,9 @@ from ropewalk.configs.gguf.architectures import (
 from ropewalk.configs.gguf.keys import Keys
 from ropewalk.configs.gguf.layers import kinds_of_layers
 from ropewalk.configs.gguf.scheme import SchemeReader, warn
-from ropewalk.configs.hf_scheme import softmax_factor
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.rope import Pairing, Rope
-from ropewalk.schemes import Linear, PerPair, Scheme, YaRN
+from ropewalk.schemes import Linear, PerPair, Scaling, YaRN
 
 
 def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
@@ -254,7 +253,7 @@ class _Reader:
         )
         return 10_000.0
 
-    def _trained_length(self, scheme: Scheme | None) -> int | None:
+    def _trained_length(self, scheme: Scaling | None) -> int | None:
         if self.keys.original is not None:
             return self.keys.original
         # What these were trained on before is not in the file: context_length may be the length after scaling.
@@ -265,7 +264,7 @@ class _Reader:
         before = self.keys.origins.get(name)
         self.keys.origins[name] = where if before in (None, where) else f"{before} and {where}"
 
-    def _check_unscaled(self, kinds: list[Kind], scheme: Scheme | None) -> None:
+    def _check_unscaled(self, kinds: list[Kind], scheme: Scaling | None) -> None:
         """rope.scaling.attn_factor would multiply cos and sin of sliding layers that have no scheme."""
         key = self.keys.key("rope.scaling.attn_factor")
         if scheme is not None and not all(kind.scaled for kind in kinds) and self.keys.fields.get(key) not in (None, 1):
@@ -281,7 +280,7 @@ class _Reader:
         pairing = cast(Pairing, INDEXERS[self.keys.architecture])
         return {"indexer": Rope(width, rope.base, pairing, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
 
-    def _softmax_factor(self, scheme: Scheme | None) -> float:
+    def _softmax_factor(self, scheme: Scaling | None) -> float:
         """DeepSeek's: what llama.cpp's attention multiplies the softmax scale with."""
         if self.keys.architecture not in SCALES_SOFTMAX or scheme is None:
             return 1.0
@@ -295,7 +294,7 @@ class _Reader:
                 f"llama.cpp multiplies cos and sin by {twice:.6g}, and the softmax scale by its square as well; the "
                 "model's own code may not."
             )
-        factor = softmax_factor(scheme) * twice * twice
+        factor = scheme.softmax_factor * twice * twice
         if not math.isfinite(factor):
             key = self.keys.key("rope.scaling.yarn_log_multiplier")
             must = "the square of the attention factor must be finite"

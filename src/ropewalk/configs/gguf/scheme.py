@@ -21,7 +21,7 @@ from ropewalk.configs.gguf.architectures import (
 )
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.keys import Keys
-from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scheme, YaRN
+from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scaling, YaRN
 
 _TYPES = ("none", "linear", "yarn", "longrope")
 
@@ -33,11 +33,11 @@ class SchemeReader:
         self.keys = keys
         self.tensors = tensors
 
-    def read(self) -> Scheme | None:
+    def read(self) -> Scaling | None:
         """The scheme, as llama.cpp reads it; every key about rotation has then been read."""
         kind = self._kind()
         self._check_tensors(kind)
-        make: dict[str, Callable[[], Scheme | None]] = {
+        make: dict[str, Callable[[], Scaling | None]] = {
             "none": self._unscaled,
             "linear": self._linear,
             "yarn": self._yarn,
@@ -117,7 +117,7 @@ class SchemeReader:
             )
         return new if new is not None else old
 
-    def _unscaled(self) -> Scheme | None:
+    def _unscaled(self) -> Scaling | None:
         self.keys.taken -= {self.keys.key("rope.scaling.factor"), self.keys.key("rope.scale_linear")}
         if FREQS in self.tensors:
             self.keys.origins["factors"] = FREQS
@@ -129,7 +129,7 @@ class SchemeReader:
         self.keys.origins["alpha"] = self.keys.origins["scaling"] = self.keys.key("rope.scaling.alpha")
         return NTK(alpha=alpha)
 
-    def _linear(self) -> Scheme | None:
+    def _linear(self) -> Scaling | None:
         factor = self._factor()
         if factor in (None, 0.0, 1.0):
             return self._unscaled()
@@ -146,7 +146,7 @@ class SchemeReader:
             self.keys.origins["attention_factor"] = self.keys.key("rope.scaling.attn_factor")
         return 1.0 if factor is None else factor
 
-    def _yarn(self) -> Scheme:
+    def _yarn(self) -> YaRN:
         factor = self.keys.needed("rope.scaling.factor", self._factor(), "llama.cpp would not scale at all.")
         original = self.keys.needed(
             "rope.scaling.original_context_length", self.keys.original, "llama.cpp would take context_length."
@@ -186,7 +186,7 @@ class SchemeReader:
                 "The model and llama.cpp differ: read its config.json instead.",
             )
 
-    def _longrope(self) -> Scheme:
+    def _longrope(self) -> LongRoPE:
         original = self.keys.needed(
             "rope.scaling.original_context_length", self.keys.original, "The long factors apply beyond it."
         )
@@ -203,7 +203,7 @@ class SchemeReader:
         )
 
 
-def warn(keys: Keys, scheme: Scheme | None) -> None:
+def warn(keys: Keys, scheme: Scaling | None) -> None:
     """What a reader should know about the scheme and the length of its model."""
     if isinstance(scheme, Linear | PerPair) and keys.original is None:
         keys.warnings.append(
