@@ -6,18 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
+from ropewalk.configs.layer_ropes import LayerRopes
+from ropewalk.rope import Rope
 from ropewalk.schemes import default
 
-if TYPE_CHECKING:
-    from ropewalk.configs.model_ropes import ModelRopes
-    from ropewalk.rope import Rope
 
-
-def facts(ropes: ModelRopes, length: int | None) -> dict[str, Any]:
+def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
     """What is to be said about a model's ropes, as plain data."""
     if length is not None:
         length = checked_length("explain", "length", length)

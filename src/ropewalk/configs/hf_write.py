@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
 from ropewalk.configs.architectures import ARCHITECTURES
+from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.rope_keys import SECTIONS
 from ropewalk.configs.source import plain
-
-if TYPE_CHECKING:
-    from ropewalk.configs.model_ropes import ModelRopes
-    from ropewalk.rope import Rope
+from ropewalk.rope import Rope
 
 _WHO = "ModelRopes.to_hf_config"
 
 
-def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
+def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
     """The config in the schema of transformers 4 or 5; see `ModelRopes.to_hf_config`."""
     if type(version) is not int or version not in (4, 5):
         raise error(_WHO, "version must be 4 or 5", shown(version), "They are the schemas of transformers.")
@@ -65,7 +63,7 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
     return {key: plain(value, _WHO) for key, value in config.items() if key not in drop}
 
 
-def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
     """What `rope_parameters` says about one kind of layer."""
     scheme = rope.scaling
     parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
@@ -77,7 +75,7 @@ def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, A
     return parameters
 
 
-def _share(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:
+def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
     """partial_rotary_factor, where it must be said."""
     stated = bool(row.dim_key) and (ropes.config or {}).get(row.dim_key) is not None
     if row.latent or row.partial is None or stated or (rope.scaling is not None and rope.scaling.whole_head):
@@ -86,7 +84,7 @@ def _share(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)
 
 
-def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
     """`rope_theta` and its like at the top, and one `rope_scaling` for all layers that take it."""
     config: dict[str, Any] = {}
     scalings = []
