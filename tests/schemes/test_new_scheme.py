@@ -51,7 +51,9 @@ class Sloth(Scheme):
     def trained_length(self, longest: int | None) -> int:
         return self.original_max_position_embeddings
 
-    def warnings(self, longest: int | None, named: str = "max_position_embeddings") -> list[str]:
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
         return [f"sloths are slow, {named} or not."]
 
 
@@ -159,7 +161,7 @@ def test_plots() -> None:
 
 def test_broken_configs(tmp_path: Path) -> None:
     counted = Counter(outcome(random.Random(seed), [CONFIG, OWL], tmp_path) for seed in range(300))
-    assert min(counted["refused"], counted["read and rewritten"]) > 30, counted
+    assert min(counted["refused"], counted["read and rewritten"]) > 20, counted
 
 
 def test_a_name_belongs_to_one_scheme() -> None:
@@ -199,7 +201,7 @@ def type_tests(tree: ast.AST) -> list[int]:
 
 
 def test_only_schemes_know_their_types() -> None:
-    files = [path for path in SOURCE.rglob("*.py") if path.parent.name not in ("schemes", "gguf")]
+    files = [path for path in SOURCE.rglob("*.py") if path.parent.name != "schemes"]
     found = [f"{path.relative_to(SOURCE)}:{n}" for path in files for n in type_tests(ast.parse(path.read_text()))]
     assert found == []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import RopeError, error, integer, number, shown
@@ -16,6 +17,19 @@ _MAX_SIZE = 2**53
 
 # A key with one of these words is about rotation: reading past one is how a model breaks.
 ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value and the key it stands under.
+
+    `where` is the key. `own` is false for a key of flat `rope_parameters` that stands beside nested ones: it belongs to
+    those kinds of layers whose scheme reads it.
+    """
+
+    value: Any
+    where: str
+    own: bool = True
 
 
 class Fields:

@@ -6,24 +6,30 @@ import dataclasses
 from typing import Any, cast
 
 from ropewalk._checks import RopeError, nearest, shown
-from ropewalk.configs.fields import Fields
-from ropewalk.configs.rope_keys import SHARED, Given
+from ropewalk.configs.fields import Fields, Given
 from ropewalk.schemes import SCHEMES, Scaling
 
-_SECTION_KEYS = ("mrope_section", "mrope_interleaved", "interleaved")
-# Read elsewhere (query_scale); of no scheme.
-_OF_THE_MODEL = ("llama_4_scaling_beta",)
+SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
+"""Keys of `rope_parameters` that every scheme may have beside it."""
 
 
-def read_scheme(
+def read(
     fields: Fields,
     given: dict[str, Given],
     longest: int | None,
     origins: dict[str, str],
     warnings: list[str],
-    several_axes: bool,
+    beside: frozenset[str],
 ) -> Scaling | None:
-    """The scheme, None for the default; `longest` is max_position_embeddings."""
+    """The scheme, None for the default.
+
+    Args:
+        fields: the config, for messages.
+        given: what it says of these layers.
+        longest: its max_position_embeddings.
+        origins, warnings: what there is to say, added to.
+        beside: keys of sections that say something else, and that somebody else reads.
+    """
     rope_type = given.get("rope_type", Given("default", "rope_type"))
     name = rope_type.value
     if name != "default" and (not isinstance(name, str) or name not in SCHEMES):
@@ -35,7 +41,7 @@ def read_scheme(
         )
     origins["scaling"] = rope_type.where if "rope_type" in given else "no rope_type is given"
     scheme = None if name == "default" else SCHEMES[name].meant(given.keys())
-    parameters = _parameters(fields, given, str(name), scheme, warnings, several_axes)
+    parameters = _parameters(fields, given, str(name), scheme, warnings, beside)
     if scheme is None:
         return None
     values = {key: g.value for key, g in parameters.items()}
@@ -56,28 +62,29 @@ def _parameters(
     name: str,
     scheme: type[Scaling] | None,
     warnings: list[str],
-    several_axes: bool,
+    beside: frozenset[str],
 ) -> dict[str, Given]:
     """The keys that the scheme reads; any other is an error."""
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
+    idle = {} if scheme is None else scheme.idle
     parameters = {}
     for key, g in given.items():
+        at_top = "." not in g.where
         if key in known:
             parameters[key] = g
+        elif key in SHARED or at_top or not g.own or key in beside:
             continue
-        at_top = "." not in g.where
-        if key in SHARED or at_top or key in _OF_THE_MODEL or (several_axes and key in _SECTION_KEYS):
-            continue
-        idle = {} if scheme is None else scheme.idle
-        if key not in idle:
+        elif key in idle:
+            warnings.append(f"{g.where} has no effect: it {idle[key]}.")
+        else:
             missing = "" if "rope_type" in given else " Is rope_type missing?"
             raise fields.error(
                 g.where,
                 f"rope_type {name!r} must not have keys that it does not read",
                 shown(g.value),
-                f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} Mend or remove it.",
+                f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
+                f"does not read it either, pass ignore=({fields.path + g.where!r},).",
             )
-        warnings.append(f"{g.where} has no effect: it {idle[key]}.")
     return parameters
 
 

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from ropewalk._checks import error, shown
-from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
-from ropewalk.configs.architectures import ARCHITECTURES
+from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.layer_ropes import LayerRopes
-from ropewalk.configs.rope_keys import SECTIONS
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.reader import SECTIONS
 from ropewalk.configs.source import plain
 from ropewalk.rope import Rope
 
@@ -28,12 +28,8 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
             ropes.model_type,
             "Write its config by hand.",
         )
-    if row.base_factor_key:
-        raise error(
-            _WHO, "transformers must know the model_type", ropes.model_type, "Only its own code reads its config."
-        )
-    if row.axes > 1:
-        raise error(_WHO, "tokens must have one position each", ropes.model_type, "Several axes: not supported yet.")
+    if why := row.unwritable(version):
+        raise error(_WHO, "the config must be one that its model can read", ropes.model_type, why)
     config = _without_rope_keys(ropes.config, row)
     first = dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True))
     kinds = {name: (kind, first.get(name)) for name, kind in row.kinds.items() if kind is not None}
@@ -44,8 +40,8 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
         config["rope_parameters"] = parameters if _nested(row) else next(iter([*scaled, *parameters.values()]), None)
     else:
         config.update(_version_4(said, row, ropes))
-    if row.null_base and not said:
-        config.update({"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}})
+    if not said:
+        config.update(row.without_ropes(version))
     return config
 
 
@@ -56,10 +52,7 @@ def _nested(row: Architecture) -> bool:
 
 
 def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
-    bases = {base for kind in row.kinds.values() if kind is not None for base in kind.bases}
-    if isinstance(row.pattern, NoRopeLayers) and row.pattern.holds_base:
-        bases.discard(row.pattern.key)
-    drop = {*SECTIONS, *bases, *row.partial_keys}
+    drop = {*SECTIONS, *row.base_keys(), *row.partial_keys}
     return {key: plain(value, _WHO) for key, value in config.items() if key not in drop}
 
 
@@ -77,8 +70,7 @@ def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, A
 
 def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
     """partial_rotary_factor, where it must be said."""
-    stated = bool(row.dim_key) and (ropes.config or {}).get(row.dim_key) is not None
-    if row.latent or row.partial is None or stated or (rope.scaling is not None and rope.scaling.whole_head):
+    if not row.says_share(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
         return None
     share = rope.rotary_dim / rope.head_dim
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)

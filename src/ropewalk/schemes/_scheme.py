@@ -88,12 +88,15 @@ class Scaling(ABC):
         """Tokens the model was trained on before scaling, given the longest of its file; None where nothing says it."""
         return longest
 
-    def warnings(self, longest: int | None, named: str = "max_position_embeddings") -> list[str]:
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
         """What a reader of a model's file should know, in words.
 
         Args:
             longest: the model's length in tokens as the file says, or None.
             named: the key that says so.
+            trained: the length before scaling, in tokens, where the file states it beside the scheme.
         """
         return []
 

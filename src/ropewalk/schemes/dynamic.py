@@ -75,7 +75,9 @@ class DynamicNTK(LengthDependent):
         """max_position_embeddings."""
         return self.max_position_embeddings
 
-    def warnings(self, longest: int | None, named: str = "max_position_embeddings") -> list[str]:
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
         """That the frequencies depend on the length."""
         return [
             "the frequencies grow slower with the length: engines differ in which length they take; say at_length(n)."

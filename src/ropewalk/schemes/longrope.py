@@ -108,7 +108,9 @@ class LongRoPE(LengthDependent):
         """original_max_position_embeddings."""
         return self.original_max_position_embeddings
 
-    def warnings(self, longest: int | None, named: str = "max_position_embeddings") -> list[str]:
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
         """That the frequencies depend on the length."""
         length = self.original_max_position_embeddings
         return [

@@ -57,9 +57,13 @@ class PerPair(Scheme):
     def trained_length(self, longest: int | None) -> None:
         """None: a length that a file states may be the one before or after."""
 
-    def warnings(self, longest: int | None, named: str = "max_position_embeddings") -> list[str]:
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
         """That the trained length is not known."""
-        return [f"the file does not say on which length the model was trained: {named} may be either."]
+        if trained is not None:
+            return []
+        return [f"the file does not say on which length the model was trained: {named} may be before or after."]
 
 
 # Far below any factor: a frequency divided by it is still finite.

@@ -147,7 +147,9 @@ class YaRN(Scheme):
         """original_max_position_embeddings."""
         return self.original_max_position_embeddings
 
-    def warnings(self, longest: int | None, named: str = "max_position_embeddings") -> list[str]:
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
         """Lengths that contradict the factor, and mscales that engines read in different ways."""
         warnings = []
         trained, scaled = self.original_max_position_embeddings, self.original_max_position_embeddings * self.factor
