@@ -6,6 +6,7 @@ Every value keeps the place it came from, so that messages and `explain` can nam
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,7 +61,7 @@ def _architecture(c: Reader) -> Architecture:
     if c.passed_pairing is not None:
         return unknown.architecture(c, c.passed_pairing)
     inside = [key for key, value in c.fields.config.items() if isinstance(value, Mapping) and "model_type" in value]
-    hint = f" It holds other models: pass config[{inside[0]!r}]." if inside else ""
+    hint = f" It holds other models: pass config[{inside[0]!r}]." if inside else _by_class(c)
     raise c.fields.error(
         "model_type",
         "it must be one that ropewalk knows",
@@ -68,3 +69,17 @@ def _architecture(c: Reader) -> Architecture:
         f"Its config does not say how it rotates.{nearest(model_type, ARCHITECTURES)}{hint} If it rotates all "
         'layers alike, as Llama does, pass pairing="half" or pairing="interleaved" to from_config.',
     )
+
+
+def _by_class(c: Reader) -> str:
+    """A hint by `architectures`: the class of Phi-3 in a file whose model_type is none of transformers."""
+    classes = c.fields.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
+    match = (
+        re.fullmatch(r"(\w{2,60})For(CausalLM|ConditionalGeneration|MaskedLM)", name) if isinstance(name, str) else None
+    )
+    key = match[1].lower() if match is not None else ""
+    known = next((model_type for model_type in ARCHITECTURES if model_type.replace("_", "") == key), None)
+    if known is None:
+        return ""
+    return f" Its class is {name}: if it is that model, pass {{**config, 'model_type': {known!r}}}."

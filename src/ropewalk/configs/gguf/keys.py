@@ -121,12 +121,15 @@ class Keys:
                     must = f"it must not be given for {self.architecture} with scaling {kind!r}"
                     cure = (
                         "llama.cpp ignores it there, or does what no scheme says. Read the model's config.json "
-                        f"instead. If it means nothing, {REMOVE}."
+                        f"instead. If it means nothing, pass ignore=({key!r},) to from_config, or {REMOVE}."
                     )
                     raise self.fields.error(key, must, shown(value), cure)
             elif key.rpartition(".")[2] in _TELLING or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
                 must = f"a key about rotation must be one that llama.cpp reads for {self.architecture}"
-                cure = f"It would have no effect.{nearest(key, known)} To read the file, {REMOVE}."
+                cure = (
+                    f"It would have no effect.{nearest(key, known)} To read the file, pass ignore=({key!r},) to "
+                    f"from_config, or {REMOVE}."
+                )
                 raise self.fields.error(shown(key), must, shown(value), cure)
 
 

@@ -33,11 +33,14 @@ from ropewalk.configs.gguf.row import (
 )
 from ropewalk.configs.gguf.scheme import SchemeReader
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
+from ropewalk.configs.source import without
 from ropewalk.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
 
 
-def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
+def read(
+    path: Path, *, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...] = ()
+) -> ModelRopes:
     """The ropes of a GGUF file; see `from_config` for arguments and errors."""
     try:
         values, tensors = header.read(path)
@@ -45,6 +48,7 @@ def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool
         raise
     except (OSError, ValueError) as e:
         raise RopeError(f"{path}: cannot be read: {e}.") from e
+    values = without(values, ignore, str(path))
     return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
 
 
