@@ -1,4 +1,4 @@
-"""Hub ids: the cache of huggingface_hub, a download where that is allowed, and else what to pass; all without a network."""
+"""Hub ids: the cache of huggingface_hub, a download where that is allowed, and else what to pass; without a network."""
 
 from __future__ import annotations
 

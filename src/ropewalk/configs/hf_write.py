@@ -25,7 +25,7 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
         raise error(
             _WHO,
             "the ropes must have been read from a config of Hugging Face",
-            ropes.model_type,
+            shown(ropes.model_type),
             "Write its config by hand.",
         )
     if why := row.unwritable(version):
