@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.attention import cache_checks
 from ropewalk.attention.cache_step import CacheStep as CacheStep
 from ropewalk.attention.cache_step import LayerCache as LayerCache
 from ropewalk.attention.cache_step import Progress
@@ -142,7 +143,7 @@ class KVCache:
                 what comes out for them is wrong, and `(cache.length > cache.capacity).any()` tells.
         """
         before = self._finished("KVCache.step")
-        real = self._real(seq, attention_mask)
+        real = cache_checks.real(seq, attention_mask, self.length)
         order = (real.cumsum(1) - 1).clamp(min=0)
         added = real.sum(1)
         if at is not None:
@@ -151,7 +152,7 @@ class KVCache:
         positions = self.position[:, None] + order
         total = self.length + added
         if self.capacity is not None:
-            self._check_room(total)
+            cache_checks.room(self.capacity, total)
             kept = real & (number < self.capacity)
         else:
             kept = real & ((number < self.sinks) | (number >= total[:, None] - self._ring))
@@ -197,20 +198,9 @@ class KVCache:
             RopeError: rope or delta is something else.
         """
         self._finished("KVCache.shift")
-        ropes = [rope] * self.num_layers if isinstance(rope, Rope) else rope
-        if (
-            not isinstance(ropes, Sequence)
-            or len(ropes) != self.num_layers
-            or not all(r is None or isinstance(r, Rope) for r in ropes)
-        ):
-            raise _checks.error(
-                "KVCache.shift",
-                f"rope must be a Rope, or one or None for each of {self.num_layers} layers",
-                _checks.shown(rope),
-                "Pass the rope that turned the keys.",
-            )
+        ropes = cache_checks.ropes(rope, self.num_layers, self.keys[0].shape[-1])
         if isinstance(delta, Tensor):
-            self._check_rows("KVCache.shift", "delta", delta)
+            cache_checks.number_for_each_row("KVCache.shift", "delta", delta, self.length)
             each = delta[:, None].expand(-1, self._slots + 1)
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
@@ -218,16 +208,8 @@ class KVCache:
         by = each if isinstance(delta, Tensor) else delta
         rotations: dict[Rope, Rotation] = {}
         for one in ropes:  # all of them before any key is touched
-            if one is None or one in rotations:
-                continue
-            if one.head_dim != self.keys[0].shape[-1]:
-                raise _checks.error(
-                    "KVCache.shift",
-                    f"rope must have the heads of the cache, head_dim={self.keys[0].shape[-1]}",
-                    f"head_dim={one.head_dim}",
-                    "Pass the rope that turned the keys.",
-                )
-            rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
+            if one is not None and one not in rotations:
+                rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
         self._drop()
         for keys, one in zip(self.keys, ropes, strict=True):
             if one is not None:
@@ -252,7 +234,7 @@ class KVCache:
         if rows is None:
             chosen = torch.ones_like(self.length, dtype=torch.bool)
         else:
-            chosen = self._chosen(rows)
+            chosen = cache_checks.chosen(rows, self.length)
             self._finished("KVCache.reset")
         self._drop()
         self.length.masked_fill_(chosen, 0)
@@ -302,25 +284,6 @@ class KVCache:
             self._pending.outdated = True
         self._pending = None
 
-    def _real(self, seq: int, attention_mask: Tensor | None) -> Tensor:
-        shape = (self.length.shape[0], seq)
-        if not isinstance(seq, torch.SymInt):
-            _checks.integer("KVCache.step", "seq", seq, at_least=1)
-        if attention_mask is None:
-            return torch.ones(shape, dtype=torch.bool, device=self.length.device)
-        if (
-            not isinstance(attention_mask, Tensor)
-            or attention_mask.shape != shape
-            or attention_mask.is_floating_point()
-        ):
-            raise _checks.error(
-                "KVCache.step",
-                f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
-                _described(attention_mask),
-                "Pass which of the new tokens are real, not the additive mask that attention gets.",
-            )
-        return attention_mask != 0
-
     def _forget(self, at: Tensor, added: Tensor) -> None:
         """Drop cached tokens at or after `at`, where the next ones go; unless there is no room for those."""
         if self.window is not None:
@@ -330,53 +293,11 @@ class KVCache:
                 "positions",
                 "To go back, use a cache with capacity. To begin another text in a row, call reset(rows=...).",
             )
-        self._check_rows("KVCache.step", "at", at)
+        cache_checks.number_for_each_row("KVCache.step", "at", at, self.length)
         dropped = (self._key_positions[:, : self._slots] >= at[:, None]) & (
             self._key_positions[:, : self._slots] != _EMPTY
         )
-        self._check_room(self.length - dropped.sum(1) + added)
+        cache_checks.room(self.capacity, self.length - dropped.sum(1) + added)
         self._key_positions[:, : self._slots].masked_fill_(dropped, _EMPTY)
         self.length.sub_(dropped.sum(1))
         self.position.copy_(at)
-
-    def _chosen(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """bool `[batch]`: the rows that `reset` is given."""
-        who, batch = "KVCache.reset", self.length.shape[0]
-        must = f"rows must be row numbers from 0 to {batch - 1}, or a bool tensor [batch] = [{batch}]"
-        fix = "Pass e.g. [0], or cache.length == 7."
-        if isinstance(rows, list | tuple):
-            for row in rows:
-                _checks.integer(who, "each of rows", row, at_least=0, at_most=batch - 1)
-            rows = torch.tensor(rows, dtype=torch.int64, device=self.length.device)
-        if not isinstance(rows, Tensor):
-            raise _checks.error(who, must, _checks.shown(rows), fix)
-        if rows.dtype == torch.bool and rows.shape == (batch,):
-            return rows.to(self.length.device)
-        if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
-            raise _checks.error(who, must, _described(rows), fix)
-        if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
-            first, last = int(rows.min()), int(rows.max())
-            if first < 0 or last >= batch:
-                raise _checks.error(who, must, f"rows from {first}" if first < 0 else f"rows up to {last}", fix)
-        return torch.zeros_like(self.length, dtype=torch.bool).index_fill_(0, rows.to(self.length), True)
-
-    def _check_rows(self, who: str, name: str, value: Tensor) -> None:
-        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != self.length.shape:
-            must = f"{name} must be an int64 tensor [batch] = {list(self.length.shape)}"
-            raise _checks.error(who, must, _described(value), "Pass one number for each row.")
-
-    def _check_room(self, total: Tensor) -> None:
-        if torch.compiler.is_compiling() or total.device.type != "cpu":
-            return
-        longest = int(total.max())
-        if self.capacity is not None and longest > self.capacity:
-            raise _checks.error(
-                "KVCache.step",
-                f"no row may become longer than capacity={self.capacity}",
-                f"{longest} tokens",
-                "Build a larger cache, or one with a window.",
-            )
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _checks.shown(value)
