@@ -28,6 +28,31 @@ def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
     return attention_mask != 0
 
 
+def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
+    """int64 `[batch, seq]`: the positions that `KVCache.step` is given, in memory that nobody else changes."""
+    if sinks:
+        raise _checks.error(
+            "KVCache.step",
+            "positions must be None in a cache with sinks, whose distances are counted in tokens",
+            _described(given),
+            "Build the cache with sinks=0, or with capacity.",
+        )
+    batch, seq = real.shape
+    if (
+        not isinstance(given, Tensor)
+        or given.dtype != torch.int64
+        or (given.shape != (seq,) and given.shape != (batch, seq))
+        or given.device != real.device
+    ):
+        raise _checks.error(
+            "KVCache.step",
+            f"positions must be an int64 tensor [batch, seq] = {[batch, seq]} or [seq] = {[seq]} on {real.device}",
+            f"{_described(given)} on {given.device}" if isinstance(given, Tensor) else _described(given),
+            "Pass one position for each new token, padding included.",
+        )
+    return given.expand(batch, seq).clone()
+
+
 def room(capacity: int | None, total: Tensor) -> None:
     """Raise if a row of total tokens `[batch]` does not fit; on the CPU only, outside torch.compile."""
     if capacity is None or torch.compiler.is_compiling() or total.device.type != "cpu":

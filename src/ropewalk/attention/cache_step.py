@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.slots import Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -23,7 +24,9 @@ class Store(Protocol):
     values: list[Tensor]
     length: Tensor
     position: Tensor
+    sinks: int
     _key_positions: Tensor
+    _slots: Slots
 
 
 class LayerProgress:
@@ -73,27 +76,33 @@ class CacheStep:
     holds what it held; see `KVCache.rollback`.
 
     Attributes:
-        positions: of the new tokens, int64 `[batch, seq]`. Padding has that of the token before it.
-        key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
+        positions: of the new tokens, to which they are rotated, int64 `[batch, seq]`. Padding has that of the token
+            before it, or what was given for it.
+        order: of the new tokens, int64 `[batch, seq]`: their number in their row, from 0. Padding has that of the token
+            before it.
+        key_positions, key_order: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there
+            is none. A mask that goes by the order of tokens compares order with key_order.
         mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
     """
 
     def __init__(
         self,
         cache: Store,
+        *,
         positions: Tensor,
+        order: Tensor,
         key_positions: Tensor,
+        key_order: Tensor,
         mask: Tensor,
         slot: Tensor,
         beside: bool,
-        excess: Tensor | None,
-        is_sink: Tensor | None,
-        added: Tensor,
+        following: tuple[Tensor, Tensor],
         progress: Progress,
     ) -> None:
-        self.positions, self.key_positions, self.mask = positions, key_positions, mask
-        self._cache, self._slot, self._beside, self._excess, self._is_sink = cache, slot, beside, excess, is_sink
-        self._added, self._progress = added, progress
+        self.positions, self.order, self.mask = positions, order, mask
+        self.key_positions, self.key_order = key_positions, key_order
+        self._cache, self._slot, self._beside, self._progress = cache, slot, beside, progress
+        self._following = following  # length and position of the cache after this step
         self._checked: Rotation | TwoPass | None = None  # the last one that check_rotation found nothing against
         self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
 
@@ -104,10 +113,13 @@ class CacheStep:
         as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
         """
         near = rope.at(self.positions, dtype=dtype)
-        if self._excess is None or self._is_sink is None:  # no sinks
+        sinks = self._cache.sinks
+        if not sinks:
             return near
-        far_queries = rope.at(self.positions - self._excess, dtype=dtype)
-        return TwoPass(near, far_queries, None, self._is_sink[:, None, None])
+        # How much farther back a query stands when positions are counted inside the cache.
+        excess = (self.order - (self._cache._slots.count - 1)).clamp(min=0)
+        far_queries = rope.at(self.positions - excess, dtype=dtype)
+        return TwoPass(near, far_queries, None, (self.key_order < sinks)[:, None, None])
 
     def layer(self, index: int) -> LayerCache:
         """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.
@@ -163,8 +175,9 @@ class CacheStep:
     def _commit(self) -> None:
         """Count the new tokens: every layer has stored them."""
         self._cache._key_positions.scatter_(1, self._slot, self.positions)
-        self._cache.length.add_(self._added)
-        self._cache.position.add_(self._added)
+        length, position = self._following
+        self._cache.length.copy_(length)
+        self._cache.position.copy_(position)
 
 
 class LayerCache:

@@ -8,6 +8,8 @@ everything that changes positions afterwards is a rotation on top, exact because
   the cache. The distance is the one that turning the sinks forward would give, without a rounding for each token.
 - Self-Extend moves keys into their groups at use.
 
+Who sees whom goes by the order of tokens (`slots`), and rotation by their position: two numbers.
+
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
 
 `step` only plans. The cache counts the new tokens when the last layer has stored them, so a forward pass that raises
@@ -26,10 +28,9 @@ from ropewalk.attention import cache_checks
 from ropewalk.attention.cache_step import CacheStep as CacheStep
 from ropewalk.attention.cache_step import LayerCache as LayerCache
 from ropewalk.attention.cache_step import Progress
+from ropewalk.attention.slots import EMPTY, Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
-
-_EMPTY = 2**62  # the position of a slot without a key: after every query, so causality hides it
 
 
 class KVCache:
@@ -59,7 +60,8 @@ class KVCache:
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
-        position: position of the next token of each row, int64 `[batch]`. As length, unless moved by `shift` or `at`.
+        position: position of the next token of each row, int64 `[batch]`. As length, unless moved by `shift`, `at` or
+            `positions`.
         keys, values: of each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
 
     Raises:
@@ -112,17 +114,23 @@ class KVCache:
             raise _checks.error(who, must, str(dtype), "Pass that of the model, or of autocast.")
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
-        self._ring = self.capacity or self.window or 0  # slots after the sinks, used in turn
-        self._slots = self.sinks + self._ring
-        shape = (batch, self._slots + 1, num_kv_heads, head_dim)  # the last slot takes what is not kept
+        self._slots = Slots(self.capacity, self.window, self.sinks)
+        shape = (batch, self._slots.count + 1, num_kv_heads, head_dim)  # the last slot takes what is not kept
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._key_positions = torch.full(shape[:2], _EMPTY, dtype=torch.int64, device=device)
+        self._key_positions = torch.full(shape[:2], EMPTY, dtype=torch.int64, device=device)
         self._pending: Progress | None = None  # the newest step's, where it was not made under torch.compile
 
-    def step(self, seq: int, *, attention_mask: Tensor | None = None, at: Tensor | None = None) -> CacheStep:
+    def step(
+        self,
+        seq: int,
+        *,
+        attention_mask: Tensor | None = None,
+        at: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> CacheStep:
         """Plan a forward pass of `seq` new tokens for each row: where they are, and what they see.
 
         Each layer has to append its keys and values once, the last layer last. Only then the cache counts the tokens: a
@@ -132,57 +140,73 @@ class KVCache:
             seq: new tokens in each row, padding included, at least 1.
             attention_mask: True or non-zero for real tokens; bool or integer `[batch, seq]`, padding anywhere. Padding
                 is not kept, and what comes out for it means nothing. None: all tokens are real.
-            at: position of the first new token of each row, int64 `[batch]`; right after the last when None. Cached
-                tokens at or after it are forgotten at once, as after a rejected draft in speculative decoding. Only
-                with capacity: a window has let go of what would be seen again.
+            at: where each row goes on, a position, int64 `[batch]`; right after its last token when None. If a cached
+                token is at or after it, the first such token and all that came later are forgotten at once, as after a
+                rejected draft in speculative decoding. Only with capacity: a window has evicted what would be seen
+                again.
+            positions: where the new tokens are, int64 `[batch, seq]`, or `[seq]` for all rows: any integers in ±2³¹,
+                which tokens may share (the patches of an image) and which need not grow. None: consecutive, from `at`
+                or `KVCache.position`. They decide rotation alone. Who sees whom, windows and slots go by the order of
+                tokens. Afterwards `KVCache.position` is the largest of those of real tokens + 1. Not with sinks, whose
+                distances are counted in tokens.
 
         Raises:
-            RopeError: a shape or dtype does not fit; at with a window; in the step before, some layers appended and
-                others did not (see `rollback`); the cache is full. That is found only on the CPU
-                outside torch.compile. Elsewhere nothing waits for the device: tokens beyond capacity are not kept,
+            RopeError: a shape or dtype does not fit; at with a window, or positions with sinks; in the step before,
+                some layers appended and others did not (see `rollback`); the cache is full. That is found only on the
+                CPU outside torch.compile. Elsewhere nothing waits for the device: tokens beyond capacity are not kept,
                 what comes out for them is wrong, and `(cache.length > cache.capacity).any()` tells.
         """
         before = self._finished("KVCache.step")
         real = cache_checks.real(seq, attention_mask, self.length)
-        order = (real.cumsum(1) - 1).clamp(min=0)
+        given = None if positions is None else cache_checks.positions(positions, real, self.sinks)
+        after = (real.cumsum(1) - 1).clamp(min=0)  # each new token after the first one of this step
         added = real.sum(1)
         if at is not None:
             self._forget(at, added)
-        number = self.length[:, None] + order  # of each token, from 0 at the start of its row
-        positions = self.position[:, None] + order
-        total = self.length + added
-        if self.capacity is not None:
-            cache_checks.room(self.capacity, total)
-            kept = real & (number < self.capacity)
+        order, total = self.length[:, None] + after, self.length + added
+        cache_checks.room(self.capacity, total)
+        if given is None:
+            given, following = self.position[:, None] + after, self.position + added
         else:
-            kept = real & ((number < self.sinks) | (number >= total[:, None] - self._ring))
-        slot = torch.where(number < self.sinks, number, self.sinks + (number - self.sinks) % self._ring)
-        slot = torch.where(kept, slot, self._slots)
+            largest = given.masked_fill(~real, -EMPTY).amax(1)
+            following = torch.where(added > 0, largest + 1, self.position)
+        slot = self._slots.of(order, real, total)
         # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
         # window, they are attended beside what was cached before, and written afterwards.
-        beside = self.window is not None and seq > 1
+        beside = self._slots.evicts and seq > 1
         if beside:
-            new = positions.masked_fill(~real, _EMPTY)
-            key_positions = torch.cat([self._key_positions[:, : self._slots], new], dim=1)
+            cached, count = self._slots.order(self.length), self._slots.count
+            key_order = torch.cat([cached, order.masked_fill(~real, EMPTY)], dim=1)
+            key_positions = torch.cat([self._key_positions[:, :count], given.masked_fill(~real, EMPTY)], dim=1)
         else:
-            key_positions = self._key_positions.scatter(1, slot, positions)[:, : self._slots]
-        is_sink = excess = None
-        if self.sinks:
-            is_sink = torch.arange(self._slots, device=number.device).expand(number.shape[0], -1) < self.sinks
-            is_sink = torch.cat([is_sink, number < self.sinks], dim=1) if beside else is_sink
-            # How much farther back a query stands when positions are counted inside the cache.
-            excess = (number - (self._slots - 1)).clamp(min=0)
-        distance = positions[:, :, None] - key_positions[:, None, :]
-        mask = distance >= 0
+            key_order = self._slots.order(total)
+            key_positions = self._key_positions.scatter(1, slot, given)[:, : self._slots.count]
+        mask = order[:, :, None] >= key_order[:, None, :]
         if self.window is not None:
-            in_window = distance < self.window
-            mask = mask & (in_window if is_sink is None else in_window | is_sink[:, None])
+            in_window = order[:, :, None] - key_order[:, None, :] < self.window
+            mask = mask & (in_window | (key_order < self.sinks)[:, None] if self.sinks else in_window)
         mask = mask | ~real[:, :, None]  # padding sees everything, lest nothing at all: nan would spread
-        earlier = before.rotations if before is not None and before.moves_on and at is None else ()
-        progress = Progress(self.num_layers, overwrites=beside, moves_on=attention_mask is None, earlier=earlier)
+        moved_on = before is not None and before.moves_on and at is None and positions is None
+        progress = Progress(
+            self.num_layers,
+            overwrites=beside,
+            moves_on=attention_mask is None,
+            earlier=before.rotations if before is not None and moved_on else (),
+        )
         self._drop()
         self._pending = None if torch.compiler.is_compiling() else progress
-        return CacheStep(self, positions, key_positions, mask[:, None], slot, beside, excess, is_sink, added, progress)
+        return CacheStep(
+            self,
+            positions=given,
+            order=order,
+            key_positions=key_positions,
+            key_order=key_order,
+            mask=mask[:, None],
+            slot=slot,
+            beside=beside,
+            following=(total, following),
+            progress=progress,
+        )
 
     def shift(self, rope: Rope | Sequence[Rope | None], delta: int | Tensor) -> None:
         """Move every cached key by `delta` positions, and the next token too, without recomputing anything.
@@ -201,7 +225,7 @@ class KVCache:
         ropes = cache_checks.ropes(rope, self.num_layers, self.keys[0].shape[-1])
         if isinstance(delta, Tensor):
             cache_checks.number_for_each_row("KVCache.shift", "delta", delta, self.length)
-            each = delta[:, None].expand(-1, self._slots + 1)
+            each = delta[:, None].expand(-1, self._slots.count + 1)
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
         precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
@@ -215,7 +239,7 @@ class KVCache:
             if one is not None:
                 rotations[one].apply_(keys, layout="bshd")
         moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
-        self._key_positions.copy_(torch.where(self._key_positions == _EMPTY, _EMPTY, moved))
+        self._key_positions.copy_(torch.where(self._key_positions == EMPTY, EMPTY, moved))
         self.position.add_(delta)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
@@ -239,7 +263,7 @@ class KVCache:
         self._drop()
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
-        self._key_positions.masked_fill_(chosen[:, None], _EMPTY)
+        self._key_positions.masked_fill_(chosen[:, None], EMPTY)
 
     def rollback(self) -> None:
         """Drop a step whose forward pass stopped between layers: the cache is as it was before that step.
@@ -285,7 +309,7 @@ class KVCache:
         self._pending = None
 
     def _forget(self, at: Tensor, added: Tensor) -> None:
-        """Drop cached tokens at or after `at`, where the next ones go; unless there is no room for those."""
+        """Go back to `at`, unless there is no room for the tokens that are added there."""
         if self.window is not None:
             raise _checks.error(
                 "KVCache.step",
@@ -294,10 +318,12 @@ class KVCache:
                 "To go back, use a cache with capacity. To begin another text in a row, call reset(rows=...).",
             )
         cache_checks.number_for_each_row("KVCache.step", "at", at, self.length)
-        dropped = (self._key_positions[:, : self._slots] >= at[:, None]) & (
-            self._key_positions[:, : self._slots] != _EMPTY
-        )
-        cache_checks.room(self.capacity, self.length - dropped.sum(1) + added)
-        self._key_positions[:, : self._slots].masked_fill_(dropped, _EMPTY)
-        self.length.sub_(dropped.sum(1))
+        count = self._slots.count
+        slot = torch.arange(count, device=self.length.device)
+        # By order: the first token at or after `at` goes, and whatever came later goes with it, wherever it is.
+        first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
+        length = torch.minimum(self.length, first)
+        cache_checks.room(self.capacity, length + added)
+        self.length.copy_(length)
         self.position.copy_(at)
+        self._key_positions[:, :count].masked_fill_(slot >= length[:, None], EMPTY)
