@@ -181,7 +181,7 @@ class TestMisuse:
 
     def refuses(self, cache: KVCache, step: CacheStep, x: Tensor, rotation: Any, message: str) -> None:
         before = state(cache)
-        with torch.no_grad(), pytest.raises(RopeError, match=f"RotaryAttention: {message}"):
+        with torch.no_grad(), pytest.raises(RopeError, match=f"KVCache: {message}"):
             MODEL[0](x, rotation, cache=step.layer(0))
         assert unchanged(cache, before)
 

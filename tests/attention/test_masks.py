@@ -199,8 +199,8 @@ class TestWhatCouldBeReadInTwoWays:
 
     X = hidden(3, 3)
 
-    def refuses(self, rotation: Any, mask: Tensor, message: str, **options: Any) -> None:
-        with pytest.raises(RopeError, match=f"RotaryAttention: {message}"), torch.no_grad():
+    def refuses(self, rotation: Any, mask: Tensor, message: str, who: str = "RotaryAttention", **options: Any) -> None:
+        with pytest.raises(RopeError, match=f"{who}: {message}"), torch.no_grad():
             layer()(self.X, rotation, mask=mask, **options)
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int64])
@@ -215,9 +215,11 @@ class TestWhatCouldBeReadInTwoWays:
         self.refuses(SelfExtend(ROPE, 2, 2).at(torch.arange(3), dtype=torch.float64), torch.ones(3, 3) > 0, TWO_AXES)
 
     def test_a_cache(self) -> None:
-        step = KVCache(1, 3, HEADS, HEAD_DIM, capacity=3, dtype=torch.float64).step(3)
+        cache = KVCache(1, 3, HEADS, HEAD_DIM, capacity=3, dtype=torch.float64)
+        step = cache.step(3)
         rotation = step.rotation(ROPE, dtype=torch.float64)
-        self.refuses(rotation, torch.ones(3, 3) > 0, TWO_AXES, cache=step.layer(0))
+        self.refuses(rotation, torch.ones(3, 3) > 0, TWO_AXES, who="KVCache", cache=step.layer(0))
+        assert not cache.keys[0].any()  # and nothing is stored
 
     def test_the_functions_below(self) -> None:
         q = torch.zeros(3, 3, HEADS, HEAD_DIM)

@@ -8,9 +8,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.attend import TwoPass, check_mask, check_rotation, joined, rotate_and_attend
 from ropewalk.attention.slots import Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -130,20 +131,17 @@ class CacheStep:
         last = self._cache.num_layers - 1
         return LayerCache(self, _checks.integer("CacheStep.layer", "index", index, at_least=0, at_most=last))
 
-    def check_rotation(self, who: str, rotation: Rotation | TwoPass) -> None:
+    def _check_rotation(self, rotation: Rotation | TwoPass) -> None:
         """Raise if rotation cannot be that of these tokens, as far as that shows without reading a tensor.
 
-        Args:
-            who: who speaks in the message.
-            rotation: of q and k.
-
-        Raises:
-            RopeError: it was not made for positions `[batch, seq]` or, in two passes, not for all keys; or it was used
-                in the step before this one, and all tokens have moved on since.
+        It must be made for positions `[batch, seq]` and, in two passes, for all keys. One that was used in the step
+        before this one cannot be right, since all tokens have moved on.
         """
+        who = "KVCache"
         compiling = torch.compiler.is_compiling()
         if not compiling and rotation is self._checked:  # most often all layers have the same
             return
+        check_rotation(who, rotation)
         cos = rotation.near.cos if isinstance(rotation, TwoPass) else rotation.cos
         if cos.shape[:-1] != self.positions.shape:
             raise _checks.error(
@@ -193,10 +191,65 @@ class LayerCache:
         self._progress = step._progress.layers[index]
         self._is_last = index == step._cache.num_layers - 1
 
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | TwoPass | None = None,
+        mask: Tensor | BlockMask | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Rotate, append, and attend over all keys that the new tokens may see.
+
+        Args:
+            q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
+            k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
+            rotation: what q and k are rotated by: `step.rotation(rope)`, `rope.at(step.positions)`, or
+                `SelfExtend.at(step.positions, step.key_positions)`. None: they are used as they are, rotated already or
+                of a layer that does not rotate.
+            mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1, for
+                the keys of `step.key_positions`. It is joined with `step.mask`, which alone counts when it is None.
+            scale: of the scores; head_dim^(−1/2) when None.
+
+        Returns:
+            `[batch, seq, heads, head_dim]`.
+
+        Raises:
+            RopeError: as `append`; or q, rotation or mask does not fit this step. Nothing is stored then.
+        """
+        batch, _, kv_heads, head_dim = self._keys.shape
+        seq = self.step.positions.shape[1]
+        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
+            raise _checks.error(
+                "KVCache",
+                f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads",
+                f"{tuple(q.shape)}",
+                "Build the cache for this model and batch, and call step with the length of these tokens.",
+            )
+        if rotation is not None:
+            self.step._check_rotation(rotation)
+        if mask is not None:
+            if not isinstance(mask, Tensor):
+                must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
+                raise _checks.error("KVCache", must, got, "Pass a dense mask, for the keys of step.key_positions.")
+            check_mask("KVCache", mask, q, self.step.key_positions.shape[1])
+        return rotate_and_attend(
+            q,
+            k,
+            v,
+            rotation=rotation,
+            mask=joined(mask, self.step.mask),
+            scale=head_dim**-0.5 if scale is None else scale,
+            append=self.append,
+        )
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, once, and return all that these tokens may see.
 
-        The last layer must be the last to append: then the cache counts the tokens.
+        For those who attend themselves; `attend` calls it. The last layer must be the last to append: then the cache
+        counts the tokens.
 
         Args:
             k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
