@@ -81,8 +81,7 @@ class CacheStep:
             before it, or what was given for it.
         order: of the new tokens, int64 `[batch, seq]`: their number in their row, from 0. Padding has that of the token
             before it.
-        key_positions, key_order: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there
-            is none. A mask that goes by the order of tokens compares order with key_order.
+        key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
         mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
     """
 
@@ -93,19 +92,27 @@ class CacheStep:
         positions: Tensor,
         order: Tensor,
         key_positions: Tensor,
-        key_order: Tensor,
+        key_order: Tensor | None,
         mask: Tensor,
         slot: Tensor,
         beside: bool,
         following: tuple[Tensor, Tensor],
         progress: Progress,
     ) -> None:
-        self.positions, self.order, self.mask = positions, order, mask
-        self.key_positions, self.key_order = key_positions, key_order
+        self.positions, self.order, self.key_positions, self.mask = positions, order, key_positions, mask
+        self._key_order = key_order
         self._cache, self._slot, self._beside, self._progress = cache, slot, beside, progress
         self._following = following  # length and position of the cache after this step
         self._checked: Rotation | TwoPass | None = None  # the last one that check_rotation found nothing against
         self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+
+    @property
+    def key_order(self) -> Tensor:
+        """Of all keys, int64 `[batch, keys]`: their number in their row, 2⁶² where there is none.
+
+        A mask that goes by the order of tokens compares `order` with it.
+        """
+        return self._cache._slots.order(self._following[0]) if self._key_order is None else self._key_order
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
         """`rope.at(positions)`; in a cache with sinks, with the distance to them counted inside the cache.
@@ -120,7 +127,9 @@ class CacheStep:
         # How much farther back a query stands when positions are counted inside the cache.
         excess = (self.order - (self._cache._slots.count - 1)).clamp(min=0)
         far_queries = rope.at(self.positions - excess, dtype=dtype)
-        return TwoPass(near, far_queries, None, (self.key_order < sinks)[:, None, None])
+        slot = torch.arange(self.key_positions.shape[1], device=excess.device)[None]
+        is_sink = slot < sinks if self._key_order is None else self._key_order < sinks
+        return TwoPass(near, far_queries, None, is_sink[:, None, None])
 
     def layer(self, index: int) -> LayerCache:
         """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.

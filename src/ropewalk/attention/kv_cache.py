@@ -174,17 +174,16 @@ class KVCache:
         # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
         # window, they are attended beside what was cached before, and written afterwards.
         beside = self._slots.evicts and seq > 1
+        count, key_order = self._slots.count, None
         if beside:
-            cached, count = self._slots.order(self.length), self._slots.count
-            key_order = torch.cat([cached, order.masked_fill(~real, EMPTY)], dim=1)
+            key_order = torch.cat([self._slots.order(self.length), order.masked_fill(~real, EMPTY)], dim=1)
             key_positions = torch.cat([self._key_positions[:, :count], given.masked_fill(~real, EMPTY)], dim=1)
-        else:
-            key_order = self._slots.order(total)
-            key_positions = self._key_positions.scatter(1, slot, given)[:, : self._slots.count]
-        mask = order[:, :, None] >= key_order[:, None, :]
-        if self.window is not None:
-            in_window = order[:, :, None] - key_order[:, None, :] < self.window
-            mask = mask & (in_window | (key_order < self.sinks)[:, None] if self.sinks else in_window)
+            distance = order[:, :, None] - key_order[:, None, :]
+            in_window = distance < self._slots.ring
+            mask = (distance >= 0) & (in_window | (key_order < self.sinks)[:, None] if self.sinks else in_window)
+        else:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
+            key_positions = self._key_positions.scatter(1, slot, given)[:, :count]
+            mask = torch.arange(count, device=order.device) <= order[:, :, None]
         mask = mask | ~real[:, :, None]  # padding sees everything, lest nothing at all: nan would spread
         moved_on = before is not None and before.moves_on and at is None and positions is None
         progress = Progress(
@@ -200,7 +199,7 @@ class KVCache:
             positions=given,
             order=order,
             key_positions=key_positions,
-            key_order=key_order,
+            key_order=key_order,  # None: worked out for those who ask, which spares a decode step the time
             mask=mask[:, None],
             slot=slot,
             beside=beside,

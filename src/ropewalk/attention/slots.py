@@ -26,14 +26,15 @@ class Slots:
         sinks: with window: slots in front of the ring.
 
     Attributes:
+        ring: slots of the ring.
         count: slots that hold a token. The slot of this number, one more, takes what is not kept.
     """
 
     def __init__(self, capacity: int | None, window: int | None, sinks: int) -> None:
         self.sinks = sinks
         self.evicts = window is not None
-        self._ring = capacity or window or 0
-        self.count = sinks + self._ring
+        self.ring = capacity or window or 0
+        self.count = sinks + self.ring
 
     def of(self, order: Tensor, real: Tensor, total: Tensor) -> Tensor:
         """Where new tokens are stored, int64 `[batch, seq]`: `count` for those that are not kept. No other comes twice.
@@ -45,8 +46,8 @@ class Slots:
         """
         if not self.evicts:
             return torch.where(real & (order < self.count), order, self.count)
-        kept = real & ((order < self.sinks) | (order >= total[:, None] - self._ring))
-        slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self._ring)
+        kept = real & ((order < self.sinks) | (order >= total[:, None] - self.ring))
+        slot = torch.where(order < self.sinks, order, self.sinks + (order - self.sinks) % self.ring)
         return torch.where(kept, slot, self.count)
 
     def order(self, length: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class Slots:
         slot, last = torch.arange(self.count, device=length.device), length[:, None] - 1
         if not self.evicts:
             return torch.where(slot <= last, slot, EMPTY)
-        in_ring = last - (last - slot) % self._ring  # the newest token whose slot it is
+        in_ring = last - (last - slot) % self.ring  # the newest token whose slot it is
         in_ring = torch.where(in_ring >= self.sinks, in_ring, EMPTY)
         if not self.sinks:
             return in_ring
