@@ -27,8 +27,7 @@ from cache_model import (
     state,
     unchanged,
 )
-from ropewalk import KVCache, Rope, RopeError, Rotation, SelfExtend, masks
-from ropewalk.attention.attend import AttendingCache, TwoPass
+from ropewalk import AttendingCache, KVCache, Rope, RopeError, Rotation, SelfExtend, TwoPass, masks
 
 
 class Pages:

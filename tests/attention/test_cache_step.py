@@ -34,8 +34,7 @@ from cache_model import (
     stopped,
     unchanged,
 )
-from ropewalk import KVCache, Rope, RopeError, Rotation, SelfExtend
-from ropewalk.attention.cache_step import CacheStep
+from ropewalk import CacheStep, KVCache, Rope, RopeError, Rotation, SelfExtend
 
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 

@@ -12,9 +12,8 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Turn
-from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, masks, positions
+from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, TwoPass, masks, positions
 from ropewalk.attention import attend as attention
-from ropewalk.attention.attend import TwoPass
 
 HIDDEN, HEADS, SEQ, HEAD_DIM = 12, 2, 9, 6
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")

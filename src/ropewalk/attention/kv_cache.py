@@ -25,9 +25,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
-from ropewalk.attention.cache_step import CacheStep as CacheStep
-from ropewalk.attention.cache_step import LayerCache as LayerCache
-from ropewalk.attention.cache_step import Progress
+from ropewalk.attention.cache_step import CacheStep, Progress
 from ropewalk.attention.slots import EMPTY, Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
