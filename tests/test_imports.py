@@ -69,6 +69,44 @@ def test_the_rule_can_fail(tmp_path: Path) -> None:
     assert not rooms_imported(broken) <= MAY_IMPORT["rotation"] | {"rotation"}
 
 
+def modules_imported(path: Path) -> set[str]:
+    """The modules of ropewalk that a file imports, wherever in it; the package itself, which loads lazily, left out."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("ropewalk.") in MODULES else str(node.module) for name in inner]
+        else:
+            continue
+        found |= {name.removeprefix("ropewalk.") for name in names} & MODULES.keys()
+    return found
+
+
+def in_circles(imports: dict[str, set[str]]) -> set[str]:
+    """The modules that import themselves, through whatever others."""
+
+    def reached(module: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [module]
+        while waiting:
+            new = imports[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    return {module for module in imports if module in reached(module)}
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    assert in_circles({name: modules_imported(path) - {name} for name, path in MODULES.items()}) == set()
+
+
+def test_a_circle_is_found() -> None:
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+
+
 def test_public_names() -> None:
     assert ropewalk.__all__ == [
         "NTK",
