@@ -19,9 +19,10 @@ MODULES = {
 }
 
 # room → the rooms it may import. A room is a top-level module or folder of ropewalk.
-BOTTOM = {"_checks"}
+BOTTOM = {"_checks", "_layout"}
 MAY_IMPORT = {
     "_checks": set(),
+    "_layout": set(),
     "_fixed_point": set(),
     "schemes": BOTTOM,
     "kernels": BOTTOM,

@@ -94,8 +94,6 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
 
 
 PAIRINGS = ("half", "interleaved")
-LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
-"""Orders of axes: batch, sequence, heads, head_dim; tokens without a batch."""
 
 
 def check_pairing(who: str, value: object) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ropewalk import _checks
+from ropewalk import _checks, _layout
 from ropewalk.attention import attend as attention
 from ropewalk.attention.attend import TwoPass
 from ropewalk.attention.cache_step import LayerCache
@@ -47,7 +47,7 @@ class RotaryEmbedding(torch.nn.Module):
                 _checks.shown(rope),
                 "Read a model's with from_config(...).rope.",
             )
-        _checks.choice("RotaryEmbedding", "layout", layout, _checks.LAYOUTS)
+        _checks.choice("RotaryEmbedding", "layout", layout, _layout.AXES)
         self.rope = rope
         self.layout = layout
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._checks import LAYOUTS
+from ropewalk._layout import AXES
 
 why_not = ""
 """Why the kernels cannot be used; empty where they can."""
@@ -22,7 +22,6 @@ except ImportError as e:
 
 # The numbers of csrc/ropewalk.h.
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_LAYOUTS = {layout: i for i, layout in enumerate(LAYOUTS)}
 
 
 def level() -> str:
@@ -56,7 +55,7 @@ def rotate(
         sin.stride(),
         _DTYPES[tensors[0].dtype],
         _DTYPES[cos.dtype],
-        _LAYOUTS[layout],
+        AXES[layout],
         interleaved,
         rotary_offset,
         back,
@@ -73,8 +72,8 @@ def table_gradient(
         Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
     """
     x = tensors[0]
-    seq = x.shape[layout.index("t" if layout == "thd" else "s")]
-    shape = (1 if layout == "thd" else x.shape[layout.index("b")], seq, pairs)
+    batch, tokens, *_ = axes = AXES[layout]
+    shape = (1 if batch is None else x.shape[batch], x.shape[tokens], pairs)
     d_cos, d_sin = (
         torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32) for _ in range(2)
     )
@@ -84,7 +83,7 @@ def table_gradient(
         d_sin.data_ptr(),
         shape,
         _DTYPES[x.dtype],
-        _LAYOUTS[layout],
+        axes,
         interleaved,
         rotary_offset,
         torch.get_num_threads(),

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ropewalk._layout import AXES
+
 _T = TypeVar("_T")
 
 # Four warps; each thread holds so many bytes of the channels that are turned, in loads of 16. More make the arithmetic
@@ -256,9 +258,8 @@ def angles_launch(
 
 def _counts(shape: torch.Size, layout: str) -> tuple[int, int, int]:
     """Rows of the batch, tokens and heads."""
-    if layout == "thd":
-        return 1, shape[0], shape[1]
-    return shape[layout.index("b")], shape[layout.index("s")], shape[layout.index("h")]
+    batch, tokens, heads, _ = AXES[layout]
+    return 1 if batch is None else shape[batch], shape[tokens], shape[heads]
 
 
 def _named(names: str, tensors: Sequence[_T], others: Sequence[_T]) -> dict[str, _T]:
@@ -270,13 +271,12 @@ def _strides(
     strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: str, most: int
 ) -> tuple[dict[str, int], bool, int]:
     """Strides of batch, tokens, heads and channels, the first three in units; whether channels are dense; the unit."""
-    axes = [layout.find("s" if axis == "t" and layout != "thd" else axis) for axis in "bthd"]
     named = _named("qpkr", strides, others)
     dense = all(of[-1] == 1 for of in named.values())
     rows = {
-        f"{name}_{axis}": of[at] if at >= 0 else 0
+        f"{name}_{axis}": 0 if at is None else of[at]
         for name, of in named.items()
-        for axis, at in zip("bth", axes, strict=False)
+        for axis, at in zip("bth", AXES[layout][:3], strict=True)
     }
     unit = _unit(list(rows.values()), most) if dense else 1
     channels = {f"{name}_d": of[-1] for name, of in named.items()}

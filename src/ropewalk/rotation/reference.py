@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ropewalk._layout import AXES
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: int) -> Tensor:
     """Turn each pair of channels of x.
@@ -60,16 +62,16 @@ def table_gradient(
     Returns:
         Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
     """
+    batch, tokens, heads, _ = AXES[layout]
     d_cos = d_sin = torch.zeros((), device=tensors[0].device)
     for x, grad in zip(tensors, grads, strict=True):
         a, b = _pairs_of(x, pairs, pairing, rotary_offset)
         g, h = _pairs_of(grad, pairs, pairing, rotary_offset)
-        heads = layout.index("h")
         d_cos = d_cos + (g * a + h * b).sum(heads)
         d_sin = d_sin + (h * a - g * b).sum(heads)
-    if layout == "thd":
+    if batch is None:
         return d_cos.unsqueeze(0), d_sin.unsqueeze(0)
-    return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if layout == "sbhd" else (d_cos, d_sin)
+    return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if tokens < batch else (d_cos, d_sin)
 
 
 def _pairs_of(x: Tensor, pairs: int, pairing: str, rotary_offset: int) -> tuple[Tensor, Tensor]:
@@ -86,8 +88,8 @@ def _aligned(table: Tensor, layout: str) -> Tensor:
     """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
     if table.ndim == 1:
         return table
-    if table.ndim == 3 and layout == "sbhd":
-        table = table.transpose(0, 1)
-    # [.., seq, pairs] against [.., seq, heads, head_dim] or [.., heads, seq, head_dim]
-    table = table.unsqueeze(-3 if layout == "bhsd" else -2)
-    return table.unsqueeze(1) if layout == "sbhd" and table.ndim == 3 else table
+    batch, tokens, heads, count = AXES[layout]
+    if batch:  # where batch is the first axis, or there is none, broadcasting takes tables with it and without
+        table = table if table.ndim == 3 else table.unsqueeze(0)
+        table = table.transpose(0, 1) if tokens < batch else table
+    return table.unsqueeze(heads - count)
