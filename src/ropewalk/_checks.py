@@ -14,7 +14,9 @@ import math
 import reprlib
 from collections.abc import Collection, Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast, get_args
+
+from ropewalk._layout import Pairing
 
 
 class RopeError(ValueError):
@@ -93,12 +95,10 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
     return int(value)
 
 
-PAIRINGS = ("half", "interleaved")
-
-
-def check_pairing(who: str, value: object) -> None:
-    """Raise unless `value` is the name of a pairing."""
-    choice(who, "pairing", value, PAIRINGS)
+def check_pairing(who: str, value: object) -> Pairing:
+    """`value`, which is the name of a pairing."""
+    choice(who, "pairing", value, get_args(Pairing))
+    return cast(Pairing, value)
 
 
 def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:

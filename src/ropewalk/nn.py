@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from ropewalk import _checks, _layout
+from ropewalk import _checks
+from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
 from ropewalk.attention.attend import TwoPass
 from ropewalk.attention.cache_step import LayerCache
@@ -38,7 +39,7 @@ class RotaryEmbedding(torch.nn.Module):
         (torch.Size([1, 3, 2, 4]), torch.Size([1, 3, 1, 4]))
     """
 
-    def __init__(self, rope: Rope, *, layout: str) -> None:
+    def __init__(self, rope: Rope, *, layout: Layout) -> None:
         super().__init__()
         if not isinstance(rope, Rope):
             raise _checks.error(
@@ -47,7 +48,7 @@ class RotaryEmbedding(torch.nn.Module):
                 _checks.shown(rope),
                 "Read a model's with from_config(...).rope.",
             )
-        _checks.choice("RotaryEmbedding", "layout", layout, _layout.AXES)
+        _checks.choice("RotaryEmbedding", "layout", layout, AXES)
         self.rope = rope
         self.layout = layout
 

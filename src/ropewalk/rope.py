@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ropewalk import _checks, _fixed_point
+from ropewalk._layout import Pairing as Pairing
 from ropewalk.schemes import Scheme, default
 
 if TYPE_CHECKING:
     import torch
 
     from ropewalk.rotation.api import Rotation
-
-Pairing = Literal["half", "interleaved"]
 
 
 @dataclass(frozen=True, repr=False)

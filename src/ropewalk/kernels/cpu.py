@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._layout import AXES
+from ropewalk._layout import AXES, Layout
 
 why_not = ""
 """Why the kernels cannot be used; empty where they can."""
@@ -34,7 +34,7 @@ def rotate(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
     back: bool,
@@ -64,7 +64,7 @@ def rotate(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, interleaved: bool, rotary_offset: int
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
     """The gradient to cos and sin of `rotate`, summed over heads and tensors.
 

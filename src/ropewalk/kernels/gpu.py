@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk._layout import AXES
+from ropewalk._layout import AXES, Layout
 
 _T = TypeVar("_T")
 
@@ -74,7 +74,7 @@ def rotate(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
     back: bool,
@@ -91,7 +91,7 @@ def rotate(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, interleaved: bool, rotary_offset: int
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
     """The gradient to cos and sin of `rotate`, summed over heads and tensors.
 
@@ -135,7 +135,7 @@ def rotation_launch(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
     back: bool,
@@ -160,7 +160,7 @@ def _rotation_plan(
     out_strides: tuple[tuple[int, ...], ...],
     tables: tuple[torch.Size, tuple[int, ...], tuple[int, ...], int],
     element_size: int,
-    how: tuple[str, bool, int, bool, bool, int, int],
+    how: tuple[Layout, bool, int, bool, bool, int, int],
 ) -> tuple[int, dict[str, int], int]:
     layout, interleaved, rotary_offset, back, in_place, *_ = how
     pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
@@ -206,7 +206,7 @@ def gradient_launch(
     grads: list[Tensor],
     d_cos: Tensor,
     d_sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
 ) -> tuple[int, dict[str, Any], int]:
@@ -256,7 +256,7 @@ def angles_launch(
     return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
 
 
-def _counts(shape: torch.Size, layout: str) -> tuple[int, int, int]:
+def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:
     """Rows of the batch, tokens and heads."""
     batch, tokens, heads, _ = AXES[layout]
     return 1 if batch is None else shape[batch], shape[tokens], shape[heads]
@@ -268,7 +268,7 @@ def _named(names: str, tensors: Sequence[_T], others: Sequence[_T]) -> dict[str,
 
 
 def _strides(
-    strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: str, most: int
+    strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: Layout, most: int
 ) -> tuple[dict[str, int], bool, int]:
     """Strides of batch, tokens, heads and channels, the first three in units; whether channels are dense; the unit."""
     named = _named("qpkr", strides, others)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._checks import choice, error, shown
-from ropewalk._layout import AXES
+from ropewalk._layout import AXES, Layout
 from ropewalk.kernels.backend import PLAIN
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
@@ -50,7 +50,9 @@ def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> None:
         raise error(_WHO, "cos and sin must be on the same device", f"{cos.device} and {sin.device}", "Move one.")
 
 
-def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int) -> None:
+def tensors_fit(
+    tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int
+) -> None:
     """Raise unless q, and k if there is one, have the axes that `layout` says and the sizes of the tables.
 
     A quick look at what is nearly always so; only where it is not, each check by itself with its message.
@@ -60,7 +62,9 @@ def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, he
             tensor_fits(name, x, layout, cos, sin, head_dim, rotary_dim)
 
 
-def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int) -> bool:
+def _plainly_fit(
+    tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int
+) -> bool:
     axes = AXES.get(layout) if isinstance(layout, str) else None
     if axes is None or not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
         return False
@@ -86,7 +90,7 @@ def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, h
 
 
 def tensor_fits(
-    name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int | None = None
+    name: str, x: Tensor, layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int | None = None
 ) -> None:
     """Raise unless x, called `name`, has the axes that `layout` says and the sizes of the tables."""
     choice(_WHO, "layout", layout, AXES)
@@ -124,7 +128,7 @@ def tensor_fits(
 
 
 def operator_fits(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, rotary_offset: int, *, in_place: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, rotary_offset: int, *, in_place: bool
 ) -> None:
     """Raise unless an operator of `ops` was given what a `Rotation` would give it."""
     if not 1 <= len(tensors) <= 2:
@@ -158,7 +162,7 @@ def all_meta(tensors: list[Tensor]) -> None:
         raise error(_WHO_OPERATOR, "all tensors must be on the same device", devices, "Use a Rotation.")
 
 
-def can_share_a_call(q: Tensor, k: Tensor, layout: str) -> bool:
+def can_share_a_call(q: Tensor, k: Tensor, layout: Layout) -> bool:
     """Whether one call of a kernel can do q and k, which have the same layout and head_dim."""
     of_q, of_k, (batch, tokens, _, _) = q.shape, k.shape, AXES[layout]
     return (
@@ -241,7 +245,7 @@ def can_be_saved(cos: Tensor) -> None:
         )
 
 
-def _tokens_fit(name: str, x: Tensor, layout: str, cos: Tensor) -> None:
+def _tokens_fit(name: str, x: Tensor, layout: Layout, cos: Tensor) -> None:
     if cos.ndim == 1:
         return
     at_batch, at_tokens, *_ = AXES[layout]

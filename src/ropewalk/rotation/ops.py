@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk._layout import Layout, Pairing
 from ropewalk.kernels import backend, cpu, gpu
 from ropewalk.rotation import checks
 from ropewalk.rotation.reference import rotate_in_layout
@@ -59,12 +60,12 @@ def _rotate_meta_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> N
     checks.all_meta([*tensors, cos, sin])
 
 
-def _operator(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *how: Any) -> list[Tensor]:
+def _operator(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *how: Any) -> list[Tensor]:
     checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=False)
     return _new(kernel, tensors, cos, sin, layout, *how)
 
 
-def _operator_(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *how: Any) -> None:
+def _operator_(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *how: Any) -> None:
     checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=True)
     _in_place(kernel, tensors, cos, sin, layout, *how)
 
@@ -93,8 +94,8 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     *,
-    layout: str,
-    pairing: str,
+    layout: Layout,
+    pairing: Pairing,
     rotary_offset: int,
     back: bool = False,
 ) -> list[Tensor]:
@@ -130,7 +131,9 @@ def _run(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any
     return turned
 
 
-def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
+def rotate_(
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int
+) -> None:
     """The same in place. Both tensors are checked, and both rotated, before either is written."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
     if not torch.compiler.is_compiling():
@@ -164,8 +167,8 @@ class _Rotate(torch.autograd.Function):
         kernel: Any,
         cos: Tensor,
         sin: Tensor,
-        layout: str,
-        pairing: str,
+        layout: Layout,
+        pairing: Pairing,
         rotary_offset: int,
         back: bool,
         *tensors: Tensor,
@@ -200,8 +203,8 @@ def _table_gradient(
     grads: list[Tensor],
     cos: Tensor,
     *,
-    layout: str,
-    pairing: str,
+    layout: Layout,
+    pairing: Pairing,
     rotary_offset: int,
     back: bool,
     plain: bool,

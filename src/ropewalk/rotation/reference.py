@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._layout import AXES
+from ropewalk._layout import AXES, Layout, Pairing
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: int) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offset: int) -> Tensor:
     """Turn each pair of channels of x.
 
     Args:
@@ -45,7 +45,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
 
 
 def rotate_in_layout(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int, back: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int, back: bool
 ) -> list[Tensor]:
     """`rotate` of tensors in a layout by tables `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`; back: by minus."""
     cos, sin = _aligned(cos, layout), _aligned(-sin if back else sin, layout)
@@ -53,7 +53,7 @@ def rotate_in_layout(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, rotary_offset: int
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, pairing: Pairing, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
     """The gradient to cos and sin, summed over heads and tensors.
 
@@ -74,7 +74,7 @@ def table_gradient(
     return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if tokens < batch else (d_cos, d_sin)
 
 
-def _pairs_of(x: Tensor, pairs: int, pairing: str, rotary_offset: int) -> tuple[Tensor, Tensor]:
+def _pairs_of(x: Tensor, pairs: int, pairing: Pairing, rotary_offset: int) -> tuple[Tensor, Tensor]:
     part = x.narrow(-1, rotary_offset, 2 * pairs).to(_compute_dtype(x))
     a, b = part.chunk(2, dim=-1) if pairing == "half" else (part[..., 0::2], part[..., 1::2])
     return a, b
@@ -84,7 +84,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _aligned(table: Tensor, layout: str) -> Tensor:
+def _aligned(table: Tensor, layout: Layout) -> Tensor:
     """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
     if table.ndim == 1:
         return table
