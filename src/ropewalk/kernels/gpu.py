@@ -1,4 +1,4 @@
-"""The Triton kernels of `_gpu.py`: whether they can be used, sizes of tiles, launches. Same functions as `cpu.py`.
+"""The Triton kernels of `_gpu.py`: whether they can be used, sizes of tiles, launches. They are `backend.Kernels`.
 
 Triton is imported, and anything compiled, only when a tensor on a GPU comes.
 """
@@ -28,28 +28,30 @@ _VECTOR = 16
 _OPTIONS = {"enable_fp_fusion": False}
 
 
-def why_not(device: torch.device | None = None) -> str:
-    """Why the kernels cannot be used on a GPU, the current one when None; empty where they can.
+def unavailable(device: torch.device | None = None) -> str | None:
+    """Why the kernels cannot be used on this GPU, the current one when None; None where they can.
 
     Asked once for each GPU, by compiling and starting the smallest of them.
     """
-    index = None if device is None else device.index
-    if index is not None and index in _answers:  # on the way of every call
-        return _answers[index]
+    if device in _answers:  # on the way of every call
+        return _answers[device]
+    if device is not None and device.type != "cuda":
+        return f"these are for GPUs, not for {device}"
     if not torch.cuda.is_available():
         return "no GPU found"
-    index = torch.cuda.current_device() if index is None else index
-    if index not in _answers:
+    index = None if device is None else device.index
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    if device not in _answers:
         if torch.cuda.is_current_stream_capturing():
-            return ""  # nothing can be tried now; what does not work will say so itself
-        _answers[index] = _tried(torch.device("cuda", index))
-    return _answers[index]
+            return None  # nothing can be tried now; what does not work will say so itself
+        _answers[device] = _tried(device)
+    return _answers[device]
 
 
-_answers: dict[int, str] = {}
+_answers: dict[torch.device | None, str | None] = {}
 
 
-def _tried(device: torch.device) -> str:
+def _tried(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or higher is needed)"
     one = torch.zeros(1, dtype=torch.int64, device=device)
@@ -59,7 +61,7 @@ def _tried(device: torch.device) -> str:
         return f"Triton is not installed ({e})"
     except Exception as e:  # Triton has no error of its own for all that can be missing, a C compiler for example
         return f"Triton cannot compile or start a kernel here ({type(e).__name__}: {e})"
-    return ""
+    return None
 
 
 def version() -> str:
@@ -79,13 +81,7 @@ def rotate(
     rotary_offset: int,
     back: bool,
 ) -> None:
-    """Write the tensors, turned, to `outputs`, which may be the tensors themselves.
-
-    Args:
-        tensors: one or two with all but the number of heads in common, in `layout`.
-        cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`, as in `Rotation`.
-        back: turn by minus the angle.
-    """
+    """As `Kernels.rotate`."""
     launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, back)
     _launch("rotate", *launch)
 
@@ -93,11 +89,7 @@ def rotate(
 def table_gradient(
     tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin of `rotate`, summed over heads and tensors.
-
-    Returns:
-        Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
-    """
+    """As `Kernels.table_gradient`."""
     x = tensors[0]
     batch, tokens, _ = _counts(x.shape, layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -107,7 +99,7 @@ def table_gradient(
 
 
 def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+    """As `Kernels.angles`."""
     positions = positions.contiguous()
     cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
     _launch("angles", *angles_launch(positions, steps, cos, sin, factor))
