@@ -24,12 +24,13 @@ MAY_IMPORT = {
     "_layout": set(),
     "_checks": {"_layout"},
     "_fixed_point": set(),
+    "_tables": BOTTOM,
     "schemes": BOTTOM,
     "kernels": BOTTOM,
     "angles": BOTTOM | {"kernels"},
     "rotation": BOTTOM | {"kernels"},
     "positions": BOTTOM,
-    "rope": BOTTOM | {"_fixed_point", "schemes", "angles", "rotation"},
+    "rope": BOTTOM | {"_fixed_point", "_tables", "schemes", "angles", "rotation"},
     "configs": BOTTOM | {"rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
@@ -122,6 +123,7 @@ READ = f"import json; from ropewalk import from_config; m = from_config(json.loa
         f"{READ}; m.explain(); m.rope.inv_freq",
         "import ropewalk.programs.cli",
         "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
+        "from ropewalk import Rope; Rope(8, 1e4, 'half').tables([[0, 1], [7, 8]])",
     ],
 )
 def test_starts_without_torch(program: str) -> None:
