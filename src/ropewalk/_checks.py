@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import sys
 from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, cast, get_args
@@ -31,7 +32,7 @@ class RopeError(ValueError):
 
 
 def error(who: str, must: str, got: str, cure: str) -> RopeError:
-    """The one form of every message: who, what must hold, what came (in words, or `shown`), cure."""
+    """The one form of every message: who, what must hold, what came (in words, `shown` or `described`), cure."""
     return RopeError(f"{who}: {must}, got {got}. {cure}")
 
 
@@ -49,6 +50,14 @@ def shown(value: object) -> str:
     except Exception:  # whatever the value's own repr raises
         text = f"<{type(value).__name__} that cannot be shown>"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 4 :]}"
+
+
+def described(value: object) -> str:
+    """A tensor by its dtype and shape; anything else as `shown`."""
+    torch = sys.modules.get("torch")  # whoever has made a tensor has imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return shown(value)
 
 
 def short(key: object) -> str:

@@ -61,7 +61,7 @@ def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tens
             raise _checks.error(
                 who,
                 "delta must be an int or an int32 or int64 tensor [], [seq] or [batch, seq]",
-                f"{delta.dtype} of shape {tuple(delta.shape)}",
+                _checks.described(delta),
                 "Pass how many tokens each key moves.",
             )
         return delta

@@ -316,7 +316,7 @@ class KVCache:
             raise _checks.error(
                 "KVCache.step",
                 f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
-                _described(attention_mask),
+                _checks.described(attention_mask),
                 "Pass which of the new tokens are real, not the additive mask that attention gets.",
             )
         return attention_mask != 0
@@ -353,7 +353,7 @@ class KVCache:
         if rows.dtype == torch.bool and rows.shape == (batch,):
             return rows.to(self.length.device)
         if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
-            raise _checks.error(who, must, _described(rows), fix)
+            raise _checks.error(who, must, _checks.described(rows), fix)
         if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
             first, last = int(rows.min()), int(rows.max())
             if first < 0 or last >= batch:
@@ -363,7 +363,7 @@ class KVCache:
     def _check_rows(self, who: str, name: str, value: Tensor) -> None:
         if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != self.length.shape:
             must = f"{name} must be an int64 tensor [batch] = {list(self.length.shape)}"
-            raise _checks.error(who, must, _described(value), "Pass one number for each row.")
+            raise _checks.error(who, must, _checks.described(value), "Pass one number for each row.")
 
     def _check_room(self, total: Tensor) -> None:
         if torch.compiler.is_compiling() or total.device.type != "cpu":
@@ -376,7 +376,3 @@ class KVCache:
                 f"{longest} tokens",
                 "Build a larger cache, or one with a window.",
             )
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _checks.shown(value)

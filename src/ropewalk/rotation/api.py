@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, error, integer, shown
+from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, described, error, integer, shown
 from ropewalk._layout import Layout, Pairing
 from ropewalk.rotation import checks, ops
 
@@ -142,7 +142,7 @@ class Rotation:
             raise error(
                 "Rotation[rows]",
                 "rows must be an int32 or int64 tensor [seq] or [batch, seq], or a slice",
-                f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else shown(rows),
+                described(rows),
                 "Pass the positions of the tokens.",
             )
         try:

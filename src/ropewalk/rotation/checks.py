@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, error, shown
+from ropewalk._checks import choice, described, error, shown
 from ropewalk._layout import AXES, Layout
 from ropewalk.kernels.backend import PLAIN
 
@@ -148,7 +148,7 @@ def operator_fits(
         raise error(
             _WHO_OPERATOR,
             "q and k must have the same dtype, batch, tokens and requires_grad",
-            f"{q.dtype} of shape {tuple(q.shape)} and {k.dtype} of shape {tuple(k.shape)}",
+            f"{described(q)} and {described(k)}",
             "Call it for each of them.",
         )
     if in_place:
