@@ -68,24 +68,24 @@ def in_one_piece(x: Tensor, turn: Turn | None, at: tuple[Tensor, Tensor], seen: 
     return x[0]
 
 
-def distances(seq: int, size: dict[str, int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Positions and visibility of each pair in a cache of such a size."""
-    if "capacity" in size:
-        return written_out.pairs(torch.arange(seq)), written_out.causal(seq)
+def distances(seq: int, size: dict[str, int], positions: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Positions and visibility of each pair in a cache of such a size; positions are 0, 1, 2, … if not given."""
     if "sinks" in size:
+        assert positions is None
         return written_out.streaming(seq, size["window"], size["sinks"])
-    seen = [[0 <= i - j < size["window"] for j in range(seq)] for i in range(seq)]
-    return written_out.pairs(torch.arange(seq)), torch.tensor(seen)
+    window = size.get("window", seq)
+    seen = [[0 <= i - j < window for j in range(seq)] for i in range(seq)]
+    return written_out.pairs(torch.arange(seq) if positions is None else positions), torch.tensor(seen).view(seq, seq)
 
 
 def check_rows(outputs: list[Tensor], inputs: list[Tensor], real: list[Tensor], turn: Turn | None, how: Any) -> None:
-    """Each row's real tokens, put together from the pieces, against the row in one piece."""
+    """Each row's real tokens, put together from the pieces, against the row in one piece: how(row, tokens) says how."""
     out, x, kept = (torch.cat(pieces, dim=1) for pieces in (outputs, inputs, real))
     assert out.isfinite().all()  # padding too: nan would spread
     for row in range(x.shape[0]):
         tokens = x[row, kept[row]]
         if len(tokens):
-            torch.testing.assert_close(out[row, kept[row]], in_one_piece(tokens, turn, *how(len(tokens))), **EXACT)
+            torch.testing.assert_close(out[row, kept[row]], in_one_piece(tokens, turn, *how(row, len(tokens))), **EXACT)
 
 
 def state(cache: KVCache) -> list[Tensor]:

@@ -34,11 +34,10 @@ MAY_IMPORT = {
     "configs": BOTTOM | {"rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
-    # These stand outside: the public names only, which is the package itself;
-    # the lab also names types of the attention, and its messages have the one form.
+    # These stand outside: the public names only, which is the package itself; the lab's messages have the one form.
     "plots": set(),
-    "programs": {"plots", "lab"},
-    "lab": BOTTOM | {"attention", "plots"},
+    "programs": {"lab"},
+    "lab": BOTTOM,
     "__main__": {"programs"},
 }
 OUTSIDE = ("plots", "programs", "lab")
@@ -75,8 +74,11 @@ def test_the_rule_can_fail(tmp_path: Path) -> None:
 def test_public_names() -> None:
     assert ropewalk.__all__ == [
         "NTK",
+        "AttendingCache",
+        "CacheStep",
         "DynamicNTK",
         "KVCache",
+        "LayerCache",
         "Llama3",
         "LongRoPE",
         "ModelRopes",
@@ -88,10 +90,12 @@ def test_public_names() -> None:
         "RotaryEmbedding",
         "Rotation",
         "SelfExtend",
+        "TwoPass",
         "YaRN",
         "backends",
         "from_config",
         "masks",
+        "plots",
         "positions",
         "schemes",
     ]
@@ -122,6 +126,7 @@ READ = f"import json; from ropewalk import from_config; m = from_config(json.loa
         "import ropewalk",
         f"{READ}; m.explain(); m.rope.inv_freq",
         "import ropewalk.programs.cli",
+        "import ropewalk; ropewalk.plots.save",
         "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
         "from ropewalk import Rope; Rope(8, 1e4, 'half').tables([[0, 1], [7, 8]])",
     ],
@@ -147,7 +152,7 @@ def test_that_test_can_fail() -> None:
 
 
 def test_no_file_is_too_long() -> None:
-    assert {name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 400} == set()
+    assert {name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 350} == set()
 
 
 def test_no_assert_and_no_print_in_the_library() -> None:

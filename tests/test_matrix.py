@@ -53,11 +53,17 @@ def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path)
         "dependencies": ["click>=8.1", "torch>=2.9"],
         "optional-dependencies": {
             "plots": ["matplotlib>=3.8"],
+            "hub": ["huggingface_hub>=0.23"],
             "lab": ["ropewalk[plots]"],
             "test": ["pytest-xdist>=3.6.1", "triton>=3.5; sys_platform == 'linux'"],
         },
     }
-    assert matrix.lowest(project) == ["click==8.1.*", "matplotlib==3.8.*", "pytest-xdist==3.6.1.*"]
+    assert matrix.lowest(project) == [
+        "click==8.1.*",
+        "matplotlib==3.8.*",
+        "huggingface_hub==0.23.*",
+        "pytest-xdist==3.6.1.*",
+    ]
     install = matrix.commands(matrix.Row("3.11", "2.13", lowest=True), "python", tmp_path)[1]
     assert {"torch==2.13.*", "numpy==1.26.*", "pytest==8.2.*", "matplotlib==3.8.*"} <= set(install)
 

@@ -9,10 +9,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import plots as plots
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
     from ropewalk._checks import RopeError as RopeError
     from ropewalk.attention import masks as masks
+    from ropewalk.attention.attend import AttendingCache as AttendingCache
+    from ropewalk.attention.attend import TwoPass as TwoPass
+    from ropewalk.attention.cache_step import CacheStep as CacheStep
+    from ropewalk.attention.cache_step import LayerCache as LayerCache
     from ropewalk.attention.kv_cache import KVCache as KVCache
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
     from ropewalk.configs import ModelRopes as ModelRopes
@@ -33,8 +38,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AttendingCache": "attention.attend",
+    "CacheStep": "attention.cache_step",
     "DynamicNTK": "schemes",
     "KVCache": "attention.kv_cache",
+    "LayerCache": "attention.cache_step",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
@@ -47,16 +55,20 @@ _HOME = {
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
     "SelfExtend": "attention.self_extend",
+    "TwoPass": "attention.attend",
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
 }
-_MODULES = {"masks": "attention.masks", "positions": "positions", "schemes": "schemes"}
+_MODULES = {"masks": "attention.masks", "plots": "plots", "positions": "positions", "schemes": "schemes"}
 
 __all__ = [
     "NTK",
+    "AttendingCache",
+    "CacheStep",
     "DynamicNTK",
     "KVCache",
+    "LayerCache",
     "Llama3",
     "LongRoPE",
     "ModelRopes",
@@ -68,10 +80,12 @@ __all__ = [
     "RotaryEmbedding",
     "Rotation",
     "SelfExtend",
+    "TwoPass",
     "YaRN",
     "backends",
     "from_config",
     "masks",
+    "plots",
     "positions",
     "schemes",
 ]

@@ -11,21 +11,20 @@ from torch.nn.attention.flex_attention import BlockMask
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
-from ropewalk.attention.attend import TwoPass
-from ropewalk.attention.cache_step import LayerCache
+from ropewalk.attention.attend import AttendingCache, TwoPass
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Turn q and k at explicit positions.
+    """Rotate q and k at explicit positions.
 
     No parameters, no buffers, nothing in `state_dict`: its only state is the Rope, plain numbers that `.half()`,
     `.to()`, meta initialisation and FSDP cannot touch. In a deep model, call `rope.at(positions)` once and hand the
     rotation to every layer instead: this module makes the angles at each call.
 
     Args:
-        rope: how fast each pair turns.
+        rope: how fast each pair rotates.
         layout: "bshd", "bhsd", "sbhd" or "thd": the order of the axes of q and k.
 
     Raises:
@@ -66,7 +65,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class RotaryAttention(torch.nn.Module):
-    """Causal multi-head attention as in Llama: q, k and v projected, q and k turned, attention, projected back.
+    """Causal multi-head attention as in Llama: q, k and v projected, q and k rotated, attention, projected back.
 
     Parameters have the names of Hugging Face's Llama attention (`q_proj`, `k_proj`, `v_proj`, `o_proj`; `q_norm`,
     `k_norm` as in Qwen 3), so its weights load as they are. The rope is not part of it: whoever runs the layers makes
@@ -79,7 +78,7 @@ class RotaryAttention(torch.nn.Module):
         head_dim: channels of a head; hidden_size / num_heads when None.
         bias: whether the projections of q, k and v have one (Qwen 2).
         o_bias: whether the projection of the output has one (with bias: `attention_bias` of Hugging Face's Llama).
-        qk_norm: ε of an RMSNorm over the channels of each head of q and k, before they are turned (Qwen 3); None: none.
+        qk_norm: ε of an RMSNorm over the channels of each head of q and k, before rotation (Qwen 3); None: none.
         softmax_factor: multiplies the softmax scale head_dim^(−1/2), dimensionless: `ModelRopes.softmax_factor`.
 
     Raises:
@@ -148,7 +147,7 @@ class RotaryAttention(torch.nn.Module):
         rotation: Rotation | TwoPass | None,
         *,
         mask: Tensor | BlockMask | None = None,
-        cache: LayerCache | None = None,
+        cache: AttendingCache | None = None,
     ) -> Tensor:
         """Attention of each token to those before it and itself.
 
@@ -162,14 +161,15 @@ class RotaryAttention(torch.nn.Module):
                 than one way and are refused. See `masks` for packed documents, sliding windows and padding. Or a
                 `BlockMask` for FlexAttention, used as it is, which must be causal itself: `masks.packed_blocks`.
             cache: `step.layer(i)` of a `KVCache`, for the tokens of x, in the dtype of x or of autocast. The keys of
-                mask are then those of `step.key_positions`.
+                mask are then those of `step.key_positions`, and mask is a tensor. Or any other `AttendingCache`, which
+                rotates, stores and attends as it likes.
 
         Returns:
             Shape of x, and its dtype or that of autocast.
 
         Raises:
             RopeError: an argument is none of these, a shape does not fit, the rotation cannot be that of the cache's
-                step, or a BlockMask comes with a cache or with a rotation in two passes.
+                step, or a BlockMask comes with a KVCache or with a rotation in two passes.
         """
         self._check(x, rotation, mask, cache)
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
@@ -177,55 +177,45 @@ class RotaryAttention(torch.nn.Module):
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast makes some norms float32
-        unturned = q
-        if rotation is not None:
-            q, k = (rotation.near if isinstance(rotation, TwoPass) else rotation)(q, k, layout="bshd")
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if mask is None or isinstance(mask, Tensor):
-            mask = self._seen(mask, q, k, cache, needed=isinstance(rotation, TwoPass))
+        if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
+            mask = mask.to(q.dtype)
+        attend = self._attend if cache is None else cache.attend
         scale = self.head_dim**-0.5 * self.softmax_factor
-        if isinstance(rotation, TwoPass):
-            far = rotation.far_queries(unturned, layout="bshd")
-            attended = rotation.attend(q, far, k, v, mask=cast(Tensor, mask), scale=scale)
-        else:
-            attended = attention.attend(q, k, v, mask=mask, scale=scale)
+        attended = attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 
-    def _seen(self, mask: Tensor | None, q: Tensor, k: Tensor, cache: LayerCache | None, needed: bool) -> Tensor | None:
-        """The mask joined with causality; None where plain causality is all, and need not be said."""
-        if mask is not None:
-            if mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
-                mask = mask.to(q.dtype)
-            attention.check_mask("RotaryAttention", mask, q, k)
-        if cache is not None:
-            return attention.joined(mask, cache.step.mask)
-        if mask is None and not needed:
-            return None
-        return attention.joined(mask, attention.causal(q.shape[1], q.device))
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | TwoPass | None,
+        mask: Tensor | BlockMask | None,
+        scale: float,
+    ) -> Tensor:
+        """Without a cache: over the keys of these tokens. Where plain causality is all, no mask says it."""
+        if isinstance(mask, Tensor):
+            attention.check_mask("RotaryAttention", mask, q, k.shape[1])
+        if isinstance(mask, Tensor) or isinstance(rotation, TwoPass):
+            mask = attention.joined(cast("Tensor | None", mask), attention.causal(q.shape[1], q.device))
+        return attention.rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
 
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             must = f"x must have shape [batch, seq, hidden_size={self.hidden_size}]"
             raise _checks.error(who, must, f"shape {tuple(x.shape)}", "Pass hidden states.")
-        if rotation is not None and not isinstance(rotation, (Rotation, TwoPass)):
+        if rotation is not None:
+            attention.check_rotation(who, rotation)
+        if cache is not None and not callable(getattr(cache, "attend", None)):
             raise _checks.error(
                 who,
-                "rotation must be a Rotation, what SelfExtend.at returns, or None",
-                _checks.shown(rotation),
-                "Make it once for each forward pass: rope.at(positions).",
-            )
-        if cache is not None and not isinstance(cache, LayerCache):
-            raise _checks.error(
-                who,
-                "cache must be one layer of a step of a KVCache, or None",
+                "cache must be one layer of a step of a KVCache, another cache with such a method attend, or None",
                 _checks.shown(cache),
                 "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
             )
-        if cache is not None and rotation is not None:
-            cache.step.check_rotation(who, rotation)
         if mask is None or isinstance(mask, Tensor):
             return
         if not isinstance(mask, BlockMask):
@@ -235,10 +225,10 @@ class RotaryAttention(torch.nn.Module):
                 _checks.shown(mask),
                 "Plain causality needs no mask; ropewalk.masks makes those for documents, windows and padding.",
             )
-        if cache is not None or isinstance(rotation, TwoPass):
+        if isinstance(rotation, TwoPass):
             raise _checks.error(
                 who,
-                "with a cache or two passes, mask must be a tensor",
+                "in two passes, mask must be a tensor",
                 "a BlockMask",
                 "Pass a dense mask, e.g. masks.packed(cu_seqlens, total).",
             )

@@ -50,7 +50,7 @@ def inv_freq(rope: Rope) -> Figure:
     else:
         axes.plot(_drawn(before), "o--", color=_GREY, markersize=4, label="before scaling")
         axes.plot(_drawn(after), "o-", color=_BLUE, markersize=4, label=f"after scaling: {_scheme(rope)}")
-    trained = getattr(rope.scaling, "original_max_position_embeddings", None)
+    trained = None if rope.scaling is None else rope.scaling.trained_length(None)
     if trained is not None:
         label = f"one turn within the trained length of {trained:,} tokens"
         axes.axhline(2 * math.pi / trained, color=_ORANGE, label=label)
@@ -263,7 +263,7 @@ def _check(who: str, name: str, value: object, *, at_least: int, at_most: int) -
 
 
 def _scheme(rope: Rope) -> str:
-    return "no scaling" if rope.scaling is None else type(rope.scaling).__name__
+    return "no scaling" if rope.scaling is None else rope.scaling.label
 
 
 def _drawn(speed: np.ndarray) -> np.ndarray:

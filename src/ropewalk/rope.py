@@ -10,7 +10,7 @@ import numpy as np
 
 from ropewalk import _checks, _fixed_point
 from ropewalk._layout import Pairing as Pairing
-from ropewalk.schemes import Scheme, default
+from ropewalk.schemes import Scaling, check_scaling, default
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Rope:
     _: KW_ONLY
     rotary_dim: int = cast(int, None)  # an int from __post_init__ on
     rotary_offset: int = 0
-    scaling: Scheme | None = None
+    scaling: Scaling | None = None
 
     # Worked out once in __post_init__: torch.compile can trace a tuple of numbers, but no NumPy and no cached_property.
     # None for a scheme that depends on the length.
@@ -86,13 +86,7 @@ class Rope:
                 str(rotary_dim),
                 f"Pass rotary_dim={rotary_dim - 1} to leave the last channel unrotated.",
             )
-        if self.scaling is not None and not isinstance(self.scaling, Scheme):
-            raise _checks.error(
-                "Rope",
-                "scaling must be a scheme of ropewalk.schemes or None",
-                _checks.shown(self.scaling),
-                "Build one, e.g. Llama3(...), or read a config with from_config.",
-            )
+        check_scaling("Rope", self.scaling)
         for name, value in (
             ("head_dim", head_dim),
             ("base", base),
@@ -107,11 +101,10 @@ class Rope:
         inv_freq: tuple[float, ...] | None
         if scheme is None:
             factor, inv_freq = 1.0, default.inv_freq(self.base, self.rotary_dim)
-        elif scheme.depends_on_length:
-            scheme.check(self.rotary_dim)
+        elif (known := scheme.frequencies(self.base, self.rotary_dim)) is None:
             factor, inv_freq = None, None
         else:
-            factor, inv_freq = scheme.table_factor(), scheme.inv_freq(self.base, self.rotary_dim)
+            inv_freq, factor = known
             _checks.attention_factor("Rope", factor)
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
@@ -294,7 +287,8 @@ class Rope:
     def _unresolved(self) -> _checks.RopeError:
         return _checks.error(
             "Rope",
-            f"the length must be said, since the frequencies of {type(self.scaling).__name__} depend on it",
+            f"the length must be said, since the frequencies of {'' if self.scaling is None else self.scaling.label} "
+            "depend on it",
             "a rope that is not resolved",
             "Use rope.at_length(n), once, with n the longest sequence you will run.",
         )

@@ -34,8 +34,7 @@ from cache_model import (
     stopped,
     unchanged,
 )
-from ropewalk import KVCache, Rope, RopeError, Rotation, SelfExtend
-from ropewalk.attention.cache_step import CacheStep
+from ropewalk import CacheStep, KVCache, Rope, RopeError, Rotation, SelfExtend
 
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 
@@ -53,15 +52,45 @@ def test_what_a_step_says() -> None:
     store(padded)
     assert padded.mask[0, 0, 0].all()  # padding sees everything: in some kernels a query that sees nothing gives nan
     step = cache.step(3)
-    assert step.positions.tolist() == [[1, 2, 3], [2, 3, 4]]
+    assert step.positions.tolist() == step.order.tolist() == [[1, 2, 3], [2, 3, 4]]
     # What was cached, slot by slot, then the new tokens.
     none = 2**62
     assert step.key_positions.tolist() == [[0, none, none, none, 1, 2, 3], [0, 1, none, none, 2, 3, 4]]
+    assert torch.equal(step.key_order, step.key_positions)
     assert step.mask[1, 0].int().tolist() == [[1, 1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1, 1]]
     store(step)
     one = cache.step(1)
-    assert one.key_positions.tolist() == [[0, 4, 2, 3], [0, 4, 5, 3]]
+    assert one.key_positions.tolist() == one.key_order.tolist() == [[0, 4, 2, 3], [0, 4, 5, 3]]
     assert one.mask[:, 0, 0].all()
+
+
+@pytest.mark.parametrize("size", [{"capacity": 5}, {"window": 3}])
+def test_order_and_positions_are_two_numbers(size: dict[str, int]) -> None:
+    cache, none = KVCache(1, 1, 1, 2, **size), 2**62
+    store(cache.step(2, positions=torch.tensor([8, 8])))
+    one = cache.step(1, positions=torch.tensor([3]))
+    assert one.positions.tolist() == [[3]]
+    assert one.order.tolist() == [[2]]
+    assert one.key_positions[0].tolist() == [8, 8, 3, none, none][: one.key_order.shape[1]]
+    assert one.key_order[0].tolist() == [0, 1, 2, none, none][: one.key_order.shape[1]]
+    assert one.mask[0, 0, 0].tolist() == [True, True, True, False, False][: one.key_order.shape[1]]
+    store(one)
+    two = cache.step(2, attention_mask=torch.tensor([[1, 0]]), positions=torch.tensor([5, 6]))
+    assert two.order.tolist() == [[3, 3]]
+    assert two.positions.tolist() == [[5, 6]]  # what padding was given
+    if "window" in size:
+        assert two.key_order.tolist() == [[0, 1, 2, 3, none]]
+        assert two.key_positions.tolist() == [[8, 8, 3, 5, none]]
+        assert two.mask[0, 0, 0].tolist() == [False, True, True, True, False]
+    store(two)
+    assert cache.position.tolist() == [6]
+
+
+def test_padding_alone_leaves_the_next_position() -> None:
+    cache = KVCache(1, 2, 1, 2, capacity=5)
+    store(cache.step(1, positions=torch.tensor([[7], [40]]), attention_mask=torch.tensor([[0], [1]])))
+    assert cache.position.tolist() == [0, 41]
+    assert cache.step(1).positions.tolist() == [[0], [41]]
 
 
 def test_no_slot_is_written_twice() -> None:
@@ -92,7 +121,7 @@ class TestAPassThatRaised:
             outputs.append(run(cache, x, ROPE, attention_mask=mask))
             inputs.append(x)
             real.append(mask)
-        check_rows(outputs, inputs, real, TURN, lambda seq: distances(seq, size))
+        check_rows(outputs, inputs, real, TURN, lambda row, seq: distances(seq, size))
 
     def test_for_want_of_no_grad(self) -> None:
         cache, x = cache_of(1, capacity=4), torch.randn(1, 3, HIDDEN, dtype=torch.float64)
@@ -151,7 +180,7 @@ class TestMisuse:
 
     def refuses(self, cache: KVCache, step: CacheStep, x: Tensor, rotation: Any, message: str) -> None:
         before = state(cache)
-        with torch.no_grad(), pytest.raises(RopeError, match=f"RotaryAttention: {message}"):
+        with torch.no_grad(), pytest.raises(RopeError, match=f"KVCache: {message}"):
             MODEL[0](x, rotation, cache=step.layer(0))
         assert unchanged(cache, before)
 
@@ -194,12 +223,14 @@ class TestMisuse:
                 layer(x, again, cache=step.layer(i))
 
     def test_a_rotation_may_come_from_anywhere_and_serve_twice_where_it_is_right(self) -> None:
-        """With `at` the tokens are where they were before; after a step of padding too."""
-        cache, x = self.cache()
+        """With `at` the tokens are where they were before; after a step of padding, and where positions say so, too."""
+        cache, x = self.cache(capacity=9)
         table, at = ROPE.at(torch.arange(9), dtype=torch.float64), torch.tensor([4, 4])
         rotations: list[Rotation] = []
         nothing = torch.tensor([[0], [0]])
-        for options in ({}, {"at": at}, {"at": at, "attention_mask": nothing}, {"attention_mask": nothing}, {}):
+        here = torch.tensor([4])
+        again = [{"at": at}, {"positions": here}, {"at": at, "attention_mask": nothing}, {"attention_mask": nothing}]
+        for options in ({}, *again, {}):
             step = cache.step(1, **options)
             assert step.positions.tolist() == [[4], [4]]
             rotations = rotations or [table[step.positions], ROPE.at(step.positions, dtype=torch.float64)]

@@ -63,8 +63,51 @@ def test_pieces_equal_the_whole(data: st.DataObject, batch: int, size: dict[str,
         if shift != "none":
             delta = torch.randint(-300, 300, (batch,))
             cache.shift([rope] * LAYERS if rope is None else rope, int(delta[0]) if shift == "all" else delta)
-    check_rows(outputs, inputs, real, turn, lambda seq: distances(seq, size))
+    check_rows(outputs, inputs, real, turn, lambda row, seq: distances(seq, size))
     assert torch.equal(cache.length, torch.cat(real, dim=1).sum(1))
+
+
+@given(data=st.data(), batch=st.integers(1, 3), size=SIZES.filter(lambda size: "sinks" not in size))
+def test_pieces_at_given_positions_equal_the_whole(data: st.DataObject, batch: int, size: dict[str, int]) -> None:
+    """Positions that are shared, that skip or that go back decide rotation; who sees whom goes by order.
+
+    Steps with and without given positions, padding anywhere, shifts in between.
+    """
+    rope, turn = ROPES["YaRN, partial"]
+    assert rope is not None
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    cache = cache_of(batch, **size)
+    outputs, inputs, real = [], [], []
+    places: list[list[int]] = [[] for _ in range(batch)]  # of the real tokens, as they now are
+    following = [0] * batch
+    for seq in data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), min_size=1, max_size=5)):
+        x, mask = torch.randn(batch, seq, HIDDEN, dtype=torch.float64), torch.ones(batch, seq, dtype=torch.bool)
+        if data.draw(st.booleans()):
+            mask = torch.rand(batch, seq) < 0.6
+        if int((cache.length + mask.sum(1)).max()) > size.get("capacity", 99):
+            break
+        options: dict[str, Any] = {} if mask.all() else {"attention_mask": mask}
+        way = data.draw(st.sampled_from(["consecutive", "of each row", "of all rows"]))
+        if way != "consecutive":
+            options["positions"] = torch.randint(-9, 9, (batch, seq) if way == "of each row" else (seq,))
+        outputs.append(run(cache, x, rope, **options))
+        inputs.append(x)
+        real.append(mask)
+        for row in range(batch):
+            count = int(mask[row].sum())
+            if way == "consecutive":
+                new = list(range(following[row], following[row] + count))
+            else:
+                new = options["positions"].expand(batch, seq)[row, mask[row]].tolist()
+            places[row] += new
+            following[row] = max(new) + 1 if new else following[row]
+        assert cache.position.tolist() == following
+        if data.draw(st.booleans()):
+            delta = torch.randint(-300, 300, (batch,))
+            cache.shift(rope, delta)
+            places = [[place + int(by) for place in row] for row, by in zip(places, delta, strict=True)]
+            following = [place + int(by) for place, by in zip(following, delta, strict=True)]
+    check_rows(outputs, inputs, real, turn, lambda row, seq: distances(seq, size, torch.tensor(places[row])))
 
 
 @given(data=st.data(), batch=st.integers(1, 3), group=st.integers(1, 4), window=st.integers(0, 6))
@@ -84,7 +127,7 @@ def test_pieces_equal_the_whole_with_self_extend(data: st.DataObject, batch: int
         inputs,
         real,
         turn,
-        lambda seq: (written_out.self_extend(range(seq), group, window), written_out.causal(seq)),
+        lambda row, seq: (written_out.self_extend(range(seq), group, window), written_out.causal(seq)),
     )
 
 
@@ -119,6 +162,71 @@ def test_positions_may_have_gaps() -> None:
     torch.testing.assert_close(out[0], wanted, **EXACT)
     assert cache.position.tolist() == [52]
     assert cache.length.tolist() == [4]
+
+
+def test_tokens_that_share_a_position_see_each_other_by_order() -> None:
+    """Text, the four patches of an image at one position, text: at once, and in pieces that cut the image."""
+    rope, turn = ROPES["default"]
+    x, places = torch.randn(1, 7, HIDDEN, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 2, 2, 3])
+    wanted = in_one_piece(x[0], turn, *distances(7, {"capacity": 7}, places))
+    for pieces in ([(0, 7)], [(0, 4), (4, 5), (5, 7)]):
+        cache = cache_of(1, capacity=7)
+        out = [run(cache, x[:, start:stop], rope, positions=places[start:stop]) for start, stop in pieces]
+        torch.testing.assert_close(torch.cat(out, dim=1)[0], wanted, **EXACT)
+        assert cache.position.tolist() == [4]
+
+
+@pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}])
+def test_shift_does_not_change_who_sees_whom(size: dict[str, int]) -> None:
+    """Keys that are moved in front of a query, or behind it, by another row's share of the step."""
+    rope, turn = ROPES["default"]
+    cache, x = cache_of(2, **size), torch.randn(2, 6, HIDDEN, dtype=torch.float64)
+    run(cache, x[:, :5], rope, positions=torch.tensor([[5, 3, 3, 9, 1], [4, 4, 4, 4, 4]]))
+    assert rope is not None
+    cache.shift(rope, torch.tensor([1000, -1000]))
+    step = cache.step(1, positions=torch.tensor([[0], [0]]))
+    window = size.get("window", 6)
+    assert step.key_order[step.mask[:, 0, 0]].view(2, -1).sort().values.tolist() == [list(range(6))[-window:]] * 2
+    out = run(cache, x[:, 5:], rope, positions=torch.tensor([0]))
+    for row, places in enumerate([[1005, 1003, 1003, 1009, 1001, 0], [-996] * 5 + [0]]):
+        wanted = in_one_piece(x[row], turn, *distances(6, size, torch.tensor(places)))
+        torch.testing.assert_close(out[row, 0], wanted[-1], **EXACT)
+
+
+def test_going_back_goes_by_order() -> None:
+    """The first token at or after `at` is forgotten, and all that came later, even those whose position is smaller."""
+    rope, turn = ROPES["default"]
+    x, cache = torch.randn(3, 8, HIDDEN, dtype=torch.float64), cache_of(3, capacity=8)
+    places = torch.tensor([[0, 1, 2, 2, 2, 3], [0, 7, 1, 2, 3, 4], [5, 5, 5, 5, 5, 5]])
+    run(cache, x[:, :6], rope, positions=places)
+    at, kept = torch.tensor([3, 6, 6]), (5, 1, 6)
+    out = run(cache, x[:, 6:7], rope, at=at)
+    assert cache.length.tolist() == [6, 2, 7]
+    assert cache.position.tolist() == [4, 7, 7]
+    # Going back and positions of the new tokens are two things: here to the start of the image, and on from elsewhere.
+    last = run(cache, x[:, 7:], rope, at=torch.tensor([2, 0, 6]), positions=torch.tensor([9]))
+    assert cache.length.tolist() == [3, 1, 7]
+    assert cache.position.tolist() == [10, 10, 10]
+    for row in range(3):
+        before = [*range(kept[row]), 6], [*places[row, : kept[row]].tolist(), int(at[row])]
+        wanted = in_one_piece(
+            x[row, before[0]], turn, *distances(kept[row] + 1, {"capacity": 8}, torch.tensor(before[1]))
+        )
+        torch.testing.assert_close(out[row, 0], wanted[-1], **EXACT)
+        count = (2, 0, 6)[row]
+        after = [*range(count), 7], [*places[row, :count].tolist(), 9]
+        wanted = in_one_piece(x[row, after[0]], turn, *distances(count + 1, {"capacity": 8}, torch.tensor(after[1])))
+        torch.testing.assert_close(last[row, 0], wanted[-1], **EXACT)
+
+
+def test_given_positions_are_the_steps_own() -> None:
+    """Whoever keeps one buffer for the positions of every step may write the next ones into it."""
+    cache, buffer = KVCache(1, 1, 1, 2, capacity=4), torch.tensor([7, 7])
+    step, k = cache.step(2, positions=buffer), torch.ones(1, 2, 1, 2)
+    buffer.fill_(0)
+    step.layer(0).append(k, k)
+    assert step.positions.tolist() == [[7, 7]]
+    assert cache.step(1).key_positions.tolist() == [[7, 7, 8, 2**62]]
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
@@ -292,16 +400,21 @@ def test_a_mask_is_joined() -> None:
         torch.testing.assert_close(out, written_out.attention(x, weights, **how)[:, 2:], **EXACT)
 
 
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("size", [{"capacity": 12}, {"window": 3, "sinks": 2}])
-def test_compiles_once_for_all_tokens(size: dict[str, int]) -> None:
+def test_compiles_once_for_all_tokens(size: dict[str, int], given: bool) -> None:
     rope, _ = ROPES["YaRN, partial"]
     x = torch.randn(2, 10, HIDDEN, dtype=torch.float64)
+    torch._dynamo.reset()  # graphs of `run` that other tests compiled count against Dynamo's limit
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
+    if given:
+        size = {name: number for name, number in size.items() if name != "sinks"}
     plain, traced = cache_of(2, **size), cache_of(2, **size)
     for start, stop in ((0, 5), *((i, i + 1) for i in range(5, 10))):
-        wanted = run(plain, x[:, start:stop], rope)
-        torch.testing.assert_close(compiled(traced, x[:, start:stop], rope), wanted, **EXACT)
+        options = {"positions": torch.randint(-5, 5, (2, stop - start))} if given else {}
+        wanted = run(plain, x[:, start:stop], rope, **options)
+        torch.testing.assert_close(compiled(traced, x[:, start:stop], rope, **options), wanted, **EXACT)
     assert counter.frame_count == 2  # the prompt and one token
 
 
@@ -386,11 +499,24 @@ def test_refuses_arguments() -> None:
         cache.step(1, at=5)  # type: ignore[arg-type]
     with pytest.raises(RopeError, match=r"at must be None in a cache with a window.*reset\(rows=\.\.\.\)"):
         KVCache(1, 2, 1, 2, window=8).step(1, at=torch.tensor([0, 0]))
+    shape = r"positions must be an int64 tensor \[batch, seq\] = \[2, 3\] or \[seq\] = \[3\] on cpu, got"
+    for wrong, got in (
+        (torch.zeros(2).long(), r"torch.int64 of shape \(2,\) on cpu"),
+        (torch.zeros(3, 1).long(), r"torch.int64 of shape \(3, 1\)"),
+        (torch.zeros(3), "torch.float32"),
+        (torch.zeros(3, dtype=torch.int64, device="meta"), r"torch.int64 of shape \(3,\) on meta"),
+        ([0, 1, 2], r"\[0, 1, 2\]"),
+    ):
+        with pytest.raises(RopeError, match=rf"KVCache\.step: {shape} {got}"):
+            cache.step(3, positions=wrong)  # type: ignore[arg-type]
+    message = r"positions must be None in a cache with sinks, .* Build the cache with sinks=0, or with capacity\."
+    with pytest.raises(RopeError, match=message):
+        KVCache(1, 2, 1, 2, window=8, sinks=1).step(1, positions=torch.tensor([0]))
     rope = Rope(2, 1e4, "half")
     with pytest.raises(RopeError, match=r"delta must be an int64 tensor \[batch\] = \[2\], got .* shape \(3,\)"):
         cache.shift(rope, torch.tensor([1, 2, 3]))
     with pytest.raises(RopeError, match="delta must be an integer from"):
         cache.shift(rope, 1.5)  # type: ignore[arg-type]
-    for wrong in ([rope, rope], ["half"], None):
+    for ropes in ([rope, rope], ["half"], None):
         with pytest.raises(RopeError, match=r"KVCache\.shift: rope must be a Rope, or one or None for each"):
-            cache.shift(wrong, 1)  # type: ignore[arg-type]
+            cache.shift(ropes, 1)  # type: ignore[arg-type]

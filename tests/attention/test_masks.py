@@ -12,9 +12,8 @@ from torch import Tensor
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Turn
-from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, masks, positions
+from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, TwoPass, masks, positions
 from ropewalk.attention import attend as attention
-from ropewalk.attention.attend import TwoPass
 
 HIDDEN, HEADS, SEQ, HEAD_DIM = 12, 2, 9, 6
 ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
@@ -199,8 +198,8 @@ class TestWhatCouldBeReadInTwoWays:
 
     X = hidden(3, 3)
 
-    def refuses(self, rotation: Any, mask: Tensor, message: str, **options: Any) -> None:
-        with pytest.raises(RopeError, match=f"RotaryAttention: {message}"), torch.no_grad():
+    def refuses(self, rotation: Any, mask: Tensor, message: str, who: str = "RotaryAttention", **options: Any) -> None:
+        with pytest.raises(RopeError, match=f"{who}: {message}"), torch.no_grad():
             layer()(self.X, rotation, mask=mask, **options)
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float64, torch.int64])
@@ -215,9 +214,11 @@ class TestWhatCouldBeReadInTwoWays:
         self.refuses(SelfExtend(ROPE, 2, 2).at(torch.arange(3), dtype=torch.float64), torch.ones(3, 3) > 0, TWO_AXES)
 
     def test_a_cache(self) -> None:
-        step = KVCache(1, 3, HEADS, HEAD_DIM, capacity=3, dtype=torch.float64).step(3)
+        cache = KVCache(1, 3, HEADS, HEAD_DIM, capacity=3, dtype=torch.float64)
+        step = cache.step(3)
         rotation = step.rotation(ROPE, dtype=torch.float64)
-        self.refuses(rotation, torch.ones(3, 3) > 0, TWO_AXES, cache=step.layer(0))
+        self.refuses(rotation, torch.ones(3, 3) > 0, TWO_AXES, who="KVCache", cache=step.layer(0))
+        assert not cache.keys[0].any()  # and nothing is stored
 
     def test_the_functions_below(self) -> None:
         q = torch.zeros(3, 3, HEADS, HEAD_DIM)

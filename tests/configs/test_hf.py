@@ -153,9 +153,10 @@ def test_the_same_pairing_may_be_passed() -> None:
     ("changes", "kwargs", "message"),
     [
         # the architecture
-        ({"model_type": "gpt_neo"}, {}, "model_type: it must be one that ropewalk knows, got 'gpt_neo'"),
+        ({"model_type": "my_gpt"}, {}, "model_type: it must be one that ropewalk knows, got 'my_gpt'"),
+        ({"model_type": "gpt_neo"}, {}, "gpt_neo has no rotary positions: it has learned absolute positions."),
         ({"model_type": "lama"}, {}, "Did you mean 'llama'?"),
-        ({"model_type": "gpt_neo"}, {}, 'pass pairing="half" or pairing="interleaved" to from_config'),
+        ({"model_type": "my_gpt"}, {}, 'pass pairing="half" or pairing="interleaved" to from_config'),
         ({"model_type": ...}, {}, "model_type: it must be a string, got None"),
         ({"model_type": ["llama"]}, {}, "model_type: it must be a string, got ['llama']"),
         ({}, {"pairing": "neox"}, "from_config: pairing must be one of 'half', 'interleaved', got 'neox'"),

@@ -174,7 +174,6 @@ def test_per_pair() -> None:
         (lambda: PerPair([1, -2]), "PerPair: factors[1] must be a finite number greater than 0"),
         (lambda: Rope(8, 1e4, "half", scaling=PerPair([1.0])), "PerPair: factors must have 4 numbers"),
         (lambda: PerPair([1.0], attention_factor=0), "attention_factor must be a finite number greater than 0"),
-        (lambda: DynamicNTK(2, 4096).inv_freq(1e4, 8), "DynamicNTK: the length must be said"),
     ],
 )
 def test_refusals(make: Any, message: str) -> None:

@@ -1,8 +1,10 @@
-"""Attention over turned queries and keys: PyTorch's kernels, or in two passes where pairs differ in rotation."""
+"""Attention over rotated queries and keys: PyTorch's kernels, or in two passes where pairs differ in rotation."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,9 +24,9 @@ class TwoPass:
                 near(q) · near(k)                    elsewhere
 
     Args:
-        near: turns the new queries and keys. A cache holds keys that are turned so.
-        far_queries: turns the new queries for far keys.
-        far_keys: moves all keys, already turned by near, for the far pass; None where they stay.
+        near: rotates the new queries and keys. A cache holds keys that are rotated so.
+        far_queries: rotates the new queries for far keys.
+        far_keys: moves all keys, already rotated by near, for the far pass; None where they stay.
         far: bool, broadcastable to `[batch, heads, seq, keys]`: True for the pairs of the far pass.
     """
 
@@ -37,8 +39,8 @@ class TwoPass:
         """Softmax over the merged scores, times v.
 
         Args:
-            q, q_far: queries turned by near and by far_queries, `[batch, seq, heads, head_dim]`.
-            k, v: all keys, turned by near, and values, `[batch, keys, kv_heads, head_dim]`.
+            q, q_far: queries rotated by near and by far_queries, `[batch, seq, heads, head_dim]`.
+            k, v: all keys, rotated by near, and values, `[batch, keys, kv_heads, head_dim]`.
             mask: bool (True: seen) or additive in the dtype of q: `[batch, heads, seq, keys]`, each axis full or 1.
             scale: of the scores.
 
@@ -49,7 +51,7 @@ class TwoPass:
         Raises:
             RopeError: mask has another dtype or shape.
         """
-        check_mask("TwoPass.attend", mask, q, k)
+        check_mask("TwoPass.attend", mask, q, k.shape[1])
         k_far = k if self.far_keys is None else self.far_keys(k, layout="bshd")
         scores = torch.where(self.far, _scores(q_far, k_far), _scores(q, k)) * scale
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -66,12 +68,78 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bqhgd,bkhd->bhgqk", q.reshape(batch, seq, k.shape[2], -1, head_dim), k).flatten(1, 2)
 
 
+class AttendingCache(Protocol):
+    """What `RotaryAttention` needs of a cache: the part of one layer in one forward pass.
+
+    `LayerCache` is one. Another may store keys and values as it likes, in pages or in other types: nothing here asks
+    for them as one tensor.
+    """
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | TwoPass | None,
+        mask: Tensor | BlockMask | None,
+        scale: float,
+    ) -> Tensor:
+        """Rotate the new queries and keys, store the new keys and values, and attend over all that are stored.
+
+        Causality is the cache's to know: a token sees those before it in its row and itself, by order.
+
+        Args:
+            q: queries that are not rotated yet, `[batch, seq, heads, head_dim]`.
+            k, v: keys that are not rotated yet, and values, `[batch, seq, kv_heads, head_dim]`; kv_heads divides heads.
+            rotation: of the new tokens, layout "bshd"; None where the layer does not rotate. A cache that cannot
+                attend in two passes refuses a `TwoPass`.
+            mask: the user's, which narrows causality; None, or whatever the cache understands.
+            scale: of the scores, in place of head_dim^(−1/2).
+
+        Returns:
+            `[batch, seq, heads, head_dim]`, in the dtype of v.
+        """
+
+
+def rotate_and_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rotation: Rotation | TwoPass | None,
+    mask: Tensor | BlockMask | None,
+    scale: float,
+    append: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """Attention over dense keys, in one pass or two, as the rotation wants it.
+
+    Args:
+        q, k, v: of the new tokens, `[batch, seq, heads or kv_heads, head_dim]`, q and k not rotated yet.
+        rotation: of the new tokens; None: q and k are used as they are.
+        mask: as in `attend`; a tensor where rotation has two passes.
+        scale: of the scores.
+        append: stores the rotated keys and the values and returns all keys and values; None: these are all.
+
+    Returns:
+        `[batch, seq, heads, head_dim]`.
+    """
+    near = rotation.near if isinstance(rotation, TwoPass) else rotation
+    q_near, k = (q, k) if near is None else near(q, k, layout="bshd")
+    if append is not None:
+        k, v = append(k, v)
+    if isinstance(rotation, TwoPass):
+        q_far = rotation.far_queries(q, layout="bshd")
+        return rotation.attend(q_near, q_far, k, v, mask=cast(Tensor, mask), scale=scale)
+    return attend(q_near, k, v, mask=mask, scale=scale)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | BlockMask | None, scale: float) -> Tensor:
     """PyTorch's attention: FlexAttention for a BlockMask, scaled_dot_product_attention for the rest.
 
     Args:
-        q: turned queries, `[batch, seq, heads, head_dim]`.
-        k, v: turned keys, and values, `[batch, keys, kv_heads, head_dim]`.
+        q: rotated queries, `[batch, seq, heads, head_dim]`.
+        k, v: rotated keys, and values, `[batch, keys, kv_heads, head_dim]`.
         mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1; or a
             BlockMask. None is causal, for as many keys as queries.
         scale: of the scores.
@@ -83,7 +151,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | BlockMask | None, 
         RopeError: mask is a tensor that has not four axes. What else does not fit, PyTorch refuses.
     """
     if isinstance(mask, Tensor) and mask.ndim != 4:
-        check_mask("attend", mask, q, k)
+        check_mask("attend", mask, q, k.shape[1])
     grouped = q.shape[2] != k.shape[2]  # said only where it is so: some kernels refuse it
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if mask is None or isinstance(mask, Tensor):
@@ -115,16 +183,27 @@ _FIXES = {
 }
 
 
-def check_mask(who: str, mask: Tensor, q: Tensor, k: Tensor) -> None:
+def check_rotation(who: str, rotation: object) -> None:
+    """Raise unless attention can rotate by it: a `Rotation` or a `TwoPass`."""
+    if not isinstance(rotation, (Rotation, TwoPass)):
+        raise _checks.error(
+            who,
+            "rotation must be a Rotation, what SelfExtend.at returns, or None",
+            _checks.shown(rotation),
+            "Make it once for each forward pass: rope.at(positions).",
+        )
+
+
+def check_mask(who: str, mask: Tensor, q: Tensor, keys: int) -> None:
     """Raise unless mask is bool or of the dtype of q, with the axes `[batch, heads, seq, keys]`, each full or 1.
 
     Args:
         who: who speaks in the message.
         mask: of attention.
         q: queries `[batch, seq, heads, head_dim]`.
-        k: keys `[batch, keys, kv_heads, head_dim]`.
+        keys: how many each query meets.
     """
-    shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    shape = (q.shape[0], q.shape[2], q.shape[1], keys)
     if mask.ndim != 4:
         raise _checks.error(
             who,

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.attend import TwoPass, check_mask, check_rotation, joined, rotate_and_attend
+from ropewalk.attention.slots import Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -23,7 +25,9 @@ class Store(Protocol):
     values: list[Tensor]
     length: Tensor
     position: Tensor
+    sinks: int
     _key_positions: Tensor
+    _slots: Slots
 
 
 class LayerProgress:
@@ -73,7 +77,10 @@ class CacheStep:
     holds what it held; see `KVCache.rollback`.
 
     Attributes:
-        positions: of the new tokens, int64 `[batch, seq]`. Padding has that of the token before it.
+        positions: of the new tokens, to which they are rotated, int64 `[batch, seq]`. Padding has that of the token
+            before it, or what was given for it.
+        order: of the new tokens, int64 `[batch, seq]`: their number in their row, from 0. Padding has that of the token
+            before it.
         key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
         mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
     """
@@ -81,21 +88,31 @@ class CacheStep:
     def __init__(
         self,
         cache: Store,
+        *,
         positions: Tensor,
+        order: Tensor,
         key_positions: Tensor,
+        key_order: Tensor | None,
         mask: Tensor,
         slot: Tensor,
         beside: bool,
-        excess: Tensor | None,
-        is_sink: Tensor | None,
-        added: Tensor,
+        following: tuple[Tensor, Tensor],
         progress: Progress,
     ) -> None:
-        self.positions, self.key_positions, self.mask = positions, key_positions, mask
-        self._cache, self._slot, self._beside, self._excess, self._is_sink = cache, slot, beside, excess, is_sink
-        self._added, self._progress = added, progress
+        self.positions, self.order, self.key_positions, self.mask = positions, order, key_positions, mask
+        self._key_order = key_order
+        self._cache, self._slot, self._beside, self._progress = cache, slot, beside, progress
+        self._following = following  # length and position of the cache after this step
         self._checked: Rotation | TwoPass | None = None  # the last one that check_rotation found nothing against
         self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+
+    @property
+    def key_order(self) -> Tensor:
+        """Of all keys, int64 `[batch, keys]`: their number in their row, 2⁶² where there is none.
+
+        A mask that goes by the order of tokens compares `order` with it.
+        """
+        return self._cache._slots.order(self._following[0]) if self._key_order is None else self._key_order
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
         """`rope.at(positions)`; in a cache with sinks, with the distance to them counted inside the cache.
@@ -104,10 +121,15 @@ class CacheStep:
         as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
         """
         near = rope.at(self.positions, dtype=dtype)
-        if self._excess is None or self._is_sink is None:  # no sinks
+        sinks = self._cache.sinks
+        if not sinks:
             return near
-        far_queries = rope.at(self.positions - self._excess, dtype=dtype)
-        return TwoPass(near, far_queries, None, self._is_sink[:, None, None])
+        # How much farther back a query stands when positions are counted inside the cache.
+        excess = (self.order - (self._cache._slots.count - 1)).clamp(min=0)
+        far_queries = rope.at(self.positions - excess, dtype=dtype)
+        slot = torch.arange(self.key_positions.shape[1], device=excess.device)[None]
+        is_sink = slot < sinks if self._key_order is None else self._key_order < sinks
+        return TwoPass(near, far_queries, None, is_sink[:, None, None])
 
     def layer(self, index: int) -> LayerCache:
         """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.
@@ -118,20 +140,17 @@ class CacheStep:
         last = self._cache.num_layers - 1
         return LayerCache(self, _checks.integer("CacheStep.layer", "index", index, at_least=0, at_most=last))
 
-    def check_rotation(self, who: str, rotation: Rotation | TwoPass) -> None:
+    def _check_rotation(self, rotation: Rotation | TwoPass) -> None:
         """Raise if rotation cannot be that of these tokens, as far as that shows without reading a tensor.
 
-        Args:
-            who: who speaks in the message.
-            rotation: of q and k.
-
-        Raises:
-            RopeError: it was not made for positions `[batch, seq]` or, in two passes, not for all keys; or it was used
-                in the step before this one, and all tokens have moved on since.
+        It must be made for positions `[batch, seq]` and, in two passes, for all keys. One that was used in the step
+        before this one cannot be right, since all tokens have moved on.
         """
+        who = "KVCache"
         compiling = torch.compiler.is_compiling()
         if not compiling and rotation is self._checked:  # most often all layers have the same
             return
+        check_rotation(who, rotation)
         cos = rotation.near.cos if isinstance(rotation, TwoPass) else rotation.cos
         if cos.shape[:-1] != self.positions.shape:
             raise _checks.error(
@@ -163,8 +182,9 @@ class CacheStep:
     def _commit(self) -> None:
         """Count the new tokens: every layer has stored them."""
         self._cache._key_positions.scatter_(1, self._slot, self.positions)
-        self._cache.length.add_(self._added)
-        self._cache.position.add_(self._added)
+        length, position = self._following
+        self._cache.length.copy_(length)
+        self._cache.position.copy_(position)
 
 
 class LayerCache:
@@ -180,10 +200,65 @@ class LayerCache:
         self._progress = step._progress.layers[index]
         self._is_last = index == step._cache.num_layers - 1
 
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | TwoPass | None = None,
+        mask: Tensor | BlockMask | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Rotate, append, and attend over all keys that the new tokens may see.
+
+        Args:
+            q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
+            k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
+            rotation: what q and k are rotated by: `step.rotation(rope)`, `rope.at(step.positions)`, or
+                `SelfExtend.at(step.positions, step.key_positions)`. None: they are used as they are, rotated already or
+                of a layer that does not rotate.
+            mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1, for
+                the keys of `step.key_positions`. It is joined with `step.mask`, which alone counts when it is None.
+            scale: of the scores; head_dim^(−1/2) when None.
+
+        Returns:
+            `[batch, seq, heads, head_dim]`.
+
+        Raises:
+            RopeError: as `append`; or q, rotation or mask does not fit this step. Nothing is stored then.
+        """
+        batch, _, kv_heads, head_dim = self._keys.shape
+        seq = self.step.positions.shape[1]
+        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
+            raise _checks.error(
+                "KVCache",
+                f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads",
+                f"{tuple(q.shape)}",
+                "Build the cache for this model and batch, and call step with the length of these tokens.",
+            )
+        if rotation is not None:
+            self.step._check_rotation(rotation)
+        if mask is not None:
+            if not isinstance(mask, Tensor):
+                must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
+                raise _checks.error("KVCache", must, got, "Pass a dense mask, for the keys of step.key_positions.")
+            check_mask("KVCache", mask, q, self.step.key_positions.shape[1])
+        return rotate_and_attend(
+            q,
+            k,
+            v,
+            rotation=rotation,
+            mask=joined(mask, self.step.mask),
+            scale=head_dim**-0.5 if scale is None else scale,
+            append=self.append,
+        )
+
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of the new tokens, once, and return all that these tokens may see.
 
-        The last layer must be the last to append: then the cache counts the tokens.
+        For those who attend themselves; `attend` calls it. The last layer must be the last to append: then the cache
+        counts the tokens.
 
         Args:
             k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.

@@ -8,6 +8,8 @@ everything that changes positions afterwards is a rotation on top, exact because
   the cache. The distance is the one that turning the sinks forward would give, without a rounding for each token.
 - Self-Extend moves keys into their groups at use.
 
+Who sees whom goes by the order of tokens (`slots`), and rotation by their position: two numbers.
+
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
 
 `step` only plans. The cache counts the new tokens when the last layer has stored them, so a forward pass that raises
@@ -22,13 +24,11 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention.cache_step import CacheStep as CacheStep
-from ropewalk.attention.cache_step import LayerCache as LayerCache
-from ropewalk.attention.cache_step import Progress
+from ropewalk.attention import cache_checks
+from ropewalk.attention.cache_step import CacheStep, Progress
+from ropewalk.attention.slots import EMPTY, Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
-
-_EMPTY = 2**62  # the position of a slot without a key: after every query, so causality hides it
 
 
 class KVCache:
@@ -58,7 +58,8 @@ class KVCache:
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
-        position: position of the next token of each row, int64 `[batch]`. As length, unless moved by `shift` or `at`.
+        position: position of the next token of each row, int64 `[batch]`. As length, unless moved by `shift`, `at` or
+            `positions`.
         keys, values: of each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
 
     Raises:
@@ -111,17 +112,23 @@ class KVCache:
             raise _checks.error(who, must, str(dtype), "Pass that of the model, or of autocast.")
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
-        self._ring = self.capacity or self.window or 0  # slots after the sinks, used in turn
-        self._slots = self.sinks + self._ring
-        shape = (batch, self._slots + 1, num_kv_heads, head_dim)  # the last slot takes what is not kept
+        self._slots = Slots(self.capacity, self.window, self.sinks)
+        shape = (batch, self._slots.count + 1, num_kv_heads, head_dim)  # the last slot takes what is not kept
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._key_positions = torch.full(shape[:2], _EMPTY, dtype=torch.int64, device=device)
+        self._key_positions = torch.full(shape[:2], EMPTY, dtype=torch.int64, device=device)
         self._pending: Progress | None = None  # the newest step's, where it was not made under torch.compile
 
-    def step(self, seq: int, *, attention_mask: Tensor | None = None, at: Tensor | None = None) -> CacheStep:
+    def step(
+        self,
+        seq: int,
+        *,
+        attention_mask: Tensor | None = None,
+        at: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> CacheStep:
         """Plan a forward pass of `seq` new tokens for each row: where they are, and what they see.
 
         Each layer has to append its keys and values once, the last layer last. Only then the cache counts the tokens: a
@@ -131,57 +138,72 @@ class KVCache:
             seq: new tokens in each row, padding included, at least 1.
             attention_mask: True or non-zero for real tokens; bool or integer `[batch, seq]`, padding anywhere. Padding
                 is not kept, and what comes out for it means nothing. None: all tokens are real.
-            at: position of the first new token of each row, int64 `[batch]`; right after the last when None. Cached
-                tokens at or after it are forgotten at once, as after a rejected draft in speculative decoding. Only
-                with capacity: a window has let go of what would be seen again.
+            at: where each row goes on, a position, int64 `[batch]`; right after its last token when None. If a cached
+                token is at or after it, the first such token and all that came later are forgotten at once, as after a
+                rejected draft in speculative decoding. Only with capacity: a window has evicted what would be seen
+                again.
+            positions: where the new tokens are, int64 `[batch, seq]`, or `[seq]` for all rows: any integers in ±2³¹,
+                which tokens may share (the patches of an image) and which need not grow. None: consecutive, from `at`
+                or `KVCache.position`. They decide rotation alone. Who sees whom, windows and slots go by the order of
+                tokens. Afterwards `KVCache.position` is the largest of those of real tokens + 1. Not with sinks, whose
+                distances are counted in tokens.
 
         Raises:
-            RopeError: a shape or dtype does not fit; at with a window; in the step before, some layers appended and
-                others did not (see `rollback`); the cache is full. That is found only on the CPU
-                outside torch.compile. Elsewhere nothing waits for the device: tokens beyond capacity are not kept,
+            RopeError: a shape or dtype does not fit; at with a window, or positions with sinks; in the step before,
+                some layers appended and others did not (see `rollback`); the cache is full. That is found only on the
+                CPU outside torch.compile. Elsewhere nothing waits for the device: tokens beyond capacity are not kept,
                 what comes out for them is wrong, and `(cache.length > cache.capacity).any()` tells.
         """
         before = self._finished("KVCache.step")
-        real = self._real(seq, attention_mask)
-        order = (real.cumsum(1) - 1).clamp(min=0)
+        real = cache_checks.real(seq, attention_mask, self.length)
+        given = None if positions is None else cache_checks.positions(positions, real, self.sinks)
+        after = (real.cumsum(1) - 1).clamp(min=0)  # each new token after the first one of this step
         added = real.sum(1)
         if at is not None:
             self._forget(at, added)
-        number = self.length[:, None] + order  # of each token, from 0 at the start of its row
-        positions = self.position[:, None] + order
-        total = self.length + added
-        if self.capacity is not None:
-            self._check_room(total)
-            kept = real & (number < self.capacity)
+        order, total = self.length[:, None] + after, self.length + added
+        cache_checks.room(self.capacity, total)
+        if given is None:
+            given, following = self.position[:, None] + after, self.position + added
         else:
-            kept = real & ((number < self.sinks) | (number >= total[:, None] - self._ring))
-        slot = torch.where(number < self.sinks, number, self.sinks + (number - self.sinks) % self._ring)
-        slot = torch.where(kept, slot, self._slots)
+            largest = given.masked_fill(~real, -EMPTY).amax(1)
+            following = torch.where(added > 0, largest + 1, self.position)
+        slot = self._slots.of(order, real, total)
         # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
         # window, they are attended beside what was cached before, and written afterwards.
-        beside = self.window is not None and seq > 1
+        beside = self._slots.evicts and seq > 1
+        count, key_order = self._slots.count, None
         if beside:
-            new = positions.masked_fill(~real, _EMPTY)
-            key_positions = torch.cat([self._key_positions[:, : self._slots], new], dim=1)
-        else:
-            key_positions = self._key_positions.scatter(1, slot, positions)[:, : self._slots]
-        is_sink = excess = None
-        if self.sinks:
-            is_sink = torch.arange(self._slots, device=number.device).expand(number.shape[0], -1) < self.sinks
-            is_sink = torch.cat([is_sink, number < self.sinks], dim=1) if beside else is_sink
-            # How much farther back a query stands when positions are counted inside the cache.
-            excess = (number - (self._slots - 1)).clamp(min=0)
-        distance = positions[:, :, None] - key_positions[:, None, :]
-        mask = distance >= 0
-        if self.window is not None:
-            in_window = distance < self.window
-            mask = mask & (in_window if is_sink is None else in_window | is_sink[:, None])
+            key_order = torch.cat([self._slots.order(self.length), order.masked_fill(~real, EMPTY)], dim=1)
+            key_positions = torch.cat([self._key_positions[:, :count], given.masked_fill(~real, EMPTY)], dim=1)
+            distance = order[:, :, None] - key_order[:, None, :]
+            in_window = distance < self._slots.ring
+            mask = (distance >= 0) & (in_window | (key_order < self.sinks)[:, None] if self.sinks else in_window)
+        else:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
+            key_positions = self._key_positions.scatter(1, slot, given)[:, :count]
+            mask = torch.arange(count, device=order.device) <= order[:, :, None]
         mask = mask | ~real[:, :, None]  # padding sees everything, lest nothing at all: nan would spread
-        earlier = before.rotations if before is not None and before.moves_on and at is None else ()
-        progress = Progress(self.num_layers, overwrites=beside, moves_on=attention_mask is None, earlier=earlier)
+        moved_on = before is not None and before.moves_on and at is None and positions is None
+        progress = Progress(
+            self.num_layers,
+            overwrites=beside,
+            moves_on=attention_mask is None,
+            earlier=before.rotations if before is not None and moved_on else (),
+        )
         self._drop()
         self._pending = None if torch.compiler.is_compiling() else progress
-        return CacheStep(self, positions, key_positions, mask[:, None], slot, beside, excess, is_sink, added, progress)
+        return CacheStep(
+            self,
+            positions=given,
+            order=order,
+            key_positions=key_positions,
+            key_order=key_order,  # None: worked out for those who ask, which spares a decode step the time
+            mask=mask[:, None],
+            slot=slot,
+            beside=beside,
+            following=(total, following),
+            progress=progress,
+        )
 
     def shift(self, rope: Rope | Sequence[Rope | None], delta: int | Tensor) -> None:
         """Move every cached key by `delta` positions, and the next token too, without recomputing anything.
@@ -197,43 +219,24 @@ class KVCache:
             RopeError: rope or delta is something else.
         """
         self._finished("KVCache.shift")
-        ropes = [rope] * self.num_layers if isinstance(rope, Rope) else rope
-        if (
-            not isinstance(ropes, Sequence)
-            or len(ropes) != self.num_layers
-            or not all(r is None or isinstance(r, Rope) for r in ropes)
-        ):
-            raise _checks.error(
-                "KVCache.shift",
-                f"rope must be a Rope, or one or None for each of {self.num_layers} layers",
-                _checks.shown(rope),
-                "Pass the rope that turned the keys.",
-            )
+        ropes = cache_checks.ropes(rope, self.num_layers, self.keys[0].shape[-1])
         if isinstance(delta, Tensor):
-            self._check_rows("KVCache.shift", "delta", delta)
-            each = delta[:, None].expand(-1, self._slots + 1)
+            cache_checks.number_for_each_row("KVCache.shift", "delta", delta, self.length)
+            each = delta[:, None].expand(-1, self._slots.count + 1)
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
         precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
         by = each if isinstance(delta, Tensor) else delta
         rotations: dict[Rope, Rotation] = {}
         for one in ropes:  # all of them before any key is touched
-            if one is None or one in rotations:
-                continue
-            if one.head_dim != self.keys[0].shape[-1]:
-                raise _checks.error(
-                    "KVCache.shift",
-                    f"rope must have the heads of the cache, head_dim={self.keys[0].shape[-1]}",
-                    f"head_dim={one.head_dim}",
-                    "Pass the rope that turned the keys.",
-                )
-            rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
+            if one is not None and one not in rotations:
+                rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
         self._drop()
         for keys, one in zip(self.keys, ropes, strict=True):
             if one is not None:
                 rotations[one].apply_(keys, layout="bshd")
         moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
-        self._key_positions.copy_(torch.where(self._key_positions == _EMPTY, _EMPTY, moved))
+        self._key_positions.copy_(torch.where(self._key_positions == EMPTY, EMPTY, moved))
         self.position.add_(delta)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
@@ -252,12 +255,12 @@ class KVCache:
         if rows is None:
             chosen = torch.ones_like(self.length, dtype=torch.bool)
         else:
-            chosen = self._chosen(rows)
+            chosen = cache_checks.chosen(rows, self.length)
             self._finished("KVCache.reset")
         self._drop()
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
-        self._key_positions.masked_fill_(chosen[:, None], _EMPTY)
+        self._key_positions.masked_fill_(chosen[:, None], EMPTY)
 
     def rollback(self) -> None:
         """Drop a step whose forward pass stopped between layers: the cache is as it was before that step.
@@ -302,27 +305,8 @@ class KVCache:
             self._pending.outdated = True
         self._pending = None
 
-    def _real(self, seq: int, attention_mask: Tensor | None) -> Tensor:
-        shape = (self.length.shape[0], seq)
-        if not isinstance(seq, torch.SymInt):
-            _checks.integer("KVCache.step", "seq", seq, at_least=1)
-        if attention_mask is None:
-            return torch.ones(shape, dtype=torch.bool, device=self.length.device)
-        if (
-            not isinstance(attention_mask, Tensor)
-            or attention_mask.shape != shape
-            or attention_mask.is_floating_point()
-        ):
-            raise _checks.error(
-                "KVCache.step",
-                f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
-                _checks.described(attention_mask),
-                "Pass which of the new tokens are real, not the additive mask that attention gets.",
-            )
-        return attention_mask != 0
-
     def _forget(self, at: Tensor, added: Tensor) -> None:
-        """Drop cached tokens at or after `at`, where the next ones go; unless there is no room for those."""
+        """Go back to `at`, unless there is no room for the tokens that are added there."""
         if self.window is not None:
             raise _checks.error(
                 "KVCache.step",
@@ -330,49 +314,13 @@ class KVCache:
                 "positions",
                 "To go back, use a cache with capacity. To begin another text in a row, call reset(rows=...).",
             )
-        self._check_rows("KVCache.step", "at", at)
-        dropped = (self._key_positions[:, : self._slots] >= at[:, None]) & (
-            self._key_positions[:, : self._slots] != _EMPTY
-        )
-        self._check_room(self.length - dropped.sum(1) + added)
-        self._key_positions[:, : self._slots].masked_fill_(dropped, _EMPTY)
-        self.length.sub_(dropped.sum(1))
+        cache_checks.number_for_each_row("KVCache.step", "at", at, self.length)
+        count = self._slots.count
+        slot = torch.arange(count, device=self.length.device)
+        # By order: the first token at or after `at` goes, and whatever came later goes with it, wherever it is.
+        first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
+        length = torch.minimum(self.length, first)
+        cache_checks.room(self.capacity, length + added)
+        self.length.copy_(length)
         self.position.copy_(at)
-
-    def _chosen(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """bool `[batch]`: the rows that `reset` is given."""
-        who, batch = "KVCache.reset", self.length.shape[0]
-        must = f"rows must be row numbers from 0 to {batch - 1}, or a bool tensor [batch] = [{batch}]"
-        fix = "Pass e.g. [0], or cache.length == 7."
-        if isinstance(rows, list | tuple):
-            for row in rows:
-                _checks.integer(who, "each of rows", row, at_least=0, at_most=batch - 1)
-            rows = torch.tensor(rows, dtype=torch.int64, device=self.length.device)
-        if not isinstance(rows, Tensor):
-            raise _checks.error(who, must, _checks.shown(rows), fix)
-        if rows.dtype == torch.bool and rows.shape == (batch,):
-            return rows.to(self.length.device)
-        if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
-            raise _checks.error(who, must, _checks.described(rows), fix)
-        if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
-            first, last = int(rows.min()), int(rows.max())
-            if first < 0 or last >= batch:
-                raise _checks.error(who, must, f"rows from {first}" if first < 0 else f"rows up to {last}", fix)
-        return torch.zeros_like(self.length, dtype=torch.bool).index_fill_(0, rows.to(self.length), True)
-
-    def _check_rows(self, who: str, name: str, value: Tensor) -> None:
-        if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != self.length.shape:
-            must = f"{name} must be an int64 tensor [batch] = {list(self.length.shape)}"
-            raise _checks.error(who, must, _checks.described(value), "Pass one number for each row.")
-
-    def _check_room(self, total: Tensor) -> None:
-        if torch.compiler.is_compiling() or total.device.type != "cpu":
-            return
-        longest = int(total.max())
-        if self.capacity is not None and longest > self.capacity:
-            raise _checks.error(
-                "KVCache.step",
-                f"no row may become longer than capacity={self.capacity}",
-                f"{longest} tokens",
-                "Build a larger cache, or one with a window.",
-            )
+        self._key_positions[:, :count].masked_fill_(slot >= length[:, None], EMPTY)

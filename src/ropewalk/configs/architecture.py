@@ -1,12 +1,24 @@
-"""What a row of the architecture table says: all that a model_type implies about rotation and its config does not."""
+"""What a model_type implies about rotation: a row of plain facts, and how a config is read by them.
+
+A model that is odd in some way overrides the one step in which it is, in a file of `families/`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-ALL = "all"
-NO_ROPE = "no rope"
+from ropewalk._checks import length as checked_length
+from ropewalk._checks import number, shown
+from ropewalk.configs.fields import Given
+from ropewalk.configs.layer_ropes import LayerRopes, QueryScale
+from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, listed
+from ropewalk.configs.reader import TRAINED, Reader
+from ropewalk.rope import Rope
+from ropewalk.schemes import Scaling
+
+AXES_KEYS = frozenset({"mrope_section", "mrope_interleaved", "interleaved"})
+"""What sections hold where tokens have several axes."""
 
 
 @dataclass(frozen=True)
@@ -17,83 +29,15 @@ class Kind:
         bases: keys at the top of a config that give the base; where several are given, they must agree.
         implied_base: the base where a config states none; None where that is an error.
         scaled: whether a scaling that is given for the whole model is meant for this kind.
-        partial: share of the head that turns where the config does not say; None takes the architecture's.
         head_dim_key: key of the size of a head where this kind has one of its own, before the architecture's.
         section: name of its part of nested `rope_parameters`; "" is the name of the kind.
-        attention_factor: that of a YaRN scaling, in a flat config, that states none; None takes YaRN's own.
-        prefix: what stands before the keys of the sizes of its heads (MLA), in a config without `per_layer_config`.
-        indexer: whether its layers have the second rope that the architecture names.
     """
 
     bases: tuple[str, ...] = ("rope_theta",)
     implied_base: float | None = None
     scaled: bool = True
-    partial: float | None = None
     head_dim_key: str = ""
     section: str = ""
-    attention_factor: float | None = None
-    prefix: str = ""
-    indexer: bool = True
-
-
-@dataclass(frozen=True)
-class Every:
-    """Of each n layers one is `hit` (the last, or the first), the others are `miss`; n may stand under a key."""
-
-    n: int
-    hit: str
-    miss: str
-    key: str = ""
-    first: bool = False
-
-
-@dataclass(frozen=True)
-class NoRopeLayers:
-    """A list with 0 where a layer does not rotate; without it, every interval-th layer does not (0: all rotate).
-
-    `holds_base`: the other entries are the base. Without `interval_key`, the list must be given.
-    """
-
-    key: str = "no_rope_layers"
-    interval_key: str = "no_rope_layer_interval"
-    interval: int = 4
-    holds_base: bool = False
-
-
-@dataclass(frozen=True)
-class Indices:
-    """A list with the numbers of the layers that are `hit`; without it, none is, or all are."""
-
-    key: str
-    hit: str = ALL
-    miss: str = NO_ROPE
-    all_without: bool = False
-
-
-@dataclass(frozen=True)
-class Coded:
-    """A list with a number for each layer that stands for its kind, read where there is no `layer_types`."""
-
-    key: str
-    names: Mapping[int, str]
-
-
-@dataclass(frozen=True)
-class DensePrefix:
-    """Cohere 2 MoE: sliding layers turn, and full ones do where their MLP is dense.
-
-    The first `first_k_dense_replace` layers have dense MLPs and, for which of them slide, a pattern of their own. If
-    that is not 1, no full layer turns.
-    """
-
-    dense_full: str
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """A list of kinds of layers that is repeated over all of them."""
-
-    key: str
 
 
 @dataclass(frozen=True)
@@ -103,73 +47,255 @@ class Architecture:
     Args:
         source: where this can be seen.
         pairing: "half" or "interleaved".
-        interleave_key: key that makes the pairing half where it is false.
         head_dim_keys: keys of the size of a head; the first that is given counts.
         head_dim_divides: whether hidden / heads is the size of a head where no key gives it; else that is an error.
         hidden, heads, layers: keys of those sizes.
-        attentions: attentions in each of the layers that are counted; each is a layer of `ModelRopes`.
-        partial_keys: keys at the top that give the share of the head that turns.
-        partial: that share where no key gives it; None: the whole head turns, and no share is accepted.
-        dim_key: key of the number of channels that turn, instead of a share.
-        trailing: the last channels of the head turn, not the first.
-        latent: MLA: the head is qk_nope_head_dim + qk_rope_head_dim channels, and the last of them turn.
-        output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
-        base_factor_key: key of a number that the implied base is multiplied by.
-        null_window: kind of every layer where `sliding_window` is null; "" where that changes nothing.
-        null_base: a base that is null means that nothing rotates.
-        per_layer: bases and shares may be lists with an entry for each layer.
+        partial_keys: keys at the top that give the share of the head that rotates.
+        partial: that share where no key gives it; None: the whole head rotates, and no share is accepted.
+        dim_key: key of the number of channels that rotate, instead of a share.
         kinds: name of a kind of layer → how it gets its rope; None where it does not rotate.
         pattern: which layer is of which kind where the config has no `layer_types`.
-        layer_types_key: key of the list that says of which kind each layer is.
         flat: `rope_parameters` are never nested, though the layers differ.
         switch: a key and the values of which it must have one, or nothing rotates.
-        softmax_factor: whether the softmax scale is multiplied by the square of m(mscale_all_dim).
-        query_constant: q is multiplied by head_dim^query_constant before it is turned (ESM).
-        query_constant_key: q is multiplied by what stands under this key.
-        scales_keys: whether k is multiplied by the same constant.
-        query_latent: q is multiplied by the root of hidden_size / q_lora_rank (LongCat).
+        null_window: kind of every layer where `sliding_window` is null; "" where that changes nothing.
+        output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
         query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
-        indexer: a second rope in each layer: its pairing (DeepSeek-V3.2's indexer).
-        rotates_values: the values are turned with the keys, and the output back (DeepSeek-V4).
         axes: positions of a token.
-        idle: keys that look like rotation and have no effect.
-        fixed: a key → the only value that is supported.
-        refusal: why this cannot be a `Rope`; None if it can.
+        idle: keys that look like rotation → why they have no effect.
+        fixed: a key → the only value with which the row describes the model.
+        in_transformers: whether transformers has its code.
     """
 
     source: str
     pairing: str = "half"
-    interleave_key: str = ""
     head_dim_keys: tuple[str, ...] = ("head_dim",)
     head_dim_divides: bool = True
     hidden: tuple[str, ...] = ("hidden_size",)
     heads: tuple[str, ...] = ("num_attention_heads",)
     layers: tuple[str, ...] = ("num_hidden_layers",)
-    attentions: int = 1
     partial_keys: tuple[str, ...] = ("partial_rotary_factor",)
     partial: float | None = None
     dim_key: str = ""
-    trailing: bool = False
-    latent: bool = False
-    output_order: str | None = None
-    base_factor_key: str = ""
-    null_window: str = ""
-    null_base: bool = False
-    per_layer: bool = False
     kinds: Mapping[str, Kind | None] = field(default_factory=lambda: {ALL: Kind()})
-    pattern: Every | NoRopeLayers | Indices | Repeated | Coded | DensePrefix | None = None
-    layer_types_key: str = "layer_types"
+    pattern: Pattern | None = None
     flat: bool = False
     switch: tuple[str, tuple[object, ...]] | None = None
-    softmax_factor: bool = False
-    query_constant: float = 0.0
-    query_constant_key: str = ""
-    scales_keys: bool = False
-    query_latent: bool = False
+    null_window: str = ""
+    output_order: str | None = None
     query_beta: bool = False
-    indexer: str | None = None
-    rotates_values: bool = False
     axes: int = 1
-    idle: tuple[str, ...] = ()
+    idle: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
-    refusal: str | None = None
+    in_transformers: bool = True
+
+    known = True
+    """Whether the model_type is one that ropewalk knows; its pairing was passed otherwise."""
+
+    describes = True
+    """Whether it reads anything at all; a refused model_type does not."""
+
+    rotates_values = False
+    """Whether the values are rotated with the keys, and the output back (DeepSeek-V4)."""
+
+    def known_by(self, c: Reader) -> str:
+        """model_type and source, for messages."""
+        return f"{c.fields.get('model_type')} ({self.source})"
+
+    def read(self, c: Reader) -> LayerRopes:
+        """The ropes of a config.
+
+        Raises:
+            RopeError: it does not say what it must, or says it twice in different ways.
+        """
+        self.check(c)
+        pairing = c.pairing(self.pairing_of(c), self.source if self.known else None)
+        layers = self.kinds_of_layers(c)
+        ropes: dict[str, Rope | None] = {NO_ROPE: None}
+        others: dict[str, Rope] = {}
+        schemes: list[Scaling] = []
+        for name in dict.fromkeys(layers):
+            kind = self.kinds.get(name)
+            if kind is None or c.is_without(kind.section or name):
+                ropes[name] = None
+                continue
+            given = self.given(c, name, kind, layers)
+            base = self.base(c, kind, given)
+            scheme = c.scheme(given, self.beside())
+            head_dim, rotary_dim, offset = self.shape(c, name, kind, given, scheme, layers)
+            with c.fields.named():
+                rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme)
+            ropes[name] = rope
+            schemes += [] if scheme is None else [scheme]
+            others.update(self.others(c, name, rope))
+        c.warnings += [w for s in dict.fromkeys(schemes) for w in s.warnings(c.longest)]
+        return LayerRopes(
+            layers=tuple(ropes[name] for name in layers),
+            model_type=str(c.fields.get("model_type")),
+            source=c.fields.source,
+            trained_length=self.trained_length(c, schemes),
+            max_position_embeddings=c.longest,
+            layer_kinds=tuple(layers),
+            config=dict(c.fields.config),
+            others=others,
+            softmax_factor=self.softmax_factor(c, schemes),
+            query_scale=self.query_scale(c),
+            rotates_values=self.rotates_values,
+            output_order=self.output_order if pairing == "interleaved" else None,
+        )
+
+    def check(self, c: Reader) -> None:
+        """Raise where the config asks for something else than this row describes."""
+        if self.axes > 1 and not c.text_only:
+            raise c.fields.error(
+                "model_type",
+                "its tokens must have one position each",
+                f"{c.fields.get('model_type')}, with {self.axes}",
+                "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
+            )
+        for key, value in self.fixed.items():
+            if c.fields.has(key) and c.fields.get(key) != value:
+                stated = shown(c.fields.get(key))
+                raise c.fields.error(key, f"it must be {shown(value)}", stated, "Another value is not supported yet.")
+        if self.axes > 1:
+            c.warnings.append("text only: positions of images and video have several axes and are not described.")
+
+    def beside(self) -> frozenset[str]:
+        """Keys of sections that say something else than the scheme."""
+        beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
+        return beta | (AXES_KEYS if self.axes > 1 else frozenset())
+
+    def pairing_of(self, c: Reader) -> str:
+        """The pairing that the architecture implies for this config."""
+        return self.pairing
+
+    def count(self, c: Reader) -> int:
+        """The number of layers."""
+        c.origins["layers"] = c.fields.first(self.layers)
+        return c.fields.layers(self.layers)
+
+    def kinds_of_layers(self, c: Reader) -> list[str]:
+        """The kind of each layer: a name of `kinds`, or `NO_ROPE`."""
+        fields, origins, count = c.fields, c.origins, self.count(c)
+        if self.switch is not None:
+            key, values = self.switch
+            if fields.get(key) not in values:
+                origins["layer_types"] = f"{key} is {shown(fields.get(key))}, so nothing rotates"
+                return [NO_ROPE] * count
+        if self.null_window and fields.is_null("sliding_window"):
+            all_or_none = "nothing rotates" if self.null_window == NO_ROPE else "every layer rotates"
+            origins["layer_types"] = f"sliding_window is null, so {all_or_none}"
+            return [self.null_window] * count
+        if self.pattern is not None and self.pattern.decides:
+            decided = self.pattern.kinds(fields, count, origins)
+            if decided is not None:
+                return decided
+        if set(self.kinds) == {ALL}:
+            return [ALL] * count
+        stated = listed(fields, "layer_types", self.kinds, count, origins)
+        if stated is None and self.pattern is not None:
+            stated = self.pattern.kinds(fields, count, origins)
+        if stated is None:
+            cure = "Add a list with one entry a layer."
+            raise fields.error("layer_types", "it must be given, since the layers differ", "none", cure)
+        return stated
+
+    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
+        """What is said about a kind of layer; the same thing said twice must agree. `layers`: the kind of each."""
+        given: dict[str, Given] = {}
+        for key in kind.bases:
+            c.add(given, "rope_theta", c.fields.get(key), key)
+        for key in self.partial_keys:
+            c.add(given, "partial_rotary_factor", c.fields.get(key), key)
+        c.add(given, TRAINED, c.fields.get(TRAINED), TRAINED)
+        self.add_sections(c, given, name, kind)
+        return given
+
+    def add_sections(self, c: Reader, given: dict[str, Given], name: str, kind: Kind) -> None:
+        """Add what `rope_scaling` and `rope_parameters` say about a kind of layer."""
+        for section in c.sections:
+            if section == "rope_parameters" and c.nested:
+                sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
+                c.add_nested(given, kind.section or name, sections)
+            else:
+                c.add_flat(given, section, scaled=kind.scaled, based="rope_theta" in kind.bases)
+
+    def base(self, c: Reader, kind: Kind, given: dict[str, Given]) -> float:
+        """The base of a kind of layer."""
+        implied = None if kind.implied_base is None else (kind.implied_base, self.known_by(c))
+        key = kind.bases[0] if kind.bases else "rope_theta"
+        return c.base(given, implied, key=key, newer="rope_theta" in kind.bases)
+
+    def shape(
+        self, c: Reader, name: str, kind: Kind, given: dict[str, Given], scheme: Scaling | None, layers: list[str]
+    ) -> tuple[int, int, int]:
+        """Channels of a head, how many of them rotate, and how many stand before those."""
+        head_dim = c.own_size(name, layers, "head_dim") or self.head_dim(c, kind)
+        if scheme is not None and scheme.whole_head:
+            return head_dim, head_dim, 0
+        return (
+            head_dim,
+            c.rotary_dim(given, head_dim, share=self.partial, dim_key=self.dim_key, source=self.known_by(c)),
+            0,
+        )
+
+    def head_dim(self, c: Reader, kind: Kind) -> int:
+        """Channels of a head."""
+        keys = tuple(key for key in (kind.head_dim_key, *self.head_dim_keys) if key)
+        needed = "" if self.head_dim_divides else str(c.fields.get("model_type"))
+        return c.head_dim(keys, self.hidden, self.heads, needed=needed)
+
+    def others(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
+        """Further ropes of a kind of layer, by name."""
+        return {}
+
+    def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
+        """Tokens the model was trained on before any scaling; None where a scheme leaves it open."""
+        lengths = [scheme.trained_length(c.longest) for scheme in schemes]
+        stated = [length for length in lengths if length is not None]
+        return c.longest if not lengths else min(stated) if len(stated) == len(lengths) else None
+
+    def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
+        """What the softmax scale of the attention is multiplied by."""
+        return 1.0
+
+    def query_scale(self, c: Reader) -> QueryScale | None:
+        """What q is multiplied with beside the rotation."""
+        found = c.section_value("llama_4_scaling_beta") if self.query_beta else None
+        if found is None:
+            return None
+        section, beta = found
+        where = f"{section}.llama_4_scaling_beta"
+        c.origins["query_scale"] = where
+        length = c.sections[section].get(TRAINED)
+        return QueryScale(
+            beta=number(c.fields.source, where, beta, at_least=0.0),
+            original_max_position_embeddings=checked_length(c.fields.source, f"{section}.{TRAINED}", length),
+        )
+
+    # writing
+
+    def base_keys(self) -> set[str]:
+        """Keys at the top that say bases, which a writer says anew."""
+        return {base for kind in self.kinds.values() if kind is not None for base in kind.bases}
+
+    def says_share(self, config: Mapping[str, object]) -> bool:
+        """Whether a written config must say the share of the head that rotates."""
+        return self.partial is not None and not (self.dim_key and config.get(self.dim_key) is not None)
+
+    def keys(self) -> set[str]:
+        """Keys that look like rotation and that this row may ask for, whether or not some layer needs them."""
+        own = {kind.head_dim_key for kind in self.kinds.values() if kind is not None}
+        own |= {self.dim_key, *self.head_dim_keys, *self.partial_keys, *self.fixed}
+        return (self.base_keys() | own | (set() if self.pattern is None else self.pattern.keys())) - {""}
+
+    def without_ropes(self, version: int) -> dict[str, object]:
+        """What a written config needs where nothing rotates."""
+        return {}
+
+    def unwritable(self, version: int) -> str:
+        """Why nobody could read the ropes from a config in the schema of this version; "" if the model's code can."""
+        if self.axes > 1:
+            return "Several axes: not supported yet."
+        if not self.in_transformers and version == 5:
+            return "Its own code reads the keys of version 4 only."
+        return ""

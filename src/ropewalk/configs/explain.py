@@ -6,18 +6,16 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
-from ropewalk.schemes import PerPair, Scheme, default
-
-if TYPE_CHECKING:
-    from ropewalk.configs.model_ropes import ModelRopes
-    from ropewalk.rope import Rope
+from ropewalk.configs.layer_ropes import LayerRopes
+from ropewalk.rope import Rope
+from ropewalk.schemes import default
 
 
-def facts(ropes: ModelRopes, length: int | None) -> dict[str, Any]:
+def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
     """What is to be said about a model's ropes, as plain data."""
     if length is not None:
         length = checked_length("explain", "length", length)
@@ -50,7 +48,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
     inv_freq, wavelength = rope.inv_freq.tolist(), rope.wavelength.tolist()
     unscaled = default.inv_freq(rope.base, rope.rotary_dim)
     return {
-        "scheme": _scheme_facts(scheme),
+        "scheme": {"rope_type": "default"} if scheme is None else scheme.facts(),
         "resolved_at_length": resolved_at,
         "base": rope.base,
         "pairing": rope.pairing,
@@ -72,15 +70,6 @@ def _ratio(before: float, after: float) -> float | None:
     """How many times a pair is slowed; None where it stands still, or turns so slowly that float64 cannot say."""
     ratio = before / after if after else math.inf
     return ratio if math.isfinite(ratio) else None
-
-
-def _scheme_facts(scheme: Scheme | None) -> dict[str, Any]:
-    if scheme is None:
-        return {"rope_type": "default"}
-    said = {"rope_type": scheme.rope_type, **dataclasses.asdict(cast(Any, scheme))}
-    if isinstance(scheme, PerPair):  # as with wavelengths, null is a pair that stands still
-        said["factors"] = [factor if math.isfinite(factor) else None for factor in scheme.factors]
-    return said
 
 
 def text(said: dict[str, Any]) -> str:
@@ -155,7 +144,7 @@ def _wavelength_words(turning: list[float]) -> str:
 
 def _shown(value: Any) -> str:
     """A parameter of a scheme; a long list by its ends."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and value:
         first, last = (math.inf if value[i] is None else value[i] for i in (0, -1))
         return f"{first:g} … {last:g} ({len(value)})"
     return str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import RopeError, error, integer, number, shown
@@ -18,12 +19,34 @@ _MAX_SIZE = 2**53
 ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 
-class Fields:
-    """A config and what to call it in messages. A key that is null counts as not given; "a.b" is b inside a."""
+@dataclass(frozen=True)
+class Given:
+    """A value and the key it stands under.
 
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+    `where` is the key. `own` is false for a key of flat `rope_parameters` that stands beside nested ones: it belongs to
+    those kinds of layers whose scheme reads it.
+    """
+
+    value: Any
+    where: str
+    own: bool = True
+
+
+class Fields:
+    """A config and what to call it in messages. A key that is null counts as not given; "a.b" is b inside a.
+
+    Attributes:
+        config: the config.
+        source: what messages begin with.
+        path: what stands before a key of this config in the names that `from_config(ignore=...)` takes.
+        read: the keys that somebody has asked for.
+    """
+
+    def __init__(self, config: Mapping[str, Any], source: str, path: str = "") -> None:
         self.config = config
         self.source = source
+        self.path = path
+        self.read: set[str] = set()
 
     def error(self, key: str, must: str, got: str, cure: str) -> RopeError:
         """The error that `key` does not hold what it must."""
@@ -43,8 +66,10 @@ class Fields:
 
     def _found(self, key: str) -> tuple[bool, Any]:
         if key in self.config or "." not in key:
+            self.read.add(key)
             return key in self.config, self.config.get(key)
         section, _, inner = key.rpartition(".")
+        self.read.add(section)
         within = self.config.get(section)
         return (inner in within, within.get(inner)) if isinstance(within, Mapping) else (False, None)
 
@@ -91,7 +116,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(key, "it must be true or false", shown(value), "Mend it.")
+            raise self.error(key, "it must be true or false", shown(value), "Write true or false.")
         return value
 
     def layers(self, keys: tuple[str, ...]) -> int:
@@ -115,5 +140,6 @@ class Fields:
             value = value[:length]
         if not isinstance(value, (list, tuple)) or len(value) != length:
             got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
-            raise self.error(key, f"it must be a list with an entry for each of the {length} layers", got, "Mend it.")
+            cure = "Is it the list of another model?"
+            raise self.error(key, f"it must be a list with an entry for each of the {length} layers", got, cure)
         return list(value)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ropewalk._checks import error, shown
-from ropewalk.configs.architecture import Architecture, Kind, NoRopeLayers
-from ropewalk.configs.architectures import ARCHITECTURES
-from ropewalk.configs.rope_keys import SECTIONS
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.layer_ropes import LayerRopes
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.reader import SECTIONS
 from ropewalk.configs.source import plain
-from ropewalk.schemes import NTK, PerPair
-
-if TYPE_CHECKING:
-    from ropewalk.configs.model_ropes import ModelRopes
-    from ropewalk.rope import Rope
+from ropewalk.rope import Rope
 
 _WHO = "ModelRopes.to_hf_config"
 
 
-def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
+def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
     """The config in the schema of transformers 4 or 5; see `ModelRopes.to_hf_config`."""
     if type(version) is not int or version not in (4, 5):
         raise error(_WHO, "version must be 4 or 5", shown(version), "They are the schemas of transformers.")
@@ -29,15 +25,11 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
         raise error(
             _WHO,
             "the ropes must have been read from a config of Hugging Face",
-            ropes.model_type,
+            shown(ropes.model_type),
             "Write its config by hand.",
         )
-    if row.base_factor_key:
-        raise error(
-            _WHO, "transformers must know the model_type", ropes.model_type, "Only its own code reads its config."
-        )
-    if row.axes > 1:
-        raise error(_WHO, "tokens must have one position each", ropes.model_type, "Several axes: not supported yet.")
+    if why := row.unwritable(version):
+        raise error(_WHO, "the config must be one that its model can read", ropes.model_type, why)
     config = _without_rope_keys(ropes.config, row)
     first = dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True))
     kinds = {name: (kind, first.get(name)) for name, kind in row.kinds.items() if kind is not None}
@@ -48,8 +40,8 @@ def write(ropes: ModelRopes, version: int) -> dict[str, Any]:
         config["rope_parameters"] = parameters if _nested(row) else next(iter([*scaled, *parameters.values()]), None)
     else:
         config.update(_version_4(said, row, ropes))
-    if row.null_base and not said:
-        config.update({"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}})
+    if not said:
+        config.update(row.without_ropes(version))
     return config
 
 
@@ -60,16 +52,14 @@ def _nested(row: Architecture) -> bool:
 
 
 def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
-    bases = {base for kind in row.kinds.values() if kind is not None for base in kind.bases}
-    if isinstance(row.pattern, NoRopeLayers) and row.pattern.holds_base:
-        bases.discard(row.pattern.key)
-    drop = {*SECTIONS, *bases, *row.partial_keys}
+    drop = {*SECTIONS, *row.base_keys(), *row.partial_keys}
     return {key: plain(value, _WHO) for key, value in config.items() if key not in drop}
 
 
-def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
     """What `rope_parameters` says about one kind of layer."""
-    parameters = {"rope_theta": rope.base, **_scheme(rope)}
+    scheme = rope.scaling
+    parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
     share = _share(rope, row, ropes)
     if share is not None:
         parameters["partial_rotary_factor"] = share
@@ -78,31 +68,15 @@ def _parameters(rope: Rope, row: Architecture, ropes: ModelRopes) -> dict[str, A
     return parameters
 
 
-def _scheme(rope: Rope) -> dict[str, Any]:
-    scheme = rope.scaling
-    if scheme is None:
-        return {"rope_type": "default"}
-    if isinstance(scheme, PerPair):
-        raise error(_WHO, "a scheme must have a rope_type", "PerPair", "No config can say it.")
-    if isinstance(scheme, NTK):
-        return {"rope_type": "dynamic", "alpha": scheme.alpha}
-    fields = {f.name: getattr(scheme, f.name) for f in dataclasses.fields(cast(Any, scheme))}
-    if scheme.rope_type == "dynamic":
-        del fields["max_position_embeddings"]  # that of the model
-    said = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-    return {"rope_type": scheme.rope_type, **{key: value for key, value in said.items() if value is not None}}
-
-
-def _share(rope: Rope, row: Architecture, ropes: ModelRopes) -> float | None:
+def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
     """partial_rotary_factor, where it must be said."""
-    stated = bool(row.dim_key) and (ropes.config or {}).get(row.dim_key) is not None
-    if row.latent or row.partial is None or stated or getattr(rope.scaling, "rope_type", "") == "proportional":
+    if not row.says_share(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
         return None
     share = rope.rotary_dim / rope.head_dim
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)
 
 
-def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: ModelRopes) -> dict[str, Any]:
+def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
     """`rope_theta` and its like at the top, and one `rope_scaling` for all layers that take it."""
     config: dict[str, Any] = {}
     scalings = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import nearest, number, shown
+from ropewalk._checks import nearest, number, short, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope import Rope
@@ -23,6 +23,7 @@ def is_params(config: Mapping[str, Any]) -> bool:
 def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None) -> ModelRopes:
     """The ropes of a params.json; see `from_config` for arguments and errors."""
     fields = Fields(config, source)
+    _refuse_other_formats(fields)
     origins = {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
     warnings: list[str] = []
     _refuse_stray_keys(fields)
@@ -34,10 +35,27 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
         layers=(rope,) * fields.layers(("n_layers",)),
         model_type="Meta params.json",
         source=source,
-        trained_length=getattr(rope.scaling, "original_max_position_embeddings", None),
+        trained_length=None if rope.scaling is None else rope.scaling.trained_length(None),
         origins=origins,
         warnings=tuple(warnings),
     )
+
+
+def _refuse_other_formats(fields: Fields) -> None:
+    """Formats with Meta's names for the sizes, in which rotation means something else."""
+    if fields.has("sinusoidal_pos_embds") or fields.has("initializer_range"):
+        must, cure = "it must be in a config.json of Hugging Face", "This looks like one whose model_type was lost."
+        raise fields.error("model_type", must, "none", f"{cure} DistilBERT, whose files have these keys, has no rope.")
+    for key in ("use_hf_rope", "model_architecture"):
+        if fields.has(key):
+            cure = "Read the config.json of the model that it was converted from."
+            must = "it must not be given: Meta's params.json has no such key, and ExecuTorch's means other pairings"
+            raise fields.error(key, must, shown(fields.get(key)), cure)
+    for key in ("qk_rope_head_dim", "rope_factor"):
+        if fields.has(key):
+            cure = "Read the config.json of the model."
+            must = "it must not be given: DeepSeek's inference code has it, and rotates a part of its heads"
+            raise fields.error(key, must, shown(fields.get(key)), cure)
 
 
 def _refuse_stray_keys(fields: Fields) -> None:
@@ -47,7 +65,8 @@ def _refuse_stray_keys(fields: Fields) -> None:
                 shown(key),
                 f"a key about rotation must be one of {', '.join(_KEYS)}",
                 shown(value),
-                f"It would have no effect.{nearest(str(key), _KEYS)} Mend or remove it.",
+                f"Meta's code does not read it.{nearest(str(key), _KEYS)} To read the rest, pass "
+                f"ignore=({short(key)!r},).",
             )
 
 

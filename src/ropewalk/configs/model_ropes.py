@@ -1,42 +1,19 @@
-"""What was read: the ropes of a model, layer by layer, and where each number came from."""
+"""What was read, with what can be asked of it: in words, and as a config."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ropewalk._checks import RopeError
 from ropewalk.configs import explain, hf_write
+from ropewalk.configs.layer_ropes import LayerRopes
+from ropewalk.configs.layer_ropes import QueryScale as QueryScale
 from ropewalk.rope import Rope
 
 
 @dataclass(frozen=True)
-class QueryScale:
-    """What an architecture multiplies q with beside the rotation, dimensionless.
-
-    constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings)))
-
-    Args:
-        constant: at every position (ESM: head_dim^-0.5).
-        scales_keys: whether k is multiplied by the constant too.
-        beta: growth with the position (Ministral 3: `llama_4_scaling_beta`).
-        original_max_position_embeddings: in tokens; needed where beta is not 0.
-    """
-
-    constant: float = 1.0
-    scales_keys: bool = False
-    beta: float = 0.0
-    original_max_position_embeddings: int = 1
-
-    def at(self, position: int) -> float:
-        """The multiplier of the query at a position, in tokens."""
-        return self.constant * (1.0 + self.beta * math.log(1 + position // self.original_max_position_embeddings))
-
-
-@dataclass(frozen=True)
-class ModelRopes:
+class ModelRopes(LayerRopes):
     """The ropes of a model.
 
     Args:
@@ -57,21 +34,6 @@ class ModelRopes:
         warnings: what a reader should know, in words.
     """
 
-    layers: tuple[Rope | None, ...]
-    model_type: str
-    source: str
-    trained_length: int | None = None
-    max_position_embeddings: int | None = None
-    others: Mapping[str, Rope] = field(default_factory=dict, hash=False)
-    softmax_factor: float = 1.0
-    query_scale: QueryScale | None = None
-    output_order: str | None = None
-    rotates_values: bool = False
-    layer_kinds: tuple[str, ...] = ()
-    config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
-    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
-    warnings: tuple[str, ...] = ()
-
     @property
     def rope(self) -> Rope:
         """The rope of every layer.
@@ -84,13 +46,6 @@ class ModelRopes:
             return rope
         listed = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
         raise RopeError(f"{self.source}: rope must be the same in all layers, got {listed}. Use .layers[i].")
-
-    def groups(self) -> list[tuple[Rope | None, list[int]]]:
-        """Each distinct rope with the layers that have it, in order of first appearance."""
-        layers_of: dict[Rope | None, list[int]] = {}
-        for index, rope in enumerate(self.layers):
-            layers_of.setdefault(rope, []).append(index)
-        return list(layers_of.items())
 
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
         """The Hugging Face config that was read, with its rope keys said anew.

@@ -1,15 +1,40 @@
-"""What rotates in a way that no Rope describes, and why; and what has keys of a rope and rotates nothing."""
+"""Models that no Rope describes, and why; and models that have keys of a rope and rotate nothing."""
 
 from __future__ import annotations
 
 from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.rows import refused, without_rope
 
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
+# What stands in place of a rope, and in which models.
+_INSTEAD = {
+    "learned absolute positions": (
+        "albert align_text_model bart beit bert bert-generation big_bird bigbird_pegasus biogpt blip blip_text_model "
+        "bridgetower camembert canine clip clip_text_model clip_vision_model clipseg convbert ctrl data2vec-text deit "
+        "dinov2 distilbert electra ernie flaubert flava git gpt2 gpt_bigcode gpt_neo groupvit ibert imagegpt layoutlm "
+        "layoutlmv2 layoutlmv3 led longformer luke lxmert mbart mobilebert mvp nystromformer openai-gpt opt owlvit "
+        "pegasus plbart prophetnet roberta roberta-prelayernorm roc_bert rugpt3xl siglip splinter squeezebert tapas "
+        "trocr vilt vision-text-dual-encoder visual_bert vit vit_mae xlm xlm-roberta xlm-roberta-xl xmod yolos"
+    ),
+    "sinusoidal positions": "blenderbot cohere_asr fsmt m2m_100 marian musicgen pegasus_x speech_to_text whisper xglm",
+    "relative positions": ("deberta deberta-v2 longt5 mpnet mt5 pop2piano switch_transformers t5 udop umt5 xlnet"),
+    "ALiBi": "bloom mpt",
+    "no positions: it has no attention": ("falcon_mamba gla mamba mamba2 rwkv rwkv5 rwkv6 rwkv7 xlstm"),
+    "positions of a convolution": "hubert sew unispeech wav2vec2 wavlm",
+}
+
+
+def _without(model_type: str, instead: str) -> Refused:
+    return Refused(
+        source=f"the model's own code: {instead}", why=f"{model_type} has no rotary positions: it has {instead}."
+    )
+
 
 NO_ROPES: dict[str, Architecture] = {
+    **{name: _without(name, instead) for instead, names in _INSTEAD.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
-    "nanochat": refused("nanochat", "It turns the other way, by minus the angle: negate the positions yourself."),
+    "nanochat": refused("nanochat", "It rotates the other way, by minus the angle: negate the positions yourself."),
     "vjepa2": refused("vjepa2", "It pairs channels with cos and sin of others, which is no rotation."),
     "mistral_large4_text": refused(
         "mistral_large4", "Its frequencies come from the checkpoint: a learned factor for each pair."
@@ -22,7 +47,6 @@ NO_ROPES: dict[str, Architecture] = {
     "glm5_next_text": without_rope("glm5_next"),
     "jamba": without_rope("jamba"),
     "kimi_linear": without_rope("kimi_linear"),
-    "nemotron_h": without_rope("nemotron_h"),
     "zamba": without_rope("zamba"),
     "inkling_text": without_rope("inkling"),
     "inkling2_text": without_rope("inkling2"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import check_pairing, error, number, shown
@@ -17,6 +19,8 @@ def from_config(
     base: float | None = None,
     factor: float | None = None,
     text_only: bool = False,
+    ignore: Collection[str] = (),
+    download: bool = False,
 ) -> ModelRopes:
     """What a model's config means for rotation.
 
@@ -24,7 +28,8 @@ def from_config(
     what a config does not say is never guessed.
 
     Args:
-        config: a dict, a config object with `to_dict()`, or a path to a file or to a folder that holds one.
+        config: a dict, a config object with `to_dict()`, a path to a file or to a folder that holds one, or a hub id
+            (`meta-llama/Llama-3.1-8B`), whose config.json is read from the local cache of `huggingface_hub`.
             Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
             (`rope_parameters`), also text models inside multimodal ones; Meta's params.json; a GGUF file of llama.cpp.
             Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file 256 MiB.
@@ -32,6 +37,9 @@ def from_config(
         base: the base, for a config that states none.
         factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1, 32 in 3.2).
         text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use.
+        ignore: keys to read past, as if the file did not have them: for a key about rotation that ropewalk does not
+            know and that the model's own code does not read. "a.b" is b inside a. Each becomes a warning.
+        download: whether to download the config.json of a hub id that is not in the cache.
 
     Returns:
         `ModelRopes`: `.rope`, `.layers`, `.explain()`.
@@ -60,11 +68,36 @@ def from_config(
         check_pairing("from_config", pairing)
     if factor is not None:
         factor = number("from_config", "factor", factor, at_least=1.0)
+    if not isinstance(download, bool):
+        raise error("from_config", "download must be True or False", shown(download), "Pass a boolean.")
+    ignored = _keys(ignore)
+    ropes = _read(config, pairing, base, factor, text_only, ignored, download)
+    warnings = [f"{key}: ignored, as asked; what it means in the model's own code is not described." for key in ignored]
+    return replace(ropes, warnings=(*ropes.warnings, *warnings)) if ignored else ropes
+
+
+def _keys(ignore: object) -> tuple[str, ...]:
+    if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
+        must, fix = "ignore must be a collection of keys", 'Pass a tuple, e.g. ignore=("my_rope_key",).'
+        raise error("from_config", must, shown(ignore), fix)
+    return tuple(dict.fromkeys(ignore))
+
+
+def _read(
+    config: Any,
+    pairing: str | None,
+    base: float | None,
+    factor: float | None,
+    text_only: bool,
+    ignore: tuple[str, ...],
+    download: bool,
+) -> ModelRopes:
     path = source.gguf_path(config)
     if path is not None:
         _refuse_factor(factor)
-        return gguf.read(path, pairing=pairing, base=base, text_only=text_only)
-    values, name = source.load(config)
+        return gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
+    values, name = source.load(config, download=download)
+    values = source.without(values, ignore, name)
     if meta.is_params(values):
         if pairing not in (None, "interleaved"):
             cure = "Leave it out; for weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."

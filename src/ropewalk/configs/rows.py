@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ropewalk.configs.architecture import ALL, Architecture, Every, Kind
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.families.latent import Latent
+from ropewalk.configs.families.refused import Refused
+from ropewalk.configs.layers import ALL, Pattern
 
 
 def source(folder: str) -> str:
@@ -29,21 +32,25 @@ def partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides
     return row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
 
 
+def remote(where: str, **more: Any) -> Architecture:
+    """A model whose code is not in transformers."""
+    return Architecture(source=where, in_transformers=False, **more)
+
+
 def latent(
-    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: object
+    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: Any
 ) -> Architecture:
-    """Multi-head latent attention: the last qk_rope_head_dim channels of the head turn."""
-    of_latent: dict[str, Any] = {"latent": True, "softmax_factor": True, "interleave_key": "rope_interleave"}
-    return row(folder, pairing=pairing, output_order=output_order, **of_latent, **more)
+    """Multi-head latent attention: the last qk_rope_head_dim channels of the head rotate."""
+    return Latent(source=source(folder), pairing=pairing, output_order=output_order, **more)
 
 
-def hybrid(folder: str, attention: str, others: tuple[str, ...], pattern: Every | None, **more: object) -> Architecture:
+def hybrid(folder: str, attention: str, others: tuple[str, ...], pattern: Pattern | None, **more: Any) -> Architecture:
     """Only the attention layers turn; the others have none or are of another kind."""
     kinds = {attention: Kind(), **dict.fromkeys(others)}
     return row(folder, kinds=kinds, pattern=pattern, **more)
 
 
-def local_only(folder: str, pattern: Every | None, **more: Any) -> Architecture:
+def local_only(folder: str, pattern: Pattern | None, **more: Any) -> Architecture:
     """Sliding layers turn, full ones do not."""
     kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
@@ -59,4 +66,4 @@ def without_rope(folder: str) -> Architecture:
 
 
 def refused(folder: str, why: str) -> Architecture:
-    return row(folder, refusal=why)
+    return Refused(source=source(folder), why=why)

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, error, shown
+from ropewalk._checks import RopeError, error, nearest, shown
+from ropewalk.configs import hub
 
 # Real configs are a few kilobytes; with labels for all classes of ImageNet-21k, less than two megabytes.
 _MAX_BYTES = 2 * 2**20
@@ -18,12 +19,13 @@ _MAX_VALUES = 2**18
 _MAX_DEPTH = 100
 
 
-def load(source: Any) -> tuple[dict[str, Any], str]:
+def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
     """The config and what to call it in messages.
 
     Args:
         source: a dict; an object with `to_dict()` (a transformers config); a path to a JSON file, or to a folder that
             has a config.json or else a params.json.
+        download: whether the config of a hub id may be downloaded.
 
     Raises:
         RopeError: there is nothing to read, or it is not one JSON object.
@@ -40,6 +42,8 @@ def load(source: Any) -> tuple[dict[str, Any], str]:
     if isinstance(source, str | os.PathLike):
         path = _path(source)
         try:
+            if hub.is_id(path):
+                path = hub.config_path(path.as_posix(), download=download)
             if path.is_dir():
                 path = path / ("params.json" if _only_params(path) else "config.json")
             content = _read(path)
@@ -102,6 +106,29 @@ def plain(value: Any, name: str) -> Any:
         return value
 
     return copied(value, 0)
+
+
+def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
+    """A copy of a config without some keys; "a.b" is b inside a, unless there is a key of that name.
+
+    Raises:
+        RopeError: a key is not there.
+    """
+    result = dict(config)
+    for path in ignore:
+        place, key, keys = result, path, list(config)
+        while key not in place and "." in key:
+            section, _, rest = key.partition(".")
+            inner = place.get(section)
+            if not isinstance(inner, Mapping):
+                break
+            place[section] = dict(inner)
+            place, key, keys = place[section], rest, [f"{section}.{k}" for k in inner]
+        if key not in place:
+            meant = nearest(path, [str(k) for k in keys])
+            raise error(name, "every key to ignore must be in the config", repr(path), f"Leave it out.{meant}")
+        del place[key]
+    return result
 
 
 def _listed(value: Any, name: str) -> Any:

@@ -8,8 +8,12 @@ Source: the config classes of transformers 5.23.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from ropewalk._checks import shown
+from ropewalk.configs.fields import Fields
 
 _WITH_TEXT_CONFIG = (
     "aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "
@@ -21,8 +25,21 @@ _WITH_TEXT_CONFIG = (
     "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl "
     "qwen3_vl_moe shieldgemma2 smolvlm step3p7 unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
 )
-WRAPPERS: dict[str, str] = dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config")
+WRAPPERS: dict[str, str] = {
+    **dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config"),
+    "deepseek_vl_v2": "language_config",
+    "infimm-zephyr": "language",
+    "internvl_chat": "llm_config",
+}
 """model_type of a model made of several → the key that holds its text model."""
+
+# Where a text model stands in a model_type that is not known; other parts (vision, projector) have other names.
+_TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
+
+# Files of these may have the keys of their text model at the top: LLaVA 1.5 by its own code, Fuyu and Step.
+_FLAT = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5"}
+# A text model whose config leaves out its model_type.
+_INNER = {"deepseek_vl_v2": "deepseek_ocr_text"}
 
 _KEYS = (
     "hidden_size",
@@ -63,6 +80,73 @@ _DEFAULTS: dict[str, tuple[float | None, ...]] = {
     "ernie4_5": (1024, 16, 18, 131072, None, 500000.0),
 }
 """model_type of a text model → its class's defaults for `_KEYS`; None or nothing where it has none."""
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """The config of a text model inside another, what messages call it, and what to warn about."""
+
+    config: dict[str, Any]
+    source: str
+    path: str
+    warnings: tuple[str, ...]
+
+
+def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> TextPart | None:
+    """The text model of a config of several models; None where it is a text model itself.
+
+    Args:
+        fields: the whole config.
+        known: every model_type that can be read.
+        pairing_passed: whether the caller says how a model_type rotates that is not known.
+
+    Raises:
+        RopeError: its text model is missing.
+    """
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        return None
+    if model_type not in WRAPPERS:
+        return None if model_type in known or pairing_passed else _of_unknown(fields, model_type, known)
+    key = WRAPPERS[model_type]
+    inner = fields.get(key)
+    flat = _FLAT.get(model_type)
+    if flat is not None and fields.has("num_hidden_layers") and not _has_sizes(inner):
+        warning = f"model_type {model_type} with the keys of its text model at the top: read as {flat}."
+        return TextPart({**fields.config, "model_type": flat, key: None}, fields.source, fields.path, (warning,))
+    if not isinstance(inner, Mapping):
+        cure = "The text model is there."
+        if inner is None and f"{model_type}_text" in known:
+            cure += f" Of a file that is the text model alone, the model_type is {model_type + '_text'!r}."
+        raise fields.error(key, "it must be an object", shown(inner), cure)
+    whole = dict(inner)
+    if "model_type" not in whole and model_type in _INNER:
+        whole["model_type"] = _INNER[model_type]
+    whole, left_out = with_class_defaults(whole)
+    said = "not stated, as transformers leaves out what a class has by default; taken from it."
+    warnings = (f"{', '.join(left_out)}: {said}",) if left_out else ()
+    return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
+
+
+def _has_sizes(inner: object) -> bool:
+    return isinstance(inner, Mapping) and inner.get("num_hidden_layers") is not None
+
+
+def _of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
+    """The text part of a model_type that is not known, where its own is."""
+    for key in _TEXT_KEYS:
+        inner = fields.get(key)
+        inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
+        if (
+            isinstance(inner, Mapping)
+            and isinstance(inner_type, str)
+            and (inner_type in known or inner_type in WRAPPERS)
+        ):
+            warning = f"model_type {model_type!a:.80} is not known; its text model stands under {key} and is read."
+            whole, left_out = with_class_defaults(inner)
+            warnings = (warning, *([f"{', '.join(left_out)}: left out; taken from its class."] if left_out else []))
+            return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
+    return None
 
 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -31,13 +31,7 @@ LARGEST_IDENTITY = 2**20
 """Characters of JSON."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_NAMED: tuple[type[ropewalk.schemes.Scheme], ...] = (
-    *ropewalk.schemes.SCHEMES.values(),
-    ropewalk.schemes.NTK,
-    ropewalk.schemes.PerPair,
-)
-_SCHEMES = {scheme.__name__: scheme for scheme in _NAMED}
-"""Every scheme that a file may name."""
+_SCHEMES = ropewalk.schemes.BY_NAME  # every scheme that a file may name
 _ROPE = ("head_dim", "base", "pairing", "rotary_dim", "rotary_offset", "scaling")
 _IDENTITY = ("size", "rope", "recipe", "about", "initial weights")
 _METADATA = ("identity", "seconds", "version", "sha256")

@@ -260,11 +260,9 @@ def _check_exportable(who: str, model: LanguageModel, rope: ropewalk.Rope) -> No
 
 
 def _as_base(rope: ropewalk.Rope) -> ropewalk.Rope:
-    """NTK as the larger base that it is: a config of Llama cannot say it otherwise."""
-    if not isinstance(rope.scaling, ropewalk.NTK):
-        return rope
-    d = rope.rotary_dim
-    return replace(rope, base=rope.base * rope.scaling.alpha ** (d / (d - 2)), scaling=None)
+    """A scheme that is a larger base (NTK) as that: a config of Llama cannot say it otherwise."""
+    base = None if rope.scaling is None else rope.scaling.as_base(rope.base, rope.rotary_dim)
+    return rope if base is None else replace(rope, base=base, scaling=None)
 
 
 def _paired(model: LanguageModel, before: str, after: str) -> Iterator[tuple[str, Tensor]]:

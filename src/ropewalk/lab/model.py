@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass
-from ropewalk.attention.kv_cache import CacheStep, LayerCache
 
 LARGEST = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**20),
@@ -144,7 +142,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(size)
 
     def forward(
-        self, x: Tensor, rotation: ropewalk.Rotation | TwoPass | None, cache: LayerCache | None = None
+        self, x: Tensor, rotation: ropewalk.Rotation | ropewalk.TwoPass | None, cache: ropewalk.LayerCache | None = None
     ) -> Tensor:
         """x `[batch, seq, hidden_size]` → the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
@@ -180,10 +178,10 @@ class LanguageModel(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        rotation: ropewalk.Rotation | TwoPass | None,
+        rotation: ropewalk.Rotation | ropewalk.TwoPass | None,
         *,
         positions: Tensor | None = None,
-        cache: CacheStep | None = None,
+        cache: ropewalk.CacheStep | None = None,
     ) -> Tensor:
         """Logits of the token after each token.
 

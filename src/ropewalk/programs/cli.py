@@ -52,6 +52,8 @@ def main() -> None:
 @click.option("--base", type=float, help="For a config that states no base.")
 @click.option("--factor", type=float, help="For Meta's params.json, which does not carry it: 8 or 32.")
 @click.option("--text-only", is_flag=True, help="Of a model of several axes (M-RoPE), the rope of its text tokens.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
+@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw inverse frequencies before and after.")
 def explain(
@@ -61,14 +63,19 @@ def explain(
     base: float | None,
     factor: float | None,
     text_only: bool,
+    ignore: tuple[str, ...],
+    download: bool,
     as_json: bool,
     plot: Path | None,
 ) -> None:
     """Say what the config SOURCE means for rotation.
 
-    SOURCE is a config.json, the folder of a model, Meta's params.json or a GGUF file.
+    SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
+    meta-llama/Llama-3.1-8B.
     """
-    ropes = ropewalk.from_config(source, pairing=pairing, base=base, factor=factor, text_only=text_only)
+    ropes = ropewalk.from_config(
+        source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+    )
     pictures = [] if plot is None else _pictures(ropes, length, plot)
     facts = ropes.facts(length)
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))

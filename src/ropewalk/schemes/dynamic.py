@@ -11,16 +11,17 @@ Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ropewalk import _checks
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import LengthDependent, Scaling
 from ropewalk.schemes.ntk import NTK
 
 
 @dataclass(frozen=True)
-class DynamicNTK(Scheme):
+class DynamicNTK(LengthDependent):
     """At length n beyond max_position_embeddings, NTK with alpha = factor · n / max_position_embeddings − (factor − 1).
 
     Args:
@@ -33,7 +34,6 @@ class DynamicNTK(Scheme):
     """
 
     rope_type: ClassVar[str] = "dynamic"
-    depends_on_length: ClassVar[bool] = True
     factor: float
     max_position_embeddings: int
 
@@ -42,11 +42,7 @@ class DynamicNTK(Scheme):
         length = _checks.length("DynamicNTK", "max_position_embeddings", self.max_position_embeddings)
         object.__setattr__(self, "max_position_embeddings", length)
 
-    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Raises RopeError: there are none without a length. `Rope` says so before it comes to this."""
-        raise _checks.error("DynamicNTK", "the length must be said", "none", "Use at_length(n) first.")
-
-    def at_length(self, n: int) -> Scheme | None:
+    def at_length(self, n: int) -> NTK | None:
         """None (the default frequencies) up to max_position_embeddings, else `NTK`.
 
         Raises:
@@ -59,3 +55,30 @@ class DynamicNTK(Scheme):
             must = "factor times the length must be finite"
             raise _checks.error("DynamicNTK", must, f"factor={self.factor:g}", "Is the factor right?")
         return NTK(alpha=alpha)
+
+    @classmethod
+    def meant(cls, keys: Collection[str]) -> type[Scaling]:
+        """`NTK` where the config gives alpha (Hunyuan), which holds at every length."""
+        return NTK if "alpha" in keys else cls
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+        """max_position_embeddings is that of the model."""
+        name = "max_position_embeddings"
+        return {} if longest is None or name in given else {name: (longest, name)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """The factor; max_position_embeddings is that of the model."""
+        return {"rope_type": self.rope_type, "factor": self.factor}
+
+    def trained_length(self, longest: int | None) -> int:
+        """max_position_embeddings."""
+        return self.max_position_embeddings
+
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
+        """That the frequencies depend on the length."""
+        return [
+            "the frequencies grow slower with the length: engines differ in which length they take; say at_length(n)."
+        ]

@@ -38,3 +38,14 @@ class Linear(Scheme):
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Radians per position of each pair: the default ones, divided by factor."""
         return tuple(w / self.factor for w in default.inv_freq(base, rotary_dim))
+
+    def trained_length(self, longest: int | None) -> None:
+        """None: max_position_embeddings may be the length before or after."""
+
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
+        """That the trained length is not known."""
+        if trained is not None:
+            return []
+        return [f"the file does not say on which length the model was trained: {named} may be before or after."]

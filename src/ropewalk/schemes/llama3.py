@@ -75,3 +75,7 @@ class Llama3(Scheme):
             return w / self.factor
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return (1 - smooth) * w / self.factor + smooth * w
+
+    def trained_length(self, longest: int | None) -> int:
+        """original_max_position_embeddings."""
+        return self.original_max_position_embeddings

@@ -10,16 +10,17 @@ Source: Ding et al. 2024, arXiv:2402.13753, section 3; Phi-3's released code. De
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ropewalk import _checks
-from ropewalk.schemes._scheme import Scheme
+from ropewalk.schemes._scheme import LengthDependent
 from ropewalk.schemes.per_pair import PerPair, as_many_as_pairs, numbers
 
 
 @dataclass(frozen=True)
-class LongRoPE(Scheme):
+class LongRoPE(LengthDependent):
     """inv_freq / short_factor up to the trained length, inv_freq / long_factor beyond.
 
     The attention factor, which applies in both, is, in this order: short_mscale or long_mscale if given;
@@ -37,7 +38,7 @@ class LongRoPE(Scheme):
     """
 
     rope_type: ClassVar[str] = "longrope"
-    depends_on_length: ClassVar[bool] = True
+    aliases: ClassVar[tuple[str, ...]] = ("su",)
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
@@ -81,11 +82,7 @@ class LongRoPE(Scheme):
         as_many_as_pairs("LongRoPE", "short_factor", self.short_factor, rotary_dim)
         as_many_as_pairs("LongRoPE", "long_factor", self.long_factor, rotary_dim)
 
-    def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Raises RopeError: there are none without a length. `Rope` says so before it comes to this."""
-        raise _checks.error("LongRoPE", "the length must be said", "none", "Use at_length(n) first.")
-
-    def at_length(self, n: int) -> Scheme:
+    def at_length(self, n: int) -> PerPair:
         """`PerPair` with the long list where n exceeds original_max_position_embeddings, else with the short one."""
         long = n > self.original_max_position_embeddings
         mscale = self.long_mscale if long else self.short_mscale
@@ -98,3 +95,24 @@ class LongRoPE(Scheme):
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor or 1.0) / math.log(self.original_max_position_embeddings))
+
+    @classmethod
+    def implied(cls, given: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+        """factor is the model's length by the trained one, where that is a factor."""
+        trained = given.get("original_max_position_embeddings")
+        if "factor" in given or longest is None or not isinstance(trained, int) or not 0 < trained <= longest:
+            return {}
+        return {"factor": (longest / trained, "max_position_embeddings / original_max_position_embeddings")}
+
+    def trained_length(self, longest: int | None) -> int:
+        """original_max_position_embeddings."""
+        return self.original_max_position_embeddings
+
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
+        """That the frequencies depend on the length."""
+        length = self.original_max_position_embeddings
+        return [
+            f"two sets of frequencies: the long ones beyond {length} tokens. Engines differ in when; say at_length(n)."
+        ]

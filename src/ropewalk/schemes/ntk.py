@@ -8,8 +8,9 @@ s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers 5.23 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes import default
@@ -33,6 +34,10 @@ class NTK(Scheme):
     """
 
     rope_type: ClassVar[str] = "ntk"
+    in_configs: ClassVar[bool] = False  # there it is "dynamic" with alpha
+    idle: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), "is not read where alpha is given"
+    )
     alpha: float
 
     def __post_init__(self) -> None:
@@ -40,6 +45,10 @@ class NTK(Scheme):
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Radians per position of each pair: the default ones of the larger base."""
+        return default.inv_freq(self.as_base(base, rotary_dim), rotary_dim)
+
+    def as_base(self, base: float, rotary_dim: int) -> float:
+        """The larger base."""
         if rotary_dim == 2:
             raise _checks.error("NTK", "rotary_dim must be at least 4", "2", "One pair alone cannot be stretched.")
         try:
@@ -50,4 +59,8 @@ class NTK(Scheme):
             must = f"base · alpha^({rotary_dim}/{rotary_dim - 2}) must be a finite float64"
             got = f"base={base:g} and alpha={self.alpha:g}"
             raise _checks.error("NTK", must, got, "Is alpha right? Hunyuan has 1000.")
-        return default.inv_freq(stretched, rotary_dim)
+        return stretched
+
+    def to_hf(self) -> dict[str, Any]:
+        """ "dynamic" with alpha, as Hunyuan's configs say it."""
+        return {"rope_type": "dynamic", "alpha": self.alpha}

@@ -31,6 +31,7 @@ class PerPair(Scheme):
     """
 
     rope_type: ClassVar[str] = "per_pair"
+    in_configs: ClassVar[bool] = False
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
@@ -47,6 +48,22 @@ class PerPair(Scheme):
     def table_factor(self) -> float:
         """What multiplies cos and sin, dimensionless."""
         return self.attention_factor
+
+    def facts(self) -> dict[str, Any]:
+        """As those of every scheme; the factor of a pair that stands still is null."""
+        factors = [factor if math.isfinite(factor) else None for factor in self.factors]
+        return {**super().facts(), "factors": factors}
+
+    def trained_length(self, longest: int | None) -> None:
+        """None: a length that a file states may be the one before or after."""
+
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
+        """That the trained length is not known."""
+        if trained is not None:
+            return []
+        return [f"the file does not say on which length the model was trained: {named} may be before or after."]
 
 
 # Far below any factor: a frequency divided by it is still finite.

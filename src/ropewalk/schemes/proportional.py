@@ -36,6 +36,7 @@ class Proportional(Scheme):
     """
 
     rope_type: ClassVar[str] = "proportional"
+    whole_head: ClassVar[bool] = True
     partial_rotary_factor: float = 1.0
     factor: float = 1.0
 

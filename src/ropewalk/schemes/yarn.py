@@ -12,6 +12,7 @@ mscale_all_dim: DeepSeek-V2, arXiv:2405.04434, section 3.1.4, and its released c
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,6 +49,10 @@ class YaRN(Scheme):
     """
 
     rope_type: ClassVar[str] = "yarn"
+    idle: ClassVar[Mapping[str, str]] = {
+        "finetuned": "records that the weights were fine-tuned",
+        "max_position_embeddings": "repeats the length of the model",
+    }
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
@@ -129,3 +134,36 @@ class YaRN(Scheme):
 
     def _magnitude(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0
+
+    @property
+    def softmax_factor(self) -> float:
+        """m(mscale_all_dim)², dimensionless; 1 where mscale_all_dim is not given or 0."""
+        if not self.mscale_all_dim:
+            return 1.0
+        m = self._magnitude(self.mscale_all_dim)
+        return m * m
+
+    def trained_length(self, longest: int | None) -> int:
+        """original_max_position_embeddings."""
+        return self.original_max_position_embeddings
+
+    def warnings(
+        self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
+    ) -> list[str]:
+        """Lengths that contradict the factor, and mscales that engines read in different ways."""
+        warnings = []
+        trained, scaled = self.original_max_position_embeddings, self.original_max_position_embeddings * self.factor
+        if longest not in (None, trained, scaled):
+            warnings.append(
+                f"{named} is {longest}, neither original_max_position_embeddings {trained} nor that times factor, "
+                f"{scaled:.0f}; the factor decides the angles."
+            )
+        if self.mscale is None and self.mscale_all_dim is None:
+            return warnings
+        if self.attention_factor is not None:
+            warnings.append("attention_factor is given, so mscale and mscale_all_dim do not change cos and sin.")
+        elif not (self.mscale and self.mscale_all_dim):
+            warnings.append("mscale and mscale_all_dim count only together; SGLang and mlx-lm use one alone.")
+        elif self.mscale == self.mscale_all_dim:
+            warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1; llama.cpp may differ.")
+        return warnings

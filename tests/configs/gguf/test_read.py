@@ -24,6 +24,7 @@ from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs import ModelRopes
 from ropewalk.configs.gguf import architectures as table
 from ropewalk.configs.gguf import header as gguf_header
+from ropewalk.configs.gguf.row import GgufRow
 from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, YaRN
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -227,6 +228,10 @@ def test_ministral_3_reads_more_of_yarn(path: Path) -> None:
     assert ropes.query_scale.at(4095) == 1.0
     assert ropes.query_scale.at(4096) == pytest.approx(1 + 0.5 * math.log(2))
     assert from_config(write(path, YARN, architecture="mistral3")).query_scale is None
+    # Without the key llama.cpp takes context_length, 4096 here.
+    scale = from_config(write(path, {**LLAMA, "attention.temperature_scale": 0.5}, architecture="mistral3")).query_scale
+    assert scale is not None
+    assert (scale.at(4095), scale.at(4096)) == (1.0, pytest.approx(1 + 0.5 * math.log(2)))
 
 
 def test_gpt_oss_is_read_as_llama_cpp_turns_it(path: Path) -> None:
@@ -318,17 +323,15 @@ def test_the_package_reads_the_same(path: Path) -> None:
     assert tensors[FREQS][-1] == math.inf
 
 
-def test_no_architecture_is_in_two_lists() -> None:
-    assert not table.INTERLEAVED & table.HALF
-    assert not (table.INTERLEAVED | table.HALF) & table.REFUSED.keys()
-    lists = table.READS_FREQS | table.READS_ALPHA | table.READS_LOG | table.READS_BETAS | table.FINETUNED_IS_SWITCH
-    lists |= table.DIFFERING.keys() | table.LATENT | table.MROPE | table.IMROPE | table.MROPE_IF_SECTIONS
-    lists |= table.READS_TEMPERATURE.keys() | table.NEEDS_FREQS
-    assert table.SCALES_SOFTMAX | table.INDEXERS.keys() <= table.LATENT
-    assert lists | table.WHOLE_HEAD | table.LONGROPE_BY_TENSORS <= table.INTERLEAVED | table.HALF
+def test_every_architecture_has_one_row() -> None:
+    assert len(table.ARCHITECTURES) == sum(len(names.split()) for names in table._ROWS)
+    for name, row in table.ARCHITECTURES.items():
+        assert row.pairing in ("half", "interleaved") or row == GgufRow(None, refusal=row.refusal), name
+        assert (row.pairing is None) == bool(row.refusal), name
+        assert row.latent or not (row.scales_softmax or row.indexer), name
+        assert row.yarn_log or not row.yarn_log_is_mscale, name
     theirs = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
-    named = table.INTERLEAVED | table.HALF | table.REFUSED.keys()
-    assert len(theirs & named) > 100  # the names are llama.cpp's
+    assert len(theirs & table.ARCHITECTURES.keys()) > 100  # the names are llama.cpp's
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

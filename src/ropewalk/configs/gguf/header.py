@@ -80,7 +80,9 @@ def _data_start(position: int, values: dict[str, Any], source: str) -> int:
     alignment = values.get("general.alignment", 32)
     alignment = integer(source, "general.alignment", alignment, at_least=1, at_most=_MAX_ALIGNMENT)
     if alignment & (alignment - 1):
-        raise error(f"{source}: general.alignment", "it must be a power of 2", str(alignment), "Mend it.")
+        raise error(
+            f"{source}: general.alignment", "it must be a power of 2", str(alignment), "Convert the model anew."
+        )
     return -(-position // alignment) * alignment
 
 

@@ -9,20 +9,18 @@ from ropewalk._checks import length as checked_length
 from ropewalk._checks import nearest, shown
 from ropewalk._checks import number as checked_number
 from ropewalk.configs.fields import ROPE_WORDS, Fields
-from ropewalk.configs.gguf.architectures import (
+from ropewalk.configs.gguf.architectures import ARCHITECTURES, NOT_ALL_LAYERS, UNKNOWN
+from ropewalk.configs.gguf.row import (
     BASE,
     BASE_SWA,
     DIM,
     DIM_SWA,
-    HALF,
     HEAD_MLA,
     HEAD_SWA,
-    INTERLEAVED,
-    NOT_ALL_LAYERS,
-    REFUSED,
+    ORIGINAL,
     ROPE_PATTERN,
     SECTIONS,
-    read_by,
+    GgufRow,
 )
 
 # Keys after the architecture that say something where they are read, and must not be given elsewhere.
@@ -50,23 +48,26 @@ _ALWAYS_READ = (
     DIM,
     BASE,
     "rope.scaling.type",
-    "rope.scaling.original_context_length",
+    ORIGINAL,
     "rope.scaling.finetuned",
 )
+REMOVE = "remove this key with gguf-new-metadata --remove-metadata, a command of the package gguf"
 _TELLING = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
 
 
 class Keys:
-    """The keys of one file, what they meant so far, and what to warn about. Names are those after the architecture."""
+    """The keys of one file, what they meant so far, and what to warn about. Names are those after the architecture.
+
+    `row` says what the architecture implies.
+    """
 
     def __init__(self, fields: Fields) -> None:
         self.fields = fields
         self.origins: dict[str, str] = {}
         self.warnings: list[str] = []
-        self.architecture = _architecture(fields)
-        self.is_known = self.architecture in INTERLEAVED | HALF
+        self.architecture, self.row = _architecture(fields)
         self.taken = {self.key(name) for name in _ALWAYS_READ}
-        self.original = self.length("rope.scaling.original_context_length")
+        self.original = self.length(ORIGINAL)
         self.longest = self.length("context_length")
 
     def key(self, name: str) -> str:
@@ -95,7 +96,7 @@ class Keys:
 
     def refuse_unsupported(self) -> None:
         """Raise if a key says something that llama.cpp does not read for this architecture."""
-        reads = read_by(self.architecture)
+        reads = self.row.reads()
         for name, why in _OF_SOME.items():
             value = self.fields.get(self.key(name))
             if name in reads:
@@ -118,15 +119,22 @@ class Keys:
                 name = key.removeprefix(f"{self.architecture}.")
                 if isinstance(value, bool) or value not in _NEUTRAL[name]:
                     must = f"it must not be given for {self.architecture} with scaling {kind!r}"
-                    cure = "llama.cpp ignores it there, or does what no scheme says. Mend or remove it."
+                    cure = (
+                        "llama.cpp ignores it there, or does what no scheme says. Read the model's config.json "
+                        f"instead. If it means nothing, pass ignore=({key!r},) to from_config, or {REMOVE}."
+                    )
                     raise self.fields.error(key, must, shown(value), cure)
             elif key.rpartition(".")[2] in _TELLING or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
                 must = f"a key about rotation must be one that llama.cpp reads for {self.architecture}"
-                cure = f"It would have no effect.{nearest(key, known)} Mend or remove it."
+                cure = (
+                    f"It would have no effect.{nearest(key, known)} To read the file, pass ignore=({key!r},) to "
+                    f"from_config, or {REMOVE}."
+                )
                 raise self.fields.error(shown(key), must, shown(value), cure)
 
 
-def _architecture(fields: Fields) -> str:
+def _architecture(fields: Fields) -> tuple[str, GgufRow]:
+    """The name of the architecture, and its row."""
     name = fields.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise fields.error(
@@ -135,8 +143,7 @@ def _architecture(fields: Fields) -> str:
             shown(name),
             "Is this a model? Of a model in several files, pass the first.",
         )
-    if name in REFUSED:
-        raise fields.error(
-            "general.architecture", "it must be one that turns as a Rope does", repr(name), REFUSED[name]
-        )
-    return name
+    row = ARCHITECTURES.get(name, UNKNOWN)
+    if row.refusal:
+        raise fields.error("general.architecture", "it must be one that turns as a Rope does", repr(name), row.refusal)
+    return name, row

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from ropewalk._checks import shown
-from ropewalk.configs.architecture import ALL, NO_ROPE, Every
-from ropewalk.configs.gguf.architectures import DIFFERING, FINETUNED_IS_SWITCH, KV_HEADS, Layers
 from ropewalk.configs.gguf.keys import Keys
-from ropewalk.configs.layers import every
+from ropewalk.configs.gguf.row import ALL, KV_HEADS, NO_ROPE, Every, Layers
 
 _WINDOW = "attention.sliding_window"
 
 
 def kinds_of_layers(keys: Keys) -> list[str]:
-    """The kind of each layer: a name of the row's kinds, `ALL` or `NO_ROPE`."""
+    """The kind of each layer: a name of the row's `kinds`."""
     fields = keys.fields
     blocks = fields.layers((keys.key("block_count"),))
     count = blocks - _drafting(keys, blocks)
     switch = keys.key("rope.scaling.finetuned")
-    if not fields.boolean(switch, True) and keys.architecture in FINETUNED_IS_SWITCH:
+    if not fields.boolean(switch, True) and keys.row.finetuned_is_switch:
         keys.origins["layer_types"] = f"{switch} is false, so nothing rotates"
         return [NO_ROPE] * count
-    row = DIFFERING.get(keys.architecture)
-    if row is None or _are_alike(keys, row, count):
+    layers = keys.row.layers
+    if layers is None or _are_alike(keys, layers, count):
         return [ALL] * count
-    stated = _listed(keys, row, count, blocks) or _otherwise(keys, row, count)
-    if row.fixed and isinstance(row.otherwise, Every):
-        origins: dict[str, str] = {}
-        kinds = every(fields, dataclasses.replace(row.otherwise, key=""), count, origins)
+    stated = _listed(keys, layers, count, blocks) or _otherwise(keys, layers, count)
+    if layers.fixed and isinstance(layers.otherwise, Every):
+        kinds, implied = _every(layers.otherwise, layers.otherwise.n, count)
         if stated != kinds:
-            must = f"it must say the same as what is {origins['layer_types']}"
-            cure = f"llama.cpp rotates by that, whatever the key says ({row.source})."
-            raise fields.error(keys.key(row.key), must, "something else", cure)
+            must = f"it must say the same as what is implied: {implied}"
+            cure = f"llama.cpp rotates by that, whatever the key says ({keys.row.source})."
+            raise fields.error(keys.key(layers.key), must, "something else", cure)
     return stated
 
 
@@ -47,54 +42,63 @@ def _drafting(keys: Keys, blocks: int) -> int:
     return drafting
 
 
-def _are_alike(keys: Keys, row: Layers, count: int) -> bool:
+def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
     """Whether the file has the layers of its architecture all alike."""
     fields, key = keys.fields, keys.key(_WINDOW)
     slides = fields.get(key) not in (None, 0) and fields.size(key) > 0
-    if row.no_window and fields.has(key) and not slides:
-        raise fields.error(key, "it must not be 0", shown(fields.get(key)), row.no_window)
-    if row.window and not slides:
+    if layers.no_window and fields.has(key) and not slides:
+        raise fields.error(key, "it must not be 0", shown(fields.get(key)), layers.no_window)
+    if layers.window and not slides:
         keys.origins["layer_types"] = f"no {key} is given, so all layers are alike"
         return True
-    if row.count in (None, count):
+    if layers.count in (None, count):
         return False
     if slides:
-        must = f"it must be 0 or absent, since {keys.architecture} has {count} layers and not {row.count}"
-        cure = f"llama.cpp then rotates all layers ({row.source}). Read the model's config.json instead."
+        must = f"it must be 0 or absent, since {keys.architecture} has {count} layers and not {layers.count}"
+        cure = f"llama.cpp then rotates all layers ({keys.row.source}). Read the model's config.json instead."
         raise fields.error(key, must, shown(fields.get(key)), cure)
-    keys.origins["layer_types"] = f"{count} layers, and not {row.count}: all are alike ({row.source})"
+    keys.origins["layer_types"] = f"{count} layers, and not {layers.count}: all are alike ({keys.row.source})"
     return True
 
 
-def _listed(keys: Keys, row: Layers, count: int, blocks: int) -> list[str] | None:
+def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | None:
     """The kinds by the list of the file, which may go on over blocks that only draft; None if there is no list."""
-    key, fields = keys.key(row.key), keys.fields
+    key, fields = keys.key(layers.key), keys.fields
     value = fields.get(key)
-    if isinstance(value, int) and row.key == KV_HEADS:
+    if isinstance(value, int) and layers.key == KV_HEADS:
         value = (value,) * count
-    if not row.key or value is None or (isinstance(value, int) and row.key == _interval_key(row)):
+    interval_key = layers.otherwise.key if isinstance(layers.otherwise, Every) else ""
+    if not layers.key or value is None or (isinstance(value, int) and layers.key == interval_key):
         return None
     keys.taken.add(key)
     keys.origins["layer_types"] = key
     if not isinstance(value, tuple) or len(value) not in (count, blocks):
         got = f"{len(value)} entries" if isinstance(value, tuple) else shown(value)
-        raise fields.error(key, f"it must be a list with an entry for each of the {count} layers", got, "Mend it.")
+        must = f"it must be a list with an entry for each of the {count} layers"
+        raise fields.error(key, must, got, "Convert the model anew.")
     for flag in value:
         if not isinstance(flag, int) or flag < 0:
-            raise fields.error(key, "each must be true, false or a count", shown(flag), "Mend it.")
-    return [row.flagged if flag else row.unflagged for flag in value[:count]]
+            raise fields.error(key, "each must be true, false or a count", shown(flag), "Convert the model anew.")
+    return [layers.flagged if flag else layers.unflagged for flag in value[:count]]
 
 
-def _interval_key(row: Layers) -> str:
-    return row.otherwise.key if isinstance(row.otherwise, Every) else ""
-
-
-def _otherwise(keys: Keys, row: Layers, count: int) -> list[str]:
+def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
     """The kinds where the file has no list."""
-    if isinstance(row.otherwise, Every):
-        key = keys.key(row.otherwise.key) if row.otherwise.key else ""
-        return every(keys.fields, dataclasses.replace(row.otherwise, key=key), count, keys.origins)
-    if row.otherwise is None:
-        key = keys.key(row.key)
+    pattern = layers.otherwise
+    if isinstance(pattern, Every):
+        key = keys.key(pattern.key)
+        stated = bool(pattern.key) and keys.fields.has(key)
+        kinds, which = _every(pattern, keys.fields.size(key) if stated else pattern.n, count)
+        keys.origins["layer_types"] = f"{key if stated else 'implied'}: {which}"
+        return kinds
+    if pattern is None:
+        key = keys.key(layers.key)
         raise keys.fields.error(key, "it must be given, since the layers differ", "none", "Convert the model anew.")
-    return [row.otherwise] * count
+    return [pattern] * count
+
+
+def _every(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
+    """The kinds by the pattern with one hit of every n, and which that is in words."""
+    at = 0 if pattern.first else n - 1
+    kinds = [pattern.hit if i % n == at else pattern.miss for i in range(count)]
+    return kinds, f"the {'first' if pattern.first else 'last'} of every {n} is {pattern.hit}"

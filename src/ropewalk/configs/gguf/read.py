@@ -12,42 +12,35 @@ from pathlib import Path
 from typing import cast
 
 from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown
-from ropewalk.configs.architecture import ALL, Kind
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.gguf import header
-from ropewalk.configs.gguf.architectures import (
-    BASE,
-    BASE_SWA,
-    DIFFERING,
-    DIM,
-    DIM_SWA,
-    HALF,
-    HEAD,
-    HEAD_MLA,
-    IMROPE,
-    INDEXERS,
-    INTERLEAVED,
-    LATENT,
-    MROPE,
-    MROPE_IF_SECTIONS,
-    OWN,
-    READS_TEMPERATURE,
-    SCALES_SOFTMAX,
-    SECTIONS,
-    SOURCE,
-    WHOLE_HEAD,
-)
+from ropewalk.configs.gguf.architectures import ARCHITECTURES
 from ropewalk.configs.gguf.keys import Keys
 from ropewalk.configs.gguf.layers import kinds_of_layers
-from ropewalk.configs.gguf.scheme import SchemeReader, warn
-from ropewalk.configs.hf_scheme import softmax_factor
+from ropewalk.configs.gguf.row import (
+    BASE,
+    BASE_SWA,
+    DIM,
+    DIM_SWA,
+    HEAD,
+    HEAD_MLA,
+    HEAD_SWA,
+    ORIGINAL,
+    SECTIONS,
+    SOURCE,
+    Kind,
+)
+from ropewalk.configs.gguf.scheme import SchemeReader
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
+from ropewalk.configs.source import without
 from ropewalk.rope import Pairing, Rope
-from ropewalk.schemes import Linear, PerPair, Scheme, YaRN
+from ropewalk.schemes import Scaling
 
 
-def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
+def read(
+    path: Path, *, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...] = ()
+) -> ModelRopes:
     """The ropes of a GGUF file; see `from_config` for arguments and errors."""
     try:
         values, tensors = header.read(path)
@@ -55,6 +48,7 @@ def read(path: Path, *, pairing: str | None, base: float | None, text_only: bool
         raise
     except (OSError, ValueError) as e:
         raise RopeError(f"{path}: cannot be read: {e}.") from e
+    values = without(values, ignore, str(path))
     return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
 
 
@@ -70,6 +64,7 @@ class _Reader:
         text_only: bool,
     ) -> None:
         self.keys = keys
+        self.row = keys.row
         self.tensors = tensors
         self.passed_pairing = pairing
         self.passed_base = None if base is None else number("from_config", "base", base, above=1.0)
@@ -81,9 +76,8 @@ class _Reader:
         pairing = self._pairing()
         keys.refuse_unsupported()
         layers = kinds_of_layers(keys)
-        row = DIFFERING.get(keys.architecture)
-        named = {} if row is None else row.kinds
-        kinds = {name: named.get(name, OWN if name == ALL else None) for name in dict.fromkeys(layers)}
+        of_row = self.row.kinds()
+        kinds = {name: of_row[name] for name in dict.fromkeys(layers)}
         turning = {name: kind for name, kind in kinds.items() if kind is not None}
         shapes = {name: (*self._shape(kind), self._base(kind)) for name, kind in turning.items()}
         query_scale = self._query_scale()
@@ -91,7 +85,8 @@ class _Reader:
         scheme, others = None, {}
         with keys.fields.named():
             if turning:
-                scheme = SchemeReader(keys, self.tensors).read()
+                self.scaling = SchemeReader(keys, self.tensors)
+                scheme = self.scaling.read()
                 self._check_unscaled(list(turning.values()), scheme)
             for name, kind in turning.items():
                 head_dim, rotary_dim, offset, base = shapes[name]
@@ -99,7 +94,6 @@ class _Reader:
                 ropes[name] = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own)
                 others.update(self._indexer(cast(Rope, ropes[name])))
         self._warn_unturned(ropes)
-        warn(keys, scheme)
         return ModelRopes(
             layers=tuple(ropes[name] for name in layers),
             model_type=keys.architecture,
@@ -109,23 +103,20 @@ class _Reader:
             others=others,
             softmax_factor=self._softmax_factor(scheme),
             query_scale=query_scale,
-            layer_kinds=() if row is None else tuple(layers),
+            layer_kinds=() if self.row.layers is None else tuple(layers),
             origins=keys.origins,
             warnings=tuple(keys.warnings),
         )
 
     def _sections(self) -> tuple[int, ...] | None:
         """How many pairs each axis has, None where tokens have one position each."""
-        fields, key = self.keys.fields, self.keys.key(SECTIONS)
-        name = self.keys.architecture
-        if name not in MROPE | IMROPE | MROPE_IF_SECTIONS:
-            return None
+        fields, key, axes = self.keys.fields, self.keys.key(SECTIONS), self.row.axes
         value = fields.get(key)
-        if value is None and name in MROPE_IF_SECTIONS:
+        if axes == "one" or (axes == "mrope if sections" and value is None):
             return None
         if not isinstance(value, tuple) or len(value) != 4 or not all(type(n) is int and n >= 0 for n in value):
             raise fields.error(key, "it must be a list of 4 numbers of pairs", shown(value), "Convert the model anew.")
-        if name in MROPE_IF_SECTIONS and not (value[0] and value[1]):
+        if axes == "mrope if sections" and not (value[0] and value[1]):
             return None
         if value[3] or not any(value):
             raise fields.error(key, "some pairs must have an axis, and none the fourth", shown(value), "Is it right?")
@@ -133,7 +124,7 @@ class _Reader:
             raise fields.error(
                 "general.architecture",
                 "its tokens must have one position each",
-                f"{name}, with several axes",
+                f"{self.keys.architecture}, with several axes",
                 "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
             )
         self.keys.warnings.append("text only: positions of images and video have several axes and are not described.")
@@ -141,7 +132,7 @@ class _Reader:
 
     def _warn_unturned(self, ropes: Mapping[str, Rope | None]) -> None:
         """IMROPE gives axes to pairs in turn: one that has no more leaves its pairs to the fourth, 0 in text."""
-        if self.sections is None or self.keys.architecture not in IMROPE:
+        if self.sections is None or self.row.axes != "imrope":
             return
         for rope in filter(None, ropes.values()):
             sectors = [i % sum(self.sections) for i in range(rope.rotary_dim // 2)]
@@ -155,19 +146,19 @@ class _Reader:
     def _pairing(self) -> Pairing:
         if self.passed_pairing is not None:
             check_pairing("from_config", self.passed_pairing)
-        if not self.keys.is_known:
+        if self.row.pairing is None:
             if self.passed_pairing is None:
+                known = [name for name, row in ARCHITECTURES.items() if row.pairing]
                 raise self.keys.fields.error(
                     "general.architecture",
                     "it must be one that ropewalk knows",
                     shown(self.keys.architecture),
-                    f"The file does not say how it rotates.{nearest(self.keys.architecture, INTERLEAVED | HALF)} If "
+                    f"The file does not say how it rotates.{nearest(self.keys.architecture, known)} If "
                     'all layers rotate alike, pass pairing="half" (NEOX in llama.cpp) or pairing="interleaved" (NORM).',
                 )
             self.keys.origins["pairing"] = "passed by the caller"
             return cast(Pairing, self.passed_pairing)
-        turns = self.sections is None and self.keys.architecture in INTERLEAVED  # those of several axes turn halves
-        pairing: Pairing = "interleaved" if turns else "half"
+        pairing: Pairing = self.row.pairing if self.sections is None else "half"  # llama.cpp has no other MROPE
         if self.passed_pairing not in (None, pairing):
             raise self.keys.fields.error(
                 "general.architecture",
@@ -183,7 +174,7 @@ class _Reader:
         """Channels of a head, how many of them turn, and how many stand before those."""
         head_dim = self._head_dim(kind)
         rotary_dim = self._rotary_dim(kind, head_dim)
-        if self.keys.architecture not in LATENT:
+        if not self.row.latent:
             return head_dim, rotary_dim, 0
         key = self.keys.key(DIM)
         if not self.keys.fields.has(key) or rotary_dim >= head_dim:
@@ -194,12 +185,12 @@ class _Reader:
 
     def _head_dim(self, kind: Kind) -> int:
         fields = self.keys.fields
-        names = (kind.head_dim_key, HEAD_MLA if self.keys.architecture in LATENT else "", HEAD)
+        names = (HEAD_SWA if kind.own_head else "", HEAD_MLA if self.row.latent else "", HEAD)
         own = fields.first(tuple(self.keys.key(name) for name in names if name))
         if fields.has(own):
             self._came("head_dim", own)
             return fields.size(own, at_most=MAX_HEAD_DIM)
-        if self.keys.architecture in LATENT:
+        if self.row.latent:
             raise fields.error(own, "it must be given", "none", "Its heads are not embedding_length / head_count wide.")
         own, width, heads = (self.keys.key(n) for n in (HEAD, "embedding_length", "attention.head_count"))
         cure = f"It is needed where {own} is not given."
@@ -207,14 +198,14 @@ class _Reader:
         return fields.head_width((width,), (heads,), own, cure=cure)
 
     def _rotary_dim(self, kind: Kind, head_dim: int) -> int:
-        names = (DIM_SWA, DIM) if kind.head_dim_key else (DIM,)
+        names = (DIM_SWA, DIM) if kind.own_head else (DIM,)
         key = self.keys.fields.first(tuple(self.keys.key(name) for name in names))
         if not self.keys.fields.has(key):
             self._came("rotary_dim", "the whole head")
             return head_dim
         self._came("rotary_dim", key)
         rotary_dim = self.keys.fields.size(key)
-        if self.keys.architecture in WHOLE_HEAD and rotary_dim != head_dim:
+        if self.row.whole_head and rotary_dim != head_dim:
             raise self.keys.fields.error(
                 key,
                 f"{self.keys.architecture} turns the whole head of {head_dim}",
@@ -245,27 +236,25 @@ class _Reader:
         if self.passed_base is not None:
             self._came("base", "passed by the caller")
             return self.passed_base
-        if self.keys.architecture != "llama":
+        implied = self.row.implied_base
+        if implied is None:
             cure = "llama.cpp would take 10000, which may not be the model's: pass base=... to from_config."
             raise self.keys.fields.error(key, "the base must be given", "none", cure)
-        self._came("base", "implied: files of Llama 1 and 2 have no rope.freq_base")
-        self.keys.warnings.append(
-            f"the file states no {key}; llama.cpp takes 10000. In a newer model than Llama 2 it was lost."
-        )
-        return 10_000.0
+        self._came("base", f"implied: {implied.origin}")
+        self.keys.warnings.append(f"the file states no {key}; llama.cpp takes {implied.value:g}. {implied.warning}")
+        return implied.value
 
-    def _trained_length(self, scheme: Scheme | None) -> int | None:
+    def _trained_length(self, scheme: Scaling | None) -> int | None:
         if self.keys.original is not None:
             return self.keys.original
-        # What these were trained on before is not in the file: context_length may be the length after scaling.
-        return None if isinstance(scheme, Linear | PerPair) else self.keys.longest
+        return self.keys.longest if scheme is None else scheme.trained_length(self.keys.longest)
 
     def _came(self, name: str, where: str) -> None:
         """Notes where a value came from, beside where other kinds of layers have it from."""
         before = self.keys.origins.get(name)
         self.keys.origins[name] = where if before in (None, where) else f"{before} and {where}"
 
-    def _check_unscaled(self, kinds: list[Kind], scheme: Scheme | None) -> None:
+    def _check_unscaled(self, kinds: list[Kind], scheme: Scaling | None) -> None:
         """rope.scaling.attn_factor would multiply cos and sin of sliding layers that have no scheme."""
         key = self.keys.key("rope.scaling.attn_factor")
         if scheme is not None and not all(kind.scaled for kind in kinds) and self.keys.fields.get(key) not in (None, 1):
@@ -273,29 +262,28 @@ class _Reader:
             raise self.keys.fields.error(key, "it must be 1 or absent", shown(self.keys.fields.get(key)), cure)
 
     def _indexer(self, rope: Rope) -> dict[str, Rope]:
-        if self.keys.architecture not in INDEXERS:
+        if self.row.indexer is None:
             return {}
         key = self.keys.key("attention.indexer.key_length")
         width = self.keys.fields.size(key, at_most=MAX_HEAD_DIM)
         self.keys.origins["indexer"] = key
-        pairing = cast(Pairing, INDEXERS[self.keys.architecture])
-        return {"indexer": Rope(width, rope.base, pairing, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
+        return {"indexer": Rope(width, rope.base, self.row.indexer, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
 
-    def _softmax_factor(self, scheme: Scheme | None) -> float:
+    def _softmax_factor(self, scheme: Scaling | None) -> float:
         """DeepSeek's: what llama.cpp's attention multiplies the softmax scale with."""
-        if self.keys.architecture not in SCALES_SOFTMAX or scheme is None:
+        if not self.row.scales_softmax or scheme is None:
             return 1.0
-        if not isinstance(scheme, YaRN):
+        if self.scaling.kind != "yarn":
             must = f"the scaling of {self.keys.architecture} must be yarn"
             cure = "llama.cpp would change the scale of the softmax: not supported."
             raise self.keys.fields.error(self.keys.key("rope.scaling.type"), must, scheme.rope_type, cure)
-        twice = scheme.table_factor()
+        twice = self.scaling.magnitude
         if twice != 1.0:
             self.keys.warnings.append(
                 f"llama.cpp multiplies cos and sin by {twice:.6g}, and the softmax scale by its square as well; the "
                 "model's own code may not."
             )
-        factor = softmax_factor(scheme) * twice * twice
+        factor = scheme.softmax_factor * twice * twice
         if not math.isfinite(factor):
             key = self.keys.key("rope.scaling.yarn_log_multiplier")
             must = "the square of the attention factor must be finite"
@@ -304,12 +292,12 @@ class _Reader:
 
     def _query_scale(self) -> QueryScale | None:
         """attention.temperature_scale of Ministral 3 and Mistral Large 3: q grows with the position."""
-        name = READS_TEMPERATURE.get(self.keys.architecture)
+        name = self.row.temperature_length
         beta = self.keys.number("attention.temperature_scale", at_least=0.0) if name else None
-        if name is None or not beta:
+        if not beta:
             return None
         length = self.keys.length(name)
-        if length is None and name == "rope.scaling.original_context_length":
+        if length is None and name == ORIGINAL:
             length = self.keys.longest
         length = self.keys.needed(name, length, "attention.temperature_scale needs it.")
         self.keys.origins["query_scale"] = self.keys.key("attention.temperature_scale")

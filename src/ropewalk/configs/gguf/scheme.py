@@ -8,36 +8,32 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ropewalk._checks import choice, integer
-from ropewalk.configs.gguf.architectures import (
-    LOG_IS_BOTH,
-    LOG_IS_TENTH,
-    LONGROPE_BY_TENSORS,
-    LONGROPE_IF_TYPE,
-    NEEDS_FREQS,
-    READS_ALPHA,
-    READS_BETAS,
-    READS_FREQS,
-    READS_LOG,
-)
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
-from ropewalk.configs.gguf.keys import Keys
-from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scheme, YaRN
+from ropewalk.configs.gguf.keys import REMOVE, Keys
+from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scaling, YaRN
 
 _TYPES = ("none", "linear", "yarn", "longrope")
 
 
 class SchemeReader:
-    """One scaling being read."""
+    """One scaling being read.
+
+    Attributes:
+        kind: its type as llama.cpp takes it, after `read`.
+        magnitude: what llama.cpp's YaRN multiplies cos and sin by, dimensionless; 1 for other types.
+    """
 
     def __init__(self, keys: Keys, tensors: Mapping[str, tuple[float, ...]]) -> None:
         self.keys = keys
         self.tensors = tensors
+        self.kind = "none"
+        self.magnitude = 1.0
 
-    def read(self) -> Scheme | None:
+    def read(self) -> Scaling | None:
         """The scheme, as llama.cpp reads it; every key about rotation has then been read."""
-        kind = self._kind()
+        kind = self.kind = self._kind()
         self._check_tensors(kind)
-        make: dict[str, Callable[[], Scheme | None]] = {
+        make: dict[str, Callable[[], Scaling | None]] = {
             "none": self._unscaled,
             "linear": self._linear,
             "yarn": self._yarn,
@@ -45,6 +41,10 @@ class SchemeReader:
         }
         scheme = make[kind]()
         self.keys.refuse_untaken(kind)
+        if scheme is not None:
+            self.keys.warnings += scheme.warnings(self.keys.longest, named="context_length", trained=self.keys.original)
+        if kind == "yarn" and self.keys.row.yarn_warning:
+            self.keys.warnings.append(self.keys.row.yarn_warning)
         return scheme
 
     def _kind(self) -> str:
@@ -52,7 +52,7 @@ class SchemeReader:
         stated = self.keys.fields.get(key)
         if stated is not None:
             choice(self.keys.fields.source, key, stated, _TYPES)
-        by_tensors = self.keys.architecture in LONGROPE_BY_TENSORS and not self.tensors.keys().isdisjoint({SHORT, LONG})
+        by_tensors = self.keys.row.longrope == "by tensors" and not self.tensors.keys().isdisjoint({SHORT, LONG})
         if by_tensors and stated != "yarn":
             self.keys.origins["scaling"] = f"{LONG}, whatever rope.scaling.type of {self.keys.architecture} says"
             return "longrope"
@@ -67,10 +67,9 @@ class SchemeReader:
 
     def _check_tensors(self, kind: str) -> None:
         """Raise unless the tensors of factors are those that llama.cpp reads for this type and architecture."""
-        longrope = kind == "longrope"
+        longrope, row = kind == "longrope", self.keys.row
         wanted = {SHORT, LONG} if longrope else {FREQS}
-        readers = LONGROPE_IF_TYPE | LONGROPE_BY_TENSORS if longrope else READS_FREQS
-        reads = not self.keys.is_known or self.keys.architecture in readers
+        reads = row.longrope if longrope else row.freqs
         for name in self.tensors:
             if name not in wanted or not reads:
                 raise self.keys.fields.error(
@@ -79,11 +78,11 @@ class SchemeReader:
                     "a tensor that it does not read",
                     "Convert the model anew.",
                 )
-        if (reads or self.keys.architecture in LONGROPE_BY_TENSORS) and not self.tensors:
+        if (reads or row.longrope == "by tensors") and not self.tensors:
             self._refuse_part()
         if longrope and (missing := sorted(wanted - self.tensors.keys())):
             raise self.keys.fields.error(missing[0], "longrope needs the tensor", "none", "Convert the model anew.")
-        if FREQS not in self.tensors and self.keys.architecture in NEEDS_FREQS:
+        if FREQS not in self.tensors and row.freqs == "needed":
             raise self.keys.fields.error(
                 FREQS, f"{self.keys.architecture} needs the tensor", "none", "Convert the model anew."
             )
@@ -113,23 +112,23 @@ class SchemeReader:
                 self.keys.key("rope.scale_linear"),
                 f"it must agree with rope.scaling.factor={new:g}",
                 f"{old:g}",
-                "Mend it.",
+                f"llama.cpp goes by rope.scaling.factor: {REMOVE}.",
             )
         return new if new is not None else old
 
-    def _unscaled(self) -> Scheme | None:
+    def _unscaled(self) -> Scaling | None:
         self.keys.taken -= {self.keys.key("rope.scaling.factor"), self.keys.key("rope.scale_linear")}
         if FREQS in self.tensors:
             self.keys.origins["factors"] = FREQS
             self.keys.origins["scaling"] = FREQS
             return PerPair(factors=self.tensors[FREQS], attention_factor=self._attention_factor())
-        alpha = self.keys.number("rope.scaling.alpha") if self.keys.architecture in READS_ALPHA else None
+        alpha = self.keys.number("rope.scaling.alpha") if self.keys.row.alpha else None
         if alpha in (None, 0.0, 1.0):
             return None
         self.keys.origins["alpha"] = self.keys.origins["scaling"] = self.keys.key("rope.scaling.alpha")
         return NTK(alpha=alpha)
 
-    def _linear(self) -> Scheme | None:
+    def _linear(self) -> Scaling | None:
         factor = self._factor()
         if factor in (None, 0.0, 1.0):
             return self._unscaled()
@@ -146,23 +145,26 @@ class SchemeReader:
             self.keys.origins["attention_factor"] = self.keys.key("rope.scaling.attn_factor")
         return 1.0 if factor is None else factor
 
-    def _yarn(self) -> Scheme:
+    def _yarn(self) -> YaRN:
         factor = self.keys.needed("rope.scaling.factor", self._factor(), "llama.cpp would not scale at all.")
         original = self.keys.needed(
             "rope.scaling.original_context_length", self.keys.original, "llama.cpp would take context_length."
         )
         values: dict[str, Any] = {}
-        if self.keys.architecture in READS_BETAS:
+        if self.keys.row.yarn_betas:
             for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
                 if (value := self.keys.number(f"rope.scaling.{key}", above=0.0)) is not None:
                     values[name] = value
                     self.keys.origins[name] = self.keys.key(f"rope.scaling.{key}")
-        if self.keys.architecture in READS_LOG:
+        if self.keys.row.yarn_log:
             values |= self._mscale()
         scheme = YaRN(factor=factor, original_max_position_embeddings=original, **values)
         self._check_stated_magnitude(scheme)
         extra = self._attention_factor()
-        return scheme if extra == 1.0 else dataclasses.replace(scheme, attention_factor=scheme.table_factor() * extra)
+        if extra != 1.0:
+            scheme = dataclasses.replace(scheme, attention_factor=scheme.table_factor() * extra)
+        self.magnitude = scheme.table_factor()
+        return scheme
 
     def _mscale(self) -> dict[str, float]:
         """DeepSeek's weights of the attention factor."""
@@ -170,10 +172,10 @@ class SchemeReader:
         if not weight:
             return {}
         self.keys.origins["mscale_all_dim"] = self.keys.key("rope.scaling.yarn_log_multiplier")
-        if self.keys.architecture in LOG_IS_TENTH:
+        if self.keys.row.yarn_log == "tenth":
             weight = float(f"{10 * weight:.6g}")  # a tenth in float32: more digits were never there
             self.keys.origins["mscale_all_dim"] += ", ten times"
-        return {"mscale": weight if self.keys.architecture in LOG_IS_BOTH else 1.0, "mscale_all_dim": weight}
+        return {"mscale": weight if self.keys.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
 
     def _check_stated_magnitude(self, scheme: YaRN) -> None:
         """llama.cpp computes YaRN's factor itself, whatever yarn_attn_factor says: both must be the same."""
@@ -186,7 +188,7 @@ class SchemeReader:
                 "The model and llama.cpp differ: read its config.json instead.",
             )
 
-    def _longrope(self) -> Scheme:
+    def _longrope(self) -> LongRoPE:
         original = self.keys.needed(
             "rope.scaling.original_context_length", self.keys.original, "The long factors apply beyond it."
         )
@@ -201,31 +203,3 @@ class SchemeReader:
             original_max_position_embeddings=original,
             attention_factor=self._attention_factor(),
         )
-
-
-def warn(keys: Keys, scheme: Scheme | None) -> None:
-    """What a reader should know about the scheme and the length of its model."""
-    if isinstance(scheme, Linear | PerPair) and keys.original is None:
-        keys.warnings.append(
-            "the file does not say on which length the model was trained: context_length may be before or after."
-        )
-    if isinstance(scheme, LongRoPE):
-        length = scheme.original_max_position_embeddings
-        keys.warnings.append(
-            f"two sets of frequencies, the long ones beyond {length} tokens; llama.cpp goes by its context size."
-        )
-    if isinstance(scheme, YaRN):
-        trained, scaled = (
-            scheme.original_max_position_embeddings,
-            scheme.original_max_position_embeddings * scheme.factor,
-        )
-        if keys.longest not in (None, trained, scaled):
-            keys.warnings.append(
-                f"context_length is {keys.longest}, neither original_context_length {trained} nor that times the "
-                f"factor, {scaled:.0f}; the factor decides the angles."
-            )
-        if keys.architecture == "gpt-oss":
-            keys.warnings.append(
-                "llama.cpp rounds the ends of YaRN's ramp, and so do these ropes; the model's own config does not: "
-                "truncate=False there."
-            )

@@ -1,43 +1,62 @@
-"""The architecture table: model_type → what it implies about rotation. Data in one place.
+"""The table of models: model_type → what it implies about rotation. Odd models stand in `families/`.
 
-A row is a fact about code that many run, so each names its source: a file of transformers 5.23, but for ChatGLM. The
-rows were checked by running that code: the frequencies of its rotary class, and which channels its attention turns with
-which.
+A row is a fact about code that many run, so each names its source: a file of transformers 5.23, or the model's own
+code. Those of transformers were checked by running it: the frequencies of its rotary class, and which channels its
+attention rotates with which.
 """
 
 from __future__ import annotations
 
-import dataclasses
+from functools import cache
 
-from ropewalk.configs.architecture import (
-    ALL,
-    NO_ROPE,
-    Architecture,
-    Coded,
-    DensePrefix,
-    Every,
-    Indices,
-    Kind,
-    NoRopeLayers,
-    Repeated,
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.families import (
+    baichuan,
+    chatglm,
+    cohere_moe,
+    deepseek,
+    granite_swa,
+    longcat,
+    minimind,
+    nemotron,
+    olmo_hybrid,
+    qwen,
+    recurrent_gemma,
+    scaled_query,
+    step,
+    telechat,
 )
+from ropewalk.configs.layers import ALL, NO_ROPE, Coded, Every, Indices, Named, NoRopeLayers
 from ropewalk.configs.no_ropes import NO_ROPES
+from ropewalk.configs.remote_models import REMOTE
 from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partly, row, several_axes, source
 
+_BY_SHARE = "transformers rotates by partial_rotary_factor, whatever it says"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Of six layers the last is full and turns slowly; the others are local, and no scaling is meant for them.
 _GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False)}
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
 _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING: Kind(bases=())}
-_COMPRESSED = Kind(bases=("compress_rope_theta",), section="compress", attention_factor=1.0)
 _EACH_ITS_OWN = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
-_LAYER_BASES = NoRopeLayers(key="layer_rope_theta", interval_key="", holds_base=True)
-_ZERO_DOES_NOT = NoRopeLayers(key="layer_rope_theta", interval_key="")
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
 
 ARCHITECTURES: dict[str, Architecture] = {
+    **baichuan.MODELS,
+    **chatglm.MODELS,
+    **cohere_moe.MODELS,
+    **deepseek.MODELS,
+    **granite_swa.MODELS,
+    **longcat.MODELS,
+    **minimind.MODELS,
+    **nemotron.MODELS,
+    **olmo_hybrid.MODELS,
+    **qwen.MODELS,
+    **recurrent_gemma.MODELS,
+    **scaled_query.MODELS,
+    **step.MODELS,
+    **telechat.MODELS,
     # Head size hidden / heads where head_dim is not given.
     **llama_like(
         "apertus arcee deepseek_ocr2_encoder@deepseek_ocr2 esmc evolla gradium_phonon_tts "
@@ -88,24 +107,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", hit=NO_ROPE, miss=ALL)
     ),
     "ministral3": row("ministral3", head_dim_divides=False, query_beta=True),
-    "openai_privacy_filter": row(
-        "openai_privacy_filter", pairing="interleaved", head_dim_divides=False, query_constant=-0.25, scales_keys=True
-    ),
     "gpt_oss": row("gpt_oss", head_dim_divides=False),
-    # Encoders with a base that no config states.
-    "esm": row(
-        "esm",
-        head_dim_keys=(),
-        kinds={ALL: Kind(implied_base=10_000.0)},
-        query_constant=-0.5,
-        switch=("position_embedding_type", ("rotary",)),
-    ),
     "roformer": row(
         "roformer",
         pairing="interleaved",
         head_dim_keys=(),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        idle=("rotary_value",),
+        fixed={"rotary_value": False},
     ),
     "dbrx": row(
         "dbrx",
@@ -117,18 +125,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "hrm_text": row("hrm_text", head_dim_divides=False, layers=("num_layers_per_stack", "num_hidden_layers")),
     # A part of the head.
-    "chatglm": Architecture(
-        source="modeling_chatglm.py of chatglm3-6b-32k and glm-4-9b-chat; vLLM model_executor/models/chatglm.py",
-        pairing="interleaved",
-        interleave_key="original_rope",
-        head_dim_keys=("kv_channels",),
-        layers=("num_layers", "num_hidden_layers"),
-        partial_keys=(),
-        partial=0.5,
-        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        base_factor_key="rope_ratio",
-        fixed={"position_encoding_2d": False},
-    ),
     **{
         name: row(
             name,
@@ -148,16 +144,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             heads=("n_head", "num_attention_heads"),
             layers=("n_layer", "num_hidden_layers"),
             dim_key="rotary_dim",
-            idle=("rotary",),
+            fixed={"rotary": True},
             kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
         )
-        for name in ("gptj", "codegen")
+        for name in ("gptj", "codegen", "moss")
     },
     "glm": partly("glm", 0.5, pairing="interleaved"),
     "glm4": partly("glm4", 0.5, pairing="interleaved"),
     "glm4_moe": partly("glm4_moe", 0.5),
     "minimax_m2": row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
-    "minimax_m3_vl_text": row("minimax_m3_vl", head_dim_divides=False, partial=1.0, idle=("rotary_dim",)),
+    "minimax_m3_vl_text": row("minimax_m3_vl", head_dim_divides=False, partial=1.0, idle={"rotary_dim": _BY_SHARE}),
     "moonshine": row(
         "moonshine",
         pairing="interleaved",
@@ -168,7 +164,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "moonshine_streaming": partly("moonshine_streaming", 0.8, pairing="interleaved"),
     "nemotron": partly("nemotron", 0.5),
     "persimmon": row("persimmon", head_dim_keys=(), partial=0.5),
-    "phi": row("phi", partial=0.5, idle=("rotary_dim",)),
+    "phi": row("phi", partial=0.5, idle={"rotary_dim": _BY_SHARE}),
     "phi3": partly("phi3", 1.0),
     "phi4_multimodal": partly("phi4_multimodal", 1.0),
     "glmasr_encoder": partly("glmasr", 0.5),
@@ -176,7 +172,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron3_5_transcribe_word_timestamp": partly("nemotron3_5_transcribe", 0.5),
     "nemotron3_diarization_audio": partly("nemotron3_diarization", 1.0),
     "solar_open": partly("solar_open", 1.0, head_dim_divides=False),
-    "stablelm": row("stablelm", head_dim_keys=(), partial=0.25, idle=("rope_pct",)),
+    "stablelm": row(
+        "stablelm",
+        head_dim_keys=(),
+        partial=0.25,
+        partial_keys=("partial_rotary_factor", "rope_pct"),
+        fixed={"rotary_scaling_factor": 1.0},
+    ),
     # Multi-head latent attention.
     "deepseek_v2": latent("deepseek_v2", output_order=None),
     "deepseek_v3": latent("deepseek_v3"),
@@ -195,34 +197,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hy_v4": latent("hy_v4", pairing="half", output_order=None),
     "minicpm3": latent("minicpm3", pairing="half", output_order=None),
     "youtu": latent("youtu"),
-    "longcat_flash": latent("longcat_flash", layers=("num_layers",), attentions=2, query_latent=True),
-    "deepseek_v4": row(
-        "deepseek_v4",
-        pairing="interleaved",
-        head_dim_divides=False,
-        partial=0.125,
-        dim_key="qk_rope_head_dim",
-        trailing=True,
-        kinds={
-            _SLIDING: Kind(scaled=False, section="main", indexer=False),
-            "compressed_sparse_attention": _COMPRESSED,
-            "heavily_compressed_attention": dataclasses.replace(_COMPRESSED, indexer=False),
-        },
-        pattern=Coded(
-            "compress_ratios",
-            {0: _SLIDING, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"},
-        ),
-        indexer="interleaved",
-        rotates_values=True,
-    ),
     "dots3_note_text": latent(
         "dots3_note",
         kinds={
             _FULL: Kind(),
             "indexed_attention": Kind(),
-            _SLIDING: Kind(bases=("swa_rope_theta",), prefix="swa_", indexer=False),
+            _SLIDING: Kind(bases=("swa_rope_theta",)),
         },
         indexer="interleaved",
+        prefixes={_SLIDING: "swa_"},
     ),
     # Layers that differ in their frequencies.
     **{
@@ -248,8 +231,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
     ),
     "olmo3": row("olmo3", kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)}, pattern=Every(4, _FULL, _SLIDING)),
-    "granite_swa": row("granite_swa", pattern=_LAYER_BASES),
-    "granitemoe_swa": row("granitemoe_swa", pattern=_LAYER_BASES),
     "ultrabert": row("ultrabert", kinds=_EACH_ITS_OWN, pattern=Every(3, _FULL, _SLIDING)),
     "laguna": row("laguna", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
     "mellum": row("mellum", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
@@ -261,31 +242,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mimo_v2_flash",
         head_dim_divides=False,
         partial=0.334,
-        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",))},
+        kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",), head_dim_key="swa_head_dim")},
         pattern=Coded("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
-    ),
-    "step3p5": row(
-        "step3p7",
-        head_dim_divides=False,
-        partial=1.0,
-        partial_keys=("partial_rotary_factor", "partial_rotary_factors"),
-        per_layer=True,
-        kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
-        fixed={"yarn_only_types": [_FULL]},
     ),
     "molmo2_text": row(
         "molmo2",
         head_dim_divides=False,
         kinds={"scaled": Kind(), "unscaled": Kind(scaled=False)},
-        pattern=Indices("rope_scaling_layers", hit="scaled", miss="unscaled", all_without=True),
+        pattern=Indices("rope_scaling_layers", hit="scaled", miss="unscaled", without="hit"),
         flat=True,
     ),
     # Layers that do not rotate.
     "llama4_text": row("llama4", pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()),
-    **{
-        f"{name}_text": row(name, head_dim_divides=False, pattern=_ZERO_DOES_NOT, query_constant_key="qk_scale_factor")
-        for name in ("muse_glimmer", "muse_spark")
-    },
     "smollm3": row("smollm3", pattern=NoRopeLayers()),
     "cohere2": local_only(
         "cohere2",
@@ -293,14 +261,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         null_window=NO_ROPE,
         pairing="interleaved",
         partial_keys=("partial_rotary_factor", "rotary_pct"),  # Command R7B says 1.0
-    ),
-    "cohere2_moe": row(
-        "cohere2_moe",
-        pairing="interleaved",
-        head_dim_divides=False,
-        kinds={_SLIDING: Kind(), _FULL: None, "dense full_attention": Kind()},
-        pattern=DensePrefix("dense full_attention"),
-        flat=True,
     ),
     "exaone4": local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
     "exaone_moe": local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
@@ -310,26 +270,23 @@ ARCHITECTURES: dict[str, Architecture] = {
     "kolibri1": local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
     "granitemoehybrid": hybrid("granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))),
     "bamba": row("bamba", partial=0.5, pattern=Indices("attn_layer_indices")),
-    "recurrent_gemma": row(
-        "recurrent_gemma", partial=0.5, kinds={"attention": Kind(), "recurrent": None}, pattern=Repeated("block_types")
-    ),
     "zamba2": hybrid(
         "zamba2",
         "hybrid",
         ("linear_attention", "mamba"),
-        None,
+        Named("layers_block_type", ("hybrid", "linear_attention", "mamba")),
         head_dim_keys=("attention_head_dim",),
         head_dim_divides=False,
-        layer_types_key="layers_block_type",
         switch=("use_mem_rope", (True,)),
     ),
-    "lfm2": hybrid("lfm2", _FULL, ("conv",), None),
-    "lfm2_moe": hybrid("lfm2_moe", _FULL, ("conv",), None),
-    "minimax": hybrid("minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle=("rotary_dim",)),
-    "qwen3_next": hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
-    "olmo_hybrid": hybrid(
-        "olmo_hybrid", _FULL, _LINEAR, Every(4, _FULL, "linear_attention"), head_dim_keys=(), null_base=True
+    "lfm2": hybrid("lfm2", _FULL, ("conv",), Indices("full_attn_idxs", _FULL, "conv", without=None, decides=False)),
+    "lfm2_moe": hybrid(
+        "lfm2_moe", _FULL, ("conv",), Indices("full_attn_idxs", _FULL, "conv", without=None, decides=False)
     ),
+    "minimax": hybrid(
+        "minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle={"rotary_dim": _BY_SHARE}
+    ),
+    "qwen3_next": hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
     # Tokens of several axes: text_only gives what their text tokens use.
     "cohere_compass_text": several_axes("cohere_compass", kinds=_EACH_ITS_OWN),
     "qwen2_vl_text": several_axes("qwen2_vl", head_dim_keys=()),
@@ -367,6 +324,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         )
         for name in ("qwen3_5", "qwen3_5_moe")
     },
+    **REMOTE,
     **NO_ROPES,
 }
 """model_type → row."""
+
+
+def register(model_type: str, row: Architecture) -> None:
+    """Make `from_config` read a model_type by a row, in place of the one it may have.
+
+    Args:
+        model_type: as configs name it.
+        row: an `Architecture`, or an instance of a subclass for a model that is odd in some way.
+    """
+    ARCHITECTURES[model_type] = row
+    vocabulary.cache_clear()
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Keys about rotation that some model reads."""
+    keys: set[str] = set()
+    for model in ARCHITECTURES.values():
+        keys |= model.keys() | model.idle.keys()
+    return frozenset(keys)

@@ -1,0 +1,121 @@
+"""What a `KVCache` is given: does it fit the cache's rows, layers and heads? Values are read on the CPU only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.rope import Rope
+
+
+def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
+    """bool `[batch, seq]`: which of the new tokens of `KVCache.step` are no padding."""
+    shape = (length.shape[0], seq)
+    if not isinstance(seq, torch.SymInt):
+        _checks.integer("KVCache.step", "seq", seq, at_least=1)
+    if attention_mask is None:
+        return torch.ones(shape, dtype=torch.bool, device=length.device)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape or attention_mask.is_floating_point():
+        raise _checks.error(
+            "KVCache.step",
+            f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
+            _checks.described(attention_mask),
+            "Pass which of the new tokens are real, not the additive mask that attention gets.",
+        )
+    return attention_mask != 0
+
+
+def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
+    """int64 `[batch, seq]`: the positions that `KVCache.step` is given, in memory that nobody else changes."""
+    if sinks:
+        raise _checks.error(
+            "KVCache.step",
+            "positions must be None in a cache with sinks, whose distances are counted in tokens",
+            _checks.described(given),
+            "Build the cache with sinks=0, or with capacity.",
+        )
+    batch, seq = real.shape
+    if (
+        not isinstance(given, Tensor)
+        or given.dtype != torch.int64
+        or (given.shape != (seq,) and given.shape != (batch, seq))
+        or given.device != real.device
+    ):
+        raise _checks.error(
+            "KVCache.step",
+            f"positions must be an int64 tensor [batch, seq] = {[batch, seq]} or [seq] = {[seq]} on {real.device}",
+            f"{_checks.described(given)} on {given.device}" if isinstance(given, Tensor) else _checks.described(given),
+            "Pass one position for each new token, padding included.",
+        )
+    return given.expand(batch, seq).clone()
+
+
+def room(capacity: int | None, total: Tensor) -> None:
+    """Raise if a row of total tokens `[batch]` does not fit; on the CPU only, outside torch.compile."""
+    if capacity is None or torch.compiler.is_compiling() or total.device.type != "cpu":
+        return
+    longest = int(total.max())
+    if longest > capacity:
+        raise _checks.error(
+            "KVCache.step",
+            f"no row may become longer than capacity={capacity}",
+            f"{longest} tokens",
+            "Build a larger cache, or one with a window.",
+        )
+
+
+def number_for_each_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
+    """Raise unless value is int64 `[batch]`."""
+    if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:
+        must = f"{name} must be an int64 tensor [batch] = {list(length.shape)}"
+        raise _checks.error(who, must, _checks.described(value), "Pass one number for each row.")
+
+
+def ropes(rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int) -> Sequence[Rope | None]:
+    """For each layer, the rope that `KVCache.shift` is given."""
+    each = [rope] * num_layers if isinstance(rope, Rope) else rope
+    if (
+        not isinstance(each, Sequence)
+        or len(each) != num_layers
+        or not all(one is None or isinstance(one, Rope) for one in each)
+    ):
+        raise _checks.error(
+            "KVCache.shift",
+            f"rope must be a Rope, or one or None for each of {num_layers} layers",
+            _checks.shown(rope),
+            "Pass the rope that rotated the keys.",
+        )
+    for one in each:
+        if one is not None and one.head_dim != head_dim:
+            raise _checks.error(
+                "KVCache.shift",
+                f"rope must have the heads of the cache, head_dim={head_dim}",
+                f"head_dim={one.head_dim}",
+                "Pass the rope that rotated the keys.",
+            )
+    return each
+
+
+def chosen(rows: Tensor | Sequence[int], length: Tensor) -> Tensor:
+    """bool `[batch]`: the rows that `KVCache.reset` is given."""
+    who, batch = "KVCache.reset", length.shape[0]
+    must = f"rows must be row numbers from 0 to {batch - 1}, or a bool tensor [batch] = [{batch}]"
+    fix = "Pass e.g. [0], or cache.length == 7."
+    if isinstance(rows, list | tuple):
+        for row in rows:
+            _checks.integer(who, "each of rows", row, at_least=0, at_most=batch - 1)
+        rows = torch.tensor(rows, dtype=torch.int64, device=length.device)
+    if not isinstance(rows, Tensor):
+        raise _checks.error(who, must, _checks.shown(rows), fix)
+    if rows.dtype == torch.bool and rows.shape == (batch,):
+        return rows.to(length.device)
+    if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
+        raise _checks.error(who, must, _checks.described(rows), fix)
+    if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
+        first, last = int(rows.min()), int(rows.max())
+        if first < 0 or last >= batch:
+            raise _checks.error(who, must, f"rows from {first}" if first < 0 else f"rows up to {last}", fix)
+    return torch.zeros_like(length, dtype=torch.bool).index_fill_(0, rows.to(length), True)

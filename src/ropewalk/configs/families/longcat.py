@@ -1,0 +1,37 @@
+"""LongCat Flash: two attentions in each layer, and a query that is scaled by the rank of its projection.
+
+Source: transformers 5.23 models/longcat_flash.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ropewalk.configs.families.latent import Latent
+from ropewalk.configs.layer_ropes import QueryScale
+from ropewalk.configs.reader import Reader
+
+
+@dataclass(frozen=True)
+class LongCat(Latent):
+    """Each attention is a layer of `ModelRopes`."""
+
+    def count(self, c: Reader) -> int:
+        """Two for each layer that the config counts."""
+        return 2 * super().count(c)
+
+    def query_scale(self, c: Reader) -> QueryScale:
+        """The root of hidden_size / q_lora_rank."""
+        c.origins["query_scale"] = "the root of hidden_size / q_lora_rank"
+        return QueryScale(constant=math.sqrt(c.fields.size("hidden_size") / c.fields.size("q_lora_rank")))
+
+
+MODELS = {
+    "longcat_flash": LongCat(
+        source="transformers 5.23 models/longcat_flash",
+        pairing="interleaved",
+        output_order="half",
+        layers=("num_layers",),
+    )
+}

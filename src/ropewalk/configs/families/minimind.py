@@ -1,0 +1,32 @@
+"""MiniMind: its first versions have Meta's names and pair neighbours, later ones those of Hugging Face and halves.
+
+Source: model/model.py and model/model_minimind.py of jingyaogong/minimind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.reader import Reader
+
+
+@dataclass(frozen=True)
+class MiniMind(Architecture):
+    """Interleaved where the width of the model is called dim."""
+
+    def pairing_of(self, c: Reader) -> str:
+        """By the names of the sizes."""
+        return "interleaved" if c.fields.has("dim") else "half"
+
+
+MODELS = {
+    "minimind": MiniMind(
+        source="model/model.py and model/model_minimind.py of jingyaogong/minimind",
+        in_transformers=False,
+        head_dim_keys=(),
+        hidden=("dim", "hidden_size"),
+        heads=("n_heads", "num_attention_heads"),
+        layers=("n_layers", "num_hidden_layers"),
+    )
+}

@@ -1,0 +1,52 @@
+"""Qwen, the first: its own code, with a base and a share under other names and a dynamic scaling of its own.
+
+Source: modeling_qwen.py of Qwen-7B; vLLM up to 0.23 model_executor/models/qwen.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ropewalk._checks import length
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.layers import ALL
+from ropewalk.configs.reader import Reader
+from ropewalk.schemes import Scaling
+
+
+@dataclass(frozen=True)
+class Qwen(Architecture):
+    """It was trained on seq_length tokens, whatever max_position_embeddings says."""
+
+    def check(self, c: Reader) -> None:
+        """Warn of a scaling that the config switches on, which no scheme describes."""
+        super().check(c)
+        if c.fields.boolean("use_dynamic_ntk", False):
+            c.warnings.append(
+                f"use_dynamic_ntk: beyond {self._trained(c)} tokens the model's own code takes NTK with "
+                "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes are without "
+                "it: for longer texts use dataclasses.replace(rope, scaling=NTK(alpha))."
+            )
+
+    def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
+        """seq_length."""
+        return self._trained(c)
+
+    def _trained(self, c: Reader) -> int | None:
+        key = "seq_length"
+        return length(c.fields.source, key, c.fields.get(key)) if c.fields.has(key) else c.longest
+
+
+MODELS = {
+    "qwen": Qwen(
+        source="modeling_qwen.py of Qwen-7B; vLLM up to 0.23 model_executor/models/qwen.py",
+        in_transformers=False,
+        head_dim_keys=("kv_channels",),
+        hidden=("hidden_size", "n_embd"),
+        heads=("num_attention_heads", "n_head"),
+        layers=("num_hidden_layers", "n_layer"),
+        partial_keys=("rotary_pct",),
+        partial=1.0,
+        kinds={ALL: Kind(bases=("rotary_emb_base",))},
+    )
+}

@@ -1,0 +1,26 @@
+"""Models that no `Rope` describes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ropewalk.configs.architecture import Architecture
+from ropewalk.configs.layer_ropes import LayerRopes
+from ropewalk.configs.reader import Reader
+
+
+@dataclass(frozen=True)
+class Refused(Architecture):
+    """A model_type that no `Rope` describes.
+
+    Args:
+        why: the reason, and what to do.
+    """
+
+    why: str = ""
+    describes = False
+
+    def read(self, c: Reader) -> LayerRopes:
+        """Raise the error that says why."""
+        must = "it must be one that rotates as a Rope does"
+        raise c.fields.error("model_type", must, repr(c.fields.get("model_type")), self.why)

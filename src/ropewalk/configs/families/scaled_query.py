@@ -1,0 +1,70 @@
+"""Models that multiply q, and perhaps k, by a power of the size of a head before they rotate it, or by a stated number.
+
+Source: transformers 5.23 models/esm, models/openai_privacy_filter, models/muse_glimmer, models/muse_spark.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ropewalk._checks import number
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.layer_ropes import QueryScale
+from ropewalk.configs.layers import ALL, NoRopeLayers
+from ropewalk.configs.reader import Reader
+
+
+@dataclass(frozen=True)
+class ByHead(Architecture):
+    """q is multiplied by head_dim^power.
+
+    Args:
+        power: the exponent.
+        keys_too: whether k is multiplied by the same.
+    """
+
+    power: float = -0.5
+    keys_too: bool = False
+
+    def query_scale(self, c: Reader) -> QueryScale:
+        """head_dim^power."""
+        return QueryScale(constant=float(self.head_dim(c, Kind())) ** self.power, scales_keys=self.keys_too)
+
+
+@dataclass(frozen=True)
+class ByKey(Architecture):
+    """q is multiplied by what stands under a key."""
+
+    key: str = "qk_scale_factor"
+
+    def query_scale(self, c: Reader) -> QueryScale | None:
+        """The number under the key, if it is given."""
+        if not c.fields.has(self.key):
+            return None
+        c.origins["query_scale"] = self.key
+        return QueryScale(constant=number(c.fields.source, self.key, c.fields.get(self.key), above=0.0))
+
+
+MODELS = {
+    "esm": ByHead(
+        source="transformers 5.23 models/esm",
+        head_dim_keys=(),
+        kinds={ALL: Kind(implied_base=10_000.0)},
+        switch=("position_embedding_type", ("rotary",)),
+    ),
+    "openai_privacy_filter": ByHead(
+        source="transformers 5.23 models/openai_privacy_filter",
+        pairing="interleaved",
+        head_dim_divides=False,
+        power=-0.25,
+        keys_too=True,
+    ),
+    **{
+        f"{name}_text": ByKey(
+            source=f"transformers 5.23 models/{name}",
+            head_dim_divides=False,
+            pattern=NoRopeLayers(key="layer_rope_theta", interval_key=""),
+        )
+        for name in ("muse_glimmer", "muse_spark")
+    },
+}

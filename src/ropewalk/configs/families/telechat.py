@@ -1,0 +1,50 @@
+"""TeleChat: the base is fixed in its code, and grows with the length that it was trained on.
+
+Source: modeling_telechat.py and configuration_telechat.py of telechat-7B and TeleChat2.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.fields import Given
+from ropewalk.configs.layers import ALL
+from ropewalk.configs.reader import Reader
+
+_BASE_LENGTH = 8192  # base_seqlen of the class where the file leaves it out
+
+
+@dataclass(frozen=True)
+class TeleChat(Architecture):
+    """NTK with alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
+
+    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
+        """The scaling as `dynamic` with alpha, where alpha is not 1."""
+        given = super().given(c, name, kind, layers)
+        trained = c.fields.size("training_seqlen") if c.fields.has("training_seqlen") else _BASE_LENGTH
+        first = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
+        alpha = max(2 ** math.ceil(math.log2(trained / first) + 1) - 1, 1)
+        where = "training_seqlen / base_seqlen"
+        c.warnings.append(f"beyond {trained} tokens the model's own code changes the base with the length.")
+        if alpha > 1:
+            c.add(given, "rope_type", "dynamic", where)
+            c.add(given, "alpha", float(alpha), where)
+        return given
+
+    def unwritable(self, version: int) -> str:
+        """No key says the base."""
+        return "Only its own code reads its config."
+
+
+MODELS = {
+    "telechat": TeleChat(
+        source="modeling_telechat.py of telechat-7B",
+        in_transformers=False,
+        head_dim_keys=(),
+        heads=("n_head", "num_attention_heads"),
+        layers=("n_layer", "num_hidden_layers"),
+        kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
+    )
+}

@@ -1,0 +1,74 @@
+"""A model_type that ropewalk does not know, whose pairing the caller passed: all layers alike, as in Llama.
+
+Sizes, base and share may stand under the names that any known model uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.families.latent import Latent
+from ropewalk.configs.layers import ALL
+from ropewalk.configs.reader import Reader
+
+_NAMES: dict[str, Any] = {
+    "source": "passed by the caller",
+    "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "head_dim_keys": ("head_dim", "kv_channels", "attention_head_dim"),
+    "partial_keys": ("partial_rotary_factor", "rotary_pct", "rope_pct"),
+    "dim_key": "rotary_dim",
+    "partial": 1.0,
+    "kinds": {ALL: Kind(bases=("rope_theta", "rotary_emb_base"))},
+}
+
+
+@dataclass(frozen=True)
+class Unknown(Architecture):
+    """Its layers are alike, or it is refused."""
+
+    known = False
+
+    def check(self, c: Reader) -> None:
+        """Raise where the config says that layers differ."""
+        super().check(c)
+        _refuse_differing(c)
+
+
+@dataclass(frozen=True)
+class UnknownLatent(Latent):
+    """Latent attention, read as DeepSeek's."""
+
+    known = False
+
+    def check(self, c: Reader) -> None:
+        """Raise where the config says that layers differ."""
+        super().check(c)
+        _refuse_differing(c)
+        c.warnings.append(
+            "the model_type is not known; its latent attention is read as that of DeepSeek-V3: the last "
+            "qk_rope_head_dim channels of a head rotate, and the softmax scale follows mscale_all_dim."
+        )
+
+
+def architecture(c: Reader, pairing: str) -> Architecture:
+    """The row of a model_type that nobody has described."""
+    if c.fields.get("qk_rope_head_dim") not in (None, 0):
+        order = "half" if pairing == "interleaved" else None
+        return UnknownLatent(**{**_NAMES, "dim_key": ""}, pairing=pairing, output_order=order)
+    return Unknown(**_NAMES, pairing=pairing)
+
+
+def _refuse_differing(c: Reader) -> None:
+    for key in ("layer_types", "no_rope_layers"):
+        listed = c.fields.get(key)
+        if isinstance(listed, list) and any(entry != listed[0] for entry in listed):
+            raise c.fields.error(
+                key,
+                "all layers must be alike where ropewalk does not know the model_type",
+                "layers of several kinds",
+                "Build the Rope of each kind by hand.",
+            )

@@ -1,0 +1,201 @@
+"""A layer's cache decides how attention over it is done: `LayerCache.attend`, and a cache made up here, of pages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention_oracle as written_out
+from attention_oracle import Turn
+from cache_model import (
+    EXACT,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    MODEL,
+    ROPES,
+    cache_of,
+    distances,
+    in_one_piece,
+    run,
+    state,
+    unchanged,
+)
+from ropewalk import AttendingCache, KVCache, Rope, RopeError, Rotation, SelfExtend, TwoPass, masks
+
+
+class Pages:
+    """One layer's keys and values as a list of pages of three tokens, which are never put together.
+
+    Attention goes from page to page: the greatest score so far, the sum of exponentials and the weighted sum of values
+    are brought up to date with each (the online softmax of FlashAttention).
+    """
+
+    SIZE = 3
+
+    def __init__(self) -> None:
+        self.pages: list[tuple[Tensor, Tensor]] = []
+        self.length = 0
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rotation: Rotation | TwoPass | None,
+        mask: Any,
+        scale: float,
+    ) -> Tensor:
+        assert mask is None
+        assert not isinstance(rotation, TwoPass)
+        if rotation is not None:
+            q, k = rotation(q, k, layout="bshd")
+        first = self.length
+        for i in range(k.shape[1]):
+            self.store(k[:, i : i + 1], v[:, i : i + 1])
+        batch, seq, heads, head_dim = q.shape
+        q = q.unflatten(2, (k.shape[2], -1)) * scale
+        query = torch.arange(first, first + seq)[:, None]
+        greatest = torch.full((*q.shape[:-1], 1), -math.inf, dtype=q.dtype)
+        total, out = torch.zeros_like(greatest), torch.zeros_like(q)
+        for number, (keys, values) in enumerate(self.pages):
+            scores = torch.einsum("bshgd,bkhd->bshgk", q, keys)
+            later = number * self.SIZE + torch.arange(keys.shape[1]) > query
+            scores = scores.masked_fill(later[None, :, None, None], -math.inf)
+            greater = torch.maximum(greatest, scores.amax(-1, keepdim=True))
+            weights, kept = (scores - greater).exp(), (greatest - greater).exp()
+            total = total * kept + weights.sum(-1, keepdim=True)
+            out = out * kept + torch.einsum("bshgk,bkhd->bshgd", weights, values)
+            greatest = greater
+        return (out / total).reshape(batch, seq, heads, head_dim)
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        if self.length % self.SIZE:
+            keys, values = self.pages.pop()
+            k, v = torch.cat([keys, k], dim=1), torch.cat([values, v], dim=1)
+        self.pages.append((k, v))
+        self.length += 1
+
+
+@pytest.mark.parametrize("name", sorted(ROPES))
+@pytest.mark.parametrize("places", [list(range(9)), [0, 1, 2, 2, 2, 2, 3, 4, 1]], ids=["consecutive", "shared"])
+@torch.no_grad()
+def test_a_cache_of_pages(name: str, places: list[int]) -> None:
+    """`RotaryAttention` asks nothing of it but to attend; the numbers are those of KVCache and of the formulas."""
+    rope, turn = ROPES[name]
+    x, at = torch.randn(2, 9, HIDDEN, dtype=torch.float64), torch.tensor(places)
+    layers: list[AttendingCache] = [Pages() for _ in range(LAYERS)]
+    cache, ours, theirs = cache_of(2, capacity=9), [], []
+    for start, stop in ((0, 5), (5, 6), (6, 9)):
+        rotation = None if rope is None else rope.at(at[start:stop].expand(2, -1), dtype=torch.float64)
+        out = x[:, start:stop]
+        for layer, pages in zip(MODEL, layers, strict=True):
+            out = out + layer(out, rotation, cache=pages)
+        ours.append(out)
+        theirs.append(run(cache, x[:, start:stop], rope, positions=at[start:stop]))
+    torch.testing.assert_close(torch.cat(ours, dim=1), torch.cat(theirs, dim=1), **EXACT)
+    for row in range(2):
+        wanted = in_one_piece(x[row], turn, *distances(9, {"capacity": 9}, at))
+        torch.testing.assert_close(torch.cat(ours, dim=1)[row], wanted, **EXACT)
+
+
+def new(seq: int, heads: int) -> Tensor:
+    return torch.randn(2, seq, heads, HEAD_DIM, dtype=torch.float64)
+
+
+class TestLayerCache:
+    """What `RotaryAttention` calls, called by hand: attention of q over k and v that are already projected."""
+
+    def wanted(self, q: Tensor, k: Tensor, v: Tensor, turn: Turn, scale: float, seen: Tensor) -> Tensor:
+        at = torch.arange(q.shape[1]).expand(2, -1)
+        q, k = turn(q, at), turn(k, at).repeat_interleave(HEADS // KV_HEADS, dim=2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+        shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", shares, v.repeat_interleave(HEADS // KV_HEADS, dim=2))
+
+    @pytest.mark.parametrize("rotated", [False, True])
+    @pytest.mark.parametrize("scale", [None, 0.3])
+    def test_attends_in_pieces(self, rotated: bool, scale: float | None) -> None:
+        """With the rotation, or with q and k that are rotated already; the default scale is head_dim^(−1/2)."""
+        rope, turn = ROPES["YaRN, partial"]
+        assert rope is not None
+        assert turn is not None
+        q, k, v = new(5, HEADS), new(5, KV_HEADS), new(5, KV_HEADS)
+        cache, out = KVCache(1, 2, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64), []
+        for start, stop in ((0, 3), (3, 4), (4, 5)):
+            step, piece = cache.step(stop - start), slice(start, stop)
+            rotation = step.rotation(rope, dtype=torch.float64)
+            assert isinstance(rotation, Rotation)
+            given = rotation(q[:, piece], k[:, piece], layout="bshd") if rotated else (q[:, piece], k[:, piece])
+            options: dict[str, Any] = {} if rotated else {"rotation": rotation}
+            options |= {} if scale is None else {"scale": scale}
+            out.append(step.layer(0).attend(*given, v[:, piece], **options))
+        wanted = self.wanted(q, k, v, turn, HEAD_DIM**-0.5 if scale is None else scale, written_out.causal(5))
+        torch.testing.assert_close(torch.cat(out, dim=1), wanted, **EXACT)
+        assert cache.length.tolist() == [5, 5]
+
+    def test_a_mask_that_goes_by_order(self) -> None:
+        """A sliding window in a cache that keeps everything, whatever the positions are."""
+        rope, turn = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
+        assert turn is not None
+        q, k, v = new(6, HEADS), new(6, KV_HEADS), new(6, KV_HEADS)
+        cache = KVCache(1, 2, KV_HEADS, HEAD_DIM, capacity=6, dtype=torch.float64)
+        out = []
+        for start, stop in ((0, 4), (4, 6)):
+            step = cache.step(stop - start, positions=torch.arange(start, stop) * 0)
+            near = (step.order[:, :, None] - step.key_order[:, None, :] < 3)[:, None]
+            rotation = step.rotation(rope, dtype=torch.float64)
+            piece = slice(start, stop)
+            out.append(step.layer(0).attend(q[:, piece], k[:, piece], v[:, piece], rotation=rotation, mask=near))
+        still = Turn([0.0] * (HEAD_DIM // 2), "half")  # all at position 0
+        seen = written_out.causal(6) & masks.sliding_window(6, 3)[0, 0]
+        torch.testing.assert_close(torch.cat(out, dim=1), self.wanted(q, k, v, still, HEAD_DIM**-0.5, seen), **EXACT)
+
+    def test_what_does_not_fit_is_not_stored(self) -> None:
+        rope = Rope(HEAD_DIM, 1e4, "half")
+        cache = KVCache(1, 2, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64)
+        step, before = cache.step(3), state(cache)
+        layer, q, k = step.layer(0), new(3, HEADS), new(3, KV_HEADS)
+        shape = rf"q must have shape \(2, 3, heads, {HEAD_DIM}\), with a multiple of {KV_HEADS} heads, got"
+        wrong: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+            (shape, (q[0], k, k), {}),
+            (shape, (q[:1], k, k), {}),
+            (shape, (q[:, :2], k, k), {}),
+            (shape, (q[..., :4], k, k), {}),
+            (shape, (q[:, :, :3], k, k), {}),
+            ("k must have shape", (q, k[:, :2], k), {}),
+            (
+                "rotation must be a Rotation, what SelfExtend.at returns, or None, got Rope",
+                (q, k, k),
+                {"rotation": rope},
+            ),
+            (
+                "with a cache, rotation must be made for the positions",
+                (q, k, k),
+                {"rotation": rope.at(torch.arange(3))},
+            ),
+            ("with a cache, mask must be a tensor or None, got str", (q, k, k), {"mask": "causal"}),
+            (
+                r"mask must fit \[batch, heads, seq, keys\] = \[2, 4, 3, 5\]",
+                (q, k, k),
+                {"mask": torch.ones(1, 1, 3, 3) > 0},
+            ),
+            (
+                "with a cache, a rotation in two passes must be made for all 5 keys, got one for 3",
+                (q, k, k),
+                {"rotation": SelfExtend(rope, 2, 2).at(step.positions, dtype=torch.float64)},
+            ),
+        ]
+        for message, given, options in wrong:
+            with pytest.raises(RopeError, match=f"KVCache: {message}"):
+                layer.attend(*given, **options)
+        assert unchanged(cache, before)
+        layer.attend(q, k, k)
+        assert cache.length.tolist() == [3, 3]

@@ -1,0 +1,78 @@
+"""What a message says to do about a GGUF file is done here, and the file is read then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf.scripts import gguf_new_metadata
+
+from gguf_files import write
+from ropewalk import Rope, RopeError, from_config
+from ropewalk.schemes import Linear
+
+KEYS = {
+    "block_count": 3,
+    "embedding_length": 64,
+    "attention.head_count": 4,
+    "context_length": 4096,
+    "rope.freq_base": 5e5,
+    "rope.dimension_count": 16,
+}
+PATTERN = "attention.sliding_window_pattern"
+SLIDES = {**KEYS, "attention.sliding_window": 128}
+PLAIN = Rope(16, 5e5, "interleaved")
+SLOW = Rope(16, 5e5, "interleaved", scaling=Linear(4.0))
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(RopeError) as raised:
+        from_config(path)
+    assert "Mend" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "stray", "cure", "rope"),
+    [
+        ({"llama.rope.frq_base": 1e4}, "llama.rope.frq_base", "It would have no effect.", PLAIN),
+        ({"qwen2.rope.freq_base": 1e6}, "qwen2.rope.freq_base", "It would have no effect.", PLAIN),
+        (
+            {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+            "llama.rope.scaling.factor",
+            "llama.cpp ignores it there, or does what no scheme says.",
+            PLAIN,
+        ),
+        (
+            {"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0},
+            "llama.rope.scale_linear",
+            "llama.cpp goes by rope.scaling.factor:",
+            SLOW,
+        ),
+    ],
+)
+def test_a_key_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], stray: str, cure: str, rope: Rope
+) -> None:
+    path, mended = write(tmp_path / "model.gguf", KEYS, more=more), tmp_path / "mended.gguf"
+    message = refused(path)
+    assert stray in message
+    assert cure in message
+    assert message.endswith("remove this key with gguf-new-metadata --remove-metadata, a command of the package gguf.")
+    arguments = ["gguf-new-metadata", str(path), str(mended), "--remove-metadata", stray, "--force"]
+    monkeypatch.setattr("sys.argv", arguments)
+    gguf_new_metadata.main()
+    assert from_config(mended).layers == (rope,) * 3
+
+
+@pytest.mark.parametrize(
+    ("broken", "alignment"),
+    [({PATTERN: [True, False]}, None), ({PATTERN: [1.0, 0.0, 1.0]}, None), ({PATTERN: [1, -1, 1]}, None), ({}, 24)],
+)
+def test_a_model_is_converted_anew(tmp_path: Path, broken: dict[str, Any], alignment: int | None) -> None:
+    more = {"general.alignment": alignment} if alignment else {}
+    path = write(tmp_path / "model.gguf", {**SLIDES, **broken}, architecture="gemma2", more=more)
+    assert refused(path).endswith("Convert the model anew.")
+    write(path, {**SLIDES, PATTERN: [True, False, True]}, architecture="gemma2")
+    assert from_config(path).layer_kinds == ("sliding_attention", "full_attention", "sliding_attention")

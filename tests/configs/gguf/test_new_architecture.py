@@ -1,0 +1,122 @@
+"""An architecture that the table does not have, added from outside in one place: all of the reader goes by its row."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracle
+from gguf_files import write
+from ropewalk import ModelRopes, RopeError, from_config
+from ropewalk.configs.gguf.architectures import ARCHITECTURES
+from ropewalk.configs.gguf.row import BASE, BASE_SWA, Every, GgufRow, ImpliedBase, Kind, Layers
+
+# The first of every three layers rotates by the model's base and its scaling. The others have heads of their own size
+# and a base of their own, and no scaling. A list may say so layer by layer.
+ROW = GgufRow(
+    "interleaved",
+    "the made-up paper",
+    layers=Layers(
+        {"near": Kind(bases=(BASE_SWA,), implied_base=100.0, scaled=False, own_head=True), "far": Kind((BASE,))},
+        Every(3, "far", "near", key="madeup_interval", first=True),
+        "is_near",
+        flagged="near",
+        unflagged="far",
+    ),
+    implied_base=ImpliedBase(5000.0, "what the made-up paper says", "Is it the first version?"),
+    yarn_betas=True,
+    yarn_warning="made up: mind the ramp.",
+)
+KEYS: dict[str, Any] = {
+    "block_count": 5,
+    "context_length": 4096,
+    "attention.key_length": 16,
+    "attention.key_length_swa": 8,
+    "rope.dimension_count": 12,
+    "rope.dimension_count_swa": 4,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 8.0,
+    "rope.scaling.original_context_length": 512,
+    "rope.scaling.yarn_beta_fast": 16.0,
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(ARCHITECTURES, "madeup", ROW)
+    return tmp_path / "model.gguf"
+
+
+def read(path: Path, **more: Any) -> ModelRopes:
+    return from_config(write(path, {**KEYS, **more}, architecture="madeup"))
+
+
+def test_each_layer_by_the_oracle(path: Path) -> None:
+    ropes = read(path)
+    assert ropes.layer_kinds == ("far", "near", "near", "far", "near")
+    for rope, kind in zip(ropes.layers, ropes.layer_kinds, strict=True):
+        assert rope is not None
+        assert (rope.pairing, rope.rotary_offset) == ("interleaved", 0)
+        if kind == "far":
+            assert (rope.head_dim, rope.rotary_dim) == (16, 12)
+            assert rope.attention_factor == pytest.approx(0.1 * math.log(8) + 1)
+            expected = oracle.yarn(5000.0, 12, 8, 512, fast=16)
+        else:
+            assert (rope.head_dim, rope.rotary_dim, rope.attention_factor) == (8, 4, 1.0)
+            expected = oracle.inv_freq(100.0, 4)
+        np.testing.assert_allclose(rope.inv_freq, np.array(expected, float), rtol=1e-13)
+
+
+def test_the_keys_that_its_row_names(path: Path) -> None:
+    kinds = read(path, madeup_interval=2).layer_kinds
+    assert kinds == ("far", "near", "far", "near", "far")
+    ropes = read(path, is_near=[True, False, True, False, True], **{BASE: 2e4, BASE_SWA: 3e4})
+    assert ropes.layer_kinds == ("near", "far", "near", "far", "near")
+    assert [rope.base for rope in ropes.layers if rope is not None] == [3e4, 2e4, 3e4, 2e4, 3e4]
+
+
+def test_explain_says_where_it_came_from(path: Path) -> None:
+    explained = " ".join(read(path).explain().split())
+    for words in (
+        "implied: the first of every 3 is far",
+        "implied: what the made-up paper says and implied by madeup: 100 in sliding layers",
+        "madeup.attention.key_length and madeup.attention.key_length_swa",
+        "madeup.rope.dimension_count and madeup.rope.dimension_count_swa",
+        "madeup.rope.scaling.yarn_beta_fast",
+        "the file states no madeup.rope.freq_base; llama.cpp takes 5000. Is it the first version?",
+        "made up: mind the ramp.",
+    ):
+        assert words in explained
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"rope.frq_base": 1e4}, "llama.cpp reads for madeup"),
+        ({"rope.scaling.alpha": 1000.0}, "madeup.rope.scaling.alpha: it must not be given for madeup"),
+        ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier: it must not be given for madeup"),
+        ({"rope.dimension_sections": [2, 2, 2, 0]}, "Positions with several axes"),
+        ({"attention.key_length_mla": 24}, "Multi-head latent attention"),
+        ({"is_near": [True, False]}, "with an entry for each of the 5 layers, got 2 entries"),
+    ],
+)
+def test_stray_keys(path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        read(path, **more)
+    assert message in str(raised.value)
+
+
+def test_without_its_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ARCHITECTURES, "madeup")
+    with pytest.raises(RopeError, match="it must be one that ropewalk knows, got 'madeup'"):
+        read(path)
+
+
+def test_a_refusal_is_a_row_as_well(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "madeup", GgufRow(None, refusal="It rotates on a torus"))
+    with pytest.raises(RopeError, match="It rotates on a torus"):
+        read(path)

@@ -1,0 +1,75 @@
+"""A model that is odd in its own way, made up here and added from outside in one place."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config_mutations import outcome
+from ropewalk import Rope, RopeError, from_config
+from ropewalk.configs import models
+from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.fields import Given
+from ropewalk.configs.layers import ALL, NO_ROPE
+from ropewalk.configs.reader import Reader
+
+
+@dataclass(frozen=True)
+class Heron(Architecture):
+    """One leg rotates: its odd layers, by a base in thousands."""
+
+    def kinds_of_layers(self, c: Reader) -> list[str]:
+        c.origins["layer_types"] = "the odd layers"
+        return [ALL if i % 2 else NO_ROPE for i in range(self.count(c))]
+
+    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
+        given = super().given(c, name, kind, layers)
+        thousands = c.fields.get("rope_thousands")
+        c.add(given, "rope_theta", thousands and 1000.0 * c.fields.size("rope_thousands"), "rope_thousands")
+        return given
+
+
+HERON = Heron(source="a pond", pairing="interleaved", partial=0.5, kinds={ALL: Kind(bases=())}, in_transformers=False)
+CONFIG: dict[str, Any] = {
+    "model_type": "heron",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "rope_thousands": 20,
+    "rope_scaling": {"type": "linear", "factor": 2.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    models.register("heron", HERON)
+    yield
+    del models.ARCHITECTURES["heron"]
+    models.vocabulary.cache_clear()
+
+
+def test_it_is_read() -> None:
+    ropes = from_config(CONFIG)
+    scaling = from_config({**CONFIG, "model_type": "llama", "rope_theta": 2e4, "rope_thousands": None}).rope.scaling
+    odd = Rope(16, 20_000.0, "interleaved", rotary_dim=8, scaling=scaling)
+    assert ropes.layers == (None, odd, None, odd)
+    assert ropes.origins["base"] == "rope_thousands"
+    assert "model_type heron (a pond)" in ropes.explain()
+
+
+def test_it_is_strict() -> None:
+    with pytest.raises(RopeError, match="'rope_millions': a key about rotation must be one that this model_type reads"):
+        from_config({**CONFIG, "rope_millions": 1})
+    with pytest.raises(RopeError, match="the base must be given"):
+        from_config({**CONFIG, "rope_thousands": None})
+
+
+def test_broken_configs(tmp_path: Path) -> None:
+    counted = Counter(outcome(random.Random(seed), [CONFIG], tmp_path) for seed in range(200))
+    assert counted["refused"] > 30, counted
+    assert counted.total() - counted["refused"] > 5, counted

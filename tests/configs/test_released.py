@@ -1,0 +1,59 @@
+"""292 config files as they were published: what each gives, or why it is refused. See golden/README.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from each import each
+from ropewalk import ModelRopes, RopeError, from_config
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "released.json"
+ROWS = [(f"{row['file']} {row['model_type']}", row) for row in json.loads(GOLDEN.read_text())["rows"]]
+
+
+def listed(ropes: ModelRopes) -> list[list[Any]]:
+    return [[repr(rope), len(layers)] for rope, layers in ropes.groups()]
+
+
+def test_what_is_read() -> None:
+    def check(row: dict[str, Any]) -> None:
+        ropes = from_config(row["config"])
+        assert listed(ropes) == row["ropes"]
+        json.dumps(ropes.facts(), allow_nan=False)
+        assert ropes.explain(5000)
+
+    rows = [(name, row) for name, row in ROWS if "ropes" in row]
+    assert len(rows) == 207
+    each(rows, check)
+
+
+def test_what_is_refused_says_why() -> None:
+    def check(row: dict[str, Any]) -> None:
+        with pytest.raises(RopeError) as raised:
+            from_config(row["config"])
+        assert row["refused"] in str(raised.value)
+        if "text_only" in row:
+            assert listed(from_config(row["config"], text_only=True)) == row["text_only"]
+
+    each([(name, row) for name, row in ROWS if "refused" in row], check)
+
+
+def test_written_and_read_again() -> None:
+    """In version 4, which is what the models' own code reads where transformers does not have it."""
+
+    def check(row: dict[str, Any]) -> None:
+        ropes = from_config(row["config"])
+        if ropes.config is None:  # Meta's params.json
+            return
+        try:
+            written = ropes.to_hf_config(version=4)
+        except RopeError as refusal:
+            assert "Only version 5 can say it" in str(refusal) or "own code" in str(refusal)  # noqa: PT017
+            return
+        assert from_config(written).layers == ropes.layers
+
+    each([(name, row) for name, row in ROWS if "ropes" in row], check)
