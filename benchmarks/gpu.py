@@ -506,8 +506,8 @@ def main() -> None:
         gpu._BYTES_PER_THREAD = options.bytes_per_thread
     if options.warps:
         gpu._WARPS = options.warps
-    if device == "cuda" and gpu.why_not():
-        parser.error(f"the GPU kernel cannot be used: {gpu.why_not()}")
+    if device == "cuda" and (why := gpu.unavailable()) is not None:
+        parser.error(f"the GPU kernel cannot be used: {why}")
 
     clock, rounds = Clock(device), 2 if options.rehearse else options.rounds
     tiles = {"bytes per thread": gpu._BYTES_PER_THREAD, "warps": gpu._WARPS}

@@ -22,9 +22,6 @@ int threads_for(int64_t elements, int64_t threads) {
     return static_cast<int>(std::max<int64_t>(1, std::min(threads, elements / GRAIN)));
 }
 
-// Batch, token, head and channel among the axes of each layout, in the order of _checks.LAYOUTS; -1: there is none.
-constexpr int AXES[][4] = {{0, 1, 2, 3}, {0, 2, 1, 3}, {1, 0, 2, 3}, {-1, 0, 1, 2}};
-
 int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i)); }
 
 int64_t size_of(nb::handle tuple) { return PyTuple_GET_SIZE(tuple.ptr()); }
@@ -43,8 +40,31 @@ void require_memory(bool holds) {
     require(holds, "a tensor must have memory", "one whose storage was resized to 0", "Give it its storage back first.");
 }
 
-void strides_of(nb::handle strides, const int *axes, int64_t *to) {
-    for (int i = 0; i < 4; ++i) to[i] = axes[i] < 0 ? 0 : entry(strides, axes[i]);
+// Where batch (-1: there is none), token, head and channel are among the axes of a tensor.
+struct Axes {
+    int at[4];
+    int count() const { return at[3] + 1; }
+};
+
+// From an `Axes` of _layout.py: (batch or None, tokens, heads, how many axes). No axis may be named twice, or be head_dim's.
+Axes axes_from(const nb::tuple &layout) {
+    constexpr const char *must = "the axes of a layout must be those of _layout.py";
+    require(layout.size() == 4, must, "another number");
+    PyObject *batch = PyTuple_GET_ITEM(layout.ptr(), 0);
+    int64_t count = entry(layout, 3), seen = 0;
+    require(count == (batch == Py_None ? 3 : 4), must, "others");
+    Axes axes{};
+    axes.at[0] = -1, axes.at[3] = static_cast<int>(count) - 1;
+    for (int i = batch == Py_None ? 1 : 0; i < 3; ++i) {
+        int64_t at = entry(layout, i);
+        require(at >= 0 && at < count - 1 && !(seen >> at & 1), must, "others");
+        axes.at[i] = static_cast<int>(at), seen |= int64_t{1} << at;
+    }
+    return axes;
+}
+
+void strides_of(nb::handle strides, const Axes &axes, int64_t *to) {
+    for (int i = 0; i < 4; ++i) to[i] = axes.at[i] < 0 ? 0 : entry(strides, axes.at[i]);
 }
 
 // A table [pairs], [token, pairs] or [batch, token, pairs].
@@ -59,32 +79,30 @@ void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
 using Tensors = nb::tuple;
 
 ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape,
-                            const nb::tuple &cos_strides, const nb::tuple &sin_strides, int dtype, int table_dtype, int layout,
-                            bool interleaved, int64_t offset, bool conjugate) {
-    require(layout >= 0 && layout < 4, "the layout must be a number from 0 to 3", "another");
+                            const nb::tuple &cos_strides, const nb::tuple &sin_strides, int dtype, int table_dtype,
+                            const nb::tuple &layout, bool interleaved, int64_t offset, bool conjugate) {
     require(dtype >= 0 && dtype < 4 && table_dtype >= 0 && table_dtype < 2, "dtypes must be those of ropewalk.h", "others");
     require(tensors.size() == 5 || tensors.size() == 10, "there must be one or two tensors", "another number");
     int64_t table_axes = size_of(table_shape);
     require(table_axes >= 1 && table_axes <= 3 && size_of(cos_strides) == table_axes && size_of(sin_strides) == table_axes,
             "tables must have one to three axes", "another number");
     ropewalk_rotation r{};
-    const int *axes = AXES[layout];
-    int64_t axis_count = axes[0] < 0 ? 3 : 4;
+    const Axes axes = axes_from(layout);
     r.tensor_count = static_cast<int>(tensors.size()) / 5;
     for (int n = 0; n < r.tensor_count; ++n) {
         auto at = [&](int i) { return nb::handle(PyTuple_GET_ITEM(tensors.ptr(), 5 * n + i)); };
         for (int i = 2; i < 5; ++i) {
-            require(PyTuple_Check(at(i).ptr()) && size_of(at(i)) == axis_count, "tensors must have the axes of the layout",
+            require(PyTuple_Check(at(i).ptr()) && size_of(at(i)) == axes.count(), "tensors must have the axes of the layout",
                     "another number");
         }
         ropewalk_tensor &x = r.tensors[n];
         x.in = PyLong_AsVoidPtr(at(0).ptr()), x.out = PyLong_AsVoidPtr(at(1).ptr());
-        x.heads = entry(at(2), axes[2]);
+        x.heads = entry(at(2), axes.at[2]);
         strides_of(at(3), axes, x.in_stride), strides_of(at(4), axes, x.out_stride);
-        int64_t batch = axes[0] < 0 ? 1 : entry(at(2), axes[0]), tokens = entry(at(2), axes[1]);
-        require(n == 0 || (batch == r.batch && tokens == r.tokens && entry(at(2), axes[3]) == r.head_dim),
+        int64_t batch = axes.at[0] < 0 ? 1 : entry(at(2), axes.at[0]), tokens = entry(at(2), axes.at[1]);
+        require(n == 0 || (batch == r.batch && tokens == r.tokens && entry(at(2), axes.at[3]) == r.head_dim),
                 "q and k must have the same batch, tokens and head_dim", "different ones");
-        r.batch = batch, r.tokens = tokens, r.head_dim = entry(at(2), axes[3]);
+        r.batch = batch, r.tokens = tokens, r.head_dim = entry(at(2), axes.at[3]);
         require_memory((x.in && x.out) || batch * tokens * x.heads * r.head_dim == 0);
     }
     r.dtype = static_cast<ropewalk_dtype>(dtype);
@@ -108,7 +126,7 @@ int64_t elements_of(const ropewalk_rotation &r) {
 }
 
 void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape, const nb::tuple &cos_strides,
-            const nb::tuple &sin_strides, int dtype, int table_dtype, int layout, bool interleaved, int64_t offset,
+            const nb::tuple &sin_strides, int dtype, int table_dtype, const nb::tuple &layout, bool interleaved, int64_t offset,
             bool conjugate, int64_t threads) {
     ropewalk_rotation r = described(tensors, cos, sin, table_shape, cos_strides, sin_strides, dtype, table_dtype, layout,
                                     interleaved, offset, conjugate);
@@ -125,7 +143,7 @@ void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tupl
 }
 
 void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, const nb::tuple &table_shape, int dtype,
-                    int layout, bool interleaved, int64_t offset, int64_t threads) {
+                    const nb::tuple &layout, bool interleaved, int64_t offset, int64_t threads) {
     ropewalk_table_gradient g{};
     g.rotation = described(tensors, 0, 0, table_shape, table_shape, table_shape, dtype, 0, layout, interleaved, offset, false);
     g.d_cos = reinterpret_cast<void *>(d_cos), g.d_sin = reinterpret_cast<void *>(d_sin);

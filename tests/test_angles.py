@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
 from ropewalk import Rope, RopeError, YaRN, _fixed_point, angles
+from ropewalk.kernels import steps
 
 BASES = [100.0, 1e4, 5e5, 1e6, 1e8]
 LIMIT = 2**31
@@ -281,9 +282,9 @@ class TestRefusals:
 
 @pytest.fixture
 def no_kept_steps() -> Iterator[None]:
-    angles._steps_on_device.clear()
+    steps._steps_on_device.clear()
     yield
-    angles._steps_on_device.clear()
+    steps._steps_on_device.clear()
 
 
 @pytest.mark.usefixtures("no_kept_steps")
@@ -357,13 +358,13 @@ class TestSurroundings:
         self.check()
 
     def test_steps_are_kept_and_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(angles, "_MOST_KEPT", 2)
+        monkeypatch.setattr(steps, "_MOST_KEPT", 2)
         for base in (10.0, 20.0, 30.0):
             Rope(8, base, "half").at(torch.arange(2))
-        assert len(angles._steps_on_device) == 1
-        (kept,) = angles._steps_on_device.values()
+        assert len(steps._steps_on_device) == 1
+        (kept,) = steps._steps_on_device.values()
         Rope(8, 30.0, "half").at(torch.arange(2))
-        assert next(iter(angles._steps_on_device.values())) is kept
+        assert next(iter(steps._steps_on_device.values())) is kept
 
 
 def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:

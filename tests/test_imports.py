@@ -19,16 +19,18 @@ MODULES = {
 }
 
 # room → the rooms it may import. A room is a top-level module or folder of ropewalk.
-BOTTOM = {"_checks"}
+BOTTOM = {"_checks", "_layout"}
 MAY_IMPORT = {
-    "_checks": set(),
+    "_layout": set(),
+    "_checks": {"_layout"},
     "_fixed_point": set(),
+    "_tables": BOTTOM,
     "schemes": BOTTOM,
     "kernels": BOTTOM,
     "angles": BOTTOM | {"kernels"},
     "rotation": BOTTOM | {"kernels"},
     "positions": BOTTOM,
-    "rope": BOTTOM | {"_fixed_point", "schemes", "angles", "rotation"},
+    "rope": BOTTOM | {"_fixed_point", "_tables", "schemes", "angles", "rotation"},
     "configs": BOTTOM | {"rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
@@ -164,6 +166,7 @@ READ = f"import json; from ropewalk import from_config; m = from_config(json.loa
         "import ropewalk.programs.cli",
         "import ropewalk; ropewalk.plots.save",
         "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
+        "from ropewalk import Rope; Rope(8, 1e4, 'half').tables([[0, 1], [7, 8]])",
     ],
 )
 def test_starts_without_torch(program: str) -> None:

@@ -12,9 +12,12 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import sys
 from collections.abc import Collection, Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast, get_args
+
+from ropewalk._layout import Pairing
 
 
 class RopeError(ValueError):
@@ -29,7 +32,7 @@ class RopeError(ValueError):
 
 
 def error(who: str, must: str, got: str, cure: str) -> RopeError:
-    """The one form of every message: who, what must hold, what came (in words, or `shown`), cure."""
+    """The one form of every message: who, what must hold, what came (in words, `shown` or `described`), cure."""
     return RopeError(f"{who}: {must}, got {got}. {cure}")
 
 
@@ -47,6 +50,14 @@ def shown(value: object) -> str:
     except Exception:  # whatever the value's own repr raises
         text = f"<{type(value).__name__} that cannot be shown>"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 4 :]}"
+
+
+def described(value: object) -> str:
+    """A tensor by its dtype and shape; anything else as `shown`."""
+    torch = sys.modules.get("torch")  # whoever has made a tensor has imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {tuple(value.shape)}"
+    return shown(value)
 
 
 def short(key: object) -> str:
@@ -93,14 +104,10 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
     return int(value)
 
 
-PAIRINGS = ("half", "interleaved")
-LAYOUTS = ("bshd", "bhsd", "sbhd", "thd")
-"""Orders of axes: batch, sequence, heads, head_dim; tokens without a batch."""
-
-
-def check_pairing(who: str, value: object) -> None:
-    """Raise unless `value` is the name of a pairing."""
-    choice(who, "pairing", value, PAIRINGS)
+def check_pairing(who: str, value: object) -> Pairing:
+    """`value`, which is the name of a pairing."""
+    choice(who, "pairing", value, get_args(Pairing))
+    return cast(Pairing, value)
 
 
 def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:

@@ -7,8 +7,7 @@ the quadrant, the rest a residual within an eighth of a turn, and a float32 poly
 `torch.cos`: the compiled one is off by 1.1e-7, and it is slow on GPUs).
 
 Plain tensors on the CPU or a GPU go to the compiled kernels, which do the same in float64: quadrant, residual and a
-polynomial. Code compiled for a GPU calls an operator, `ropewalk::angles`, that is given the steps as numbers: as a
-constant of the graph they would be copied to the GPU at every call.
+polynomial. Code compiled for a GPU calls them through an operator (`kernels/operators.py`).
 
 Float positions (image grids) go through a float64 product instead.
 """
@@ -16,13 +15,13 @@ Float positions (image grids) go through a float64 product instead.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.kernels import backend
+from ropewalk.kernels import backend, operators
+from ropewalk.kernels.steps import tensor_of
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
@@ -62,7 +61,7 @@ def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tens
             raise _checks.error(
                 who,
                 "delta must be an int or an int32 or int64 tensor [], [seq] or [batch, seq]",
-                f"{delta.dtype} of shape {tuple(delta.shape)}",
+                _checks.described(delta),
                 "Pass how many tokens each key moves.",
             )
         return delta
@@ -107,13 +106,11 @@ def cos_sin(
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
         if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            _bring(steps, positions.device)
-            made: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype)
-            return made
+            return operators.angles(positions, steps, factor, dtype)
         if has_float64:
             return _of_integers(positions, steps, factor, dtype)
         _require_float64(dtype == torch.float32, positions.device)
-        phase = positions.to(torch.int64).unsqueeze(-1) * _tensor_of(steps, positions)
+        phase = positions.to(torch.int64).unsqueeze(-1) * tensor_of(steps, positions)
         return cos_sin_of_phase_float32(phase, factor)
     _require_float64(has_float64, positions.device)
     speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
@@ -121,47 +118,19 @@ def cos_sin(
 
 
 def _of_integers(positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    speeds = _tensor_of(steps, positions)
+    speeds = tensor_of(steps, positions)
     kernel = backend.kernel_for(positions, speeds)
     if kernel is not None:
-        made: tuple[Tensor, Tensor] = kernel.angles(positions, speeds, factor, dtype)
-        return made
+        return kernel.angles(positions, speeds, factor, dtype)
     phase = positions.to(torch.int64).unsqueeze(-1) * speeds
     return _rounded(phase.to(torch.float64) * _RADIANS_PER_UNIT, factor, dtype)
 
 
+operators.define_angles(_of_integers)
+
+
 def _rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
-
-
-def _angles_operator(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if positions.dtype not in _INTEGERS or dtype not in _FLOATS or not steps:
-        raise _checks.error(
-            "torch.ops.ropewalk.angles",
-            "positions must be int32 or int64, dtype float32 or float64, and there must be steps",
-            f"{positions.dtype}, {dtype} and {len(steps)} steps",
-            "Use Rope.at.",
-        )
-    return _of_integers(positions, tuple(steps), factor, dtype)
-
-
-def _angles_meta(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = (positions.new_empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
-    return cos, sin
-
-
-def _angles_vmap(
-    info: Any, in_dims: tuple[Any, ...], positions: Tensor, *rest: Any
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    return torch.ops.ropewalk.angles(positions.movedim(in_dims[0], 0), *rest), (0, 0)
-
-
-_library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("angles(Tensor positions, int[] steps, float factor, ScalarType dtype) -> (Tensor, Tensor)")
-for _key in ("CPU", "CUDA"):
-    _library.impl("angles", _angles_operator, _key)
-_library.impl("angles", _angles_meta, "Meta")
-torch.library.register_vmap("ropewalk::angles", _angles_vmap, lib=_library)
 
 
 def _require_float64(has_float64: bool, device: torch.device) -> None:
@@ -203,57 +172,3 @@ def _polynomial(coefficients: tuple[float, ...], u: Tensor) -> Tensor:
     for c in reversed(coefficients[:-1]):
         result = result * u + c
     return result
-
-
-_MOST_KEPT = 1024
-_steps_on_device: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-# Captured CUDA graphs read these at every replay, so they are never freed.
-_in_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-
-
-def _tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
-    """The steps as a tensor beside positions.
-
-    Kept for the next call, which then copies nothing to the device; but only where both are ordinary tensors: one
-    made under FakeTensorMode, functorch or while compiling would poison the calls after it.
-    """
-    device = positions.device
-    if (
-        torch.compiler.is_compiling()
-        or type(positions) is not Tensor
-        or positions.is_meta
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    ):
-        return torch.tensor(steps, dtype=torch.int64, device=device)
-    kept = _steps_on_device.get((steps, device))
-    if kept is None:
-        kept = _made(steps, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _in_graphs[steps, device] = kept
-    return kept
-
-
-def _made(steps: tuple[int, ...], device: torch.device) -> Tensor:
-    made = torch.tensor(steps, dtype=torch.int64, device=device)
-    if type(made) is Tensor:  # a mode around us may have made it something else
-        if len(_steps_on_device) >= _MOST_KEPT:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # a stream may still read what is freed now
-            _steps_on_device.clear()
-        _steps_on_device[steps, device] = made
-    return made
-
-
-def _bring(steps: tuple[int, ...], device: torch.device) -> bool:
-    """Bring the steps to the device while PyTorch traces, and not when the compiled code first runs.
-
-    That may be inside the memory of a CUDA graph ("reduce-overhead"), where nothing may be kept for later calls.
-    """
-    if torch.cuda.is_available() and (steps, device) not in _steps_on_device:
-        _made(steps, device)
-    return True
-
-
-# What torch.compiler.assume_constant_result does, which would import the compiler (1.5 s) for those who do not compile.
-_bring._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
+from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
 from ropewalk.attention.attend import AttendingCache, TwoPass
 from ropewalk.rope import Rope
@@ -37,7 +38,7 @@ class RotaryEmbedding(torch.nn.Module):
         (torch.Size([1, 3, 2, 4]), torch.Size([1, 3, 1, 4]))
     """
 
-    def __init__(self, rope: Rope, *, layout: str) -> None:
+    def __init__(self, rope: Rope, *, layout: Layout) -> None:
         super().__init__()
         if not isinstance(rope, Rope):
             raise _checks.error(
@@ -46,7 +47,7 @@ class RotaryEmbedding(torch.nn.Module):
                 _checks.shown(rope),
                 "Read a model's with from_config(...).rope.",
             )
-        _checks.choice("RotaryEmbedding", "layout", layout, _checks.LAYOUTS)
+        _checks.choice("RotaryEmbedding", "layout", layout, AXES)
         self.rope = rope
         self.layout = layout
 

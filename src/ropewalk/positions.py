@@ -95,7 +95,7 @@ def from_mask(attention_mask: Tensor) -> Tensor:
         raise _checks.error(
             "positions.from_mask",
             "attention_mask must be a bool or integer tensor [batch, seq]",
-            _described(attention_mask),
+            _checks.described(attention_mask),
             "Pass the mask of real tokens, not the additive or four-dimensional one that attention gets.",
         )
     real = attention_mask != 0
@@ -105,14 +105,10 @@ def from_mask(attention_mask: Tensor) -> Tensor:
 def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
         must = f"{name} must be an int32 or int64 tensor of one axis, not empty"
-        raise _checks.error(who, must, _described(value), fix)
+        raise _checks.error(who, must, _checks.described(value), fix)
 
 
 def _check_count(who: str, name: str, value: int | torch.SymInt) -> None:
     # A SymInt is the length of a tensor while torch.compile or torch.export traces.
     if not isinstance(value, torch.SymInt):
         _checks.integer(who, name, value, at_least=0)
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _checks.shown(value)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from ropewalk import _checks, _fixed_point
+from ropewalk._layout import Pairing as Pairing
 from ropewalk.schemes import Scaling, check_scaling, default
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import ArrayLike
 
     from ropewalk.rotation.api import Rotation
-
-Pairing = Literal["half", "interleaved"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -186,6 +186,43 @@ class Rope:
 
         angles.check_positions(positions)
         return self._rotation(positions, self.attention_factor, device, dtype)
+
+    def tables(self, positions: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin of these positions in NumPy, for JAX, MLX and others. Imports no torch.
+
+        Args:
+            positions: place of each token, in tokens: an int, a list of them (nested for more axes), or an array of any
+                shape and integer dtype, of NumPy or what NumPy can read (JAX); any value in ±2³¹, as in `at`. Places
+                between tokens are refused: for those take `at`, or NumPy's cos and sin of `positions[..., None] *
+                rope.inv_freq`, times `attention_factor`.
+
+        Returns:
+            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, dimensionless, attention
+            factor included.
+
+        Raises:
+            RopeError: positions are no integers, or do not fit into int64; the frequencies depend on the length (use
+                `at_length`).
+
+        Precision:
+            Against the float64 `inv_freq` taken as exact: |error| ≤ 4e-16 + |p|·2π·2⁻⁶⁵ (times the attention factor) at
+            every integer position p. Bit for bit those of `at(positions, dtype=torch.float64)` where compiled kernels
+            make them; the plain PyTorch reference rounds its angles, and differs by up to 1.5e-15 (times the factor).
+
+        Example:
+            >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
+            >>> cos, sin = rope.tables([0, 1, 131_072])
+            >>> cos.shape
+            (3, 2)
+            >>> sin[1].round(4)
+            array([0.8415, 0.01  ])
+        """
+        from ropewalk import _tables
+
+        factor = self.attention_factor
+        if self._steps is None:
+            raise self._unresolved()
+        return _tables.cos_sin(positions, self._steps, factor)
 
     def shift(
         self,

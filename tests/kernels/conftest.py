@@ -11,16 +11,16 @@ import torch
 from kernel_cases import watched
 from ropewalk.kernels import backend, cpu
 
-LEVELS = ["none"] if cpu.why_not else cpu._cpu.levels()
+LEVELS = ["none"] if cpu.unavailable() else cpu._cpu.levels()
 
 
 @pytest.fixture
 def built() -> None:
     """Skip where the kernels were not compiled; fail where ROPEWALK_REQUIRE_KERNEL=1 says that they were."""
-    if cpu.why_not and os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
-        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the CPU kernels are {cpu.why_not}")
-    if cpu.why_not:
-        pytest.skip(f"the CPU kernels are {cpu.why_not}")
+    if cpu.unavailable() and os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
+        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the CPU kernels are {cpu.unavailable()}")
+    if cpu.unavailable():
+        pytest.skip(f"the CPU kernels are {cpu.unavailable()}")
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
+import torch
 
 import ropewalk
+from ropewalk.kernels import backend
 
 NOT_BUILT = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
 
@@ -86,6 +88,15 @@ def run(backend: str | None, program: str, without: bool = False) -> str:
     return ran.stdout
 
 
+def test_kernels_are_for_their_own_kind_of_device() -> None:
+    assert backend.CPU.unavailable(torch.device("cpu")) == backend.CPU.unavailable()
+    for kernels, device in ((backend.CPU, "cuda:0"), (backend.CPU, "meta"), (backend.GPU, "cpu"), (backend.GPU, "mps")):
+        why = kernels.unavailable(torch.device(device))
+        assert why is not None
+        assert why.startswith("these are for ")
+        assert why.endswith(f"not for {device}")
+
+
 def test_reference_never_calls_the_kernel() -> None:
     run("reference", "watched()\nassert not works()\nassert calls == [], calls")
 
@@ -140,7 +151,7 @@ from ropewalk.kernels import cpu
 watched()
 assert not works()
 assert calls == [], calls
-print(cpu.why_not)
+print(cpu.unavailable())
 """
     (reason,) = run("auto", program, without=True).splitlines()
     assert reason == NOT_BUILT

@@ -291,7 +291,7 @@ def cases(first: int, count: int) -> Counter[tuple[str, str]]:
 
 
 def test_nothing_else_comes_out() -> None:
-    levels = [] if cpu.why_not else cpu._cpu.levels()
+    levels = [] if cpu.unavailable() else cpu._cpu.levels()
     for n, level in enumerate(levels or ["none"]):
         if levels:
             cpu._cpu.use_level(level)
@@ -304,4 +304,4 @@ def test_nothing_else_comes_out() -> None:
 if __name__ == "__main__":
     total, begin = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     torch.set_num_threads(1)
-    sys.stdout.write(f"{cpu.why_not or cpu.level()}: {sorted(cases(begin, total).items())}\n")
+    sys.stdout.write(f"{cpu.unavailable() or cpu.level()}: {sorted(cases(begin, total).items())}\n")

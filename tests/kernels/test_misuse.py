@@ -242,8 +242,14 @@ class TestPrivateOperators:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layout": 99}, "the layout must be a number from 0 to 3"),
-        ({"layout": -1}, "the layout must be a number from 0 to 3"),
+        ({"layout": (0, 1, 2)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (0, 1, 2, 3)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (0, 1, 3, 4)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (-1, 0, 1, 4)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (0, 1, 1, 4)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (0, 1, 2**62, 4)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (None, 1, 2, 4)}, "the axes of a layout must be those of _layout.py"),
+        ({"layout": (None, 0, 1, 3)}, "tensors must have the axes of the layout"),
         ({"dtype": 7}, "dtypes must be those of ropewalk.h"),
         ({"table_dtype": 2}, "dtypes must be those of ropewalk.h"),
         ({"tensors": ()}, "there must be one or two tensors"),
@@ -267,8 +273,8 @@ def test_sizes_that_reach_the_compiled_code(changes: dict[str, Any], message: st
 
     arguments = {
         "tensors": (8, 8, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1)), "cos": 8, "sin": 8, "table_shape": (4, 4),
-        "cos_strides": (4, 1), "sin_strides": (4, 1), "dtype": 0, "table_dtype": 0, "layout": 0, "interleaved": False,
-        "offset": 0, "conjugate": False, "threads": 1,
+        "cos_strides": (4, 1), "sin_strides": (4, 1), "dtype": 0, "table_dtype": 0, "layout": (0, 1, 2, 4),
+        "interleaved": False, "offset": 0, "conjugate": False, "threads": 1,
     }  # fmt: skip
     with pytest.raises(RopeError, match=message):
         _cpu.rotate(*{**arguments, **changes}.values())

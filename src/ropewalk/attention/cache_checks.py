@@ -22,7 +22,7 @@ def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
         raise _checks.error(
             "KVCache.step",
             f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
-            _described(attention_mask),
+            _checks.described(attention_mask),
             "Pass which of the new tokens are real, not the additive mask that attention gets.",
         )
     return attention_mask != 0
@@ -34,7 +34,7 @@ def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
         raise _checks.error(
             "KVCache.step",
             "positions must be None in a cache with sinks, whose distances are counted in tokens",
-            _described(given),
+            _checks.described(given),
             "Build the cache with sinks=0, or with capacity.",
         )
     batch, seq = real.shape
@@ -47,7 +47,7 @@ def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
         raise _checks.error(
             "KVCache.step",
             f"positions must be an int64 tensor [batch, seq] = {[batch, seq]} or [seq] = {[seq]} on {real.device}",
-            f"{_described(given)} on {given.device}" if isinstance(given, Tensor) else _described(given),
+            f"{_checks.described(given)} on {given.device}" if isinstance(given, Tensor) else _checks.described(given),
             "Pass one position for each new token, padding included.",
         )
     return given.expand(batch, seq).clone()
@@ -71,7 +71,7 @@ def number_for_each_row(who: str, name: str, value: Tensor, length: Tensor) -> N
     """Raise unless value is int64 `[batch]`."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:
         must = f"{name} must be an int64 tensor [batch] = {list(length.shape)}"
-        raise _checks.error(who, must, _described(value), "Pass one number for each row.")
+        raise _checks.error(who, must, _checks.described(value), "Pass one number for each row.")
 
 
 def ropes(rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int) -> Sequence[Rope | None]:
@@ -113,13 +113,9 @@ def chosen(rows: Tensor | Sequence[int], length: Tensor) -> Tensor:
     if rows.dtype == torch.bool and rows.shape == (batch,):
         return rows.to(length.device)
     if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
-        raise _checks.error(who, must, _described(rows), fix)
+        raise _checks.error(who, must, _checks.described(rows), fix)
     if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
         first, last = int(rows.min()), int(rows.max())
         if first < 0 or last >= batch:
             raise _checks.error(who, must, f"rows from {first}" if first < 0 else f"rows up to {last}", fix)
     return torch.zeros_like(length, dtype=torch.bool).index_fill_(0, rows.to(length), True)
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else _checks.shown(value)

@@ -86,7 +86,7 @@ class SelfExtend:
                 raise _checks.error(
                     "SelfExtend.at",
                     f"{name} must be int32 or int64 of shape [tokens] or [batch, tokens]",
-                    f"{value.dtype} of shape {tuple(value.shape)}",
+                    _checks.described(value),
                     "Pass whole positions: parts of a token cannot be grouped.",
                 )
         grouped = positions // self.group + (self.window - self.window // self.group)

@@ -1,4 +1,4 @@
-"""Which code runs: the compiled kernels wherever they can, or what ROPEWALK_BACKEND says.
+"""Which code runs: the compiled kernels wherever they can, or what ROPEWALK_BACKEND says; and what kernels are.
 
 The variable is read once: "auto", the default; "reference": plain PyTorch throughout; "kernel": an error wherever
 it cannot be a kernel.
@@ -7,12 +7,14 @@ it cannot be a kernel.
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ropewalk._checks import RopeError, error
+from ropewalk._layout import Layout
 from ropewalk.kernels import cpu, gpu
 
 BACKEND = os.environ.get("ROPEWALK_BACKEND", "auto")
@@ -23,7 +25,55 @@ if BACKEND not in ("auto", "reference", "kernel"):
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """Types whose elements lie in memory, at the addresses that strides give. A subclass may be anything."""
-_USES_CPU = BACKEND != "reference" and not cpu.why_not
+
+
+class Kernels(Protocol):
+    """The compiled kernels of one kind of device: a module such as `cpu` and `gpu`. They are given checked tensors."""
+
+    def unavailable(self, device: torch.device | None = None) -> str | None:
+        """Why they cannot be used on this device, the usual one of their kind when None; None where they can."""
+
+    def rotate(
+        self,
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+        cos: Tensor,
+        sin: Tensor,
+        layout: Layout,
+        interleaved: bool,
+        rotary_offset: int,
+        back: bool,
+    ) -> None:
+        """Write the tensors, rotated, to `outputs`, which may be the tensors themselves.
+
+        Args:
+            tensors: one or two with all but the number of heads in common, in `layout`.
+            cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`, as in `Rotation`.
+            back: rotate by minus the angle.
+        """
+
+    def table_gradient(
+        self,
+        tensors: list[Tensor],
+        grads: list[Tensor],
+        pairs: int,
+        layout: Layout,
+        interleaved: bool,
+        rotary_offset: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient to cos and sin of `rotate`, summed over heads and tensors.
+
+        Returns:
+            Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
+        """
+
+    def angles(self, positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+
+
+CPU: Kernels = cpu
+GPU: Kernels = gpu
+_USES_CPU = BACKEND != "reference" and CPU.unavailable() is None
 
 
 def must_be_seen() -> bool:
@@ -36,8 +86,8 @@ def must_be_seen() -> bool:
     )
 
 
-def kernel_for(*tensors: Tensor) -> Any:
-    """The module, `cpu` or `gpu`, whose kernels can do it; None where plain PyTorch must.
+def kernel_for(*tensors: Tensor) -> Kernels | None:
+    """The kernels that can do it; None where plain PyTorch must.
 
     They take plain tensors of one device, where no transform must look inside.
 
@@ -50,7 +100,7 @@ def kernel_for(*tensors: Tensor) -> Any:
     return kernel
 
 
-def _of(tensors: tuple[Tensor, ...]) -> Any:
+def _of(tensors: tuple[Tensor, ...]) -> Kernels | None:
     on_cpu = tensors[0].is_cpu
     for x in tensors:
         # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`). Zero: PyTorch's
@@ -58,16 +108,18 @@ def _of(tensors: tuple[Tensor, ...]) -> Any:
         if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
             return None
     if on_cpu:
-        return cpu if _USES_CPU else None
-    return gpu if tensors[0].is_cuda and BACKEND != "reference" and not gpu.why_not(tensors[0].device) else None
+        return CPU if _USES_CPU else None
+    if not tensors[0].is_cuda or BACKEND == "reference":
+        return None
+    return GPU if GPU.unavailable(tensors[0].device) is None else None
 
 
 def _no_kernel(x: Tensor) -> RopeError:
     who = "ROPEWALK_BACKEND=kernel"
-    if x.is_cpu and cpu.why_not:
-        return error(who, "the CPU kernel must be there", cpu.why_not, "Install again, or unset it.")
-    if x.is_cuda and gpu.why_not(x.device):
-        return error(who, "the GPU kernel must be there", gpu.why_not(x.device), "Mend that, or unset it.")
+    if x.is_cpu and (why := CPU.unavailable(x.device)) is not None:
+        return error(who, "the CPU kernel must be there", why, "Install again, or unset it.")
+    if x.is_cuda and (why := GPU.unavailable(x.device)) is not None:
+        return error(who, "the GPU kernel must be there", why, "Mend that, or unset it.")
     return error(
         who,
         "there must be plain tensors on the CPU or a GPU, and no transform, compilation or export",
@@ -84,9 +136,16 @@ def backends() -> dict[str, str]:
         >>> print(ropewalk.backends()["reference"])
         usable on every device (plain PyTorch)
     """
-    said = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
     return {
         "reference": "usable on every device (plain PyTorch)",
-        "cpu kernel": f"not usable: {cpu.why_not}" if cpu.why_not else f"usable: {cpu.level()}{said}",
-        "gpu kernel": f"not usable: {gpu.why_not()}" if gpu.why_not() else f"usable: {gpu.version()}{said}",
+        "cpu kernel": _state(CPU, cpu.level),
+        "gpu kernel": _state(GPU, gpu.version),
     }
+
+
+def _state(kernels: Kernels, which: Callable[[], str]) -> str:
+    why = kernels.unavailable()
+    if why is not None:
+        return f"not usable: {why}"
+    said = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
+    return f"usable: {which()}{said}"

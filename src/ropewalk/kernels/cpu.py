@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: loaded, or the reason why they are not; and what they are given.
+"""The compiled CPU kernels: loaded, or why they are not; and what they are given. They are `backend.Kernels`.
 
 Only addresses, shapes and strides go over. torch is imported first, since the kernels share its threads.
 """
@@ -8,21 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._checks import LAYOUTS
+from ropewalk._layout import AXES, Layout
 
-why_not = ""
-"""Why the kernels cannot be used; empty where they can."""
-
+_why_not: str | None = None
 try:
     import ropewalk.kernels._cpu as _cpu  # `from ... import` does not tell a missing module from a broken one
 except ModuleNotFoundError:
-    why_not = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
+    _why_not = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
 except ImportError as e:
-    why_not = f"cannot be loaded: {e}"
+    _why_not = f"cannot be loaded: {e}"
 
 # The numbers of csrc/ropewalk.h.
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_LAYOUTS = {layout: i for i, layout in enumerate(LAYOUTS)}
+
+
+def unavailable(device: torch.device | None = None) -> str | None:
+    """Why the kernels cannot be used on this device, the CPU when None; None where they can."""
+    if device is not None and device.type != "cpu":
+        return f"these are for the CPU, not for {device}"
+    return _why_not
 
 
 def level() -> str:
@@ -35,18 +39,12 @@ def rotate(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
     back: bool,
 ) -> None:
-    """Write the tensors, turned, to `outputs`, which may be the tensors themselves.
-
-    Args:
-        tensors: one or two with all but the number of heads in common, in `layout`.
-        cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`, as in `Rotation`.
-        back: turn by minus the angle.
-    """
+    """As `Kernels.rotate`."""
     _cpu.rotate(
         _flat(tensors, outputs),
         cos.data_ptr(),
@@ -56,7 +54,7 @@ def rotate(
         sin.stride(),
         _DTYPES[tensors[0].dtype],
         _DTYPES[cos.dtype],
-        _LAYOUTS[layout],
+        AXES[layout],
         interleaved,
         rotary_offset,
         back,
@@ -65,16 +63,12 @@ def rotate(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, interleaved: bool, rotary_offset: int
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin of `rotate`, summed over heads and tensors.
-
-    Returns:
-        Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
-    """
+    """As `Kernels.table_gradient`."""
     x = tensors[0]
-    seq = x.shape[layout.index("t" if layout == "thd" else "s")]
-    shape = (1 if layout == "thd" else x.shape[layout.index("b")], seq, pairs)
+    batch, tokens, *_ = axes = AXES[layout]
+    shape = (1 if batch is None else x.shape[batch], x.shape[tokens], pairs)
     d_cos, d_sin = (
         torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32) for _ in range(2)
     )
@@ -84,7 +78,7 @@ def table_gradient(
         d_sin.data_ptr(),
         shape,
         _DTYPES[x.dtype],
-        _LAYOUTS[layout],
+        axes,
         interleaved,
         rotary_offset,
         torch.get_num_threads(),
@@ -93,7 +87,7 @@ def table_gradient(
 
 
 def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+    """As `Kernels.angles`."""
     positions = positions.to(torch.int64).contiguous()
     cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
     _cpu.angles(

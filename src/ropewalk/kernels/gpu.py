@@ -1,4 +1,4 @@
-"""The Triton kernels of `_gpu.py`: whether they can be used, sizes of tiles, launches. Same functions as `cpu.py`.
+"""The Triton kernels of `_gpu.py`: whether they can be used, sizes of tiles, launches. They are `backend.Kernels`.
 
 Triton is imported, and anything compiled, only when a tensor on a GPU comes.
 """
@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ropewalk._layout import AXES, Layout
+
 _T = TypeVar("_T")
 
 # Four warps; each thread holds so many bytes of the channels that are turned, in loads of 16. More make the arithmetic
@@ -26,28 +28,30 @@ _VECTOR = 16
 _OPTIONS = {"enable_fp_fusion": False}
 
 
-def why_not(device: torch.device | None = None) -> str:
-    """Why the kernels cannot be used on a GPU, the current one when None; empty where they can.
+def unavailable(device: torch.device | None = None) -> str | None:
+    """Why the kernels cannot be used on this GPU, the current one when None; None where they can.
 
     Asked once for each GPU, by compiling and starting the smallest of them.
     """
-    index = None if device is None else device.index
-    if index is not None and index in _answers:  # on the way of every call
-        return _answers[index]
+    if device in _answers:  # on the way of every call
+        return _answers[device]
+    if device is not None and device.type != "cuda":
+        return f"these are for GPUs, not for {device}"
     if not torch.cuda.is_available():
         return "no GPU found"
-    index = torch.cuda.current_device() if index is None else index
-    if index not in _answers:
+    index = None if device is None else device.index
+    device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+    if device not in _answers:
         if torch.cuda.is_current_stream_capturing():
-            return ""  # nothing can be tried now; what does not work will say so itself
-        _answers[index] = _tried(torch.device("cuda", index))
-    return _answers[index]
+            return None  # nothing can be tried now; what does not work will say so itself
+        _answers[device] = _tried(device)
+    return _answers[device]
 
 
-_answers: dict[int, str] = {}
+_answers: dict[torch.device | None, str | None] = {}
 
 
-def _tried(device: torch.device) -> str:
+def _tried(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or higher is needed)"
     one = torch.zeros(1, dtype=torch.int64, device=device)
@@ -57,7 +61,7 @@ def _tried(device: torch.device) -> str:
         return f"Triton is not installed ({e})"
     except Exception as e:  # Triton has no error of its own for all that can be missing, a C compiler for example
         return f"Triton cannot compile or start a kernel here ({type(e).__name__}: {e})"
-    return ""
+    return None
 
 
 def version() -> str:
@@ -72,30 +76,20 @@ def rotate(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
     back: bool,
 ) -> None:
-    """Write the tensors, turned, to `outputs`, which may be the tensors themselves.
-
-    Args:
-        tensors: one or two with all but the number of heads in common, in `layout`.
-        cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`, as in `Rotation`.
-        back: turn by minus the angle.
-    """
+    """As `Kernels.rotate`."""
     launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, back)
     _launch("rotate", *launch)
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, interleaved: bool, rotary_offset: int
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin of `rotate`, summed over heads and tensors.
-
-    Returns:
-        Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
-    """
+    """As `Kernels.table_gradient`."""
     x = tensors[0]
     batch, tokens, _ = _counts(x.shape, layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -105,7 +99,7 @@ def table_gradient(
 
 
 def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+    """As `Kernels.angles`."""
     positions = positions.contiguous()
     cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
     _launch("angles", *angles_launch(positions, steps, cos, sin, factor))
@@ -133,7 +127,7 @@ def rotation_launch(
     outputs: list[Tensor],
     cos: Tensor,
     sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
     back: bool,
@@ -158,7 +152,7 @@ def _rotation_plan(
     out_strides: tuple[tuple[int, ...], ...],
     tables: tuple[torch.Size, tuple[int, ...], tuple[int, ...], int],
     element_size: int,
-    how: tuple[str, bool, int, bool, bool, int, int],
+    how: tuple[Layout, bool, int, bool, bool, int, int],
 ) -> tuple[int, dict[str, int], int]:
     layout, interleaved, rotary_offset, back, in_place, *_ = how
     pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
@@ -204,7 +198,7 @@ def gradient_launch(
     grads: list[Tensor],
     d_cos: Tensor,
     d_sin: Tensor,
-    layout: str,
+    layout: Layout,
     interleaved: bool,
     rotary_offset: int,
 ) -> tuple[int, dict[str, Any], int]:
@@ -254,11 +248,10 @@ def angles_launch(
     return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
 
 
-def _counts(shape: torch.Size, layout: str) -> tuple[int, int, int]:
+def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:
     """Rows of the batch, tokens and heads."""
-    if layout == "thd":
-        return 1, shape[0], shape[1]
-    return shape[layout.index("b")], shape[layout.index("s")], shape[layout.index("h")]
+    batch, tokens, heads, _ = AXES[layout]
+    return 1 if batch is None else shape[batch], shape[tokens], shape[heads]
 
 
 def _named(names: str, tensors: Sequence[_T], others: Sequence[_T]) -> dict[str, _T]:
@@ -267,16 +260,15 @@ def _named(names: str, tensors: Sequence[_T], others: Sequence[_T]) -> dict[str,
 
 
 def _strides(
-    strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: str, most: int
+    strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: Layout, most: int
 ) -> tuple[dict[str, int], bool, int]:
     """Strides of batch, tokens, heads and channels, the first three in units; whether channels are dense; the unit."""
-    axes = [layout.find("s" if axis == "t" and layout != "thd" else axis) for axis in "bthd"]
     named = _named("qpkr", strides, others)
     dense = all(of[-1] == 1 for of in named.values())
     rows = {
-        f"{name}_{axis}": of[at] if at >= 0 else 0
+        f"{name}_{axis}": 0 if at is None else of[at]
         for name, of in named.items()
-        for axis, at in zip("bth", axes, strict=False)
+        for axis, at in zip("bth", AXES[layout][:3], strict=True)
     }
     unit = _unit(list(rows.values()), most) if dense else 1
     channels = {f"{name}_d": of[-1] for name, of in named.items()}

@@ -12,7 +12,7 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -145,7 +145,7 @@ def demo(folder: Path) -> None:
 def bench(
     tokens: tuple[int, ...],
     dtype: tuple[str, ...],
-    layout: str,
+    layout: Literal["bshd", "bhsd"],
     backward: bool,
     compiled: bool,
     only: tuple[str, ...],

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, error, integer, shown
+from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, described, error, integer, shown
+from ropewalk._layout import Layout, Pairing
 from ropewalk.rotation import checks, ops
 
 _WHO = "Rotation"
@@ -48,7 +49,7 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
-    pairing: str
+    pairing: Pairing
     head_dim: int
     rotary_dim: int
     rotary_offset: int
@@ -59,7 +60,7 @@ class Rotation:
         cos: Tensor,
         sin: Tensor,
         *,
-        pairing: str,
+        pairing: Pairing,
         head_dim: int | None = None,
         rotary_offset: int = 0,
         attention_factor: float = 1.0,
@@ -69,10 +70,10 @@ class Rotation:
         _set(self, cos, sin, *context)
 
     @overload
-    def __call__(self, q: Tensor, k: None = None, *, layout: str) -> Tensor: ...
+    def __call__(self, q: Tensor, k: None = None, *, layout: Layout) -> Tensor: ...
     @overload
-    def __call__(self, q: Tensor, k: Tensor, *, layout: str) -> tuple[Tensor, Tensor]: ...
-    def __call__(self, q: Tensor, k: Tensor | None = None, *, layout: str) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, *, layout: Layout) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, q: Tensor, k: Tensor | None = None, *, layout: Layout) -> Tensor | tuple[Tensor, Tensor]:
         """Turn q, or q and k, into new tensors.
 
         Args:
@@ -95,7 +96,7 @@ class Rotation:
         turned = ops.rotate(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
         return turned[0] if k is None else (turned[0], turned[1])
 
-    def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: str) -> None:
+    def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: Layout) -> None:
         """Rotate q, or q and k, in place; arguments and errors as for a call.
 
         Works on slices of a fused QKV tensor, and where gradients are recorded. Both tensors are checked before
@@ -141,7 +142,7 @@ class Rotation:
             raise error(
                 "Rotation[rows]",
                 "rows must be an int32 or int64 tensor [seq] or [batch, seq], or a slice",
-                f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else shown(rows),
+                described(rows),
                 "Pass the positions of the tokens.",
             )
         try:
@@ -222,7 +223,7 @@ def restore(*fields: Any) -> Rotation:
     return unchecked(*fields[:2], *context)
 
 
-def _checked_context(*context: Any) -> tuple[str, int, int, int, float]:
+def _checked_context(*context: Any) -> tuple[Pairing, int, int, int, float]:
     """All fields but the tables: pairing, head_dim, rotary_dim, rotary_offset and attention_factor."""
     if len(context) != len(_FIELDS) - 2:
         raise error(_WHO, f"it has the fields {', '.join(_FIELDS)}", shown(context), "Save it again with this version.")

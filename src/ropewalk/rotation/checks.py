@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk._checks import LAYOUTS, choice, error, shown
+from ropewalk._checks import choice, described, error, shown
+from ropewalk._layout import AXES, Layout
 from ropewalk.kernels.backend import PLAIN
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
@@ -49,11 +50,9 @@ def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> None:
         raise error(_WHO, "cos and sin must be on the same device", f"{cos.device} and {sin.device}", "Move one.")
 
 
-# Of each layout: how many axes, and where tokens and batch stand among them.
-_AXES = {"bshd": (4, 1, 0), "bhsd": (4, 2, 0), "sbhd": (4, 0, 1), "thd": (3, 0, None)}
-
-
-def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int) -> None:
+def tensors_fit(
+    tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int
+) -> None:
     """Raise unless q, and k if there is one, have the axes that `layout` says and the sizes of the tables.
 
     A quick look at what is nearly always so; only where it is not, each check by itself with its message.
@@ -63,8 +62,10 @@ def tensors_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, he
             tensor_fits(name, x, layout, cos, sin, head_dim, rotary_dim)
 
 
-def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int) -> bool:
-    axes = _AXES.get(layout) if isinstance(layout, str) else None
+def _plainly_fit(
+    tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int
+) -> bool:
+    axes = AXES.get(layout) if isinstance(layout, str) else None
     if axes is None or not isinstance(cos, Tensor) or not isinstance(sin, Tensor):
         return False
     table = cos.shape
@@ -74,7 +75,7 @@ def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, h
         return False
     if cos.layout is not torch.strided or sin.layout is not torch.strided:
         return False
-    count, tokens, batch = axes
+    batch, tokens, _, count = axes
     for x in tensors:
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.dtype not in _DTYPES:
             return False
@@ -89,10 +90,10 @@ def _plainly_fit(tensors: list[Tensor], layout: str, cos: Tensor, sin: Tensor, h
 
 
 def tensor_fits(
-    name: str, x: Tensor, layout: str, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int | None = None
+    name: str, x: Tensor, layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int | None = None
 ) -> None:
     """Raise unless x, called `name`, has the axes that `layout` says and the sizes of the tables."""
-    choice(_WHO, "layout", layout, LAYOUTS)
+    choice(_WHO, "layout", layout, AXES)
     tables(cos, sin, rotary_dim)
     if not isinstance(x, Tensor):
         raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
@@ -101,10 +102,11 @@ def tensor_fits(
         raise error(_WHO, f"{name} must be a dense tensor", kind, "Make it dense; for ragged batches see positions.")
     if x.dtype not in _DTYPES:
         raise error(_WHO, f"{name} must be float16, bfloat16, float32 or float64", str(x.dtype), "Convert it first.")
-    if x.ndim != len(layout):
+    *_, count = AXES[layout]
+    if x.ndim != count:
         raise error(
             _WHO,
-            f"{name} in layout {layout!r} must have {len(layout)} axes",
+            f"{name} in layout {layout!r} must have {count} axes",
             f"shape {tuple(x.shape)}",
             "Pass the layout that it has.",
         )
@@ -126,7 +128,7 @@ def tensor_fits(
 
 
 def operator_fits(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, rotary_offset: int, *, in_place: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, rotary_offset: int, *, in_place: bool
 ) -> None:
     """Raise unless an operator of `ops` was given what a `Rotation` would give it."""
     if not 1 <= len(tensors) <= 2:
@@ -146,7 +148,7 @@ def operator_fits(
         raise error(
             _WHO_OPERATOR,
             "q and k must have the same dtype, batch, tokens and requires_grad",
-            f"{q.dtype} of shape {tuple(q.shape)} and {k.dtype} of shape {tuple(k.shape)}",
+            f"{described(q)} and {described(k)}",
             "Call it for each of them.",
         )
     if in_place:
@@ -160,18 +162,14 @@ def all_meta(tensors: list[Tensor]) -> None:
         raise error(_WHO_OPERATOR, "all tensors must be on the same device", devices, "Use a Rotation.")
 
 
-# The axes that q and k must have in common, beside that of the channels.
-_COMMON = {"bshd": (0, 1), "bhsd": (0, 2), "sbhd": (0, 1), "thd": (0, 0)}
-
-
-def can_share_a_call(q: Tensor, k: Tensor, layout: str) -> bool:
+def can_share_a_call(q: Tensor, k: Tensor, layout: Layout) -> bool:
     """Whether one call of a kernel can do q and k, which have the same layout and head_dim."""
-    of_q, of_k, (one, other) = q.shape, k.shape, _COMMON[layout]
+    of_q, of_k, (batch, tokens, _, _) = q.shape, k.shape, AXES[layout]
     return (
         q.dtype == k.dtype
         and q.requires_grad == k.requires_grad
-        and of_q[one] == of_k[one]
-        and of_q[other] == of_k[other]
+        and of_q[tokens] == of_k[tokens]
+        and (batch is None or of_q[batch] == of_k[batch])
     )
 
 
@@ -247,10 +245,11 @@ def can_be_saved(cos: Tensor) -> None:
         )
 
 
-def _tokens_fit(name: str, x: Tensor, layout: str, cos: Tensor) -> None:
+def _tokens_fit(name: str, x: Tensor, layout: Layout, cos: Tensor) -> None:
     if cos.ndim == 1:
         return
-    seq = x.shape[layout.index("t" if layout == "thd" else "s")]
+    at_batch, at_tokens, *_ = AXES[layout]
+    seq = x.shape[at_tokens]
     if seq != cos.shape[-2]:
         raise error(
             _WHO,
@@ -260,14 +259,14 @@ def _tokens_fit(name: str, x: Tensor, layout: str, cos: Tensor) -> None:
         )
     if cos.ndim == 2:
         return
-    if layout == "thd":
+    if at_batch is None:
         raise error(
             _WHO,
-            "layout 'thd' has no batch axis and needs positions [tokens]",
+            f"layout {layout!r} has no batch axis and needs positions [tokens]",
             f"tables of shape {tuple(cos.shape)}",
             "Flatten the positions, or pass tensors with their batch axis.",
         )
-    batch = x.shape[layout.index("b")]
+    batch = x.shape[at_batch]
     if cos.shape[0] != 1 and cos.shape[0] != batch:
         raise error(
             _WHO,

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import backend, cpu, gpu
+from ropewalk._layout import Layout, Pairing
+from ropewalk.kernels import backend
+from ropewalk.kernels.backend import Kernels
 from ropewalk.rotation import checks
 from ropewalk.rotation.reference import rotate_in_layout
 from ropewalk.rotation.reference import table_gradient as _table_gradient_by_reference
@@ -40,13 +42,13 @@ def _watched() -> bool:
     )
 
 
-def _new(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+def _new(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
     outputs = [torch.empty_like(x) for x in tensors]
     kernel.rotate(tensors, outputs, cos, sin, *how)
     return outputs
 
 
-def _in_place(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> None:
+def _in_place(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> None:
     kernel.rotate(tensors, tensors, cos, sin, *how)
 
 
@@ -59,19 +61,21 @@ def _rotate_meta_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> N
     checks.all_meta([*tensors, cos, sin])
 
 
-def _operator(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *how: Any) -> list[Tensor]:
+def _operator(
+    kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *how: Any
+) -> list[Tensor]:
     checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=False)
     return _new(kernel, tensors, cos, sin, layout, *how)
 
 
-def _operator_(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, *how: Any) -> None:
+def _operator_(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *how: Any) -> None:
     checks.operator_fits(tensors, cos, sin, layout, how[1], in_place=True)
     _in_place(kernel, tensors, cos, sin, layout, *how)
 
 
 # Anybody may call an operator, so it checks what it is given; `rotate` and `rotate_` below were given checked tensors.
 # "CUDA" is AMD's GPUs too.
-for _kernel, _key in ((cpu, "CPU"), (gpu, "CUDA")):
+for _kernel, _key in ((backend.CPU, "CPU"), (backend.GPU, "CUDA")):
     _library.impl("rotate", partial(_operator, _kernel), _key)
     _library.impl("rotate_", partial(_operator_, _kernel), _key)
 _library.impl("rotate", _rotate_meta, "Meta")
@@ -93,8 +97,8 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     *,
-    layout: str,
-    pairing: str,
+    layout: Layout,
+    pairing: Pairing,
     rotary_offset: int,
     back: bool = False,
 ) -> list[Tensor]:
@@ -121,7 +125,7 @@ def rotate(
     return _run(kernel, tensors, cos, sin, layout, pairing, rotary_offset, back)
 
 
-def _run(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+def _run(kernel: Kernels | None, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
     layout, pairing, rotary_offset, back = how
     if kernel is None:
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
@@ -130,7 +134,9 @@ def _run(kernel: Any, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any
     return turned
 
 
-def rotate_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int) -> None:
+def rotate_(
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int
+) -> None:
     """The same in place. Both tensors are checked, and both rotated, before either is written."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
     if not torch.compiler.is_compiling():
@@ -161,11 +167,11 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kernel: Any,
+        kernel: Kernels | None,
         cos: Tensor,
         sin: Tensor,
-        layout: str,
-        pairing: str,
+        layout: Layout,
+        pairing: Pairing,
         rotary_offset: int,
         back: bool,
         *tensors: Tensor,
@@ -200,8 +206,8 @@ def _table_gradient(
     grads: list[Tensor],
     cos: Tensor,
     *,
-    layout: str,
-    pairing: str,
+    layout: Layout,
+    pairing: Pairing,
     rotary_offset: int,
     back: bool,
     plain: bool,

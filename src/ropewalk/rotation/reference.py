@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ropewalk._layout import AXES, Layout, Pairing
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: int) -> Tensor:
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offset: int) -> Tensor:
     """Turn each pair of channels of x.
 
     Args:
@@ -43,7 +45,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: str, rotary_offset: 
 
 
 def rotate_in_layout(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: str, pairing: str, rotary_offset: int, back: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int, back: bool
 ) -> list[Tensor]:
     """`rotate` of tensors in a layout by tables `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`; back: by minus."""
     cos, sin = _aligned(cos, layout), _aligned(-sin if back else sin, layout)
@@ -51,7 +53,7 @@ def rotate_in_layout(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: str, pairing: str, rotary_offset: int
+    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, pairing: Pairing, rotary_offset: int
 ) -> tuple[Tensor, Tensor]:
     """The gradient to cos and sin, summed over heads and tensors.
 
@@ -60,19 +62,19 @@ def table_gradient(
     Returns:
         Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
     """
+    batch, tokens, heads, _ = AXES[layout]
     d_cos = d_sin = torch.zeros((), device=tensors[0].device)
     for x, grad in zip(tensors, grads, strict=True):
         a, b = _pairs_of(x, pairs, pairing, rotary_offset)
         g, h = _pairs_of(grad, pairs, pairing, rotary_offset)
-        heads = layout.index("h")
         d_cos = d_cos + (g * a + h * b).sum(heads)
         d_sin = d_sin + (h * a - g * b).sum(heads)
-    if layout == "thd":
+    if batch is None:
         return d_cos.unsqueeze(0), d_sin.unsqueeze(0)
-    return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if layout == "sbhd" else (d_cos, d_sin)
+    return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if tokens < batch else (d_cos, d_sin)
 
 
-def _pairs_of(x: Tensor, pairs: int, pairing: str, rotary_offset: int) -> tuple[Tensor, Tensor]:
+def _pairs_of(x: Tensor, pairs: int, pairing: Pairing, rotary_offset: int) -> tuple[Tensor, Tensor]:
     part = x.narrow(-1, rotary_offset, 2 * pairs).to(_compute_dtype(x))
     a, b = part.chunk(2, dim=-1) if pairing == "half" else (part[..., 0::2], part[..., 1::2])
     return a, b
@@ -82,12 +84,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _aligned(table: Tensor, layout: str) -> Tensor:
+def _aligned(table: Tensor, layout: Layout) -> Tensor:
     """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
     if table.ndim == 1:
         return table
-    if table.ndim == 3 and layout == "sbhd":
-        table = table.transpose(0, 1)
-    # [.., seq, pairs] against [.., seq, heads, head_dim] or [.., heads, seq, head_dim]
-    table = table.unsqueeze(-3 if layout == "bhsd" else -2)
-    return table.unsqueeze(1) if layout == "sbhd" and table.ndim == 3 else table
+    batch, tokens, heads, count = AXES[layout]
+    if batch:  # where batch is the first axis, or there is none, broadcasting takes tables with it and without
+        table = table if table.ndim == 3 else table.unsqueeze(0)
+        table = table.transpose(0, 1) if tokens < batch else table
+    return table.unsqueeze(heads - count)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BASE, HEAD_DIM, Q_HEADS, KV_HEADS = 500_000.0, 128, 32, 8  # Llama 3 without scaling
+Layout = Literal["bshd", "bhsd"]
 Does = Literal["half", "interleaved", "copy", "negate", "tables"]
 """What comes of q and k: turned with a pairing, as they were, with the other sign; or only cos and sin."""
 
@@ -31,7 +32,7 @@ class Case:
 
     tokens: int
     first: int
-    layout: str
+    layout: Layout
     q: Tensor
     k: Tensor
     grad_q: Tensor | None
@@ -40,7 +41,7 @@ class Case:
     sin: Tensor
 
     @classmethod
-    def make(cls, tokens: int, dtype: torch.dtype, layout: str, *, backward: bool, first: int = 100) -> Case:
+    def make(cls, tokens: int, dtype: torch.dtype, layout: Layout, *, backward: bool, first: int = 100) -> Case:
         generator = torch.Generator().manual_seed(0)
 
         def normal(heads: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.programs.bench.case import Case
+from ropewalk.programs.bench.case import Case, Layout
 from ropewalk.programs.bench.contenders import Call, Contender, rope
 
 FLOOR = "copy_"
@@ -121,7 +121,7 @@ def _times(samples: list[float], floor: float | None, moved: int | None) -> dict
     }
 
 
-def stream(dtype: torch.dtype, layout: str, *, tokens: int, chunk: int) -> dict[str, Any]:
+def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> dict[str, Any]:
     """A long sequence in chunks, two at least: the angles of each chunk, then q and k turned into new tensors.
 
     Returns:

@@ -13,7 +13,7 @@ import torch
 
 from ropewalk import RopeError, plots
 from ropewalk.programs.bench import machine, measure
-from ropewalk.programs.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case
+from ropewalk.programs.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case, Layout
 from ropewalk.programs.bench.contenders import CONTENDERS, Contender
 from ropewalk.programs.bench.peers import PEERS
 
@@ -34,7 +34,7 @@ class Settings:
 
     tokens: Sequence[int] = (1, 128, 1024, 4096)
     dtypes: Sequence[str] = tuple(DTYPES)
-    layout: str = "bshd"
+    layout: Layout = "bshd"
     backward: bool = True
     compiled: bool = True
     only: Sequence[str] = ()
