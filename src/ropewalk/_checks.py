@@ -36,6 +36,16 @@ def error(who: str, must: str, got: str, cure: str) -> RopeError:
     return RopeError(f"{who}: {must}, got {got}. {cure}")
 
 
+def within(where: str, e: RopeError) -> RopeError:
+    """The same error, with what it is about in front."""
+    return RopeError(f"{where}: {e}")
+
+
+def unreadable(where: str, e: Exception) -> RopeError:
+    """The error that the system cannot read a file."""
+    return RopeError(f"{where}: cannot be read: {e}.")
+
+
 def printable(text: str) -> str:
     """The text on one line; control characters and lone surrogates become escapes, as in a Python string."""
     if text.isprintable():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ropewalk import Rope, RopeError
+from ropewalk import Rope, _checks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -219,11 +219,10 @@ def blank(*, height: float) -> Figure:
     try:
         import matplotlib.figure
     except ImportError as e:
-        raise RopeError(
-            'plots: matplotlib must be installed, got no such package. Run pip install "ropewalk[plots]".'
-        ) from e
+        fix = 'Run pip install "ropewalk[plots]".'
+        raise _checks.error("plots", "matplotlib must be installed", "no such package", fix) from e
     except ValueError as e:  # matplotlib refuses MPLBACKEND when it is imported, though a picture needs no backend
-        raise RopeError(f"plots: matplotlib must accept its settings, got {e}. Unset or mend MPLBACKEND.") from e
+        raise _checks.error("plots", "matplotlib must accept its settings", str(e), "Unset MPLBACKEND.") from e
     return matplotlib.figure.Figure(figsize=(10.0, height), dpi=100, layout="constrained")
 
 
@@ -237,7 +236,8 @@ def save(figure: Figure, path: str | Path) -> None:
     try:
         figure.savefig(path)
     except OSError as e:
-        raise RopeError(f"plots.save: path must be writable, got {str(path)!r} ({e.strerror}). Pass another.") from e
+        got = f"{str(path)!r} ({e.strerror})"
+        raise _checks.error("plots.save", "path must be writable", got, "Pass another.") from e
 
 
 def check_path(path: str | Path) -> Path:
@@ -249,17 +249,15 @@ def check_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix.lower().removeprefix(".") not in FORMATS:
         listed = ", ".join("." + name for name in FORMATS)
-        raise RopeError(f"plots.save: path must end in one of {listed}, got {str(path)!r}. Change the file's name.")
+        must = f"path must end in one of {listed}"
+        raise _checks.error("plots.save", must, repr(str(path)), "Change the file's name.")
     if not path.parent.is_dir():
-        raise RopeError(f"plots.save: the folder of path must exist, got {str(path.parent)!r}. Create it first.")
+        raise _checks.error("plots.save", "the folder of path must exist", repr(str(path.parent)), "Create it first.")
     return path
 
 
 def _check(who: str, name: str, value: object, *, at_least: int, at_most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
-        raise RopeError(
-            f"plots.{who}: {name} must be an integer from {at_least} to {at_most}, got {value!r}. Pass such a number."
-        )
+    _checks.integer(f"plots.{who}", name, value, at_least=at_least, at_most=at_most)
 
 
 def _scheme(rope: Rope) -> str:

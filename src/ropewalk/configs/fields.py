@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import RopeError, error, integer, number, shown
+from ropewalk._checks import RopeError, error, integer, number, shown, within
 
 # The deepest model has some hundred layers; this keeps a corrupt file from filling the memory.
 MAX_LAYERS = 10_000
@@ -108,7 +108,7 @@ class Fields:
         try:
             yield
         except RopeError as e:
-            raise e if str(e).startswith(self.source) else RopeError(f"{self.source}: {e}") from None
+            raise e if str(e).startswith(self.source) else within(self.source, e) from None
 
     def boolean(self, key: str, default: bool) -> bool:
         """The key as true or false."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, nearest, shown
+from ropewalk._checks import RopeError, nearest, shown, within
 from ropewalk.configs.fields import Fields, Given
 from ropewalk.schemes import SCHEMES, Scaling
 
@@ -53,7 +53,7 @@ def read(
         return scheme(**values)
     except RopeError as e:
         sections = sorted({g.where.split(".")[0] for g in parameters.values()}) or ["rope_parameters"]
-        raise RopeError(f"{fields.source}: {' and '.join(sections)}: {e}") from None
+        raise within(f"{fields.source}: {' and '.join(sections)}", e) from None
 
 
 def _parameters(

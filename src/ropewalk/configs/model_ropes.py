@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import RopeError
+from ropewalk._checks import error
 from ropewalk.configs import explain, hf_write
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.layer_ropes import QueryScale as QueryScale
@@ -45,7 +45,7 @@ class ModelRopes(LayerRopes):
         if len(distinct) == 1 and (rope := self.layers[0]) is not None:
             return rope
         listed = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
-        raise RopeError(f"{self.source}: rope must be the same in all layers, got {listed}. Use .layers[i].")
+        raise error(self.source, "rope must be the same in all layers", listed, "Use .layers[i].")
 
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
         """The Hugging Face config that was read, with its rope keys said anew.

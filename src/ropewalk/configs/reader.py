@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, check_pairing, number, short, shown
+from ropewalk._checks import RopeError, check_pairing, number, short, shown, within
 from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
 from ropewalk.configs.fields import Fields, Given
@@ -328,5 +328,5 @@ class Reader:
                 scaling=rope.scaling,
             )
         except RopeError as e:
-            raise RopeError(f"{self.fields.source}: index_head_dim: {e}") from None
+            raise within(f"{self.fields.source}: index_head_dim", e) from None
         return {"indexer": made}

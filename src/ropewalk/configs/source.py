@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, error, nearest, shown
+from ropewalk._checks import RopeError, error, nearest, shown, unreadable, within
 from ropewalk.configs import hub
 
 # Real configs are a few kilobytes; with labels for all classes of ImageNet-21k, less than two megabytes.
@@ -50,7 +50,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
         except (OSError, ValueError) as e:
             if isinstance(e, RopeError):
                 raise
-            raise RopeError(f"{path}: cannot be read: {e}.") from e
+            raise unreadable(str(path), e) from e
         return _object(_json(content, path), str(path)), str(path)
     raise error(
         "from_config",
@@ -176,16 +176,18 @@ def _json(content: bytes, path: Path) -> object:
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
     except RopeError as e:
-        raise RopeError(f"{path}: {e}") from None
+        raise within(str(path), e) from None
     except (ValueError, RecursionError) as e:
-        raise RopeError(f"{path}: must be JSON in UTF-8, got something else: {e}. Is the file complete?") from e
+        raise error(str(path), "must be JSON in UTF-8", f"something else: {e}", "Is the file complete?") from e
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise RopeError(f"every key must be given once, got {shown(twice)} twice in one object. Remove one of them.")
+        raise error(
+            "JSON", "every key must be given once", f"{shown(twice)} twice in one object", "Remove one of them."
+        )
     return result
 
 

@@ -119,7 +119,7 @@ def _no_kernel(x: Tensor) -> RopeError:
     if x.is_cpu and (why := CPU.unavailable(x.device)) is not None:
         return error(who, "the CPU kernel must be there", why, "Install again, or unset it.")
     if x.is_cuda and (why := GPU.unavailable(x.device)) is not None:
-        return error(who, "the GPU kernel must be there", why, "Mend that, or unset it.")
+        return error(who, "the GPU kernel must be there", why, "Unset it, or pass tensors that the kernel can rotate.")
     return error(
         who,
         "there must be plain tensors on the CPU or a GPU, and no transform, compilation or export",

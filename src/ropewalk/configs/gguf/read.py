@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown
+from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown, unreadable
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.gguf import header
@@ -47,7 +47,7 @@ def read(
     except RopeError:
         raise
     except (OSError, ValueError) as e:
-        raise RopeError(f"{path}: cannot be read: {e}.") from e
+        raise unreadable(str(path), e) from e
     values = without(values, ignore, str(path))
     return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
 
