@@ -170,7 +170,7 @@ def test_says_that_errors_grow_only_where_they_did(said, monkeypatch):
         off = 1 / positions.max()
         return tuple(torch.cat((table, table), dim=-1) + off for table in (rotation.cos, rotation.sin))
 
-    monkeypatch.setattr(demo, "_usual_cos_sin", better_farther_out)
+    monkeypatch.setattr(demo, "hugging_face_tables", better_farther_out)
     rows = []
     demo._check_angles(case, rows.append)
     assert len(table(rows)) == 5

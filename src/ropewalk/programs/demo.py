@@ -1,11 +1,12 @@
 """A short tour on the published config of Llama 3.1 8B: read it, rotate q and k, check, time, draw. No download.
 
-Every check compares with mpmath or with a documented bound, and raises when it fails. The code that most projects use,
-all in float32, runs in the same process for comparison.
+Every check compares with mpmath or with a documented bound, and raises when it fails. The usual code of the benchmark
+(Hugging Face's Llama), all in float32, runs in the same process for comparison and is timed as the benchmark does it.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import plots
+from ropewalk.programs.bench.measure import in_turn
+from ropewalk.programs.bench.usual import hugging_face, hugging_face_tables
 
 Say = Callable[[str], None]
 
@@ -138,7 +141,8 @@ def _check_angles(case: _Case, say: Say) -> None:
         exact = _exact_cos_sin(case.rope.inv_freq, positions)
         rotation = case.rope.at(positions)
         ours = _largest_gap((rotation.cos, rotation.sin), exact)
-        usual = _largest_gap(_usual_cos_sin(case.usual_inv_freq, positions), exact)
+        cos, sin = hugging_face_tables(case.usual_inv_freq, positions[None])
+        usual = _largest_gap((cos[0], sin[0]), exact)
         say(f"  {last:>13,}  {ours:9.1e}  {usual:.1e}")
         _require(f"cos and sin up to position {last:,}", ours, _TABLE_FLOOR + last * _TABLE_PER_TOKEN)
         drift.append(usual)
@@ -177,19 +181,22 @@ def _compare(case: _Case, say: Say) -> None:
         f"[5/6] Compare with the usual float32 code: same tensors, median of 15 alternating runs, {threads} CPU threads"
     )
     rotation = case.rope.at(case.positions)
-    tables = _usual_cos_sin(case.usual_inv_freq, case.positions)
-    times = _medians(
-        [
-            lambda: case.rope.at(case.positions),
-            lambda: _usual_cos_sin(case.usual_inv_freq, case.positions),
-            lambda: rotation(case.q, case.k, layout="bshd"),
-            lambda: (_usual_rotate(case.q, *tables), _usual_rotate(case.k, *tables)),
-        ]
+    usual = hugging_face(*_usual_tables(case, case.positions))
+    samples = in_turn(
+        {
+            "ropewalk, angles": lambda: case.rope.at(case.positions),
+            "usual float32 code, angles": lambda: _usual_tables(case, case.positions),
+            "ropewalk": lambda: rotation(case.q, case.k, layout="bshd"),
+            "usual float32 code": lambda: usual(case.q, case.k),
+        },
+        rounds=15,
+        seconds=math.inf,
     )
+    times = {name: 1e3 * statistics.median(taken) for name, taken in samples.items()}
     say(f"  {'':>20}  angles, once  q and k, each layer  pass of {_LAYERS} layers  error of q and k")
     passes = []
-    for i, (name, turned) in enumerate((("ropewalk", _turn(case, 0)), ("usual float32 code", _usual_turn(case, 0)))):
-        angles, layer = times[i], times[2 + i]
+    for name, turned in (("ropewalk", _turn(case, 0)), ("usual float32 code", _usual_turn(case, 0))):
+        angles, layer = times[f"{name}, angles"], times[name]
         passes.append(angles + _LAYERS * layer)
         error = max(_turned_errors(case, turned))
         say(f"  {name:>20}  {angles:9.2f} ms  {layer:15.2f} ms  {passes[-1]:14.1f} ms  {error:.1e}")
@@ -277,32 +284,11 @@ def _scores(q: Tensor, k: Tensor, head: int) -> Tensor:
     return queries @ k[0, :, head].double().T
 
 
-def _usual_cos_sin(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The usual code (Hugging Face's Llama): float32 position · float32 inv_freq, tables of full width `[seq, 128]`."""
-    angle = positions.float().unsqueeze(-1) * inv_freq
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos(), angle.sin()
-
-
-def _usual_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The usual code: x · cos + rotate_half(x) · sin, for x `[1, seq, heads, 128]`."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
+def _usual_tables(case: _Case, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 `[seq, 1, 128]`: they broadcast over heads."""
+    cos, sin = hugging_face_tables(case.usual_inv_freq, positions[None])
+    return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 
 def _usual_turn(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
-    cos, sin = _usual_cos_sin(case.usual_inv_freq, case.positions + shift)
-    return _usual_rotate(case.q, cos, sin), _usual_rotate(case.k, cos, sin)
-
-
-def _medians(calls: list[Callable[[], object]]) -> list[float]:
-    """Median milliseconds of each call: 15 rounds, each call once in every round, after one round to warm up."""
-    rounds = []
-    for _ in range(16):
-        times = []
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - start))
-        rounds.append(times)
-    return [statistics.median(column) for column in zip(*rounds[1:], strict=True)]
+    return hugging_face(*_usual_tables(case, case.positions + shift))(case.q, case.k)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case, Does
-
-Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from ropewalk.programs.bench.usual import Turn, hugging_face, hugging_face_tables, meta
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,8 @@ def _ours_table(case: Case) -> Call:
 
 
 def _hugging_face(case: Case) -> Turn:
-    """Llama's apply_rotary_pos_emb: tables of full width in the dtype of q and k.
-
-    Source: transformers, models/llama/modeling_llama.py.
-    """
-    cos, sin = full_width(case)
-
-    def rotate_half(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-    return lambda q, k: (q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)
+    """With tables in the dtype of q and k."""
+    return hugging_face(*full_width(case))
 
 
 def full_width(case: Case) -> tuple[Tensor, Tensor]:
@@ -98,31 +88,17 @@ def full_width(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _hugging_face_table(case: Case) -> Call:
-    """Llama's LlamaRotaryEmbedding: angles in float32, tables of full width."""
     inv_freq = 1.0 / (BASE ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM))
     positions = case.positions[None]
-
-    def table() -> tuple[Tensor, Tensor]:
-        angle = (inv_freq[None, :, None] @ positions[:, None, :].float()).transpose(1, 2)
-        angle = torch.cat((angle, angle), dim=-1)
-        return angle.cos(), angle.sin()
-
-    return Call(table, lambda tables: tuple(t[0, :, : HEAD_DIM // 2] for t in tables))
+    return Call(
+        lambda: hugging_face_tables(inv_freq, positions),
+        lambda tables: tuple(t[0, :, : HEAD_DIM // 2] for t in tables),
+    )
 
 
 def _meta(case: Case) -> Turn:
-    """Meta's apply_rotary_emb: pairs as complex numbers, in float32.
-
-    Source: llama, llama/model.py.
-    """
     turn = torch.complex(case.cos, case.sin)
-    turn = turn[None, :, None] if case.layout == "bshd" else turn[None, None]
-
-    def one(x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turn).flatten(3).type_as(x)
-
-    return lambda q, k: (one(q), one(k))
+    return meta(turn[None, :, None] if case.layout == "bshd" else turn[None, None])
 
 
 def eager(turn: Callable[[Case], Turn]) -> Callable[[Case], Call]:

@@ -40,7 +40,7 @@ def rows(case: Case, contenders: Sequence[Contender], *, rounds: int, seconds: f
         found.append(row)
         if row["state"] == "timed" and call is not None:
             calls[contender.name] = call.run
-    samples = _in_turn(calls, rounds, seconds)
+    samples = in_turn(calls, rounds, seconds)
     floor = statistics.median(samples[FLOOR]) if FLOOR in samples else None
     for row in found:
         if row["state"] == "timed":
@@ -71,7 +71,16 @@ def _checked(contender: Contender, case: Case) -> tuple[dict[str, Any], Call | N
     return {**row, "state": "timed" if error <= allowed else "wrong"}, call
 
 
-def _in_turn(calls: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Time calls, each once in every round.
+
+    Args:
+        calls: by name. A call shorter than 2 ms is repeated, and the mean is one sample.
+        rounds, seconds: as in `rows`.
+
+    Returns:
+        Seconds of one call, a sample of each round, by name.
+    """
     repeats = {name: _repeats(call) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case
-from ropewalk.programs.bench.contenders import Call, Contender, Turn, eager, full_width
+from ropewalk.programs.bench.contenders import Call, Contender, eager, full_width
+from ropewalk.programs.bench.usual import Turn
 
 
 def _rotary_embedding_torch(case: Case) -> Turn:
