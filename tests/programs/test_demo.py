@@ -6,17 +6,20 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ropewalk
 from kernel_cases import watched
 from ropewalk import RopeError
 from ropewalk.kernels import cpu
-from ropewalk.programs import demo
+from ropewalk.programs import cli, demo
 
+ROOT = Path(__file__).parents[2]
 PICTURES = ("rotated_vector.png", "pairs.png", "inv_freq.png", "decay.png")
 NUMBER = r"(\d\.\de[+-]\d\d)"
 
@@ -257,3 +260,27 @@ def test_without_matplotlib_it_fails_before_it_begins(tmp_path: Path, monkeypatc
     with pytest.raises(RopeError, match="matplotlib must be installed"):
         demo.run(tmp_path, said.append)
     assert said == []
+
+
+def test_without_mpmath_it_says_which_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpmath", None)  # importing it raises
+    done = CliRunner().invoke(cli.main, ["demo", "--folder", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.output == (
+        "Error: demo: mpmath must be installed, got no such package. "
+        'Run pip install "ropewalk[demo]", from a clone pip install ".[demo]".\n'
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {"ropewalk[plots]", "mpmath>=1.3"} == set(extras["demo"])
+
+
+def test_only_the_demo_and_the_tests_need_mpmath() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not any(requirement.startswith("mpmath") for requirement in project["dependencies"])
+    assert "mpmath>=1.3" in project["optional-dependencies"]["test"]
+    importing = {
+        path.name
+        for path in (ROOT / "src").rglob("*.py")
+        if re.search(r"(import|from|_module\(\")\s*mpmath", path.read_text("utf-8"))
+    }
+    assert importing == {"demo.py"}

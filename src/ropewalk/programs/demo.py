@@ -6,20 +6,21 @@ Every check compares with mpmath or with a documented bound, and raises when it 
 
 from __future__ import annotations
 
+import importlib
 import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk import plots
+from ropewalk import _checks, plots
 from ropewalk.programs.bench.measure import in_turn
 from ropewalk.programs.bench.usual import hugging_face, hugging_face_tables
 
@@ -66,10 +67,11 @@ def run(folder: Path, say: Say) -> None:
         say: called with each line of the report, `print` or `click.echo` for example.
 
     Raises:
-        RopeError: a check fails (the message says which), folder cannot be made, or matplotlib is missing.
+        RopeError: a check fails (the message says which), folder cannot be made, or matplotlib or mpmath is missing.
     """
     started = time.perf_counter()
     _make(folder)
+    _mpmath()
     plots.blank(height=1.0)  # without a usable matplotlib it fails now, and not after all checks
     rope = _read_config(say)
     case = _case(rope)
@@ -105,6 +107,15 @@ def _make(folder: Path) -> None:
         raise ropewalk.RopeError(
             f"demo: folder must be one that can be made, got {str(folder)!r} ({e.strerror}). Pass another."
         ) from e
+
+
+def _mpmath() -> Any:
+    """The module, which nothing else of the package needs."""
+    try:
+        return importlib.import_module("mpmath")
+    except ImportError as e:
+        cure = 'Run pip install "ropewalk[demo]", from a clone pip install ".[demo]".'
+        raise _checks.error("demo", "mpmath must be installed", "no such package", cure) from e
 
 
 def _read_config(say: Say) -> ropewalk.Rope:
@@ -238,6 +249,7 @@ def _require(what: str, measured: float, bound: float) -> None:
 
 def _exact_cos_sin(inv_freq: np.ndarray, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin of position · inv_freq, the float64 inv_freq taken as exact; float64 `[tokens, pairs]` each."""
+    mpmath = _mpmath()
     with mpmath.workdps(40):
         turns = [[mpmath.expj(mpmath.mpf(w) * p) for w in inv_freq.tolist()] for p in positions.tolist()]
         exact = torch.tensor([[complex(turn) for turn in row] for row in turns], dtype=torch.complex128)
