@@ -1,4 +1,6 @@
-"""How long turning q and k takes on a GPU, against copying them and against other code. Check first, then time.
+"""How long rotating q and k takes on a GPU, against copying them and against other code. Check first, then time.
+
+Sizes, the usual code and the exact rotation are those of `ropewalk bench`; cases and clock are those of a GPU.
 
     python benchmarks/gpu.py --json benchmarks/results/gpu-NAME.json
 
@@ -22,7 +24,6 @@ import argparse
 import datetime
 import importlib
 import json
-import platform
 import statistics
 import sys
 import time
@@ -37,8 +38,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import ropewalk
+from ropewalk.programs.bench import machine, usual
+from ropewalk.programs.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, exact_angle, rotation_error
 
-HEADS, KV_HEADS, HEAD_DIM, BASE = 32, 8, 128, 500_000.0
 PAIRINGS = ("half", "interleaved")
 LONGEST = 100_000  # positions of tokens that are decoded
 
@@ -70,7 +72,7 @@ class Case:
     @property
     def bytes(self) -> int:
         """Of q and k, read and written."""
-        return 2 * self.batch * self.seq * (HEADS + KV_HEADS) * HEAD_DIM * self.dtype.itemsize
+        return 2 * self.batch * self.seq * (Q_HEADS + KV_HEADS) * HEAD_DIM * self.dtype.itemsize
 
     def queries(self, seed: int) -> Turned:
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -78,7 +80,7 @@ class Case:
             torch.randn(
                 self.batch, self.seq, heads, HEAD_DIM, device=self.device, dtype=self.dtype, generator=generator
             )
-            for heads in (HEADS, KV_HEADS)
+            for heads in (Q_HEADS, KV_HEADS)
         )
         return q.requires_grad_(self.backward), k.requires_grad_(self.backward)
 
@@ -87,28 +89,11 @@ class Case:
         cos, sin = (torch.cat((t, t), dim=-1).to(dtype) for t in (self.rotation.cos, self.rotation.sin))
         return (cos, sin) if self.decode else (cos[None], sin[None])
 
-    def lengths(self, x: Tensor) -> Tensor:
-        """Of each pair, at both of its channels."""
-        if self.pairing == "half":
-            a, b = x.chunk(2, dim=-1)
-            return torch.cat((a.hypot(b), a.hypot(b)), dim=-1)
-        return x[..., 0::2].hypot(x[..., 1::2]).repeat_interleave(2, dim=-1)
-
-    def exact(self, x: Tensor, rows: Tensor, back: bool = False) -> Tensor:
-        """Some tokens of x turned in float64, pair by pair, by angles found in float64."""
-        angle = self.positions.double()[..., None] * torch.from_numpy(self.rope.inv_freq).to(self.device)
-        angle = angle if self.decode else angle[rows]
-        cos, sin = angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
-        sin = -sin if back else sin
-        x = x.detach()[:, rows].double()
-        y = torch.empty_like(x)
-        half = HEAD_DIM // 2
-        first, second = (
-            (slice(0, half), slice(half, None)) if self.pairing == "half" else (slice(0, None, 2), slice(1, None, 2))
-        )
-        y[..., first] = x[..., first] * cos - x[..., second] * sin
-        y[..., second] = x[..., first] * sin + x[..., second] * cos
-        return y
+    def error(self, before: Tensor, after: Tensor, rows: Tensor, back: bool) -> float:
+        """Of some tokens: the largest error of a pair, relative to its length, against float64."""
+        angle = exact_angle(self.positions if self.decode else self.positions[rows]).unsqueeze(-2)
+        before, after = before[:, rows], after[:, rows]
+        return rotation_error(before, after, -angle if back else angle, self.pairing).item()
 
 
 @dataclass
@@ -148,24 +133,12 @@ def ours_with_angles(case: Case) -> Callable[[Tensor, Tensor], Turned]:
     return lambda q, k: case.rope.at(case.positions)(q, k, layout="bshd")
 
 
-def rotate_half(x: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
 def hugging_face(case: Case) -> Callable[[Tensor, Tensor], Turned]:
-    cos, sin = (t.unsqueeze(2) for t in case.full_width(case.dtype))
-    return lambda q, k: (q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)
+    return usual.hugging_face(*(t.unsqueeze(2) for t in case.full_width(case.dtype)))
 
 
 def meta(case: Case) -> Callable[[Tensor, Tensor], Turned]:
-    turns = torch.complex(case.rotation.cos, case.rotation.sin).unsqueeze(-2)
-
-    def one(x: Tensor) -> Tensor:
-        as_complex = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-        return torch.view_as_real(as_complex * turns).flatten(-2).to(x.dtype)
-
-    return lambda q, k: (one(q), one(k))
+    return usual.meta(torch.complex(case.rotation.cos, case.rotation.sin).unsqueeze(-2))
 
 
 def compiled(make: Callable[[Case], Callable[[Tensor, Tensor], Turned]]) -> Callable[[Case], Any]:
@@ -205,7 +178,7 @@ def flashinfer(case: Case) -> Callable[[Tensor, Tensor], Turned]:
     positions = case.positions.expand(case.batch, case.seq).reshape(-1).contiguous()
 
     def run(q: Tensor, k: Tensor) -> Turned:
-        flat_q, flat_k = q.view(-1, HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
+        flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
         function(positions, flat_q, flat_k, HEAD_DIM, cache, case.pairing == "half")
         return q, k
 
@@ -267,10 +240,7 @@ def check(case: Case, contender: Contender, run: Callable[[Tensor, Tensor], Turn
     else:
         found = run(q, k)
     for x, y in zip(given, found, strict=True):
-        wanted = case.exact(x, rows, back=case.backward)
-        # A pair (0, 0), which must stay so, is divided by the smallest number instead of by 0.
-        lengths = case.lengths(wanted).clamp_min(torch.finfo(wanted.dtype).tiny)
-        error = ((y.detach()[:, rows].double() - wanted).abs() / lengths).max()
+        error = case.error(x, y, rows, back=case.backward)
         if not error <= allowed:
             raise ArithmeticError(f"wrong: off by {error:.1e} of the length of a pair")
 
@@ -378,12 +348,12 @@ def table_error(device: str) -> dict[str, float]:
     rope = ropewalk.Rope(HEAD_DIM, BASE, "half")
     positions = torch.arange(1_048_576 - 4095, 1_048_577, device=device)
     rotation = rope.at(positions)
-    # 2^20 times a float64 speed is rounded by 2^-34 radians at most.
-    angle = positions.double()[:, None] * torch.from_numpy(rope.inv_freq).to(device)
-    usual = (positions.float()[:, None] * torch.from_numpy(rope.inv_freq).float().to(device)).cos()
+    angle = exact_angle(positions)  # 2^20 times a float64 frequency: off by 2^-30 radians at most
+    inv_freq = torch.from_numpy(rope.inv_freq).float().to(device)
+    product = usual.hugging_face_tables(inv_freq, positions[None])[0][0, :, : HEAD_DIM // 2]
     return {
         "ropewalk": float((rotation.cos - angle.cos()).abs().max().maximum((rotation.sin - angle.sin()).abs().max())),
-        "the usual float32 product": float((usual - angle.cos()).abs().max()),
+        "the usual float32 product": float((product - angle.cos()).abs().max()),
     }
 
 
@@ -447,13 +417,7 @@ def verdict(results: list[dict[str, Any]]) -> None:
 
 
 def described(device: str) -> dict[str, Any]:
-    names = ("torch", "triton", "numpy", "liger_kernel", "flash_attn", "flashinfer")
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = str(getattr(importlib.import_module(name), "__version__", "there"))
-        except Exception:
-            versions[name] = None
+    about = machine.describe()
     gpu = None
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -463,14 +427,13 @@ def described(device: str) -> dict[str, Any]:
             "second-level cache": properties.L2_cache_size,
             "multiprocessors": properties.multi_processor_count,
         }
+    about["versions"] |= {"ropewalk": ropewalk.__version__}  # it need not be installed
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": gpu,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "python": platform.python_version(),
-        "versions": {"ropewalk": ropewalk.__version__} | versions,
-        "backends": ropewalk.backends(),
+        **about,
     }
 
 

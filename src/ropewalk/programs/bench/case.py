@@ -48,7 +48,7 @@ class Case:
             shape = (1, tokens, heads, HEAD_DIM) if layout == "bshd" else (1, heads, tokens, HEAD_DIM)
             return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
-        angle = _exact_angle(first, tokens)
+        angle = exact_angle(torch.arange(first, first + tokens))
         q, k = normal(Q_HEADS), normal(KV_HEADS)
         grad_q, grad_k = (normal(Q_HEADS), normal(KV_HEADS)) if backward else (None, None)
         return cls(tokens, first, layout, q, k, grad_q, grad_k, angle.cos().float(), angle.sin().float())
@@ -88,7 +88,7 @@ class Case:
     def error(self, does: Does, results: Sequence[Tensor]) -> float:
         """Largest error of the results: q, k, with a backward pass also their gradients; NaN if there is one."""
         if does == "tables":
-            exact = _exact_angle(self.first, self.tokens)
+            exact = exact_angle(self.positions)
             gaps = [t.double() - e for t, e in zip(results, (exact.cos(), exact.sin()), strict=True)]
             return torch.stack(gaps).abs().max().item()
         given = [(self.q, 1), (self.k, 1)]
@@ -106,20 +106,32 @@ class Case:
         pairing = does if does in ("half", "interleaved") else "half"
         for start in range(0, self.tokens, _CHUNK):
             length = min(_CHUNK, self.tokens - start)
-            before, after = (_pairs(t.narrow(self.seq_axis, start, length), pairing) for t in (x, result))
+            before, after = (t.narrow(self.seq_axis, start, length) for t in (x, result))
             if does == pairing:
-                angle = way * _exact_angle(self.first + start, length)
-                turn = torch.polar(torch.ones_like(angle), angle)
-                wanted = before * (turn.unsqueeze(1) if self.layout == "bshd" else turn)
+                angle = way * exact_angle(self.positions[start : start + length])
+                yield rotation_error(before, after, angle.unsqueeze(1) if self.layout == "bshd" else angle, pairing)
             else:
-                wanted = before if does == "copy" else -before
-            yield ((after - wanted).abs() / before.abs().clamp_min(1e-30)).max()
+                yield _gap(_pairs(after, pairing), (1 if does == "copy" else -1) * _pairs(before, pairing))
 
 
-def _exact_angle(first: int, tokens: int) -> Tensor:
-    """position · base^(−2i/head_dim), radians: float64 `[tokens, 64]`, positions first, first + 1, …"""
-    inv_freq = BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-    return torch.arange(first, first + tokens, dtype=torch.float64).unsqueeze(-1) * inv_freq
+def exact_angle(positions: Tensor) -> Tensor:
+    """position · base^(−2i/head_dim), radians: float64, the shape of positions and then `[64]`, on their device."""
+    inv_freq = BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64, device=positions.device) / HEAD_DIM)
+    return positions.double().unsqueeze(-1) * inv_freq
+
+
+def rotation_error(before: Tensor, after: Tensor, angle: Tensor, pairing: str) -> Tensor:
+    """Largest error of a pair of after, relative to its length: a scalar in float64, NaN if there is one.
+
+    before, after: `[…, 128]`. angle: float64 radians that broadcast with `[…, 64]`. pairing: "half" or "interleaved".
+    """
+    turn = torch.polar(torch.ones_like(angle), angle)
+    return _gap(_pairs(after, pairing), _pairs(before, pairing) * turn)
+
+
+def _gap(found: Tensor, wanted: Tensor) -> Tensor:
+    """Of pairs; one of length 0, which must stay so, is divided by a tiny number instead."""
+    return ((found - wanted).abs() / wanted.abs().clamp_min(1e-30)).max()
 
 
 def _pairs(x: Tensor, pairing: str) -> Tensor:

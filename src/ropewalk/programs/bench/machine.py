@@ -23,6 +23,10 @@ _PACKAGES = (
     "mlx",
     "jax",
     "jaxlib",
+    "triton",
+    "liger-kernel",
+    "flash-attn",
+    "flashinfer-python",
 )
 _FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "neon")
 _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
