@@ -1,7 +1,6 @@
 """Settings for every test."""
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,22 +14,35 @@ settings.register_profile(
 )
 settings.load_profile("ropewalk")
 
-TESTS = Path(__file__).parent
-
-# What takes most of the time: trainings, compilations, other processes, the interpreter, fuzzes. A folder ends in "/".
+# What takes most of the time: trainings, compilations, other processes, the interpreter, fuzzes. A folder ends in "/", and
+# what follows "::" is the beginning of a test's name.
 SLOW = (
+    "attention/test_cache_step.py::TestCompiledLayerByLayer",
     "attention/test_kv_cache.py",
+    "configs/gguf/test_read.py::test_every_beginning_of_a_file",
+    "configs/gguf/test_read.py::test_mutated_bytes",
+    "configs/test_hf.py::test_nothing_but_ropes_or_rope_errors",
     "configs/test_mutations.py",
+    "configs/test_source.py::test_files_are_read_or_refused_at_bounded_cost",
     "gpu/",
+    "kernels/test_backend.py",
     "kernels/test_build.py",
     "kernels/test_c.py",
     "kernels/test_concurrency.py",
     "kernels/test_fuzz.py",
     "kernels/test_gradients.py",
+    "kernels/test_operators.py::TestOperator::test_opcheck",
     "lab/",
+    "programs/test_bench.py",
     "programs/test_demo.py",
+    "rotation/test_gradients.py",
     "rotation/test_transforms.py",
+    "test_angles.py::test_error_at_the_worst_positions",
+    "test_angles.py::test_first_use",
+    "test_angles.py::test_polynomial_over_the_whole_turn",
     "test_docs.py",
+    "test_nn.py::test_fsdp2_mixed_precision",
+    "test_recorders.py",
 )
 
 
@@ -44,5 +56,5 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of those files as slow."""
     for item in items:
-        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).as_posix().startswith(SLOW):
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker(pytest.mark.slow)

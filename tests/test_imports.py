@@ -194,14 +194,14 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_errors_are_built_in_one_place() -> None:
-    """`_checks` has the one form of a message; the programs' own are left to them."""
+    """`_checks` has the one form of a message."""
     built = {
         name
         for name, path in MODULES.items()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("RopeError")
     }
-    assert {name for name in built if not name.startswith("programs.")} == {"_checks"}
+    assert built == {"_checks"}
 
 
 def test_no_assert_and_no_print_in_the_library() -> None:

@@ -104,9 +104,8 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise ropewalk.RopeError(
-            f"demo: folder must be one that can be made, got {str(folder)!r} ({e.strerror}). Pass another."
-        ) from e
+        got = f"{str(folder)!r} ({e.strerror})"
+        raise _checks.error("demo", "folder must be one that can be made", got, "Pass another.") from e
 
 
 def _mpmath() -> Any:
@@ -241,9 +240,12 @@ def _draw(rope: ropewalk.Rope, folder: Path, say: Say) -> list[str]:
 def _require(what: str, measured: float, bound: float) -> None:
     """Raise unless measured ≤ bound (NaN raises too)."""
     if not measured <= bound:
-        raise ropewalk.RopeError(
-            f"demo: the error of {what} must be at most {bound:.1e}, got {measured:.1e}. ropewalk, or PyTorch on this "
-            "machine, computes wrongly: please report it with the output of `ropewalk doctor`."
+        must, fix = (
+            f"the error of {what} must be at most {bound:.1e}",
+            "please report it with the output of `ropewalk doctor`.",
+        )
+        raise _checks.error(
+            "demo", must, f"{measured:.1e}", f"ropewalk, or PyTorch on this machine, computes wrongly: {fix}"
         )
 
 

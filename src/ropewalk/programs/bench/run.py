@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ropewalk import RopeError, plots
+from ropewalk import plots
+from ropewalk._checks import error
 from ropewalk.programs.bench import machine, measure
 from ropewalk.programs.bench.case import HEAD_DIM, KV_HEADS, Q_HEADS, Case, Layout
 from ropewalk.programs.bench.contenders import CONTENDERS, Contender
@@ -99,7 +100,7 @@ def _chosen(settings: Settings) -> list[Contender]:
     ]
     if settings.only and len(chosen) == 1:
         names = ", ".join(one.name for one in every)
-        raise RopeError(f"bench: only must name a contender, got {list(settings.only)!r}. There are: {names}.")
+        raise error("bench", "only must name a contender", repr(list(settings.only)), f"There are: {names}.")
     return [one for one in chosen if settings.compiled or "compiled" not in one.name]
 
 
@@ -108,9 +109,8 @@ def _write(report: dict[str, Any], json_file: Path | None, plot_file: Path | Non
         try:
             json_file.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
         except OSError as e:
-            raise RopeError(
-                f"bench: the JSON file must be writable, got {str(json_file)!r} ({e.strerror}). Pass another."
-            ) from e
+            got = f"{str(json_file)!r} ({e.strerror})"
+            raise error("bench", "the JSON file must be writable", got, "Pass another.") from e
     if plot_file is not None:
         plots.save(plots.times_copy(report["rows"]), plot_file)
 
