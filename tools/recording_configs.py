@@ -1,0 +1,105 @@
+"""The configs that are recorded: class defaults of the installed transformers, and what some of them lack."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import json
+from typing import Any
+
+# Class defaults that build no model, or one without its rope: what is filled in.
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+FILLED: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "chameleon": {"vocab_size": 100, "vocabulary_map": {"<image>": 3, "IMGIMGA": 4}, "image_token_id": 3},
+    "cohere_compass_text": {"rope_parameters": {_FULL: {"rope_type": "default", "rope_theta": 10000.0}}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] * 32},
+    "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 8},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "glm4v_moe_text": {"rope_parameters": _MROPE, "head_dim": 128},
+    "glm4v_text": {"rope_parameters": _MROPE},
+    "glm_image_text": {"rope_parameters": _MROPE},
+    "granitemoehybrid": {"position_embedding_type": "rope", "layer_types": [_LINEAR, _FULL] * 16},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]},
+        "head_dim": 128,
+    },
+    "lfm2_moe": {"layer_types": (["conv", "conv", _FULL, "conv"] * 8)},
+    "ministral": {"head_dim": 128},
+    "moonshine_streaming": {"num_key_value_heads": 8},
+    "nemotron": {"num_key_value_heads": 48},
+    "qwen3_omni_moe_talker_text": {"head_dim": 128},
+    "qwen3_omni_moe_text": {"head_dim": 128},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "step3p5": {"sliding_window": 512},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+}
+# Parts of a model that the table of configs does not name, and the model they are of.
+PARTS = {"qwen3_omni_moe_code2wav": "qwen3_omni_moe"}
+
+
+def config_of(model_type: str) -> Any:
+    """The config of a model_type with its class defaults, and what `FILLED` adds."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    filled = copy.deepcopy(FILLED.get(model_type, {}))
+    if model_type in PARTS:
+        file = importlib.import_module(type(CONFIG_MAPPING[PARTS[model_type]]()).__module__)
+        classes = [each for each in vars(file).values() if getattr(each, "model_type", None) == model_type]
+        return classes[0](**filled)
+    return CONFIG_MAPPING[model_type](**filled)
+
+
+def config_from(model_type: str, values: dict[str, Any]) -> Any:
+    """The config of a model_type with the values of a file."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
+
+
+def model_types() -> list[str]:
+    """Every model_type of the installed transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted(CONFIG_MAPPING_NAMES)
+
+
+def plain(config: Any) -> Any:
+    """A config as its file says it, with infinite numbers as JSON of transformers writes them."""
+    values = config.to_dict()
+    for key in ("id2label", "label2id", "vision_config", "audio_config"):
+        values.pop(key, None)
+    values["output_attentions"] = False
+    return json.loads(json.dumps(values, default=str).replace("Infinity", '"inf"'))
+
+
+def modeling_file(config: Any) -> Any:
+    """The module with the model of a config: beside the config, or where the table of models says."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    try:
+        return importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:
+        return importlib.import_module(MODEL_MAPPING[type(config)].__module__)
+
+
+def rotates(model_type: str) -> bool:
+    """Whether the file of a model mentions rotary positions at all."""
+    try:
+        source = inspect.getsource(modeling_file(config_of(model_type)))
+    except Exception:
+        return False
+    return "rotary" in source.lower() or "rope" in source.lower()
