@@ -75,16 +75,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--compare", action="store_true", help="print what changed (the default)")
     parser.add_argument("--write", action="store_true", help="write the file as well")
     parser.add_argument("--file", type=Path, default=FILE, help="compare with this file")
+    parser.add_argument("--seconds", type=int, default=60, help="keep a row that takes longer (60)")
     given = parser.parse_args(arguments)
     recording_file.quiet()
     committed = recording_file.load(given.file)
     rows = [row for row in committed["rows"] if not given.names or row["model_type"] in given.names]
-    outcome = recording_file.compare(rows, key, record, recording.CannotRecordError)
+
+    def limited(row: dict[str, Any]) -> dict[str, Any]:
+        with recording_file.seconds(given.seconds, recording.CannotRecordError):
+            return record(row)
+
+    outcome = recording_file.compare(rows, key, limited, recording.CannotRecordError)
     installed = [name for name in recording_configs.model_types() if not given.names or name in given.names]
     new = [name for name in unknown(installed, known()) if recording_configs.rotates(name)]
     for name in new:
         try:
-            outcome.new[name] = summary(recording.record(name))
+            with recording_file.seconds(given.seconds, recording.CannotRecordError):
+                outcome.new[name] = summary(recording.record(name))
         except recording.CannotRecordError as error:
             outcome.new[name] = f"not recorded: {error}"
     print("\n".join(outcome.lines()))

@@ -117,7 +117,7 @@ class Recorder:
                 channels = getattr(child, "out_features", None) or getattr(child, "nf", None)
                 if isinstance(child, nn.Linear) or ("Linear" in kind and channels):
                     parent._modules[name] = Projection(0, channels, self.fed)
-                elif "Norm" in kind:
+                elif "Norm" in kind or ("Mamba" in kind and "Layer" not in kind):  # a mixer beside attention is slow
                     parent._modules[name] = Same(child)
                 elif isinstance(child, nn.Embedding):
                     parent._modules[name] = Looked(child.embedding_dim)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +53,25 @@ def quiet() -> None:
 
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
+
+
+@contextlib.contextmanager
+def seconds(limit: int, refusal: type[Exception]) -> Iterator[None]:
+    """Raise `refusal` in a body that takes longer than `limit` seconds, where the system has alarms."""
+
+    def stop(*_: Any) -> None:
+        raise refusal(f"it took longer than {limit} s")
+
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(limit)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def load(path: Path) -> dict[str, Any]:
