@@ -144,6 +144,8 @@ class Recorder:
         for key, value in vars(self.config).items():
             if isinstance(value, (list, tuple)) and len(value) == len(self.layers):
                 facts.append((key, value[index]))
+            elif isinstance(value, (list, tuple)) and all(type(each) is int for each in value):
+                facts.append((key, index in value))  # layers by number
         return repr(facts)
 
     def has_attention(self, index: int) -> bool:
@@ -233,6 +235,8 @@ class Pairs:
 
     pairs: list[tuple[int, int]]
     angles: list[float]
+    scale: float
+    """Length of a rotated one-hot input: the attention factor, times any scale of the query."""
 
     @property
     def distances(self) -> set[int]:
@@ -278,7 +282,7 @@ def measure(recorder: Recorder, index: int) -> Pairs | None:
         if partners and partners[0] > a:
             pairs.append((a, partners[0]))
             angles.append(float(torch.atan2(matrix[a, partners[0]], matrix[a, a])))
-    return Pairs(pairs, angles) if pairs else None
+    return Pairs(pairs, angles, float(matrix[pairs[0][0]].norm())) if pairs else None
 
 
 def record_layer(recorder: Recorder, index: int) -> dict[str, Any] | None:
@@ -287,7 +291,7 @@ def record_layer(recorder: Recorder, index: int) -> dict[str, Any] | None:
     if measured is None:
         return None
     angles = torch.tensor(measured.angles, dtype=torch.float64)
-    for buffer, factor in recorder.frequencies():
+    for buffer, factor in sorted(recorder.frequencies(), key=lambda each: abs(each[1] - measured.scale)):
         inv_freq, scaling = buffer, factor
         turning = inv_freq[inv_freq != 0].double()
         if len(turning) != len(angles):

@@ -66,11 +66,11 @@ def seconds(limit: int, refusal: type[Exception]) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(limit)
+    signal.setitimer(signal.ITIMER_REAL, limit, 2)  # again for each class that is tried after the first
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
