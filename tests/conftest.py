@@ -14,8 +14,8 @@ settings.register_profile(
 )
 settings.load_profile("ropewalk")
 
-# What takes most of the time: trainings, compilations, other processes, the interpreter, fuzzes. A folder ends in "/", and
-# what follows "::" is the beginning of a test's name.
+# What takes most of the time: trainings, compilations, other processes, the interpreter, fuzzes. A folder ends in "/",
+# and what follows "::" is the beginning of a test's name.
 SLOW = (
     "attention/test_cache_step.py::TestCompiledLayerByLayer",
     "attention/test_kv_cache.py",
