@@ -1,8 +1,7 @@
 """The table of models: model_type → what it implies about rotation. Odd models stand in `families/`.
 
-A row is a fact about code that many run, so each names its source: a file of transformers 5.23, or the model's own
-code. Those of transformers were checked by running it: the frequencies of its rotary class, and which channels its
-attention rotates with which.
+A row is a fact about code that many run, so each names its source. Those of transformers 5.23 were checked by running
+it: the frequencies of its rotary class, and which channels its attention rotates with which.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from ropewalk.configs.families import (
     cohere_moe,
     deepseek,
     granite_swa,
+    internlm,
     longcat,
     minimind,
     nemotron,
@@ -48,6 +48,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **cohere_moe.MODELS,
     **deepseek.MODELS,
     **granite_swa.MODELS,
+    **internlm.MODELS,
     **longcat.MODELS,
     **minimind.MODELS,
     **nemotron.MODELS,
@@ -334,8 +335,7 @@ def register(model_type: str, row: Architecture) -> None:
     """Make `from_config` read a model_type by a row, in place of the one it may have.
 
     Args:
-        model_type: as configs name it.
-        row: an `Architecture`, or an instance of a subclass for a model that is odd in some way.
+        model_type, row: as configs name it; an `Architecture`, or an instance of a subclass.
     """
     ARCHITECTURES[model_type] = row
     vocabulary.cache_clear()

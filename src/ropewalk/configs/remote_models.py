@@ -11,7 +11,6 @@ from ropewalk.configs.rows import remote
 
 _FULL = "full_attention"
 _UNSTATED = {"kinds": {ALL: Kind(implied_base=10_000.0)}}
-_INTERNLM = {"kinds": {ALL: Kind(bases=("rope_theta", "rotary.base"), implied_base=10_000.0)}}
 
 REMOTE: dict[str, Architecture] = {
     **{
@@ -25,7 +24,6 @@ REMOTE: dict[str, Architecture] = {
                 "modeling_hunyuan.py of Tencent-Hunyuan-Large",
                 {"head_dim_keys": ("head_dim", "attention_head_dim")},
             ),
-            ("internlm", "modeling_internlm.py of internlm-chat-7b", _INTERNLM),
             ("internlm2", "modeling_internlm2.py of internlm2-chat-7b; vLLM model_executor/models/internlm2.py", {}),
             ("llava_llama", "llava_llama.py of LLaVA: Llama with flat keys", _UNSTATED),
             ("llava_mistral", "llava_mistral.py of LLaVA: Mistral with flat keys", {}),

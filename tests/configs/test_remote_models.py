@@ -1,0 +1,142 @@
+"""Models whose code transformers does not have: what is odd about each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ropewalk import NTK, DynamicNTK, Rope, RopeError, from_config
+
+INTERNLM = {
+    "model_type": "internlm",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("more", "base", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),
+        ({"rotary": {"base": 20000, "type": "origin"}}, 2e4, None),
+        ({"rotary": {"base": 20000, "type": "dynamic"}}, 2e4, DynamicNTK(1.0, 2048)),
+        ({"rotary": {"base": 20000, "type": "dynamic", "scaling_factor": 2.0}}, 2e4, DynamicNTK(2.0, 2048)),
+        ({"rotary": {"base": 20000, "scaling_factor": 2.0}}, 2e4, None),
+        ({}, 1e4, None),
+    ],
+)
+def test_internlm(more: dict[str, Any], base: float, scaling: Any) -> None:
+    assert from_config({**INTERNLM, **more}).rope == Rope(16, base, "half", scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "message"),
+    [
+        ({"base": 1e4, "kind": "x"}, "rotary.kind: it must be one of base, type, scaling_factor, got 'x'"),
+        ({"type": "xpos"}, "rotary.type: it must be one of default, dynamic"),
+        ([1], "rotary: it must be an object or null"),
+    ],
+)
+def test_internlm_refuses(rotary: Any, message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_config({**INTERNLM, "rotary": rotary})
+    assert message in str(raised.value)
+
+
+def test_nemotron_nas() -> None:
+    """Blocks without attention, or with a linear layer for it."""
+    blocks = [{"no_op": False}, {"no_op": True}, {"no_op": False, "replace_with_linear": True}]
+    config = {
+        "model_type": "nemotron-nas",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "rope_theta": 5e5,
+        "block_configs": [{"attention": block} for block in blocks],
+    }
+    rope = Rope(16, 5e5, "half")
+    assert from_config(config).layers == (rope, None, None)
+    for wrong in ([1, 2, 3], [{}] * 3, None):
+        with pytest.raises(RopeError, match="block_configs: "):
+            from_config({**config, "block_configs": wrong})
+
+
+def test_baichuan_by_its_width() -> None:
+    """7B has a hidden size of 4096; the 13B has ALiBi."""
+    config = {"model_type": "baichuan", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 1}
+    assert from_config(config).rope == Rope(128, 1e4, "half")
+    with pytest.raises(RopeError, match="ALiBi"):
+        from_config({**config, "hidden_size": 5120, "num_attention_heads": 40})
+
+
+def test_minimind_by_its_names() -> None:
+    old = {"model_type": "minimind", "dim": 64, "n_heads": 4, "n_layers": 1, "rope_theta": 1e6}
+    new = {
+        "model_type": "minimind",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "rope_theta": 1e6,
+    }
+    assert from_config(old).rope == Rope(16, 1e6, "interleaved")
+    assert from_config(new).rope == Rope(16, 1e6, "half")
+
+
+def test_minimax_m1_rotates_where_it_attends() -> None:
+    config = {
+        "model_type": "minimax_m1",
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "num_hidden_layers": 3,
+        "rope_theta": 1e7,
+        "attn_type_list": [0, 0, 1],
+    }
+    assert from_config(config).layers == (None, None, Rope(128, 1e7, "half", rotary_dim=64))
+
+
+@pytest.mark.parametrize(("trained", "alpha"), [(8192, None), (16384, 3.0), (32768, 7.0), (20000, 7.0), (4096, None)])
+def test_telechat(trained: int, alpha: float | None) -> None:
+    """2^ceil(log2(training_seqlen / 8192) + 1) - 1, at least 1, by its own code."""
+    config = {"model_type": "telechat", "hidden_size": 64, "n_head": 4, "n_layer": 1, "training_seqlen": trained}
+    scaling = None if alpha is None else NTK(alpha)
+    assert from_config(config).rope == Rope(16, 1e4, "half", scaling=scaling)
+
+
+def test_qwen() -> None:
+    config = {
+        "model_type": "qwen",
+        "kv_channels": 128,
+        "n_layer": 2,
+        "rotary_emb_base": 1e6,
+        "rotary_pct": 1.0,
+        "seq_length": 2048,
+        "max_position_embeddings": 8192,
+        "use_dynamic_ntk": True,
+    }
+    ropes = from_config(config)
+    assert ropes.rope == Rope(128, 1e6, "half")
+    assert (ropes.trained_length, ropes.max_position_embeddings) == (2048, 8192)
+    assert "beyond 2048 tokens the model's own code takes NTK" in ropes.warnings[0]
+    assert from_config({**config, "use_dynamic_ntk": False}).warnings == ()
+
+
+def test_latent_attention_of_an_unknown_model() -> None:
+    renamed = {
+        "model_type": "my_v3",
+        "num_hidden_layers": 1,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0},
+    }
+    ropes = from_config(renamed, pairing="interleaved")
+    known = from_config({**renamed, "model_type": "deepseek_v3"})
+    assert (ropes.layers, ropes.softmax_factor, ropes.output_order) == (
+        known.layers,
+        known.softmax_factor,
+        known.output_order,
+    )
+    assert "read as that of DeepSeek-V3" in ropes.warnings[0]
