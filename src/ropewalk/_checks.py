@@ -71,7 +71,7 @@ def described(value: object) -> str:
 
 
 def short(key: object) -> str:
-    """The key of a config as it stands in a message: text as it is, cut where it is long; anything else `shown`."""
+    """The key of a config for a message: a short string as it is, anything else `shown`."""
     return key if isinstance(key, str) and len(key) <= _MOST_SHOWN // 2 else shown(key)
 
 

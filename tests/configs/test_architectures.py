@@ -490,6 +490,17 @@ class TestLatentAttention:
         assert ropes.softmax_factor == pytest.approx(1.368888**2, abs=1e-5)
         assert ropes.rope.attention_factor == 1.0
 
+    @pytest.mark.parametrize(
+        ("stated", "pairing", "warned"), [(None, "half", 0), (False, "half", 0), (True, "interleaved", 1)]
+    )
+    def test_the_pairing_of_the_indexer_may_be_stated(self, stated: bool | None, pairing: str, warned: int) -> None:
+        """vLLM's is_neox_style = not indexer_rope_interleave; the code of DeepSeek-V3.2 has halves."""
+        config = {**self.base, "model_type": "deepseek_v32", "index_head_dim": 32, "indexer_rope_interleave": stated}
+        ropes = from_config(config)
+        assert ropes.others["indexer"].pairing == pairing
+        assert ropes.rope.pairing == "interleaved"
+        assert len(ropes.warnings) == warned
+
     def test_sizes_are_needed(self) -> None:
         with pytest.raises(RopeError, match="qk_rope_head_dim must be an integer at least 1, got None"):
             from_config({**self.base, "qk_rope_head_dim": None})

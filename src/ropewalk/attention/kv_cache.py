@@ -182,7 +182,7 @@ class KVCache:
         else:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
             key_positions = self._key_positions.scatter(1, slot, given)[:, :count]
             mask = torch.arange(count, device=order.device) <= order[:, :, None]
-        mask = mask | ~real[:, :, None]  # padding sees everything, lest nothing at all: nan would spread
+        mask = mask | ~real[:, :, None]  # padding sees everything: a row that sees nothing gives nan
         moved_on = before is not None and before.moves_on and at is None and positions is None
         progress = Progress(
             self.num_layers,

@@ -7,7 +7,7 @@ from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.rows import refused, without_rope
 
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
-# What stands in place of a rope, and in which models.
+# What models have in place of a rope.
 _INSTEAD = {
     "learned absolute positions": (
         "albert align_text_model bart beit bert bert-generation big_bird bigbird_pegasus biogpt blip blip_text_model "

@@ -157,7 +157,8 @@ class Reader:
             before = given.get(str(key))
             if key == "partial_rotary_factor" and value is not None and before is not None and before.value != value:
                 self.warnings.append(
-                    f"{where} is {shown(value)}, and {before.where} {shown(before.value)}: the first counts."
+                    f"{where} is {shown(value)} and decides for these layers; {before.where}, {shown(before.value)}, "
+                    "does not."
                 )
                 del given[str(key)]
             self.add(given, str(key), value, where)

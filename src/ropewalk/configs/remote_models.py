@@ -1,6 +1,6 @@
-"""Models whose code transformers does not have: it comes with the checkpoint, or stands in another engine.
+"""Models whose code is not in transformers: it comes with the checkpoint, or is part of another engine.
 
-They rotate as Llama does, or nearly; what is odd about others stands in `families/`.
+They rotate as Llama does, or nearly. Odd ones are in `families/`.
 """
 
 from __future__ import annotations

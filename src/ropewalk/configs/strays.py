@@ -77,12 +77,11 @@ def _stray(fields: Fields, key: object, value: Any) -> RopeError:
     candidates = sorted({*(k for k in fields.read if "." not in k), *_LIKELY} - {""})
     meant = nearest(str(key), candidates)
     name = f"{fields.path}{key}"
-    way_out = f" pass ignore=({name!r},) to from_config, or --ignore on the command line." if len(name) <= 100 else ""
-    return fields.error(
-        shown(key),
-        "a key about rotation must be one that this model_type reads",
-        shown(value),
-        f"ropewalk does not know what it does.{meant} If the model's own code does not read it,{way_out}"
-        if way_out
-        else f"ropewalk does not know what it does.{meant}",
-    )
+    cure = f"ropewalk does not know what it does.{meant}"
+    if len(name) <= 100:
+        cure += (
+            f" If the model's own code does not read it, pass ignore=({name!r},) to from_config, or --ignore on the "
+        )
+        cure += "command line."
+    must = "a key about rotation must be one that this model_type reads"
+    return fields.error(shown(key), must, shown(value), cure)

@@ -33,7 +33,7 @@ WRAPPERS: dict[str, str] = {
 }
 """model_type of a model made of several → the key that holds its text model."""
 
-# Where a text model stands in a model_type that is not known; other parts (vision, projector) have other names.
+# Keys that hold the text model of a model_type that is not known. Vision towers and projectors have other keys.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
 
 # Files of these may have the keys of their text model at the top: LLaVA 1.5 by its own code, Fuyu and Step.
@@ -122,9 +122,15 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     whole = dict(inner)
     if "model_type" not in whole and model_type in _INNER:
         whole["model_type"] = _INNER[model_type]
-    whole, left_out = with_class_defaults(whole)
-    said = "not stated, as transformers leaves out what a class has by default; taken from it."
-    warnings = (f"{', '.join(left_out)}: {said}",) if left_out else ()
+    return _part(fields, key, whole)
+
+
+def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> TextPart:
+    """The text model under a key, with what its class has by default."""
+    whole, left_out = with_class_defaults(inner)
+    if left_out:
+        said = "not stated, as transformers leaves out what a class has by default; taken from it."
+        warnings = (*warnings, f"{', '.join(left_out)}: {said}")
     return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
 
 
@@ -137,15 +143,9 @@ def _of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextP
     for key in _TEXT_KEYS:
         inner = fields.get(key)
         inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
-        if (
-            isinstance(inner, Mapping)
-            and isinstance(inner_type, str)
-            and (inner_type in known or inner_type in WRAPPERS)
-        ):
+        if isinstance(inner_type, str) and (inner_type in known or inner_type in WRAPPERS):
             warning = f"model_type {model_type!a:.80} is not known; its text model stands under {key} and is read."
-            whole, left_out = with_class_defaults(inner)
-            warnings = (warning, *([f"{', '.join(left_out)}: left out; taken from its class."] if left_out else []))
-            return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
+            return _part(fields, key, inner, warning)
     return None
 
 

@@ -23,7 +23,7 @@ class Step(Architecture):
     """A key may hold one value, or that of each layer."""
 
     def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """What stands in the lists for these layers, before what the sections say."""
+        """What the lists say about these layers, and then what the sections say."""
         given: dict[str, Given] = {}
         for key, places in _LISTED.items():
             for place in places:
