@@ -98,6 +98,20 @@ def test_schemes_in_both_schemas(name: str, given_: dict[str, Any], scheme: Any)
     assert from_config(both).rope == wanted
 
 
+@pytest.mark.parametrize(
+    ("scaling", "trained"),
+    [
+        (None, 4096),
+        ({"type": "yarn", **YARN}, 32768),
+        ({"type": "llama3", **LLAMA3}, 8192),
+        ({"type": "linear", "factor": 4.0}, None),
+        ({"type": "dynamic", "factor": 4.0}, 4096),
+    ],
+)
+def test_trained_length(scaling: dict[str, Any] | None, trained: int | None) -> None:
+    assert from_config(config(rope_scaling=scaling)).trained_length == trained
+
+
 def test_head_dim_is_read_before_it_is_worked_out() -> None:
     ropes = from_config(
         config(head_dim=128, hidden_size=5120, num_attention_heads=32)
