@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = ("tests/lab", "tests/test_docs.py")
 # What depends most on versions: run whole, whatever --every says.
 WHOLE = (
-    "tests/gpu/test_benchmark.py",
+    "tests/programs/test_bench_on_gpu.py",
     "tests/gpu/test_graph.py",
     "tests/kernels/test_backend.py",
     "tests/kernels/test_build.py",

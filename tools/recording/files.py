@@ -9,11 +9,46 @@ import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "golden"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A golden file, or a folder of files with one row each, and how its rows are recorded."""
+
+    path: str
+    key: Callable[[dict[str, Any]], str]
+    """The name of a row in the report. Its first word, or all of it, asks for the row."""
+    record: Callable[..., dict[str, Any]]
+    """The row again, of a row; `KeyError` where the installed packages do not have the model."""
+    package: str = "transformers"
+    rows: str = "rows"
+    """Where the rows stand in a file."""
+    written: bool = True
+    """Whether what was recorded may take the place of a row."""
+    source: bool = False
+    """Whether `record` takes a clone of a repository as `source`."""
+    new: Callable[[list[str], int], dict[str, str]] | None = None
+    """What the installed packages have and the file has not, among these names, with seconds for each."""
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        """Every row as committed."""
+        if path.is_dir():
+            return [load(file) for file in sorted(path.glob("*.json"))]
+        return load(path)[self.rows]  # type: ignore[no-any-return]
+
+    @property
+    def peer(self) -> dict[str, str]:
+        """What a file says of a new recording; a commit stays."""
+        return {} if self.source else {"version": version(self.package)}
+
+    def asks(self, names: list[str], row: dict[str, Any]) -> bool:
+        key = self.key(row)
+        return not names or key in names or key.split()[0] in names
 
 
 @dataclass
@@ -31,7 +66,7 @@ class Outcome:
     def changed(self) -> bool:
         return bool(self.moved or self.gone or self.new)
 
-    def lines(self) -> list[str]:
+    def lines(self, golden: Golden) -> list[str]:
         """The report: what changed first."""
         words = {
             "new": "new model type",
@@ -43,7 +78,15 @@ class Outcome:
             f"{word}: {name}: {what}" for kind, word in words.items() for name, what in getattr(self, kind).items()
         ]
         counts = ", ".join(f"{len(getattr(self, kind))} {kind}" for kind in ("same", "moved", "gone", "kept", "new"))
-        return [*lines, f"transformers {version('transformers')}: {counts}"]
+        return [*lines, f"{golden.path}, {golden.package} {installed(golden.package)}: {counts}"]
+
+
+def installed(package: str) -> str:
+    """The version of a package, or that it is not there."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def quiet() -> None:
@@ -88,8 +131,8 @@ def differences(old: Any, new: Any, at: str = "") -> list[str]:
         ]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [line for i, pair in enumerate(zip(old, new, strict=True)) for line in differences(*pair, f"{at}[{i}]")]
-    if old == new and isinstance(old, bool) == isinstance(new, bool):
-        return []
+    if old == new and isinstance(old, bool) == isinstance(new, bool) and str(old).lstrip()[:1] == str(new).lstrip()[:1]:
+        return []  # the first character tells 0.0 from -0.0
     return [f"{at}: {str(old)[:60]} is now {str(new)[:60]}"]
 
 
@@ -129,16 +172,23 @@ def compare(
     return outcome
 
 
-def write(path: Path, committed: dict[str, Any], outcome: Outcome, key: Callable[[dict[str, Any]], str]) -> None:
+def write(path: Path, golden: Golden, outcome: Outcome) -> None:
     """Write the rows of an outcome in the place of those with their key; rows that were not asked for stay."""
     asked = {*outcome.same, *outcome.moved, *outcome.kept, *outcome.gone}
     again = iter(outcome.rows)
     rows = []
-    for row in committed["rows"]:
-        if key(row) not in asked:
+    for row in golden.read(path):
+        if golden.key(row) not in asked:
             rows.append(row)
-        elif key(row) not in outcome.gone:
+        elif golden.key(row) not in outcome.gone:
             rows.append(next(again))
-    rows += again
-    peer = {**committed["peer"], "version": version("transformers")}
-    path.write_text(json.dumps({**committed, "peer": peer, "rows": rows}, separators=(",", ":")) + "\n")
+    if path.is_dir():
+        for row in rows:
+            dump(path / f"{golden.key(row)}.json", {**row, "peer": {**row["peer"], **golden.peer}})
+        return
+    committed = load(path)
+    dump(path, {**committed, "peer": {**committed["peer"], **golden.peer}, golden.rows: rows})
+
+
+def dump(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, separators=(",", ":")) + "\n")

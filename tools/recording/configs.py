@@ -47,8 +47,13 @@ FILLED: dict[str, dict[str, Any]] = {
     "t5gemma2_decoder": {"dropout_rate": 0.0},
     "t5gemma2_text": {"dropout_rate": 0.0},
 }
-# Parts of a model that the table of configs does not name, and the model they are of.
-PARTS = {"qwen3_omni_moe_code2wav": "qwen3_omni_moe"}
+# What a model reads of its config that neither the class nor a file of it has; the whole model copies it there.
+COPIED: dict[str, dict[str, Any]] = {
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
+    "t5_gemma_module": {"dropout_rate": 0.0},
+}
+# Parts of a model that the table of configs does not name: the model they are of, and the class of their config.
+PARTS = {"qwen3_omni_moe_code2wav": ("qwen3_omni_moe", "Qwen3OmniMoeCode2WavConfig")}
 
 
 def config_of(model_type: str) -> Any:
@@ -57,9 +62,8 @@ def config_of(model_type: str) -> Any:
 
     filled = copy.deepcopy(FILLED.get(model_type, {}))
     if model_type in PARTS:
-        file = importlib.import_module(type(CONFIG_MAPPING[PARTS[model_type]]()).__module__)
-        classes = [each for each in vars(file).values() if getattr(each, "model_type", None) == model_type]
-        return classes[0](**filled)
+        whole, name = PARTS[model_type]
+        return getattr(importlib.import_module(type(CONFIG_MAPPING[whole]()).__module__), name)(**filled)
     return CONFIG_MAPPING[model_type](**filled)
 
 
@@ -68,6 +72,17 @@ def config_from(model_type: str, values: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
+
+
+# Model types of released configs that transformers does not have, and the one whose code they are.
+SAME_CODE = {"kimi_k2": "deepseek_v3"}
+
+
+def text_config(values: dict[str, Any]) -> Any:
+    """The config of the language model of a file; what a class default lacks is filled in."""
+    name = values["model_type"]
+    filled = {key: value for key, value in FILLED.get(name, {}).items() if values.get(key) is None}
+    return config_from(SAME_CODE.get(name, name), {**values, **filled}).get_text_config(decoder=True)
 
 
 def model_types() -> list[str]:
@@ -83,6 +98,9 @@ def plain(config: Any) -> Any:
     for key in ("id2label", "label2id", "vision_config", "audio_config"):
         values.pop(key, None)
     values["output_attentions"] = False
+    values["model_type"] = values["model_type"] or next(
+        (name for name, (_, cls) in PARTS.items() if cls == type(config).__name__), ""
+    )
     return json.loads(json.dumps(values, default=str).replace("Infinity", '"inf"'))
 
 
@@ -94,6 +112,19 @@ def modeling_file(config: Any) -> Any:
         return importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:
         return importlib.import_module(MODEL_MAPPING[type(config)].__module__)
+
+
+# Configs of a part of a model, and the class that is built from it.
+CLASSES = {"t5_gemma_module": "T5GemmaEncoder"}
+
+
+def named_class(config: Any) -> list[type]:
+    """The class of a model whose file does not name the config: by name here, or as in the table of models."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if config.model_type in CLASSES:
+        return [getattr(modeling_file(config), CLASSES[config.model_type])]
+    return [MODEL_MAPPING[type(config)]] if type(config) in MODEL_MAPPING else []
 
 
 def rotates(model_type: str) -> bool:

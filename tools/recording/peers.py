@@ -1,0 +1,148 @@
+"""peers/: q and k of known inputs, rotated by other packages. A package that is not installed leaves its file as it is.
+
+Torchtune, rotary-embedding-torch and MLX are packages. The other peers were recorded from a commit of their source.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import files
+from .model import CannotRecordError
+from .rotated import golden, shortest
+
+Turn = Callable[[Tensor], Tensor]
+"""From [1, heads, tokens, head_dim] to the same, rotated."""
+
+
+def package(name: str) -> Any:
+    """The module of that name.
+
+    Raises:
+        CannotRecordError: it is not installed, or does not load here.
+    """
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError) as error:
+        raise CannotRecordError(f"{name} is not installed, or does not load: {error}") from error
+
+
+def single_file(name: str, file: str) -> Any:
+    """One file of a package as a module, without the rest, which may need further packages.
+
+    Raises:
+        CannotRecordError: the package is not installed, or the file does not load alone.
+    """
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise CannotRecordError(f"{name} is not installed")
+    return load_file(Path(found.submodule_search_locations[0]) / file)
+
+
+def load_file(path: Path) -> Any:
+    """A file as a module.
+
+    Raises:
+        CannotRecordError: it is not there, or does not load alone.
+    """
+    spec = importlib.util.spec_from_file_location(f"recorded_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:
+        raise CannotRecordError(f"{path.name} does not load: {error}") from error
+    return module
+
+
+def record(case: dict[str, Any], turn: Turn, inv_freq: Tensor | None = None) -> dict[str, Any]:
+    """The case again, and the pairing and channels as one-hot inputs at its first position that is 1 show them."""
+    made: dict[str, Any] = {"inv_freq": None if inv_freq is None else shortest(inv_freq), **channels(case, turn)}
+    for name in ("q", "k"):
+        x = golden(name, case[f"{name}_shape"])
+        made[f"{name}_rot"] = shortest(turn(x)[:, : case[f"{name}_heads"]])
+    return {name: made.get(name, value) for name, value in case.items()}
+
+
+def channels(case: dict[str, Any], turn: Turn) -> dict[str, Any]:
+    """The layout, the channels that turn and those of a head."""
+    tokens, dim = case["q_shape"][-2:]
+    one = case["positions"].index(1)
+    x = torch.eye(dim).view(1, dim, 1, dim).repeat(1, 1, tokens, 1)
+    off = turn(x)[0, :, one].fill_diagonal_(0).nonzero()
+    distances = {int(b - a) for a, b in off.tolist() if b > a}
+    rotary_dim = len(off)
+    names = {1: "interleaved", rotary_dim // 2: "half"}
+    if len(distances) != 1 or next(iter(distances)) not in names:
+        raise CannotRecordError(f"pairs at distances {sorted(distances)} have no name")
+    return {"layout": names[distances.pop()], "rotary_dim": rotary_dim, "head_dim": dim}
+
+
+def rotary_embedding_torch(case: dict[str, Any]) -> dict[str, Any]:
+    module, params = package("rotary_embedding_torch"), dict(case["params"])
+    if "offset" in params:
+        offset = params.pop("offset")
+        rotary = module.RotaryEmbedding(**params)
+        return record(case, lambda x: rotary.rotate_queries_or_keys(x, offset=offset).detach())
+    rotary = module.RotaryEmbedding(**params)
+    angles = rotary(torch.tensor(case["positions"]).float())
+    return record(case, lambda x: module.apply_rotary_emb(angles, x).detach(), rotary.freqs)
+
+
+def torchtune(case: dict[str, Any]) -> dict[str, Any]:
+    name, positions = case["id"].split()[0], torch.tensor(case["positions"])
+    where = {
+        "RotaryPositionalEmbeddings": "modules/position_embeddings.py",
+        "Llama3ScaledRoPE": "models/llama3_1/_position_embeddings.py",
+        "Phi3RotaryPositionalEmbeddings": "models/phi3/_position_embeddings.py",
+    }
+    module = single_file("torchtune", where[name])
+    rotary = getattr(module, name)(**case["params"], max_seq_len=max(case["positions"]) + 1)
+
+    def turn(x: Tensor) -> Tensor:  # torchtune has the heads after the tokens
+        return rotary(x.transpose(1, 2), input_pos=positions.unsqueeze(0)).transpose(1, 2)  # type: ignore[no-any-return]
+
+    return record(case, turn, rotary.theta)
+
+
+def mlx(case: dict[str, Any]) -> dict[str, Any]:
+    core, params = package("mlx.core"), dict(case["params"])
+    offset = params.pop("offset", None)
+    freqs = params.pop("freqs", None)
+    params |= {"freqs": None if freqs is None else core.array(freqs), "scale": 1.0}
+    params.setdefault("base", None)
+    core.set_default_device(core.cpu)
+
+    def turn(x: Tensor) -> Tensor:
+        given = core.array(x.numpy())
+        if offset is not None:
+            out = core.fast.rope(given, offset=offset, **params)
+        else:
+            each = [
+                core.fast.rope(given[:, :, t : t + 1], offset=position, **params)
+                for t, position in enumerate(case["positions"])
+            ]
+            out = core.concatenate(each, axis=2)
+        return torch.tensor(out.tolist(), dtype=torch.float32)
+
+    return record(case, turn)
+
+
+def _of(record_case: Callable[[dict[str, Any]], dict[str, Any]], name: str) -> files.Golden:
+    return files.Golden(
+        f"peers/{record_case.__name__}.json", lambda case: str(case["id"]), record_case, package=name, rows="cases"
+    )
+
+
+GOLDEN = [
+    _of(rotary_embedding_torch, "rotary-embedding-torch"),
+    _of(torchtune, "torchtune"),
+    _of(mlx, "mlx"),
+]

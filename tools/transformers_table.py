@@ -1,0 +1,118 @@
+"""Measure every model of tests/tiny_models.py before and after `accelerate`, and write docs/transformers-models.md.
+
+    python tools/transformers_table.py              all models: about five minutes
+    python tools/transformers_table.py llama phi3   only these, printed and not written
+
+The same measurements are tests: tests/integrations/test_transformers_table.py holds the bounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+PAGE = ROOT / "docs" / "transformers-models.md"
+COLUMNS = (
+    "model",
+    "function",
+    "rope",
+    "near",
+    "drift of transformers",
+    "exact, to the bit",
+    "theirs, to the bit",
+    "gradients",
+    "tokens",
+    "undone",
+)
+_HEAD = """# Models of transformers that are served
+
+{count} model types of transformers 5.23 and some of their schemes, each as a small model with random weights in
+float32, before and after [`accelerate`](transformers.md). `tools/transformers_table.py` writes this page, and
+`tests/integrations/test_transformers_table.py` measures every row again. Other model types are served too, where
+`accelerate` does not refuse them: it compares each model with its config before it changes anything.
+
+- **near**: the largest difference of the logits to transformers, over the largest logit, at positions 0 to 63. For
+  LongRoPE: to its own function with its long frequencies.
+- **drift of transformers**: the same at positions 99,936 to 99,999, between transformers and its own function when it
+  is fed exact tables (60 digits, rounded once to float32).
+- **exact, to the bit**: whether ropewalk is equal to that, every bit.
+- **theirs, to the bit**: whether `angles="theirs"` is equal to transformers there, every bit.
+- **gradients**: the difference to transformers for the parameter where it is largest, over the norm of its gradient, or
+  over 1 % of the largest norm of a parameter's gradient where that is more.
+- **tokens**: whether 12 greedily generated tokens are the same; – for a model that does not generate.
+- **undone**: whether after `restore` the logits are equal to those before, every bit.
+
+Compiled with `fullgraph=True`, in a process that has not seen the model before: {compiled}.
+
+"""
+
+
+def head(count: int) -> str:
+    """What stands above the table."""
+    from tiny_models import COMPILED
+
+    return _HEAD.format(count=count, compiled=", ".join(f"`{name}`" for name in COMPILED))
+
+
+def cells(row: Any) -> list[str]:
+    """One line of the table."""
+    return [
+        f"`{row.name}`",
+        ", ".join(f"`{name}`" for name in row.function.split(", ")),
+        "; ".join(short(rope) for rope in row.ropes),
+        f"{row.near:.0e}",
+        f"{row.drift:.0e}",
+        said(row.far_equal),
+        said(row.theirs_equal),
+        f"{row.gradient:.0e}",
+        said(row.greedy),
+        said(row.undone),
+    ]
+
+
+def fixed_cells(row: Any) -> dict[int, str]:
+    """The cells that are the same on every machine, by column."""
+    made = cells(row)
+    return {column: made[column] for column in (0, 1, 2, 5, 6, 8, 9)}
+
+
+def said(value: bool | None) -> str:
+    return "–" if value is None else "yes" if value else "no"
+
+
+def short(rope: str) -> str:
+    """A rope's pairing, slice and scheme; the sizes are those of a small model."""
+    parts = rope.removeprefix("Rope(").removesuffix(")").split(", ")
+    pairing = next(part for part in parts if part.startswith("pairing")).split("'")[1]
+    sliced = [" of a part" for part in parts if part.startswith("rotary_dim")][:1]
+    sliced += [" of a slice" for part in parts if part.startswith("rotary_offset")][:1]
+    scheme = [f", {part.removeprefix('scaling=').partition('(')[0]}" for part in parts if part.startswith("scaling")]
+    return pairing + "".join(sliced) + "".join(scheme)
+
+
+def line(values: list[str] | tuple[str, ...]) -> str:
+    return f"| {' | '.join(values)} |"
+
+
+def main(names: list[str]) -> None:
+    import transformers
+
+    from model_checks import measure
+    from tiny_models import MODELS
+
+    transformers.logging.set_verbosity_error()
+    lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
+    for name in names or MODELS:
+        lines.append(line(cells(measure(name))))
+        print(lines[-1], flush=True)
+    if not names:
+        count = len({name.partition(":")[0] for name in MODELS})
+        PAGE.write_text(head(count) + "\n".join(lines) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
