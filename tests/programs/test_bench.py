@@ -16,28 +16,28 @@ from ropewalk import plots
 from ropewalk.programs import bench, cli
 from ropewalk.programs.bench import machine, measure
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case
+from ropewalk.programs.bench.clocks import OnCpu, Timed
 from ropewalk.programs.bench.contenders import CONTENDERS, Call, Contender
 from ropewalk.programs.bench.peers import PEERS
 
 BY_NAME = {one.name: one for one in (*CONTENDERS, *PEERS)}
 EAGER = [one for one in CONTENDERS if "compiled" not in one.name]
-MODULES = ("rotary_embedding_torch", "onnxruntime", "mlx.core", "jax")
+MODULES = ("rotary_embedding_torch", "onnxruntime", "mlx.core", "jax", "vllm._C")
 
 
 def rows(*contenders, tokens=5, dtype=torch.float32, layout="bshd", backward=False):
-    case = Case.make(tokens, dtype, layout, backward=backward)
-    return measure.rows(case, contenders, rounds=2, seconds=9.0)
+    case = Case(tokens, dtype, layout, "forward + backward" if backward else "forward")
+    return measure.rows(case, contenders, OnCpu(), rounds=2, seconds=9.0)
 
 
 def returns(make, **how):
-    """A contender whose result is what `make(case)` gives."""
-    return Contender("made up", "half", lambda case: Call(lambda: make(case)), **how)
+    """A contender whose result is what `make` gives for the case, q, k and the gradients."""
+    return Contender("made up", "half", lambda case: lambda inputs: Call(lambda: make(case, *inputs)), **how)
 
 
-def turned(case):
-    return ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="half").at(case.positions)(
-        case.q, case.k, layout=case.layout
-    )
+def turned(case, q, k, *grads, pairing="half", late=0):
+    rope = ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing=pairing)
+    return rope.at(case.positions - late)(q, k, layout=case.layout)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -52,14 +52,14 @@ def test_every_contender_is_right(dtype, layout, backward):
         assert row["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def other_sign(case):
-    q, k = turned(case)
+def other_sign(*given):
+    q, k = turned(*given)
     return q, -k
 
 
 def one_bad_number(value):
-    def make(case):
-        q, k = turned(case)
+    def make(*given):
+        q, k = turned(*given)
         k[0, -1, 3, 70] = value(k[0, -1, 3, 70])
         return q, k
 
@@ -67,19 +67,14 @@ def one_bad_number(value):
 
 
 WRONG = {
-    "nothing turned": lambda case: (case.q, case.k),
+    "nothing turned": lambda case, q, k: (q, k),
     "other sign of k": other_sign,
     "one NaN": one_bad_number(lambda x: torch.nan),
     "one number off by 1e-5": one_bad_number(lambda x: x + 1e-5),
-    "position one too low": lambda case: [
-        ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="half").at(case.positions - 1)(x, layout="bshd")
-        for x in (case.q, case.k)
-    ],
-    "other pairing": lambda case: ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="interleaved").at(case.positions)(
-        case.q, case.k, layout="bshd"
-    ),
-    "other dtype": lambda case: [x.double() for x in turned(case)],
-    "a token short": lambda case: [x[:, 1:] for x in turned(case)],
+    "position one too low": lambda *given: turned(*given, late=1),
+    "other pairing": lambda *given: turned(*given, pairing="interleaved"),
+    "other dtype": lambda *given: [x.double() for x in turned(*given)],
+    "a token short": lambda *given: [x[:, 1:] for x in turned(*given)],
 }
 
 
@@ -93,32 +88,34 @@ def test_who_is_wrong_is_not_timed(make):
 
 
 def test_wrong_gradient_is_not_timed():
-    def no_way_back(case):
-        return *turned(case), case.grad_q, case.grad_k
+    def no_way_back(case, *given):
+        return *turned(case, *given), *given[2:]
 
     assert [row["state"] for row in rows(returns(no_way_back), backward=True)] == ["wrong"]
 
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_the_formula_of_the_check_is_the_oracle(pairing):
-    case = Case.make(3, torch.float32, "bshd", backward=False)
+    case = Case(3, torch.float32)
+    inputs = case.inputs()
     angles = np.outer([100, 101, 102], [float(w) for w in oracle.inv_freq(BASE, HEAD_DIM)])
-    exact = [torch.from_numpy(oracle.rotate(x.double().numpy(), angles[:, None], pairing)) for x in (case.q, case.k)]
-    assert case.error(pairing, [x.float() for x in exact]) < 2.0**-23
-    assert case.error("tables", [torch.from_numpy(f(angles)) for f in (np.cos, np.sin)]) < 1e-13
+    exact = [torch.from_numpy(oracle.rotate(x.double().numpy(), angles[:, None], pairing)) for x in inputs]
+    assert case.error(pairing, inputs, [x.float() for x in exact]) < 2.0**-23
+    assert case.error("tables", inputs, [torch.from_numpy(f(angles)) for f in (np.cos, np.sin)]) < 1e-13
 
 
 def test_float32_angles_are_allowed_to_whom_they_belong():
-    case = Case.make(4096, torch.float32, "bshd", backward=False)
+    case = Case(4096, torch.float32)
     assert case.tolerance("half", own_angles=False) == 2.0**-21
     assert case.tolerance("half", own_angles=True) == 2.0**-21 + 4196 * 2.0**-22
-    assert Case.make(1, torch.bfloat16, "bshd", backward=False).tolerance("half", own_angles=False) == 2.0**-5
+    assert Case(1, torch.bfloat16).tolerance("half", own_angles=False) == 2.0**-5
 
 
 def test_bytes_are_those_of_q_and_k():
-    forward, both = (Case.make(1, torch.float32, "bshd", backward=b) for b in (False, True))
-    assert forward.bytes_moved == 2 * 4 * (32 + 8) * 128
+    forward, both, back = (Case(1, torch.float32, passes=p) for p in ("forward", "forward + backward", "backward"))
+    assert forward.bytes_moved == back.bytes_moved == 2 * 4 * (32 + 8) * 128
     assert both.bytes_moved == 2 * forward.bytes_moved
+    assert Case(1, torch.float32, batch=3).bytes_moved == 3 * forward.bytes_moved
 
 
 def test_ratios_are_to_the_copy():
@@ -140,17 +137,33 @@ def test_missing_peers_are_told(monkeypatch):
 
 
 def test_who_fails_is_told():
-    def fail(case):
+    def fail(*given):
         raise RuntimeError("no such kernel\nand more")
 
     (row,) = rows(returns(fail))
     assert (row["state"], row["reason"]) == ("failed", "RuntimeError: no such kernel")
 
 
+def test_who_fails_late_is_told():
+    """A GPU may have no memory left when all contenders are there."""
+
+    class Late(OnCpu):
+        def prepare(self, calls):
+            timed = super().prepare(calls)
+            taken = iter([timed.sample()])
+            return timed if calls[0]() is not None else Timed(lambda: next(taken, None) or 1 / 0)
+
+    contenders = (returns(lambda case, q, k: turned(case, q, k)), BY_NAME["ropewalk, in place"], BY_NAME["copy_"])
+    right, late, copy = measure.rows(Case(5, torch.float32), contenders, Late(), rounds=3, seconds=9.0)
+    assert (right["state"], right["rounds"], copy["times_copy"]) == ("timed", 3, 1.0)
+    assert (late["state"], late["reason"]) == ("failed", "ZeroDivisionError: division by zero")
+    assert "median" not in late
+
+
 @pytest.mark.parametrize(("module", "peer"), list(zip(MODULES, PEERS, strict=True)))
 def test_installed_peers_are_right(module, peer):
     pytest.importorskip(module)
-    for layout in ("bshd", "bhsd"):
+    for layout in ("bshd", "bhsd")[: 1 if module == "vllm._C" else 2]:
         assert [row["state"] for row in rows(peer, layout=layout)] == ["timed"]
         if peer.backward:
             assert [row["state"] for row in rows(peer, layout=layout, backward=True)] == ["timed"]
@@ -219,14 +232,37 @@ def test_a_busy_machine_is_told(monkeypatch):
 def test_refusals(tmp_path):
     settings = bench.Settings(tokens=[1], only=["nobody"])
     with pytest.raises(
-        ropewalk.RopeError, match=r"bench: only must name a contender, got \['nobody'\]\. There are: co"
+        ropewalk.RopeError,
+        match=r"bench: only must name a contender beside copy_, which is always measured, got 'nobody'\. "
+        r"There are: 'clone', 'mul_', 'ropewalk', 'ropewalk, in place', ",
     ):
         bench.run(settings, print)
+    with pytest.raises(ropewalk.RopeError, match=r"got 'copy_', 'no, body'\. There are: 'clone'"):
+        bench.run(bench.Settings(tokens=[1], only=["copy_", "no, body"]), print)
     settings = bench.Settings(tokens=[1], only=["clone"])
     with pytest.raises(ropewalk.RopeError, match=r"the JSON file must be writable, got .*No such file"):
         bench.run(settings, print, json_file=tmp_path / "none" / "a.json")
     with pytest.raises(ropewalk.RopeError, match=r"path must end in one of \.png"):
-        bench.run(settings, print, plot_file=tmp_path / "a.gif")
+        bench.run(settings, print, json_file=tmp_path / "a.json", plot_file=tmp_path / "a.gif")
+    with pytest.raises(ropewalk.RopeError, match=r"the folder of path must exist, got .*none"):
+        bench.run(settings, print, json_file=tmp_path / "a.json", plot_file=tmp_path / "none" / "a.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ropewalk.RopeError, match=r"bench: the picture must be writable, got .*folder.png' \(Is a dir"):
+        bench.run(settings, print, json_file=tmp_path / "a.json", plot_file=tmp_path / "folder.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+@pytest.mark.parametrize(
+    ("options", "stream"),
+    [([], 1_000_000), (["--quick"], 0), (["--quick", "--stream", "5000"], 5000), (["--stream", "7"], 7)],
+)
+def test_quick_streams_only_when_asked(options, stream, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "run", lambda settings, *_, **__: asked.append(settings))
+    done = CliRunner().invoke(cli.main, ["bench", *options])
+    assert done.exit_code == 0, done.output
+    assert [settings.stream for settings in asked] == [stream]
+    assert (asked[0].rounds, asked[0].seconds) == ((5, 5.0) if "--quick" in options else (30, 30.0))
 
 
 def test_machine_without_proc(monkeypatch):

