@@ -15,6 +15,7 @@ from each import each
 from ropewalk import ModelRopes, Rope, RopeError, from_config
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.rows import source
 from ropewalk.configs.wrappers import WRAPPERS
 from ropewalk.schemes import Linear
 
@@ -30,13 +31,12 @@ def ropes_of(config: dict[str, Any]) -> ModelRopes:
     return from_config(config, text_only=True)
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(row, case, id=f"{row['name']}: {case['id']}")
-        for row in MODELS
-        for case in row["cases"]
-        if "inv_freq" in case or case.get("layout") == "none"
-    ]
+CASES = [
+    (f"{row['name']}: {case['id']}", (row, case))
+    for row in MODELS
+    for case in row["cases"]
+    if "inv_freq" in case or case.get("layout") == "none"
+]
 
 
 def rope_of(row: dict[str, Any], case: dict[str, Any]) -> Rope | None:
@@ -45,76 +45,91 @@ def rope_of(row: dict[str, Any], case: dict[str, Any]) -> Rope | None:
     return None if rope is None else rope.at_length(case["seq_len"])
 
 
-@pytest.mark.parametrize(("row", "case"), cases())
 class TestReleasedModels:
-    def test_frequencies(self, row: dict[str, Any], case: dict[str, Any]) -> None:
-        rope = rope_of(row, case)
-        if case.get("layout") == "none":
-            assert rope is None
-            return
-        assert rope is not None
-        np.testing.assert_allclose(rope.inv_freq, case["inv_freq"], rtol=FLOAT32_POWER)
-        assert rope.attention_factor == pytest.approx(case["attention_scaling"], rel=1e-6)
+    def test_frequencies(self) -> None:
+        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = given
+            rope = rope_of(row, case)
+            if case.get("layout") == "none":
+                assert rope is None
+                return
+            assert rope is not None
+            np.testing.assert_allclose(rope.inv_freq, case["inv_freq"], rtol=FLOAT32_POWER)
+            assert rope.attention_factor == pytest.approx(case["attention_scaling"], rel=1e-6)
 
-    def test_pairing_and_slice(self, row: dict[str, Any], case: dict[str, Any]) -> None:
-        rope, layout = rope_of(row, case), case.get("layout")
-        if rope is None or layout is None:
-            return  # a case at another length: the base case has the pairs
-        pairing, _, permuted = layout.partition("+")
-        if pairing != "offset-256":  # Gemma 4: pairs of the whole head, of which a quarter turns
-            assert rope.pairing == pairing
-            assert rope.rotary_dim == case["rotary_dim"]
-            assert [rope.rotary_offset, rope.rotary_offset + rope.rotary_dim - 1] == case["moved_range"]
-        if case["id"] != "dsa_indexer":
-            assert (ropes_of(row["config"]).output_order == "half") == bool(permuted)
+        each(CASES, check)
 
-    def test_rotated(self, row: dict[str, Any], case: dict[str, Any]) -> None:
-        rope = rope_of(row, case)
-        if "q_rot" not in case or rope is None:
-            return
-        ropes, positions = ropes_of(row["config"]), case["positions"]
-        tokens = list(range(len(positions)))
-        if isinstance(positions[0], list):  # several axes: a text token has the same position on all
-            tokens = [i for i in range(len(positions[0])) if len({axis[i] for axis in positions}) == 1]
-            positions = [positions[0][i] for i in tokens]
-        bound = np.array([p * 2.0**-23 + 1e-6 for p in positions])[:, None] * np.sqrt(2) * rope.attention_factor
-        for name, make in (("q", oracle.golden_q), ("k", oracle.golden_k)):
-            x = torch.from_numpy(make(case[f"{name}_shape"])[:, :1])
-            expected = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)[:, :, tokens]
-            x = x[:, :, tokens]
-            if x.shape[-1] != rope.head_dim:  # the rotated slice alone (MLA's shared key)
-                assert x.shape[-1] == rope.rotary_dim
-                alone = Rope(rope.rotary_dim, rope.base, rope.pairing, scaling=rope.scaling)
-            else:
-                alone = rope
-            mine = alone.at(torch.tensor(positions))(x, layout="bhsd").numpy().copy()
-            if ropes.output_order == "half" and case["id"] != "dsa_indexer":
-                start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
-                mine[..., start:end] = np.concatenate((mine[..., start:end:2], mine[..., start + 1 : end : 2]), axis=-1)
-            scale = ropes.query_scale
-            if scale is not None and (name == "q" or scale.scales_keys):
-                factors = [scale.at(p) if name == "q" else scale.constant for p in positions]
-                mine = mine * np.array(factors)[:, None]
-            assert (np.abs(mine - expected) <= bound * max(1.0, 0 if scale is None else scale.at(max(positions)))).all()
+    def test_pairing_and_slice(self) -> None:
+        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = given
+            rope, layout = rope_of(row, case), case.get("layout")
+            if rope is None or layout is None:
+                return  # a case at another length: the base case has the pairs
+            pairing, _, permuted = layout.partition("+")
+            if pairing != "offset-256":  # Gemma 4: pairs of the whole head, of which a quarter turns
+                assert rope.pairing == pairing
+                assert rope.rotary_dim == case["rotary_dim"]
+                assert [rope.rotary_offset, rope.rotary_offset + rope.rotary_dim - 1] == case["moved_range"]
+            if case["id"] != "dsa_indexer":
+                assert (ropes_of(row["config"]).output_order == "half") == bool(permuted)
 
-    def test_softmax_factor(self, row: dict[str, Any], case: dict[str, Any]) -> None:
-        rope, ropes = rope_of(row, case), ropes_of(row["config"])
-        row_of_table = ARCHITECTURES[ropes.model_type]
-        if (
-            rope is None
-            or not isinstance(row_of_table, Latent)
-            or case["id"] == "dsa_indexer"
-            or "softmax_scale" not in case
-        ):
-            return
-        assert case["softmax_scale"] == pytest.approx(ropes.softmax_factor * rope.head_dim**-0.5, rel=1e-5)
+        each(CASES, check)
+
+    def test_rotated(self) -> None:
+        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = given
+            rope = rope_of(row, case)
+            if "q_rot" not in case or rope is None:
+                return
+            ropes, positions = ropes_of(row["config"]), case["positions"]
+            tokens = list(range(len(positions)))
+            if isinstance(positions[0], list):  # several axes: a text token has the same position on all
+                tokens = [i for i in range(len(positions[0])) if len({axis[i] for axis in positions}) == 1]
+                positions = [positions[0][i] for i in tokens]
+            bound = np.array([p * 2.0**-23 + 1e-6 for p in positions])[:, None] * np.sqrt(2) * rope.attention_factor
+            for name, make in (("q", oracle.golden_q), ("k", oracle.golden_k)):
+                x = torch.from_numpy(make(case[f"{name}_shape"])[:, :1])
+                expected = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)[:, :, tokens]
+                x = x[:, :, tokens]
+                if x.shape[-1] != rope.head_dim:  # the rotated slice alone (MLA's shared key)
+                    assert x.shape[-1] == rope.rotary_dim
+                    alone = Rope(rope.rotary_dim, rope.base, rope.pairing, scaling=rope.scaling)
+                else:
+                    alone = rope
+                mine = alone.at(torch.tensor(positions))(x, layout="bhsd").numpy().copy()
+                if ropes.output_order == "half" and case["id"] != "dsa_indexer":
+                    start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
+                    mine[..., start:end] = np.concatenate(
+                        (mine[..., start:end:2], mine[..., start + 1 : end : 2]), axis=-1
+                    )
+                scale = ropes.query_scale
+                if scale is not None and (name == "q" or scale.scales_keys):
+                    factors = [scale.at(p) if name == "q" else scale.constant for p in positions]
+                    mine = mine * np.array(factors)[:, None]
+                assert (
+                    np.abs(mine - expected) <= bound * max(1.0, 0 if scale is None else scale.at(max(positions)))
+                ).all()
+
+        each(CASES, check)
+
+    def test_softmax_factor(self) -> None:
+        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = given
+            rope, ropes = rope_of(row, case), ropes_of(row["config"])
+            row_of_table = ARCHITECTURES[ropes.model_type]
+            if (
+                rope is None
+                or not isinstance(row_of_table, Latent)
+                or case["id"] == "dsa_indexer"
+                or "softmax_scale" not in case
+            ):
+                return
+            assert case["softmax_scale"] == pytest.approx(ropes.softmax_factor * rope.head_dim**-0.5, rel=1e-5)
+
+        each(CASES, check)
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=" ".join((row["model_type"], *row.get("variant", "").split()))) for row in DEFAULTS]
-)
-def test_class_defaults(row: dict[str, Any]) -> None:
-    """Every architecture that could be built from its class defaults: the frequencies and pairs of its own code."""
+def check_class_defaults(row: dict[str, Any]) -> None:
     ropes = ropes_of(row["config"])
     for index, expected in row["layers"].items():
         rope = ropes.layers[int(index)]
@@ -131,6 +146,11 @@ def test_class_defaults(row: dict[str, Any]) -> None:
     if kinds:
         rotates = [kind is not None and row["layers"][str(kind)] is not None for kind in kinds]
         assert [rope is not None for rope in ropes.layers] == rotates
+
+
+def test_class_defaults() -> None:
+    """Every architecture that could be built from its class defaults: the frequencies and pairs of its own code."""
+    each(((f"{row['model_type']} {row.get('variant', '')}", row) for row in DEFAULTS), check_class_defaults)
 
 
 def test_most_of_the_table_was_run() -> None:
@@ -157,10 +177,13 @@ def test_several_axes_name_text_only() -> None:
 
 
 def test_every_row_has_its_source() -> None:
+    """Of transformers, the version that `class_defaults.json` was recorded from: one for all rows."""
+    version = json.loads((GOLDEN / "class_defaults.json").read_text())["peer"]["version"].rpartition(".")[0]
+    assert source("llama") == f"transformers {version} models/llama"
     for name, row in ARCHITECTURES.items():
         assert row.source, name
         if row.describes:
-            assert row.in_transformers == row.source.startswith("transformers 5.23 models/"), name
+            assert row.in_transformers == row.source.startswith(source("")), name
 
 
 def test_text_model_inside_another() -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+import gguf_files
 import ropewalk
 from config_mutations import outcome
 from ropewalk import RopeError, from_config, plots, schemes
@@ -29,6 +30,10 @@ class Sloth(Scheme):
     rope_type: ClassVar[str] = "sloth"
     aliases: ClassVar[tuple[str, ...]] = ("slow_loris",)
     idle: ClassVar[dict[str, str]] = {"sleeps": "is a habit"}
+    gguf: ClassVar[dict[str, str]] = {
+        "slowness": "rope.scaling.slowness",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+    }
     slowness: float
     original_max_position_embeddings: int
     weights: tuple[float, ...] = ()
@@ -103,6 +108,40 @@ def slowed(by: float) -> np.ndarray:
 
 def changed(**changes: Any) -> dict[str, Any]:
     return {**CONFIG, "rope_parameters": {**CONFIG["rope_parameters"], **changes}}
+
+
+GGUF: dict[str, Any] = {
+    "block_count": 2,
+    "embedding_length": 256,
+    "attention.head_count": 4,
+    "context_length": 4096,
+    "rope.freq_base": BASE,
+    "rope.scaling.type": "sloth",
+    "rope.scaling.slowness": 4.0,
+    "rope.scaling.original_context_length": 512,
+}
+
+
+def test_from_a_gguf_file(tmp_path: Path) -> None:
+    read = from_config(gguf_files.write(tmp_path / "a.gguf", GGUF))
+    np.testing.assert_allclose(read.rope.inv_freq, slowed(4.0), rtol=1e-15)
+    assert read.trained_length == 512
+    assert "sloths are slow, context_length or not." in read.warnings
+    assert read.origins["slowness"] == "llama.rope.scaling.slowness"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rope.scaling.slowness": None}, r"llama.rope.scaling.slowness: it must be given, got none. Sloth needs it"),
+        ({"rope.scaling.slowness": 0.5}, "a.gguf: Sloth: slowness must be from 1"),
+        ({"rope.scaling.type": "owl"}, "rope.scaling.type must be one of .*sloth.*, got 'owl'"),
+        ({"rope.scaling.speed": 1.0}, "a key about rotation must be one that llama.cpp reads"),
+    ],
+)
+def test_gguf_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(RopeError, match=says):
+        from_config(gguf_files.write(tmp_path / "a.gguf", GGUF | changes))
 
 
 def test_from_config() -> None:

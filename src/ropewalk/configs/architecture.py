@@ -62,7 +62,7 @@ class Architecture:
         query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
         axes: positions of a token.
         idle: keys that look like rotation → why they have no effect.
-        fixed: a key → the only value with which the row describes the model.
+        fixed: a key → the only value with which the row describes the model, and what the model does with another.
         in_transformers: whether transformers has its code.
     """
 
@@ -85,7 +85,7 @@ class Architecture:
     query_beta: bool = False
     axes: int = 1
     idle: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     in_transformers: bool = True
 
     known = True
@@ -119,7 +119,7 @@ class Architecture:
                 ropes[name] = None
                 continue
             given = self.given(c, name, kind, layers)
-            base = self.base(c, kind, given)
+            base = self.base(c, name, kind, given)
             scheme = c.scheme(given, self.beside())
             head_dim, rotary_dim, offset = self.shape(c, name, kind, given, scheme, layers)
             with c.fields.named():
@@ -152,10 +152,10 @@ class Architecture:
                 f"{c.fields.get('model_type')}, with {self.axes}",
                 "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
             )
-        for key, value in self.fixed.items():
+        for key, (value, otherwise) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 stated = shown(c.fields.get(key))
-                raise c.fields.error(key, f"it must be {shown(value)}", stated, "Another value is not supported yet.")
+                raise c.fields.error(key, f"it must be {shown(value)}", stated, f"{otherwise}: not supported yet.")
         if self.axes > 1:
             c.warnings.append("text only: positions of images and video have several axes and are not described.")
 
@@ -219,10 +219,14 @@ class Architecture:
             else:
                 c.add_flat(given, section, scaled=kind.scaled, based="rope_theta" in kind.bases)
 
-    def base(self, c: Reader, kind: Kind, given: dict[str, Given]) -> float:
+    def base(self, c: Reader, name: str, kind: Kind, given: dict[str, Given]) -> float:
         """The base of a kind of layer."""
         implied = None if kind.implied_base is None else (kind.implied_base, self.known_by(c))
-        key = kind.bases[0] if kind.bases else "rope_theta"
+        if kind.bases:
+            key = kind.bases[0]
+        else:
+            section = kind.section or (name if len(self.kinds) > 1 and not self.flat else "")
+            key = ".".join(filter(None, ("rope_parameters", section, "rope_theta")))
         return c.base(given, implied, key=key, newer="rope_theta" in kind.bases)
 
     def shape(

@@ -202,9 +202,14 @@ def _slowed_words(slowed_by: list[float | None]) -> str:
         rows = list(group)
         if words == "between":
             amounts = [s for s in (slowed_by[i] for i in rows) if s is not None]
-            words = f"slowed {min(amounts):.4g} to {max(amounts):.4g} times"
-        parts.append(f"pairs {ranges(rows)} {words}")
+            least, most = f"{min(amounts):.4g}", f"{max(amounts):.4g}"
+            words = f"slowed {least} times" if least == most else f"slowed {least} to {most} times"
+        one = len(rows) == 1
+        parts.append(f"pair{'' if one else 's'} {ranges(rows)} {_OF_ONE.get(words, words) if one else words}")
     return "; ".join(parts)
+
+
+_OF_ONE = {"stand still": "stands still", "keep their speed": "keeps its speed"}
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -54,7 +54,8 @@ def read(
 def _architecture(c: Reader) -> Architecture:
     model_type = c.fields.get("model_type")
     if not isinstance(model_type, str):
-        raise c.fields.error("model_type", "it must be a string", shown(model_type), "Is this a model's config.json?")
+        cure = "Is this a model's config.json? transformers writes it; other programs have keys of their own."
+        raise c.fields.error("model_type", "it must be a string", shown(model_type), cure)
     row = ARCHITECTURES.get(model_type)
     if row is not None:
         return row

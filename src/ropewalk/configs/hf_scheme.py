@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from ropewalk._checks import RopeError, nearest, shown, within
 from ropewalk.configs.fields import Fields, Given
-from ropewalk.schemes import SCHEMES, Scaling
+from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 """Keys of `rope_parameters` that every scheme may have beside it."""
@@ -50,7 +50,7 @@ def read(
         values[key], origins[key] = value, where
     _refuse_missing(fields, str(name), scheme, values)
     try:
-        return scheme(**values)
+        return build(scheme, values)
     except RopeError as e:
         sections = sorted({g.where.split(".")[0] for g in parameters.values()}) or ["rope_parameters"]
         raise within(f"{fields.source}: {' and '.join(sections)}", e) from None
@@ -90,7 +90,8 @@ def _parameters(
 
 def _refuse_missing(fields: Fields, name: str, scheme: type[Scaling], values: dict[str, Any]) -> None:
     for f in dataclasses.fields(cast(Any, scheme)):
-        if f.name not in values and f.default is dataclasses.MISSING:
+        needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if f.name not in values and needed:
             raise fields.error(
                 f"rope_type {name!r}",
                 f"{f.name} must be given",

@@ -111,7 +111,9 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
             "use_scaled_rope",
             "the factor of the scaling must be passed, since the format does not carry it",
             "none",
-            "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2) to from_config.",
+            "Pass factor=8.0 (Llama 3.2 Vision) to from_config."
+            if fields.has("vision_chunk_size")
+            else "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B) to from_config.",
         )
     if stated is not None and factor is not None and stated != factor:
         raise fields.error(

@@ -29,7 +29,7 @@ from ropewalk.configs.families import (
 from ropewalk.configs.layers import ALL, NO_ROPE, Coded, Every, Indices, Named, NoRopeLayers
 from ropewalk.configs.no_ropes import NO_ROPES
 from ropewalk.configs.remote_models import REMOTE
-from ropewalk.configs.rows import hybrid, latent, llama_like, local_only, partly, row, several_axes, source
+from ropewalk.configs.rows import checked, hybrid, latent, llama_like, local_only, partly, row, several_axes, source
 
 _BY_SHARE = "transformers rotates by partial_rotary_factor, whatever it says"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -74,9 +74,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Head size a number of its own: the config must give it.
     **llama_like(
         "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
-        "ministral muse_glimmer_assistant neucodec qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
-        "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime "
-        "xcodec2 ",
+        "ministral muse_glimmer_assistant qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
+        "seed_oss timesfm2_5 t5_gemma_module@t5gemma vaultgemma voxtral_realtime_encoder@voxtral_realtime ",
         head_dim_divides=False,
     ),
     **llama_like("ernie4_5 ernie4_5_moe cohere ", pairing="interleaved"),
@@ -114,7 +113,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         pairing="interleaved",
         head_dim_keys=(),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        fixed={"rotary_value": False},
+        fixed={"rotary_value": (False, "The values are rotated too")},
     ),
     "dbrx": row(
         "dbrx",
@@ -145,7 +144,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             heads=("n_head", "num_attention_heads"),
             layers=("n_layer", "num_hidden_layers"),
             dim_key="rotary_dim",
-            fixed={"rotary": True},
+            fixed={"rotary": (True, "Nothing rotates")},
             kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
         )
         for name in ("gptj", "codegen", "moss")
@@ -178,7 +177,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim_keys=(),
         partial=0.25,
         partial_keys=("partial_rotary_factor", "rope_pct"),
-        fixed={"rotary_scaling_factor": 1.0},
+        fixed={"rotary_scaling_factor": (1.0, "Another factor")},
     ),
     # Multi-head latent attention.
     "deepseek_v2": latent("deepseek_v2", output_order=None),
@@ -332,12 +331,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def register(model_type: str, row: Architecture) -> None:
-    """Make `from_config` read a model_type by a row, in place of the one it may have.
+    """Make `from_config` read a model_type by a row in place of the one it may have, in this process.
 
-    Args:
-        model_type, row: as configs name it; an `Architecture`, or an instance of a subclass.
+    Raises:
+        RopeError: model_type is no word, or row is no instance of `Architecture`.
     """
-    ARCHITECTURES[model_type] = row
+    ARCHITECTURES[model_type] = checked(model_type, row)
     vocabulary.cache_clear()
 
 

@@ -7,6 +7,7 @@ from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.rows import refused, without_rope
 
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
+_BY_HEAD = "transformers rotates each of its heads by the number of the head, not by the position of the token."
 # What models have in place of a rope.
 _INSTEAD = {
     "learned absolute positions": (
@@ -43,6 +44,8 @@ NO_ROPES: dict[str, Architecture] = {
     "wav2vec2-conformer": refused("wav2vec2_conformer", _BEFORE_PROJECTION),
     "seamless_m4t": refused("seamless_m4t", _BEFORE_PROJECTION),
     "neomme": refused("neomme", "Its tokens have two axes: not supported yet."),
+    "neucodec": refused("neucodec", _BY_HEAD),
+    "xcodec2": refused("xcodec2", _BY_HEAD),
     "clvp_encoder": refused("clvp", "It rotates the values as well."),
     "glm5_next_text": without_rope("glm5_next"),
     "jamba": without_rope("jamba"),

@@ -35,8 +35,10 @@ def from_config(
             Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file 256 MiB.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
-        factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1, 32 in 3.2).
-        text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use.
+        factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1 and
+            3.2 Vision, 32 in 3.2 1B and 3B).
+        text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use. It has no
+            effect on models of one axis, so that it can be passed for all of many.
         ignore: keys to read past, as if the file did not have them: for a key about rotation that ropewalk does not
             know and that the model's own code does not read. "a.b" is b inside a. Each becomes a warning.
         download: whether to download the config.json of a hub id that is not in the cache.

@@ -42,6 +42,7 @@ class Reader:
         self.text_only = text_only
         self.origins: dict[str, str] = {}
         self.warnings: list[str] = []
+        self._scaled = False
         self.longest = self._longest()
         self.sections = {name: self.section(name) for name in SECTIONS if fields.get(name) is not None}
         self.nested = any(isinstance(v, Mapping) for v in self.sections.get("rope_parameters", {}).values())
@@ -60,7 +61,8 @@ class Reader:
     def note(self, name: str, where: str) -> None:
         """Say where a value came from, beside where other kinds of layers have it from."""
         before = self.origins.get(name)
-        self.origins[name] = where if before in (None, where) else f"{before} and {where}"
+        known = before is not None and where in before.split(" and ")
+        self.origins[name] = where if before is None else before if known else f"{before} and {where}"
 
     # pairing
 
@@ -109,10 +111,8 @@ class Reader:
         if before is None:
             given[key] = Given(value, where)
         elif before.value != value:
-            must, cure = (
-                f"it must agree with {before.where}, which is {shown(before.value)}",
-                "Which one is the model's?",
-            )
+            must = f"it must agree with {before.where}, which is {shown(before.value)}"
+            cure = f"Which one is the model's? ignore=({self.fields.path + where!r},) passes over this one."
             raise self.fields.error(where, must, shown(value), cure)
 
     def not_flat(self, where: str) -> RopeError:
@@ -238,7 +238,7 @@ class Reader:
             return self.passed_base
         # transformers 5 always writes rope_theta into rope_parameters: where there are some without it, it was lost.
         if implied is None or self.fields.has("rope_parameters"):
-            cure = "Add rope_theta, or pass base=... to from_config."
+            cure = f"Add {key}, or pass base=... to from_config."
             raise self.fields.error(key, "the base must be given", "none", cure)
         base, source = implied
         self.note("base", f"implied by model_type {source}")
@@ -264,13 +264,13 @@ class Reader:
         stated = given.get("partial_rotary_factor")
         by_number = bool(dim_key) and self.fields.has(dim_key)
         if by_number and stated is None:
-            self.origins["rotary_dim"] = dim_key
+            self.note("rotary_dim", dim_key)
             return self.fields.size(dim_key)
         if stated is None:
             if share in (None, 1.0):
-                self.origins["rotary_dim"] = "the whole head"
+                self.note("rotary_dim", "the whole head")
                 return head_dim
-            self.origins["rotary_dim"] = f"{share} of the head, implied by model_type {source}"
+            self.note("rotary_dim", f"{share} of the head, implied by model_type {source}")
             return int(head_dim * share)
         value = number(self.fields.source, stated.where, stated.value, above=0.0)
         if value > 1.0 or (value < 1.0 and share is None):
@@ -282,12 +282,20 @@ class Reader:
         if by_number and self.fields.size(dim_key) != int(head_dim * value):
             must = f"it must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
             raise self.fields.error(stated.where, must, shown(stated.value), "Which one is the model's?")
-        self.origins["rotary_dim"] = f"{stated.where} · head_dim"
+        self.note("rotary_dim", f"{stated.where} · head_dim")
         return int(head_dim * value)
 
     def scheme(self, given: dict[str, Given], beside: frozenset[str]) -> Scaling | None:
         """The scheme that the keys describe; `beside` are keys of sections that say something else."""
-        return hf_scheme.read(self.fields, given, self.longest, self.origins, self.warnings, beside)
+        origins: dict[str, str] = {}
+        scheme = hf_scheme.read(self.fields, given, self.longest, origins, self.warnings, beside)
+        if scheme is not None and not self._scaled:
+            self._scaled = True
+            self.origins.pop("scaling", None)  # that of layers without one
+        if scheme is not None or not self._scaled:
+            for name, where in origins.items():
+                self.note(name, where)
+        return scheme
 
     def section_value(self, key: str) -> tuple[str, Any] | None:
         """The first section that gives a key, and its value; None if none does."""

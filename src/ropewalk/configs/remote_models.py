@@ -52,7 +52,7 @@ REMOTE: dict[str, Architecture] = {
         head_dim_keys=(),
         partial_keys=("rope_pct",),
         partial=0.25,
-        fixed={"rotary_scaling_factor": 1.0},
+        fixed={"rotary_scaling_factor": (1.0, "Another factor")},
     ),
     "mixformer-sequential": remote(
         "modeling_mixformer_sequential.py of phi-1_5",
@@ -68,7 +68,7 @@ REMOTE: dict[str, Architecture] = {
     "deepseek_ocr_text": remote(
         "modeling_deepseekv2.py of DeepSeek-OCR with use_mla false; base of its class",
         head_dim_keys=(),
-        fixed={"qk_rope_head_dim": 0},
+        fixed={"qk_rope_head_dim": (0, "Latent attention without use_mla")},
         **_UNSTATED,
     ),
     "phi4mm": remote(

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.layers import ALL, Pattern
+
+
+def checked(model_type: object, row: object) -> Architecture:
+    """The row, where it is one that `models.register` can take."""
+    who = "models.register"
+    if not isinstance(model_type, str) or not model_type:
+        raise error(who, "model_type must be a word", shown(model_type), "Pass what configs say.")
+    if not isinstance(row, Architecture):
+        cure = 'Build one: Architecture(source="where its code is", pairing="half").'
+        raise error(who, "row must be an Architecture", shown(row), cure)
+    return row
 
 
 def source(folder: str) -> str:

@@ -125,10 +125,16 @@ def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> di
             place[section] = dict(inner)
             place, key, keys = place[section], rest, [f"{section}.{k}" for k in inner]
         if key not in place:
-            meant = nearest(path, [str(k) for k in keys])
+            meant = nearest(path, [str(k) for k in keys]) or _inside(path, result)
             raise error(name, "every key to ignore must be in the config", repr(path), f"Leave it out.{meant}")
         del place[key]
     return result
+
+
+def _inside(key: str, config: Mapping[str, Any]) -> str:
+    """A hint where the key stands inside of a section."""
+    places = [f"{name}.{key}" for name, values in config.items() if isinstance(values, Mapping) and key in values]
+    return f" Did you mean {shown(places[0])}?" if places else ""
 
 
 def _listed(value: Any, name: str) -> Any:

@@ -74,10 +74,10 @@ def _is_about_rotation(key: str) -> bool:
 
 
 def _stray(fields: Fields, key: object, value: Any) -> RopeError:
-    candidates = sorted({*(k for k in fields.read if "." not in k), *_LIKELY} - {""})
+    candidates = sorted({*(k for k in fields.read if "." not in k), *_LIKELY} - {"", str(key)})
     meant = nearest(str(key), candidates)
     name = f"{fields.path}{key}"
-    cure = f"ropewalk does not know what it does.{meant}"
+    cure = f"ropewalk reads no such key of it.{meant}"
     if len(name) <= 100:
         cure += (
             f" If the model's own code does not read it, pass ignore=({name!r},) to from_config, or --ignore on the "

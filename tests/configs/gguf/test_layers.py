@@ -308,8 +308,8 @@ def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> N
     [
         ("gemma4", {LOCAL: 1e4, "attention.key_length_swa": 16}, "sliding_window_pattern: it must be given, since"),
         ("gemma4", {LOCAL: 1e4, PATTERN: [1, 0]}, "rope_freqs.weight: gemma4 needs the tensor"),
-        ("gemma4", {PATTERN: [1, 0]}, "gemma4.rope.freq_base_swa: the base of sliding layers must be given"),
-        ("modern-bert", SLIDES, "modern-bert.rope.freq_base_swa: the base of sliding layers must be given"),
+        ("gemma4", {PATTERN: [1, 0]}, "gemma4.rope.freq_base_swa: the base must be given"),
+        ("modern-bert", SLIDES, "modern-bert.rope.freq_base_swa: the base must be given"),
         ("gemma3", {WINDOW: 128, BASE: None, PATTERN: 2}, "gemma3.rope.freq_base: the base must be given"),
         ("gemma3", {WINDOW: 128, PATTERN: 0}, "sliding_window_pattern must be an integer at least 1, got 0"),
         ("gemma3", {WINDOW: 128, PATTERN: [1, 0, 1]}, "with an entry for each of the 2 layers, got 3 entries"),

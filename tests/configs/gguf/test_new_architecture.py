@@ -12,7 +12,7 @@ import pytest
 import oracle
 from gguf_files import write
 from ropewalk import ModelRopes, RopeError, from_config
-from ropewalk.configs.gguf.architectures import ARCHITECTURES
+from ropewalk.configs.gguf.architectures import ARCHITECTURES, register
 from ropewalk.configs.gguf.row import BASE, BASE_SWA, Every, GgufRow, ImpliedBase, Kind, Layers
 
 # The first of every three layers rotates by the model's base and its scaling. The others have heads of their own size
@@ -47,7 +47,9 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(ARCHITECTURES, "madeup", ROW)
+    monkeypatch.delitem(ARCHITECTURES, "madeup", raising=False)  # and remembers that it was not there
+    monkeypatch.setitem(ARCHITECTURES, "madeup", GgufRow(None))
+    register("madeup", ROW)
     return tmp_path / "model.gguf"
 
 
@@ -120,3 +122,46 @@ def test_a_refusal_is_a_row_as_well(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(ARCHITECTURES, "madeup", GgufRow(None, refusal="It rotates on a torus"))
     with pytest.raises(RopeError, match="It rotates on a torus"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "far", "near"),
+    [
+        ({"rope.angle_root": 2e4}, 2e4, 2e4),
+        ({BASE: 3e4, "rope.angle_root": 2e4}, 2e4, 3e4),
+        ({BASE: 3e4, "rope.angle_root": 2e4, "rope.near_root": 4e4}, 2e4, 3e4),
+        ({"rope.angle_root": 2e4, "rope.near_root": 4e4}, 2e4, 4e4),
+    ],
+)
+def test_bases_of_its_own(given: dict[str, Any], far: float, near: float, path: Path) -> None:
+    """The first of a kind's keys that is given counts, whatever they are called."""
+    kinds = {"far": Kind(("rope.angle_root",)), "near": Kind((BASE, "rope.near_root", "rope.angle_root"))}
+    register("madeup", GgufRow("half", layers=Layers(kinds, Every(2, "far", "near"))))
+    keys = {"block_count": 2, "attention.key_length": 16, **given}
+    ropes = from_config(write(path, keys, architecture="madeup"))
+    assert [rope.base for rope in ropes.layers if rope is not None] == [near, far]
+    assert "madeup.rope.angle_root" in ropes.origins["base"]
+
+
+def test_a_base_of_its_own_must_be_given(path: Path) -> None:
+    kinds = {"far": Kind(("rope.angle_root", "rope.near_root"))}
+    register("madeup", GgufRow("half", layers=Layers(kinds, "far")))
+    keys = {"block_count": 2, "attention.key_length": 16}
+    with pytest.raises(RopeError, match=r"madeup.rope.angle_root or madeup.rope.near_root: the base must be given"):
+        from_config(write(path, keys, architecture="madeup"))
+    with pytest.raises(RopeError, match=r"madeup.rope.near_root must be a finite number greater than 1"):
+        from_config(write(path, {**keys, "rope.near_root": 0.5}, architecture="madeup"))
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("madeup", 3, "row must be a GgufRow, got 3"),
+        ("madeup", GgufRow, "row must be a GgufRow, got <class"),
+        (3, ROW, "architecture must be a word, got 3"),
+        ("", ROW, "architecture must be a word, got ''"),
+    ],
+)
+def test_register_refuses(name: Any, row: Any, says: str) -> None:
+    with pytest.raises(RopeError, match=f"architectures.register: {says}"):
+        register(name, row)

@@ -382,7 +382,7 @@ BOTH = {SHORT: ONES, LONG: ONES}
         ({"rope.frq_base": 1e4}, {}, "llama", "would have no effect. Did you mean 'llama.rope.freq_base'?"),
         ({"roep.freq_base": 1e4}, {}, "llama", "'llama.roep.freq_base': a key about rotation must be one that"),
         ({S + "low_freq_factor": 1.0}, {}, "llama", "a key about rotation must be one that llama.cpp reads for llama"),
-        ({S + "type": "llama3"}, {}, "llama", "type must be one of 'none', 'linear', 'yarn', 'longrope', got 'llama3'"),
+        ({S + "type": "llama3"}, {}, "llama", "type must be one of 'none', 'linear', 'longrope', 'yarn', got 'llama3'"),
         ({S + "type": 2}, {}, "llama", "llama.rope.scaling.type must be one of"),
         (
             {S + "type": "none", S + "factor": 4.0},

@@ -24,11 +24,11 @@ class ChatGLM(Architecture):
         """Half where original_rope is false."""
         return self.pairing if c.fields.boolean("original_rope", True) else "half"
 
-    def base(self, c: Reader, kind: Kind, given: dict[str, Given]) -> float:
+    def base(self, c: Reader, name: str, kind: Kind, given: dict[str, Given]) -> float:
         """10000 times rope_ratio."""
         key = "rope_ratio"
         if "rope_theta" in given or c.passed_base is not None or not c.fields.has(key):
-            return super().base(c, kind, given)
+            return super().base(c, name, kind, given)
         factor = number(c.fields.source, key, c.fields.get(key), above=0.0)
         if factor != 1.0:
             self._mind_the_factor(c, key)
@@ -58,7 +58,7 @@ MODELS = {
         partial_keys=(),
         partial=0.5,
         kinds={ALL: Kind(bases=(), implied_base=_BASE)},
-        fixed={"position_encoding_2d": False},  # ChatGLM-6B, the first, has two axes
+        fixed={"position_encoding_2d": (False, "Tokens of ChatGLM-6B, the first, have two positions each")},
         idle={"rotary_percent": "the code of CodeGeeX 2 rotates half of the head, whatever it says"},
     )
 }

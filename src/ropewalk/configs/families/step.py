@@ -45,6 +45,6 @@ MODELS = {
         partial=1.0,
         kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
         partial_keys=_LISTED["partial_rotary_factor"],
-        fixed={"yarn_only_types": [_FULL]},
+        fixed={"yarn_only_types": ([_FULL], "Other layers are scaled")},
     )
 }

@@ -2,13 +2,14 @@
 
 Checked against llama.cpp as vendored in llama-cpp-python 0.3.36: llama_model_rope_type in src/llama-model.cpp for the
 pairing; src/models/*.cpp for which layers rotate how and which tensors and keys are read; conversion/*.py for what
-files hold. A new architecture is one more entry here, or from outside `ARCHITECTURES["name"] = GgufRow(...)`.
+files hold. A new architecture is one more entry here, or from outside `register("name", GgufRow(...))`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ropewalk._checks import error, shown
 from ropewalk.configs.gguf.row import (
     ALL,
     BASE,
@@ -229,3 +230,21 @@ _ROWS: dict[str, GgufRow] = {
 ARCHITECTURES: dict[str, GgufRow] = {name: row for names, row in _ROWS.items() for name in names.split()}
 # One that the table does not have: the caller says how it pairs, and every tensor of factors counts.
 UNKNOWN = GgufRow(None, freqs="read", longrope="by type")
+
+
+def register(architecture: str, row: GgufRow) -> None:
+    """Make `from_config` read an architecture by a row, in place of the one it may have; in this process.
+
+    Args:
+        architecture, row: as general.architecture names it; what it implies.
+
+    Raises:
+        RopeError: architecture is no word, or row is no `GgufRow`.
+    """
+    who = "architectures.register"
+    if not isinstance(architecture, str) or not architecture:
+        cure = "Pass what general.architecture says."
+        raise error(who, "architecture must be a word", shown(architecture), cure)
+    if not isinstance(row, GgufRow):
+        raise error(who, "row must be a GgufRow", shown(row), 'Build one, e.g. GgufRow("half").')
+    ARCHITECTURES[architecture] = row

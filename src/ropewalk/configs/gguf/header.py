@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ropewalk._checks import MAX_HEAD_DIM, RopeError, error, integer, shown
+from ropewalk.schemes import LongRoPE, PerPair
 
 MAGIC = b"GGUF"
-FREQS, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+FREQS = PerPair.gguf["factors"]
+SHORT, LONG = LongRoPE.gguf["short_factor"], LongRoPE.gguf["long_factor"]
 
 _NEVER_TURNS = 1e30  # what converters write for a pair that stands still
 # Bounds far above any model, so that a corrupt file costs neither time nor memory.

@@ -97,11 +97,10 @@ class Keys:
     def refuse_unsupported(self) -> None:
         """Raise if a key says something that llama.cpp does not read for this architecture."""
         reads = self.row.reads()
+        self.taken |= {self.key(name) for name in reads}
         for name, why in _OF_SOME.items():
             value = self.fields.get(self.key(name))
-            if name in reads:
-                self.taken.add(self.key(name))
-            elif value is not None:
+            if name not in reads and value is not None:
                 raise self.fields.error(self.key(name), "it must not be given", shown(value), why)
         local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
         self.taken.add(self.key(BASE_SWA))

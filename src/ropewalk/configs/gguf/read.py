@@ -20,7 +20,6 @@ from ropewalk.configs.gguf.keys import Keys
 from ropewalk.configs.gguf.layers import kinds_of_layers
 from ropewalk.configs.gguf.row import (
     BASE,
-    BASE_SWA,
     DIM,
     DIM_SWA,
     HEAD,
@@ -216,15 +215,18 @@ class _Reader:
 
     def _base(self, kind: Kind) -> float:
         """The base of a kind of layers: of its keys the first that is given, or what it implies."""
-        key = self.keys.key(BASE_SWA)
-        if BASE_SWA in kind.bases and self.keys.fields.has(key):
-            self._came("base", key)
-            return self.keys.fields.base(key, self.keys.fields.get(key), None)
-        if BASE in kind.bases:
+        keys = {name: self.keys.key(name) for name in kind.bases}
+        name = next((name for name, key in keys.items() if self.keys.fields.has(key)), BASE if BASE in keys else "")
+        if name == BASE:
             return self._model_base()
+        if name:
+            self._came("base", keys[name])
+            return self.keys.fields.base(keys[name], self.keys.fields.get(keys[name]), None)
         if kind.implied_base is None:
             cure = "llama.cpp would take 10000, which may not be the model's. Convert the model anew."
-            raise self.keys.fields.error(key, "the base of sliding layers must be given", "none", cure)
+            raise self.keys.fields.error(
+                " or ".join(keys.values()) or self.keys.key(BASE), "the base must be given", "none", cure
+            )
         self._came("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
         return kind.implied_base
 

@@ -29,8 +29,9 @@ class Kind:
     """How the layers of one kind get their rope.
 
     Args:
-        bases: keys of the base; the first that is given counts.
-        implied_base: the base where none is given; None where that is an error.
+        bases: keys of the base; the first that is given counts. rope.freq_base is the model's: base=... of
+            from_config and the implied base of the row stand in for it.
+        implied_base: the base where none is given and rope.freq_base is none of them; None where that is an error.
         scaled: whether the scaling of the model is meant for this kind.
         own_head: whether attention.key_length_swa and rope.dimension_count_swa are read for it.
     """

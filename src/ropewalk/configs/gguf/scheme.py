@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
-from ropewalk._checks import choice, integer
+from ropewalk._checks import RopeError, choice, integer, within
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.keys import REMOVE, Keys
-from ropewalk.schemes import NTK, Linear, LongRoPE, PerPair, Scaling, YaRN
+from ropewalk.configs.gguf.row import ORIGINAL
+from ropewalk.schemes import NTK, SCHEMES, Linear, LongRoPE, PerPair, Scaling, YaRN, build
 
-_TYPES = ("none", "linear", "yarn", "longrope")
+_FACTOR = Linear.gguf["factor"]
+_FACTOR_BEFORE = "rope.scale_linear"  # what it was called before
+_ATTENTION = PerPair.gguf["attention_factor"]
 
 
 class SchemeReader:
@@ -39,7 +42,7 @@ class SchemeReader:
             "yarn": self._yarn,
             "longrope": self._longrope,
         }
-        scheme = make[kind]()
+        scheme = make[kind]() if kind in make else self._by_its_keys(SCHEMES[kind])
         self.keys.refuse_untaken(kind)
         if scheme is not None:
             self.keys.warnings += scheme.warnings(self.keys.longest, named="context_length", trained=self.keys.original)
@@ -51,7 +54,8 @@ class SchemeReader:
         key = self.keys.key("rope.scaling.type")
         stated = self.keys.fields.get(key)
         if stated is not None:
-            choice(self.keys.fields.source, key, stated, _TYPES)
+            types = ("none", *(name for name, scheme in SCHEMES.items() if scheme.gguf))
+            choice(self.keys.fields.source, key, stated, types)
         by_tensors = self.keys.row.longrope == "by tensors" and not self.tensors.keys().isdisjoint({SHORT, LONG})
         if by_tensors and stated != "yarn":
             self.keys.origins["scaling"] = f"{LONG}, whatever rope.scaling.type of {self.keys.architecture} says"
@@ -86,7 +90,7 @@ class SchemeReader:
             raise self.keys.fields.error(
                 FREQS, f"{self.keys.architecture} needs the tensor", "none", "Convert the model anew."
             )
-        if kind in ("linear", "yarn") and self.tensors:
+        if kind not in ("none", "longrope") and self.tensors:
             raise self.keys.fields.error(FREQS, f"it must not come with scaling {kind!r}", "both", "Not supported yet.")
 
     def _refuse_part(self) -> None:
@@ -102,14 +106,14 @@ class SchemeReader:
             )
 
     def _factor(self) -> float | None:
-        """rope.scaling.factor, or what it was called before."""
+        """The factor by its key, or by what that was called before."""
         new, old = (
-            self.keys.number("rope.scaling.factor", at_least=0.0),
-            self.keys.number("rope.scale_linear", at_least=0.0),
+            self.keys.number(_FACTOR, at_least=0.0),
+            self.keys.number(_FACTOR_BEFORE, at_least=0.0),
         )
         if new is not None and old is not None and new != old:
             raise self.keys.fields.error(
-                self.keys.key("rope.scale_linear"),
+                self.keys.key(_FACTOR_BEFORE),
                 f"it must agree with rope.scaling.factor={new:g}",
                 f"{old:g}",
                 f"llama.cpp goes by rope.scaling.factor: {REMOVE}.",
@@ -117,15 +121,15 @@ class SchemeReader:
         return new if new is not None else old
 
     def _unscaled(self) -> Scaling | None:
-        self.keys.taken -= {self.keys.key("rope.scaling.factor"), self.keys.key("rope.scale_linear")}
+        self.keys.taken -= {self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)}
         if FREQS in self.tensors:
             self.keys.origins["factors"] = FREQS
             self.keys.origins["scaling"] = FREQS
             return PerPair(factors=self.tensors[FREQS], attention_factor=self._attention_factor())
-        alpha = self.keys.number("rope.scaling.alpha") if self.keys.row.alpha else None
+        alpha = self.keys.number(NTK.gguf["alpha"]) if self.keys.row.alpha else None
         if alpha in (None, 0.0, 1.0):
             return None
-        self.keys.origins["alpha"] = self.keys.origins["scaling"] = self.keys.key("rope.scaling.alpha")
+        self.keys.origins["alpha"] = self.keys.origins["scaling"] = self.keys.key(NTK.gguf["alpha"])
         return NTK(alpha=alpha)
 
     def _linear(self) -> Scaling | None:
@@ -136,26 +140,24 @@ class SchemeReader:
         return Linear(factor=factor)
 
     def _factor_key(self) -> str:
-        return self.keys.fields.first((self.keys.key("rope.scaling.factor"), self.keys.key("rope.scale_linear")))
+        return self.keys.fields.first((self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)))
 
     def _attention_factor(self) -> float:
         """rope.scaling.attn_factor, which multiplies cos and sin."""
-        factor = self.keys.number("rope.scaling.attn_factor", above=0.0)
+        factor = self.keys.number(_ATTENTION, above=0.0)
         if factor is not None:
-            self.keys.origins["attention_factor"] = self.keys.key("rope.scaling.attn_factor")
+            self.keys.origins["attention_factor"] = self.keys.key(_ATTENTION)
         return 1.0 if factor is None else factor
 
     def _yarn(self) -> YaRN:
-        factor = self.keys.needed("rope.scaling.factor", self._factor(), "llama.cpp would not scale at all.")
-        original = self.keys.needed(
-            "rope.scaling.original_context_length", self.keys.original, "llama.cpp would take context_length."
-        )
+        factor = self.keys.needed(_FACTOR, self._factor(), "llama.cpp would not scale at all.")
+        original = self.keys.needed(ORIGINAL, self.keys.original, "llama.cpp would take context_length.")
         values: dict[str, Any] = {}
         if self.keys.row.yarn_betas:
-            for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-                if (value := self.keys.number(f"rope.scaling.{key}", above=0.0)) is not None:
+            for name in ("beta_fast", "beta_slow"):
+                if (value := self.keys.number(YaRN.gguf[name], above=0.0)) is not None:
                     values[name] = value
-                    self.keys.origins[name] = self.keys.key(f"rope.scaling.{key}")
+                    self.keys.origins[name] = self.keys.key(YaRN.gguf[name])
         if self.keys.row.yarn_log:
             values |= self._mscale()
         scheme = YaRN(factor=factor, original_max_position_embeddings=original, **values)
@@ -168,14 +170,31 @@ class SchemeReader:
 
     def _mscale(self) -> dict[str, float]:
         """DeepSeek's weights of the attention factor."""
-        weight = self.keys.number("rope.scaling.yarn_log_multiplier", at_least=0.0)
+        key = YaRN.gguf["mscale_all_dim"]
+        weight = self.keys.number(key, at_least=0.0)
         if not weight:
             return {}
-        self.keys.origins["mscale_all_dim"] = self.keys.key("rope.scaling.yarn_log_multiplier")
+        self.keys.origins["mscale_all_dim"] = self.keys.key(key)
         if self.keys.row.yarn_log == "tenth":
             weight = float(f"{10 * weight:.6g}")  # a tenth in float32: more digits were never there
             self.keys.origins["mscale_all_dim"] += ", ten times"
         return {"mscale": weight if self.keys.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
+
+    def _by_its_keys(self, scheme: type[Scaling]) -> Scaling:
+        """A scheme whose keys say all there is to it: those of `Scaling.gguf`."""
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cast(Any, scheme)):
+            name = scheme.gguf.get(field.name)
+            stated = None if name is None else self.keys.fields.get(self.keys.key(name))
+            optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            if name is not None and (stated is not None or not optional):
+                values[field.name] = self.keys.needed(name, stated, f"{scheme.__name__} needs it.")
+                self.keys.origins[field.name] = self.keys.key(name)
+                self.keys.taken.add(self.keys.key(name))
+        try:
+            return build(scheme, values)
+        except RopeError as e:
+            raise within(self.keys.fields.source, e) from None
 
     def _check_stated_magnitude(self, scheme: YaRN) -> None:
         """llama.cpp computes YaRN's factor itself, whatever yarn_attn_factor says: both must be the same."""
@@ -189,11 +208,9 @@ class SchemeReader:
             )
 
     def _longrope(self) -> LongRoPE:
-        original = self.keys.needed(
-            "rope.scaling.original_context_length", self.keys.original, "The long factors apply beyond it."
-        )
+        original = self.keys.needed(ORIGINAL, self.keys.original, "The long factors apply beyond it.")
         self.keys.origins["short_factor"], self.keys.origins["long_factor"] = SHORT, LONG
-        if not self.keys.fields.has(self.keys.key("rope.scaling.attn_factor")):
+        if not self.keys.fields.has(self.keys.key(_ATTENTION)):
             self.keys.warnings.append(
                 "the file states no rope.scaling.attn_factor; llama.cpp takes 1, other engines compute it."
             )

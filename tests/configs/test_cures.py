@@ -1,0 +1,144 @@
+"""What a message tells to do works: each cure is tried on the config that caused it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from each import each
+from ropewalk import ModelRopes, RopeError, from_config
+from ropewalk.configs.models import ARCHITECTURES
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DEFAULTS = json.loads((GOLDEN / "class_defaults.json").read_text())["rows"]
+RELEASED = {row["file"]: row["config"] for row in json.loads((GOLDEN / "released.json").read_text())["rows"]}
+
+
+def read(config: dict[str, Any], **how: Any) -> ModelRopes:
+    return from_config(config, text_only=True, **how)
+
+
+def refusal(config: dict[str, Any], **how: Any) -> str:
+    with pytest.raises(RopeError) as raised:
+        read(config, **how)
+    return str(raised.value)
+
+
+def without_base(config: dict[str, Any], row: Any) -> dict[str, Any]:
+    """The same, as if the base had been lost wherever it may stand."""
+    names = {"rope_theta", *row.base_keys()}
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cut(inner) for key, inner in value.items() if key not in names}
+        return value
+
+    return {key: value for key, value in cut(config).items() if value != {}}
+
+
+def put(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy with a value under "a.b.c"."""
+    key, _, rest = path.partition(".")
+    return {**config, key: put(dict(config.get(key) or {}), rest, value) if rest else value}
+
+
+def test_a_base_that_is_missing() -> None:
+    """Of every model: adding the key that the message names, once for each kind of layer that lacks it, is enough."""
+    tried = []
+
+    def check(row: dict[str, Any]) -> None:
+        config = without_base(row["config"], ARCHITECTURES[row["model_type"]])
+        for _ in range(4):
+            try:
+                read(config)
+                return
+            except RopeError as e:
+                named = re.search(r"the base must be given, got none\. Add ([\w.]+), or pass base=", str(e))
+                if named is None:
+                    return  # something else is missing without the sections
+                tried.append(row["model_type"])
+                config = put(config, named[1], 12345.0)
+        raise AssertionError(f"still refused after {named}")
+
+    known = [row for row in DEFAULTS if row["model_type"] in ARCHITECTURES and "variant" not in row]
+    each(((row["model_type"], row) for row in known), check)
+    assert len(set(tried)) > 100
+    assert {"modernbert", "gemma4_text"} <= set(tried)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen", "moss", "roformer", "chatglm", "telechat"])
+def test_no_key_is_likened_to_itself(model_type: str) -> None:
+    row = next(
+        (row["config"] for row in DEFAULTS if row["model_type"] == model_type), {**LLAMA, "model_type": model_type}
+    )
+    sizes = {"num_layers": 1, "n_head": 2, "n_layer": 1, "kv_channels": 64, "multi_query_group_num": 2}
+    said = refusal({**row, **(sizes if model_type in ("chatglm", "telechat") else {}), "rope_theta": 1e5})
+    assert "Did you mean 'rope_theta'" not in said
+    assert "Did you mean 'base'" not in said
+
+
+def test_two_values_that_disagree() -> None:
+    twice = {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    (named,) = re.findall(r"ignore=\('([\w.]+)',\)", refusal(twice))
+    assert read(twice, ignore=(named,)).rope.base == 1e4
+
+
+def test_a_key_to_ignore_that_stands_inside_of_a_section() -> None:
+    scaled = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}
+    assert "ignore=('rope_scaling.beta_fast',)" in refusal(scaled)
+    assert "Did you mean 'rope_scaling.beta_fast'?" in refusal(scaled, ignore=("beta_fast",))
+
+
+def test_the_reason_why_a_value_is_refused() -> None:
+    assert "Tokens of ChatGLM-6B, the first, have two positions each: not supported yet." in refusal(
+        RELEASED["336.json"]
+    )
+
+
+def test_files_of_other_programs() -> None:
+    for name in ("299.json", "300.json"):  # ExecuTorch
+        assert "transformers writes it; other programs have keys of their own." in refusal(RELEASED[name])
+    said = refusal(RELEASED["311.json"])
+    (factor,) = re.findall(r"Pass factor=([\d.]+) \(Llama 3\.2 Vision\)", said)
+    assert from_config(RELEASED["311.json"], factor=float(factor)).rope.scaling.factor == 8.0  # type: ignore[union-attr]
+
+
+def test_where_values_come_from_where_layers_differ() -> None:
+    """The scaling of one kind of layer is not said to come from another, and no place is said twice."""
+    layered = {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "layer_types": ["full_attention", "sliding_attention"] * 3,
+        "sliding_window": 8,
+    }
+    sizes = {"head_dim": 16, "num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 64}
+    for order in (1, -1):
+        layers = layered["layer_types"][::order]
+        ropes = read({"model_type": "gemma3_text", **layered, **sizes, "layer_types": layers})
+        assert ropes.origins["scaling"] == "rope_parameters.full_attention.rope_type"
+        assert sorted(ropes.origins["base"].split(" and ")) == [
+            "rope_parameters.full_attention.rope_theta",
+            "rope_parameters.sliding_attention.rope_theta",
+        ]
+        assert ropes.origins["rotary_dim"] == "the whole head"
