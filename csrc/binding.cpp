@@ -6,6 +6,7 @@
 #include <string>
 
 #include "pages.h"
+#include "plain.h"
 #include "ropewalk.h"
 #include "threads.h"
 
@@ -125,6 +126,15 @@ int64_t elements_of(const ropewalk_rotation &r) {
     return r.batch * r.tokens * heads * r.head_dim;
 }
 
+void run(const ropewalk_rotation &r, int64_t size, int64_t elements, int threads) {
+    for (int n = 0; n < r.tensor_count; ++n) {
+        const ropewalk_tensor &x = r.tensors[n];
+        if (x.out != x.in) ropewalk::ask_for_large_pages(x.out, r.batch * r.tokens * x.heads * r.head_dim * size);
+    }
+    ropewalk::share_rows(r.batch * r.tokens, threads_for(elements, threads),
+                         [&](int64_t begin, int64_t end) { kernels->rotate(&r, begin, end); });
+}
+
 void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape, const nb::tuple &cos_strides,
             const nb::tuple &sin_strides, int dtype, int table_dtype, const nb::tuple &layout, bool interleaved, int64_t offset,
             bool conjugate, int64_t threads) {
@@ -133,13 +143,131 @@ void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tupl
     int64_t elements = elements_of(r);
     require_memory((cos && sin) || elements == 0);
     nb::gil_scoped_release release;
-    for (int n = 0; n < r.tensor_count; ++n) {
-        const ropewalk_tensor &x = r.tensors[n];
-        int64_t size = dtype == ROPEWALK_F64 ? 8 : dtype == ROPEWALK_F32 ? 4 : 2;
-        if (x.out != x.in) ropewalk::ask_for_large_pages(x.out, r.batch * r.tokens * x.heads * r.head_dim * size);
+    run(r, dtype == ROPEWALK_F64 ? 8 : dtype == ROPEWALK_F32 ? 4 : 2, elements, static_cast<int>(threads));
+}
+
+ropewalk::Torch torch;
+
+int threads_of_torch() {
+    PyObject *answer = PyObject_CallNoArgs(torch.num_threads);
+    if (!answer) throw nb::python_error();
+    long threads = PyLong_AsLong(answer);
+    Py_DECREF(answer);
+    return static_cast<int>(threads);
+}
+
+// Everything that `rotate_plain` asks torch; False where this torch has no exchange API.
+bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple watchers) {
+    nb::object type = torch_module.attr("Tensor"), c = torch_module.attr("_C");
+    auto keep = [](nb::object object) { return object.release().ptr(); };
+    torch.tensor_type = keep(type);
+    torch.layouts = keep(layouts), torch.watchers = keep(watchers);
+    torch.forward_ad = keep(torch_module.attr("autograd").attr("forward_ad"));
+    torch.grad_enabled = keep(c.attr("is_grad_enabled")), torch.inference_enabled = keep(c.attr("is_inference_mode_enabled"));
+    torch.is_neg = keep(type.attr("is_neg")), torch.is_inference = keep(type.attr("is_inference"));
+    torch.empty_like = keep(torch_module.attr("empty_like")), torch.num_threads = keep(torch_module.attr("get_num_threads"));
+    torch.increment_version = keep(c.attr("_increment_version")), torch.empty = keep(torch_module.attr("empty"));
+    torch.dtype_keyword = keep(nb::make_tuple("dtype"));
+    torch.requires_grad = PyUnicode_InternFromString("requires_grad");
+    torch.current_level = PyUnicode_InternFromString("_current_level");
+    torch.api = ropewalk::exchange_api_of(torch.tensor_type);
+    return torch.api != nullptr;
+}
+
+int dtype_of(const ropewalk::TensorView &x) {
+    if (x.is_float(32)) return ROPEWALK_F32;
+    if (x.is_bfloat()) return ROPEWALK_BF16;
+    if (x.is_float(16)) return ROPEWALK_F16;
+    return x.is_float(64) ? ROPEWALK_F64 : -1;
+}
+
+// Rotates q, or q and k, and gives what Rotation.__call__ gives, or True in place; None where something is not usual, and
+// nothing was done.
+nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
+                        int64_t rotary_dim, bool interleaved, int64_t offset, bool in_place) {
+    const nb::object unusual = nb::none();
+    PyObject *axes = PyUnicode_CheckExact(layout.ptr()) ? PyDict_GetItem(torch.layouts, layout.ptr()) : nullptr;
+    if (!axes || torch.watched()) return unusual;
+    const ropewalk::TensorView *views[2];
+    ropewalk::TensorView of_q, of_k, of_cos, of_sin;
+    const int count = k.is_none() ? 1 : 2;
+    PyObject *const given[2] = {q.ptr(), k.ptr()};
+    if (!torch.view(given[0], of_q) || (count == 2 && !torch.view(given[1], of_k))) return unusual;
+    if (!torch.view(cos.ptr(), of_cos) || !torch.view(sin.ptr(), of_sin)) return unusual;
+    views[0] = &of_q, views[1] = &of_k;
+
+    const int dtype = dtype_of(of_q), table_dtype = dtype_of(of_cos), table_axes = of_cos.axes;
+    if (dtype < 0 || (table_dtype != ROPEWALK_F32 && table_dtype != ROPEWALK_F64) || dtype_of(of_sin) != table_dtype) return unusual;
+    if (table_axes < 2 || table_axes > 3 || of_sin.axes != table_axes) return unusual;
+    for (int i = 0; i < table_axes; ++i) {
+        if (of_cos.shape[i] != of_sin.shape[i]) return unusual;
     }
-    ropewalk::share_rows(r.batch * r.tokens, threads_for(elements, threads),
-                         [&](int64_t begin, int64_t end) { kernels->rotate(&r, begin, end); });
+    if (2 * of_cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return unusual;
+
+    const Axes at = axes_from(nb::borrow<nb::tuple>(axes));
+    ropewalk_rotation r{};
+    r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
+    r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
+    r.batch = at.at[0] < 0 ? 1 : 0, r.tokens = of_cos.shape[table_axes - 2];
+    for (int n = 0; n < count; ++n) {
+        const ropewalk::TensorView &x = *views[n];
+        if (x.axes != at.count() || dtype_of(x) != dtype || x.shape[at.at[3]] != head_dim) return unusual;
+        if (x.shape[at.at[1]] != r.tokens || x.elements() == 0) return unusual;
+        if (at.at[0] >= 0 && n == 0) r.batch = x.shape[at.at[0]];
+        if (at.at[0] >= 0 && x.shape[at.at[0]] != r.batch) return unusual;
+    }
+    if (table_axes == 3 && (at.at[0] < 0 || of_cos.shape[0] != r.batch)) return unusual;
+    if (ropewalk::Torch::says(torch.grad_enabled)) {
+        for (PyObject *x : {given[0], given[count - 1], cos.ptr(), sin.ptr()}) {
+            if (torch.wants_gradient(x)) return unusual;
+        }
+    }
+    const int64_t size = of_q.dtype_bits / 8;
+    if (in_place) {
+        const bool inference = ropewalk::Torch::says(torch.inference_enabled);
+        for (int n = 0; n < count; ++n) {
+            for (int i = 0; i < at.count(); ++i) {
+                if (views[n]->strides[i] == 0 && views[n]->shape[i] > 1) return unusual;
+            }
+            if (!inference && ropewalk::Torch::says(torch.is_inference, given[n])) return unusual;
+        }
+        if (count == 2 && !ropewalk::apart(of_q, of_k, at.at, size)) return unusual;
+    }
+
+    nb::object outputs[2];
+    int64_t elements = 0;
+    for (int n = 0; n < count; ++n) {
+        const ropewalk::TensorView &x = *views[n];
+        ropewalk_tensor &to = r.tensors[n];
+        to.in = to.out = x.first(), to.heads = x.shape[at.at[2]];
+        for (int i = 0; i < 4; ++i) to.in_stride[i] = to.out_stride[i] = at.at[i] < 0 ? 0 : x.strides[at.at[i]];
+        elements += x.elements();
+        if (in_place) continue;
+        outputs[n] = nb::steal(PyObject_CallOneArg(torch.empty_like, given[n]));
+        ropewalk::TensorView out;
+        if (!outputs[n].ptr()) throw nb::python_error();
+        if (!torch.view(outputs[n].ptr(), out)) return unusual;
+        to.out = out.first();
+        for (int i = 0; i < 4; ++i) to.out_stride[i] = at.at[i] < 0 ? 0 : out.strides[at.at[i]];
+    }
+    r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
+    for (auto [view, strides] : {std::pair{&of_cos, r.tables.cos_stride}, std::pair{&of_sin, r.tables.sin_stride}}) {
+        strides[0] = table_axes == 3 && view->shape[0] > 1 ? view->strides[0] : 0;
+        strides[1] = view->strides[table_axes - 2], strides[2] = view->strides[table_axes - 1];
+    }
+    if (elements < 2 * GRAIN) {
+        run(r, size, elements, 1);
+    } else {
+        const int threads = threads_of_torch();
+        nb::gil_scoped_release release;
+        run(r, size, elements, threads);
+    }
+    if (!in_place) return count == 1 ? outputs[0] : nb::object(nb::make_tuple(outputs[0], outputs[1]));
+    nb::object changed = count == 1 ? nb::make_tuple(q) : nb::make_tuple(q, k);
+    PyObject *counted = PyObject_CallOneArg(torch.increment_version, changed.ptr());
+    if (!counted) throw nb::python_error();
+    Py_DECREF(counted);
+    return nb::bool_(true);
 }
 
 void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, const nb::tuple &table_shape, int dtype,
@@ -166,6 +294,40 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t steps, int64_t pairs, d
                          [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
 }
 
+// cos and sin of positions and steps, as `angles` makes them; None where something is not usual. `steps`: int64 in bytes.
+nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype) {
+    ropewalk::TensorView at, to[2];
+    if (torch.watched() || !torch.view(positions.ptr(), at) || !at.is_int(64) || at.axes < 1 || at.axes > 2) return nb::none();
+    const int64_t pairs = static_cast<int64_t>(steps.size() / sizeof(int64_t)), rows = at.elements();
+    if (rows == 0 || at.strides[at.axes - 1] != 1 || (at.axes == 2 && at.strides[0] != at.shape[1])) return nb::none();
+    nb::object sizes[3], tables[2];
+    PyObject *given[4];
+    for (int i = 0; i <= at.axes; ++i) {
+        sizes[i] = nb::int_(i < at.axes ? at.shape[i] : pairs);
+        given[i] = sizes[i].ptr();
+    }
+    given[at.axes + 1] = dtype.ptr();
+    for (int i = 0; i < 2; ++i) {
+        tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, given, at.axes + 1, torch.dtype_keyword)
+                                     : PyObject_CallOneArg(torch.empty_like, tables[0].ptr()));  // which is quicker
+        if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // no dtype, or no memory: the same again in Python
+        if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
+    }
+    ropewalk_angles a{};
+    a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
+    a.steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
+    a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0]));
+    a.cos = to[0].first(), a.sin = to[1].first();
+    if (8 * rows * pairs < 2 * GRAIN) {
+        kernels->angles(&a, 0, rows);
+    } else {
+        const int threads = threads_for(8 * rows * pairs, threads_of_torch());
+        nb::gil_scoped_release release;
+        ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
+    }
+    return nb::make_tuple(tables[0], tables[1]);
+}
+
 nb::list levels() {
     nb::list names;
     for (int level = 0; level < ROPEWALK_LEVELS; ++level) {
@@ -188,6 +350,10 @@ NB_MODULE(_cpu, m) {
     m.def("levels", &levels);
     m.def("use_level", &use_level);
     m.def("rotate", &rotate);
+    m.def("use_torch", &use_torch);
+    m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
+    m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
 }

@@ -26,6 +26,8 @@ constexpr int64_t BLOCK = 64;
 constexpr int64_t HEADS = 8;
 // Pairs whose table fits a buffer on the stack.
 constexpr int64_t CHUNK = 512;
+// Heads that are asked for before they are needed, and bytes from which on tensors lie too far away for the processor to do so.
+constexpr int64_t AHEAD = 4, FAR = int64_t{4} << 20;
 
 // Bytes of output that no cache will hold until somebody reads them.
 constexpr int64_t LARGE = int64_t{16} << 20;
@@ -47,7 +49,7 @@ struct Run {
     int64_t in_step, out_step, in_stride, out_stride;
     const typename T::Real *cos, *sin;
     int64_t heads, pairs, partner;
-    bool past_caches;
+    bool past_caches, far;
 };
 
 template <class T, bool interleaved, bool conjugate>
@@ -153,6 +155,11 @@ ROPEWALK_APART void turn_blocks(const Run<T> &run, int64_t first) {
     auto *out = run.out + (interleaved ? 2 * first : first);
     int64_t in_step = run.in_step, out_step = run.out_step, partner = run.partner;
     for (int64_t n = run.heads; n > 0; --n, in += in_step, out += out_step) {
+        // The processor's own prefetching ends with each page: a tenth of the time of bfloat16 that is in no cache.
+        for (int i = 0; i < (run.far ? COUNT : 0); ++i) {
+            __builtin_prefetch(in + AHEAD * in_step + i * STEP);
+            if (!interleaved) __builtin_prefetch(in + AHEAD * in_step + i * STEP + partner);
+        }
         for (int i = 0; i < COUNT; ++i) blocks[i].template turn<past_caches>(in + i * STEP, out + i * STEP, partner);
     }
 }
@@ -260,10 +267,11 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     bool as_it_is = t.dtype == (sizeof(Real) == sizeof(double) ? ROPEWALK_F64 : ROPEWALK_F32) && t.cos_stride[2] == 1 &&
                     t.sin_stride[2] == 1;
     int64_t heads = r.tensors[0].heads + (r.tensor_count > 1 ? r.tensors[1].heads : 0);
-    bool past_caches = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored)) >= LARGE;
+    int64_t size = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored));
+    bool past_caches = size >= LARGE;
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
-    run.partner = r.pairs;
+    run.partner = r.pairs, run.far = size >= FAR && sizeof(typename T::Stored) == 2;  // wider ones wait for memory
     for (int64_t row = begin, count; row < end; row += count) {
         int64_t batch = row / r.tokens, token = row % r.tokens;
         count = smaller(smaller(end - row, r.tokens - token), as_it_is ? BLOCK : 1);

@@ -142,11 +142,14 @@ def watched(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def noted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
-            names.append(name)
-            return function(*args)
+            done = function(*args)
+            if done is not None or not name.endswith("_plain"):
+                names.append(name.removesuffix("_plain"))
+            return done
 
         return call
 
-    for name in ("rotate", "table_gradient", "angles"):
-        monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
+    for name in ("rotate", "table_gradient", "angles", "rotate_plain", "angles_plain"):
+        if hasattr(kernels, name):
+            monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
     return names

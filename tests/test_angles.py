@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oracle
 from ropewalk import Rope, RopeError, YaRN, _fixed_point, angles
-from ropewalk.kernels import steps
+from ropewalk.kernels import backend, steps
 
 BASES = [100.0, 1e4, 5e5, 1e6, 1e8]
 LIMIT = 2**31
@@ -276,6 +276,7 @@ class TestRefusals:
         self, positions: torch.Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
+        monkeypatch.setattr(backend, "AT_ONCE", False)
         with pytest.raises(RopeError, match="need a device with float64"):
             self.rope.at(positions, dtype=dtype)
 
@@ -359,12 +360,23 @@ class TestSurroundings:
 
     def test_steps_are_kept_and_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(steps, "_MOST_KEPT", 2)
+        monkeypatch.setattr(backend, "AT_ONCE", False)
         for base in (10.0, 20.0, 30.0):
             Rope(8, base, "half").at(torch.arange(2))
         assert len(steps._steps_on_device) == 1
         (kept,) = steps._steps_on_device.values()
         Rope(8, 30.0, "half").at(torch.arange(2))
         assert next(iter(steps._steps_on_device.values())) is kept
+
+
+def test_an_attention_factor_makes_the_steps_of_float32_longer() -> None:
+    """Between 1 and 2 they are twice those below 1, so the rounding grows by 2 and not by the factor."""
+    factor = 1.1902380714238083
+    rope = Rope(64, 1e4, "half", scaling=YaRN(8.0, 4096, attention_factor=factor))
+    positions = random_positions(200, seed=5)
+    expected, _ = oracle.cos_sin(positions.tolist(), rope.inv_freq.tolist())
+    error = np.abs(rope.at(positions).cos.double().numpy() - factor * expected)
+    assert factor * 2.0**-25 < error.max() <= 2.0**-24 + factor * 2.0**31 * 2 * math.pi * 2.0**-65
 
 
 def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.kernels import backend, operators
+from ropewalk.kernels import backend, cpu, operators
 from ropewalk.kernels.steps import tensor_of
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -70,6 +70,21 @@ def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tens
     return torch.full((), delta, dtype=torch.int64, device="cpu" if device is None else device)
 
 
+def at_once(
+    positions: Tensor, steps: bytes, factor: float, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor] | None:
+    """cos and sin where nothing is unusual, checks included, in compiled code on the CPU; else None, for `cos_sin`.
+
+    Args:
+        steps: those of `cos_sin` as int64 numbers.
+    """
+    if not backend.AT_ONCE or device is not None or torch.compiler.is_compiling():
+        return None
+    kind = torch.float32 if dtype is None else dtype
+    made: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, kind)
+    return made
+
+
 def cos_sin(
     positions: Tensor,
     steps: tuple[int, ...],
@@ -115,6 +130,43 @@ def cos_sin(
     _require_float64(has_float64, positions.device)
     speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
     return _rounded(positions.to(torch.float64).unsqueeze(-1) * speeds, factor, dtype)
+
+
+def in_float32(
+    positions: Tensor,
+    inv_freq: tuple[float, ...],
+    factor: float,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin as deployed code makes them: one float32 product, PyTorch's float32 cos and sin, times `factor`.
+
+    Source: `LlamaRotaryEmbedding.forward` in transformers 5.23.
+
+    Args:
+        positions: any shape; int32, int64, float32 or float64, rounded to float32.
+        inv_freq: radians per position of each pair, each exactly a float32 number.
+        factor, device: as in `cos_sin`.
+        dtype: torch.float32, or None, which is the same.
+
+    Returns:
+        Two float32 tensors of shape `positions.shape + (pairs,)`.
+
+    Raises:
+        RopeError: dtype is another.
+    """
+    if dtype not in (None, torch.float32):
+        raise _checks.error(
+            "Rope.at",
+            'dtype must be torch.float32 with numerics="float32"',
+            str(dtype),
+            'Leave dtype out, or take numerics="float32-frequencies" or "exact".',
+        )
+    positions = positions if device is None else positions.to(device)
+    speeds = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
+    angle = positions.to(torch.float32).unsqueeze(-1) * speeds
+    return angle.cos() * factor, angle.sin() * factor
 
 
 def _of_integers(positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

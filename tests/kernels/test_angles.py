@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import oracle
+from each import each
 from ropewalk import Rope
 from ropewalk.kernels import cpu
 
@@ -67,12 +68,15 @@ def test_error(level: str, factor: float, dtype: torch.dtype) -> None:
         assert np.abs(table.double().numpy() - truth * factor).max() <= allowed
 
 
-@pytest.mark.parametrize("pairs", range(1, 42))
-def test_numbers_of_pairs(level: str, pairs: int) -> None:
+def test_numbers_of_pairs(level: str) -> None:
     positions, steps, *exact = cases()
-    for dtype in ERROR:
-        for table, truth in zip(tables(positions[:9], steps[-pairs:], 1.0, dtype), exact, strict=True):
-            assert np.abs(table.double().numpy() - truth[:9, -pairs:]).max() <= ERROR[dtype]
+
+    def check(pairs: int) -> None:
+        for dtype in ERROR:
+            for table, truth in zip(tables(positions[:9], steps[-pairs:], 1.0, dtype), exact, strict=True):
+                assert np.abs(table.double().numpy() - truth[:9, -pairs:]).max() <= ERROR[dtype]
+
+    each(((f"{pairs} pairs", pairs) for pairs in range(1, 42)), check)
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)

@@ -1,7 +1,11 @@
 # The compiled kernels (csrc/binding.cpp). Addresses are Tensor.data_ptr(), strides count elements; nothing is checked.
 # `tensors`: address in, address out, shape, strides in, strides out; of q, and of k if there is one.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from ropewalk._layout import Layout
 
 def levels() -> list[str]:
     """The instruction sets that this machine can run, the fastest last."""
@@ -49,3 +53,27 @@ def angles(
     threads: int,
     /,
 ) -> None: ...
+def use_torch(
+    torch: ModuleType, layouts: Mapping[Layout, object], watchers: tuple[Callable[[], object], ...], /
+) -> bool:
+    """Prepare the two functions below, which ask `watchers` each time; False where PyTorch has no exchange API."""
+
+def rotate_plain(
+    q: object,
+    k: object,
+    cos: object,
+    sin: object,
+    layout: object,
+    head_dim: int,
+    rotary_dim: int,
+    interleaved: bool,
+    offset: int,
+    in_place: bool,
+    /,
+) -> Any:
+    """What `Rotation.__call__` returns, True in place, checks included. None where something is not usual: not a plain
+    tensor on the CPU, a gradient, a transform, a mode, a shape that does not fit. Nothing was done then.
+    """
+
+def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, /) -> Any:
+    """cos and sin of int64 positions and steps, the bytes of int64 numbers; None where something is not usual."""

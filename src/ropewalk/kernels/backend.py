@@ -74,6 +74,8 @@ class Kernels(Protocol):
 CPU: Kernels = cpu
 GPU: Kernels = gpu
 _USES_CPU = BACKEND != "reference" and CPU.unavailable() is None
+AT_ONCE = _USES_CPU and cpu.AT_ONCE
+"""Whether compiled code takes the whole of a usual call on the CPU, checks included."""
 
 
 def must_be_seen() -> bool:

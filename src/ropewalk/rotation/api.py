@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, described, error, integer, shown
 from ropewalk._layout import Layout, Pairing
+from ropewalk.kernels import backend, cpu
 from ropewalk.rotation import checks, ops
 
 _WHO = "Rotation"
@@ -91,6 +92,9 @@ class Rotation:
         Precision:
             arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
         """
+        done: Tensor | tuple[Tensor, Tensor] | None = self._at_once(q, k, layout, in_place=False)
+        if done is not None:
+            return done
         cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
         checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim)
         turned = ops.rotate(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
@@ -106,9 +110,20 @@ class Rotation:
         Raises:
             RopeError: also if q and k share elements, or if one of them cannot be changed in place.
         """
+        if self._at_once(q, k, layout, in_place=True) is not None:
+            return
         cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
         checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim)
         ops.rotate_(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
+
+    def _at_once(self, q: Tensor, k: Tensor | None, layout: Layout, *, in_place: bool) -> Any:
+        """The usual call on the CPU, done as a whole in compiled code; None where it was not."""
+        if not backend.AT_ONCE or torch.compiler.is_compiling():
+            return None
+        interleaved = self.pairing == "interleaved"
+        return cpu.rotate_plain(
+            q, k, self.cos, self.sin, layout, self.head_dim, self.rotary_dim, interleaved, self.rotary_offset, in_place
+        )
 
     def inverse(self) -> Rotation:
         """The rotation that undoes this one, attention factor included, up to rounding."""
@@ -200,12 +215,28 @@ class Rotation:
 _FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor")
 
 
-def _set(rotation: Rotation, *values: object) -> None:
-    for name, value in zip(_FIELDS, values, strict=True):
-        object.__setattr__(rotation, name, value)
+def _set(
+    rotation: Rotation,
+    cos: object,
+    sin: object,
+    pairing: object,
+    head_dim: object,
+    rotary_dim: object,
+    rotary_offset: object,
+    attention_factor: object,
+) -> None:
+    # Line by line, since a loop would cost a tenth of the rotation of one token.
+    put = object.__setattr__
+    put(rotation, "cos", cos)
+    put(rotation, "sin", sin)
+    put(rotation, "pairing", pairing)
+    put(rotation, "head_dim", head_dim)
+    put(rotation, "rotary_dim", rotary_dim)
+    put(rotation, "rotary_offset", rotary_offset)
+    put(rotation, "attention_factor", attention_factor)
 
 
-def unchecked(*values: object) -> Rotation:
+def unchecked(*values: Any) -> Rotation:
     """A Rotation from its fields, without checks.
 
     For Rope, whose numbers are checked, and for pytrees, which put other things than tensors in the place of cos and

@@ -1,0 +1,86 @@
+// The usual call, checked and done without Python: tensors of PyTorch itself, on the CPU, that fit, and that nobody watches.
+// Whatever else comes is left to the code in Python, which does it another way or says what is wrong: no error begins here.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "exchange.h"
+#include "ropewalk.h"
+
+namespace ropewalk {
+
+namespace nb = nanobind;
+
+// What is asked of torch at each call; everything is looked up once, by `use_torch`.
+struct Torch {
+    const ExchangeAPI *api = nullptr;
+    PyObject *tensor_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *watchers = nullptr, *grad_enabled = nullptr,
+             *inference_enabled = nullptr, *is_neg = nullptr, *is_inference = nullptr, *empty_like = nullptr,
+             *empty = nullptr, *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *requires_grad = nullptr, *current_level = nullptr;
+
+    // A view of a tensor whose memory says what it holds, or false.
+    bool view(PyObject *object, TensorView &out) const {
+        if (reinterpret_cast<PyObject *>(Py_TYPE(object)) != tensor_type) return false;
+        if (api->view_of(object, &out) != 0) return PyErr_Clear(), false;
+        return out.on_cpu() && out.data && !says(is_neg, object);
+    }
+    // Whether a predicate of one tensor, or of nothing, holds; true where it fails, since that is not usual either.
+    static bool says(PyObject *predicate, PyObject *of = nullptr) {
+        return truth(of ? PyObject_CallOneArg(predicate, of) : PyObject_CallNoArgs(predicate));
+    }
+    bool wants_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
+    // A transform, a mode, a tracer or a profiler, which must see what happens inside.
+    bool watched() const {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers); ++i) {
+            if (says(PyTuple_GET_ITEM(watchers, i))) return true;
+        }
+        PyObject *level = PyObject_GetAttr(forward_ad, current_level);
+        bool differentiates = !level || PyLong_AsLong(level) != -1;
+        Py_XDECREF(level), PyErr_Clear();
+        return differentiates;
+    }
+
+private:
+    static bool truth(PyObject *answer) {
+        int is = answer ? PyObject_IsTrue(answer) : 1;
+        Py_XDECREF(answer), PyErr_Clear();
+        return is != 0;
+    }
+};
+
+// Bytes from the first to the last element along some of the axes (bits of `which`: batch, token, head, channel).
+inline int64_t extent(const TensorView &x, const int (&at)[4], int which, int64_t size) {
+    int64_t last = 0;
+    for (int i = 0; i < 4; ++i) {
+        if (which >> i & 1 && at[i] >= 0) last += (x.shape[at[i]] - 1) * x.strides[at[i]];
+    }
+    return (last + 1) * size;
+}
+
+// Whether two tensors have no element in common, as far as addresses tell quickly: their ranges are apart, or they are slices
+// of one fused projection, which lie side by side in every token, or in every row of the batch.
+inline bool apart(const TensorView &q, const TensorView &k, const int (&at)[4], int64_t size) {
+    const TensorView &low = q.first() <= k.first() ? q : k, &high = q.first() <= k.first() ? k : q;
+    const int64_t between = high.first() - low.first();
+    if (between >= extent(low, at, 15, size)) return true;
+    for (int outer : {3, 1}) {  // batch and tokens, or the batch alone, are steps that both take
+        int64_t strides[2], counts[2];
+        int n = 0;
+        bool alike = true;
+        for (int i = 0; i < 2; ++i) {
+            if (!(outer >> i & 1) || at[i] < 0 || low.shape[at[i]] == 1) continue;
+            alike = alike && low.strides[at[i]] == high.strides[at[i]];
+            strides[n] = low.strides[at[i]] * size, counts[n] = low.shape[at[i]], ++n;
+        }
+        if (!alike || n == 0) continue;
+        const int inner = n == 2 && strides[1] < strides[0] ? 1 : 0;
+        // Two different steps lie at least the smaller stride apart, in which both slices have room.
+        if (n == 2 && strides[1 - inner] < strides[inner] * counts[inner]) continue;
+        if (between >= extent(low, at, 15 & ~outer, size) && between + extent(high, at, 15 & ~outer, size) <= strides[inner]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+}  // namespace ropewalk

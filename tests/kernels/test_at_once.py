@@ -1,0 +1,330 @@
+"""The usual call, checked and done in compiled code: right wherever it is taken, and not taken where it must not be."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+import oracle
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, by_reference, check, expected, same, shape, unchanged
+from ropewalk import Rope, RopeError, Rotation
+from ropewalk.kernels import backend, cpu
+
+pytestmark = pytest.mark.skipif(not backend.AT_ONCE, reason="no kernels, or a PyTorch before 2.10, or not to be used")
+
+BATCH, SEQ, HEADS, KV_HEADS, HEAD_DIM = 2, 5, 3, 1, 24
+
+
+def tables(*axes: int, dtype: torch.dtype = torch.float32, pairs: int = 8) -> tuple[Tensor, Tensor]:
+    angle = torch.randn(*axes, pairs, dtype=torch.float64)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def call(q: Any, k: Any, cos: Any, sin: Any, layout: Any = "bshd", **how: Any) -> Any:
+    given = {"head_dim": HEAD_DIM, "rotary_dim": 16, "interleaved": False, "offset": 4, "in_place": False} | how
+    return cpu.rotate_plain(q, k, cos, sin, layout, *given.values())
+
+
+@pytest.mark.parametrize("with_k", [True, False])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_by_the_oracle(dtype: torch.dtype, layout: str, pairing: str, with_k: bool, level: str, poisoned: None) -> None:
+    for axes, table, strided in itertools.product(((SEQ,), (BATCH, SEQ)), (torch.float32, torch.float64), (0, 7)):
+        if layout == "thd" and len(axes) == 2:
+            continue
+        cos, sin = tables(*axes, dtype=table)
+        x = [
+            torch.randn(*shape(layout, BATCH, SEQ, heads, HEAD_DIM + strided)).to(dtype)[..., :HEAD_DIM]
+            for heads in (HEADS, KV_HEADS)
+        ][: 1 + with_k]
+        before = [t.clone() for t in x]
+        how: dict[str, Any] = {"interleaved": pairing == "interleaved"}
+        made = call(x[0], x[1] if with_k else None, cos, sin, layout, **how)
+        new = list(made) if with_k else [made]
+        plain = by_reference(x, cos, sin, layout, pairing, 4, False)
+        flushed = level == "avx512_bf16" and dtype == torch.bfloat16
+        for t, y, other, old in zip(x, new, plain, before, strict=True):
+            assert (y.dtype, y.shape, y.stride()) == (dtype, t.shape, torch.empty_like(t).stride())
+            check(y, *expected(t, cos, sin, layout, pairing, 4, False), layout, (axes, table), flushed)
+            assert same(y, other, level)
+            assert unchanged(t, old)
+        versions = [t._version for t in x]
+        assert call(x[0], x[1] if with_k else None, cos, sin, layout, in_place=True, **how) is True
+        assert all(torch.equal(bits(t), bits(y)) for t, y in zip(x, new, strict=True))
+        assert [t._version for t in x] == [v + 1 for v in versions]
+
+
+def usual() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.randn(BATCH, SEQ, HEADS, HEAD_DIM), torch.randn(BATCH, SEQ, KV_HEADS, HEAD_DIM), *tables(SEQ)
+
+
+def resized(x: Tensor) -> Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+class Subclass(Tensor):
+    pass
+
+
+# Which of q, k, cos and sin is another, and what it is.
+TENSORS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "no tensor": ("q", lambda x: x.tolist()),
+    "k is no tensor": ("k", lambda x: 1),
+    "a subclass": ("q", lambda x: x.as_subclass(Subclass)),
+    "a parameter": ("cos", nn.Parameter),
+    "negative by a flag": ("q", lambda x: torch.complex(x, x).conj().imag),
+    "a table negative by a flag": ("sin", lambda x: torch.complex(x, x).conj().imag),
+    "a zero tensor": ("q", lambda x: torch._efficientzerotensor(x.shape)),
+    "without memory": ("k", resized),
+    "a table without memory": ("cos", resized),
+    "on meta": ("q", lambda x: x.to("meta")),
+    "sparse": ("q", lambda x: x.to_sparse()),
+    "nested": ("q", lambda x: torch.nested.nested_tensor(list(x))),
+    "integers": ("q", lambda x: x.long()),
+    "complex": ("q", lambda x: torch.complex(x, x)),
+    "fake": ("q", lambda x: FakeTensorMode().from_tensor(x)),
+    "with a gradient": ("q", lambda x: x.requires_grad_()),
+    "k with a gradient": ("k", lambda x: x.requires_grad_()),
+    "a table with a gradient": ("sin", lambda x: x.requires_grad_()),
+    "another dtype": ("k", lambda x: x.double()),
+    "a table of 16 bits": ("cos", lambda x: x.half()),
+    "tables of two dtypes": ("cos", lambda x: x.double()),
+    "tables of two shapes": ("cos", lambda x: x[:, :4]),
+    "a table of one row": ("cos", lambda x: x[0]),
+    "tables of too many axes": ("cos", lambda x: x[None, None]),
+    "a token too many": ("q", lambda x: x[:, [0, 0, 1, 2, 3, 4]]),
+    "another batch": ("k", lambda x: x[:1]),
+    "another head_dim": ("q", lambda x: x[..., :20]),
+    "three axes": ("q", lambda x: x[0]),
+    "no tokens": ("q", lambda x: x[:, :0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", TENSORS)
+def test_unusual_tensors_are_left_alone(case: str, in_place: bool) -> None:
+    which, change = TENSORS[case]
+    given = dict(zip(("q", "k", "cos", "sin"), usual(), strict=True))
+    assert call(*given.values(), in_place=in_place) is not None
+    other = {**given, which: change(given[which])}
+    if case == "tables of two shapes":
+        other["sin"] = given["sin"]
+    before = {name: x.clone() for name, x in given.items() if name != which}
+    assert call(*other.values(), in_place=in_place) is None
+    assert all(torch.equal(given[name], x) for name, x in before.items())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"layout": "shbd"},
+        {"layout": None},
+        {"layout": []},
+        {"layout": "thd"},
+        {"head_dim": 16},
+        {"head_dim": 32},
+        {"rotary_dim": 14},
+        {"offset": -1},
+        {"offset": 9},
+    ],
+    ids=str,
+)
+def test_arguments_that_do_not_fit_are_left_alone(how: dict[str, Any]) -> None:
+    given = usual()
+    assert call(*given) is not None
+    assert call(*given, **how) is None
+
+
+def test_batched_tables_in_another_layout() -> None:
+    q, k, *_ = usual()
+    assert call(q, k, *tables(BATCH, SEQ)) is not None
+    assert call(q, k, *tables(3, SEQ)) is None
+    assert call(q[0], k[0], *tables(BATCH, SEQ), "thd") is None
+
+
+def in_forward_ad() -> AbstractContextManager[Any]:
+    return forward_ad.dual_level()
+
+
+class Sees(torch.overrides.TorchFunctionMode):
+    pass
+
+
+WATCHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "a mode of operators": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "a mode of functions": Sees,
+    "a device mode": lambda: torch.device("meta"),
+    "forward-mode AD": in_forward_ad,
+    "a profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+}
+
+
+@pytest.mark.parametrize("who", WATCHERS)
+def test_who_watches_sees_everything(who: str) -> None:
+    given, positions = usual(), torch.arange(3)
+    steps = np.array([2**60], dtype=np.int64).tobytes()
+    with WATCHERS[who]():
+        assert call(*given) is None
+        assert call(*given, in_place=True) is None
+        assert cpu.angles_plain(positions, steps, 1.0, torch.float32) is None
+    assert call(*given) is not None
+    assert cpu.angles_plain(positions, steps, 1.0, torch.float32) is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_transforms_and_tracers_see_everything() -> None:
+    q, k, cos, sin = usual()
+    seen = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(call(q, k, cos, sin))
+        return x
+
+    torch.func.vmap(step)(torch.zeros(2))
+    torch.jit.trace(step, torch.zeros(2), check_trace=False)
+    assert seen == [None, None]
+
+
+def test_gradients_that_nobody_records() -> None:
+    q, k, cos, sin = usual()
+    q.requires_grad_()
+    with torch.no_grad():
+        new = call(q, k, cos, sin)
+        assert new is not None
+        assert not new[0].requires_grad
+        assert call(q, k, cos, sin, in_place=True) is True
+
+
+def test_inference_tensors() -> None:
+    q, k, cos, sin = usual()
+    made = inference(q)
+    assert call(made, k, cos, sin) is not None
+    assert call(made, k, cos, sin, in_place=True) is None  # an error, which Python says
+    with torch.inference_mode():
+        assert call(made, k, cos, sin, in_place=True) is True
+
+
+def test_memory_that_is_shared_is_never_written_twice() -> None:
+    """Slices of one buffer by random strides, against NumPy, which looks at every element."""
+    draw, taken, shared = random.Random(0), 0, 0
+    for _ in range(3000):
+        buffer = torch.zeros(400)
+        batch, seq = draw.randint(1, 2), draw.randint(1, 3)
+        cos, sin = tables(seq, pairs=1)
+        token, row = draw.choice([0, 2, 4, 6, 8, 12]), draw.choice([4, 6, 12, 24, 25, 40])
+        views = []
+        for heads in (draw.randint(1, 3), draw.randint(1, 2)):
+            strides = (row, token + draw.choice([0, 0, 0, 2]), draw.choice([2, 3, 4]), draw.choice([1, 1, 1, 2]))
+            views.append(buffer.as_strided((batch, seq, heads, 2), strides, draw.randint(0, 30)))
+        overlap = np.shares_memory(views[0].numpy(), views[1].numpy())
+        done = call(*views, cos, sin, head_dim=2, rotary_dim=2, offset=0, in_place=True)
+        taken, shared = taken + (done is True), shared + overlap
+        assert not (overlap and done), [(x.shape, x.stride(), x.storage_offset()) for x in views]
+    assert taken > 100
+    assert shared > 1000
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_of_a_fused_projection_are_usual(layout: str) -> None:
+    heads = HEADS + 2 * KV_HEADS
+    fused = torch.randn(shape(layout, BATCH, SEQ, heads, HEAD_DIM))
+    q, k, _ = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=layout.index("h"))
+    assert call(q, k, *tables(SEQ), layout, in_place=True) is True
+
+
+def test_each_element_needs_memory_of_its_own() -> None:
+    q, k, cos, sin = usual()
+    assert call(q[:, :, :1].expand(q.shape), k, cos, sin, in_place=True) is None
+    assert call(q[:, :, :1].expand(q.shape), k, cos, sin) is not None
+
+
+def test_a_rotation_takes_it_and_else_goes_on() -> None:
+    """What is not usual has the numbers, or the error, that it has without the quick way."""
+    rope = Rope(HEAD_DIM, 1e4, "half", rotary_dim=16, rotary_offset=4)
+    q, k, *_ = usual()
+    rotation = rope.at(torch.arange(SEQ))
+    new = rotation(q, k, layout="bshd")
+    for x, y in zip((q, k), new, strict=True):
+        check(y, *expected(x, rotation.cos, rotation.sin, "bshd", "half", 4, False), "bshd", "")
+    learned = Rotation(
+        rotation.cos.clone().requires_grad_(), rotation.sin, pairing="half", head_dim=24, rotary_offset=4
+    )
+    assert all(torch.equal(x, y) for x, y in zip(learned(q, k, layout="bshd"), new, strict=True))
+    with pytest.raises(RopeError, match="must have 5 tokens"):
+        rotation(q[:, :3], k, layout="bshd")
+    with pytest.raises(RopeError, match="q and k must not share elements"):
+        rotation.apply_(q, q, layout="bshd")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [(3,), (2, 5), (1,), (70_000,)])
+def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
+    rope = Rope(8, 1e4, "half")
+    positions = torch.randint(-(2**31), 2**31, size)
+    tables = cpu.angles_plain(positions, rope._packed_steps, 1.5, dtype)
+    steps = np.frombuffer(rope._packed_steps, dtype=np.int64)
+    some = (np.arange(0, positions.numel(), max(1, positions.numel() // 50)),)
+    exact = oracle.cos_sin_of_steps(positions.numpy().reshape(-1)[some], steps)
+    for table, truth in zip(tables, exact, strict=True):
+        assert table.shape == (*size, 4)
+        assert table.dtype == dtype
+        found = table.reshape(-1, 4)[some].double().numpy()
+        assert np.abs(found - 1.5 * truth).max() <= (6.2e-8 if dtype == torch.float32 else 4e-16)  # an ulp above 1
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.arange(5, dtype=torch.int32),
+        torch.arange(5.0),
+        torch.arange(10)[::2],
+        torch.arange(12).reshape(3, 4).T,
+        torch.tensor(3),
+        torch.zeros(1, 1, 1, dtype=torch.int64),
+        torch.arange(0),
+        torch.arange(5).to("meta"),
+        torch.arange(5).as_subclass(Subclass),
+        [1, 2],
+    ],
+    ids=str,
+)
+def test_unusual_positions_are_left_alone(positions: Any) -> None:
+    steps = np.array([2**60], dtype=np.int64).tobytes()
+    assert cpu.angles_plain(positions, steps, 1.0, torch.float32) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex64, "float32"], ids=str)
+def test_tables_of_no_such_dtype_are_left_alone(dtype: Any) -> None:
+    steps = np.array([2**60], dtype=np.int64).tobytes()
+    assert cpu.angles_plain(torch.arange(5), steps, 1.0, dtype) is None
+
+
+def test_a_rope_takes_it_and_else_goes_on() -> None:
+    rope = Rope(8, 1e4, "half")
+    at = rope.at(torch.arange(4))
+    for positions in (torch.arange(4, dtype=torch.int32), torch.arange(8)[::2] // 2, torch.arange(4).expand(1, 4)):
+        other = rope.at(positions)
+        assert torch.equal(other.cos.reshape(4, 4), at.cos)
+    for dtype in (torch.bfloat16, ""):
+        with pytest.raises(RopeError, match=r"dtype must be torch\.float32 or torch\.float64"):
+            rope.at(torch.arange(4), dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(RopeError, match=r"positions must have shape \[seq\]"):
+        rope.at(torch.tensor(4))
