@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import formats as formats
     from ropewalk import plots as plots
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
@@ -60,7 +61,13 @@ _HOME = {
     "backends": "kernels.backend",
     "from_config": "configs",
 }
-_MODULES = {"masks": "attention.masks", "plots": "plots", "positions": "positions", "schemes": "schemes"}
+_MODULES = {
+    "formats": "formats",
+    "masks": "attention.masks",
+    "plots": "plots",
+    "positions": "positions",
+    "schemes": "schemes",
+}
 
 __all__ = [
     "NTK",
@@ -83,6 +90,7 @@ __all__ = [
     "TwoPass",
     "YaRN",
     "backends",
+    "formats",
     "from_config",
     "masks",
     "plots",

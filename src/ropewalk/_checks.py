@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any, cast, get_args
 
-from ropewalk._layout import Pairing
+from ropewalk._layout import Numerics, Pairing
 
 
 class RopeError(ValueError):
@@ -44,6 +44,15 @@ def within(where: str, e: RopeError) -> RopeError:
 def unreadable(where: str, e: Exception) -> RopeError:
     """The error that the system cannot read a file."""
     return RopeError(f"{where}: cannot be read: {e}.")
+
+
+def failed(what: str, e: Exception, cure: str) -> RopeError:
+    """The error that code from outside raised something else: what could not be done, what it raised, cure."""
+    try:
+        said = str(e)[:_MOST_SHOWN]
+    except Exception:  # whatever the exception's own str raises
+        said = "?"
+    return RopeError(f"{what}: {type(e).__name__}: {said.rstrip('.')}. {cure}")
 
 
 def printable(text: str) -> str:
@@ -118,6 +127,12 @@ def check_pairing(who: str, value: object) -> Pairing:
     """`value`, which is the name of a pairing."""
     choice(who, "pairing", value, get_args(Pairing))
     return cast(Pairing, value)
+
+
+def check_numerics(who: str, value: object) -> Numerics:
+    """`value`, which says how angles are rounded."""
+    choice(who, "numerics", value, get_args(Numerics))
+    return cast(Numerics, value)
 
 
 def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:

@@ -1,7 +1,8 @@
 """How q and k lie in memory: layouts, which are orders of axes, and the names of the pairings. Every module asks here.
 
 The letters of a layout's name are its axes: b batch, s or t tokens, h heads, d head_dim. d is the last, and t comes
-without b. Another layout is another name in `Layout`, and nothing else. Nothing here imports torch or NumPy.
+without b. Another layout is another name in `Layout`, and nothing else. Nothing here imports torch or NumPy. How angles
+are rounded has names too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal, get_args
 
 Layout = Literal["bshd", "bhsd", "sbhd", "thd"]
 Pairing = Literal["half", "interleaved"]
+Numerics = Literal["exact", "float32", "float32-frequencies"]
 
 Axes = tuple[int | None, int, int, int]
 """Where batch (None: there is none), tokens and heads stand, and how many axes there are; head_dim is the last of them.

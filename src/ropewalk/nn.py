@@ -169,7 +169,8 @@ class RotaryAttention(torch.nn.Module):
 
         Raises:
             RopeError: an argument is none of these, a shape does not fit, the rotation cannot be that of the cache's
-                step, or a BlockMask comes with a KVCache or with a rotation in two passes.
+                step, a BlockMask comes with a KVCache or with a rotation in two passes, or another cache returns
+                something else than it must.
         """
         self._check(x, rotation, mask, cache)
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
@@ -182,6 +183,8 @@ class RotaryAttention(torch.nn.Module):
         attend = self._attend if cache is None else cache.attend
         scale = self.head_dim**-0.5 * self.softmax_factor
         attended = attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+        if cache is not None:
+            attention.check_attended("RotaryAttention", cache, attended, q, v)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 

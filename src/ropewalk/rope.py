@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from ropewalk import _checks, _fixed_point
+from ropewalk._layout import Numerics as Numerics
 from ropewalk._layout import Pairing as Pairing
-from ropewalk.schemes import Scaling, check_scaling, default
+from ropewalk.schemes import Scaling, check_scaling, default, frequencies
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +42,7 @@ class Rope:
         scaling: a scheme of `ropewalk.schemes` that changes the frequencies for long contexts, or None.
 
     Raises:
-        RopeError: a value is impossible; the message says which and what to pass.
+        RopeError: a value is impossible, or scaling returns no frequencies; the message says which and what to pass.
 
     Example:
         >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
@@ -64,6 +65,7 @@ class Rope:
     _attention_factor: float | None = field(init=False, compare=False)
     _inv_freq: tuple[float, ...] | None = field(init=False, compare=False)
     _steps: tuple[int, ...] | None = field(init=False, compare=False)
+    _packed_steps: bytes = field(init=False, compare=False)  # the same as int64 numbers
 
     def __post_init__(self) -> None:
         head_dim = _checks.integer("Rope", "head_dim", self.head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
@@ -101,15 +103,15 @@ class Rope:
         inv_freq: tuple[float, ...] | None
         if scheme is None:
             factor, inv_freq = 1.0, default.inv_freq(self.base, self.rotary_dim)
-        elif (known := scheme.frequencies(self.base, self.rotary_dim)) is None:
+        elif (known := frequencies(scheme, self.base, self.rotary_dim)) is None:
             factor, inv_freq = None, None
         else:
             inv_freq, factor = known
-            _checks.attention_factor("Rope", factor)
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
         steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
         object.__setattr__(self, "_steps", steps)
+        object.__setattr__(self, "_packed_steps", np.array(steps or (), dtype=np.int64).tobytes())
 
     def __repr__(self) -> str:
         parts = [f"head_dim={self.head_dim}", f"base={self.base!r}", f"pairing={self.pairing!r}"]
@@ -161,6 +163,7 @@ class Rope:
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        numerics: Numerics = "exact",
     ) -> Rotation:
         """The rotation of exactly these tokens. Make it once for each forward pass and hand it to every layer.
 
@@ -170,22 +173,32 @@ class Rope:
                 GPU, and nan gives nan). float32 or float64 for places between tokens (image grids).
             device: where cos and sin are made; that of positions when None.
             dtype: torch.float32 (when None) or torch.float64.
+            numerics: "exact"; or, to reproduce a model bit for bit, "float32": the float32 frequencies of transformers
+                and Meta, one float32 product, float32 cos and sin, which drift (positions beyond 2²⁴ are themselves
+                rounded; dtype is float32); or "float32-frequencies": those frequencies taken as exact, no other drift.
 
         Returns:
             A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, attention factor included.
 
         Raises:
-            RopeError: positions are no tensor, or of another dtype or shape; dtype or device cannot be had.
+            RopeError: positions are no tensor, or of another dtype or shape; dtype or device cannot be had; numerics is
+                unknown, or a frequency is not finite in float32.
 
         Precision:
             Against the float64 `inv_freq` taken as exact: |error| of cos and sin ≤ 2⁻²⁵ + |p|·2π·2⁻⁶⁵ in float32 (times
-            the attention factor) at every integer position p; 1e-7 on devices without float64. Float positions go
-            through a float64 product.
+            the attention factor; 2⁻²⁵ times the next power of two) at every integer position p; 1e-7 on devices without
+            float64. Float positions go through a float64 product.
         """
         from ropewalk import angles
 
-        angles.check_positions(positions)
-        return self._rotation(positions, self.attention_factor, device, dtype)
+        if numerics != "exact":
+            return self._as_deployed(positions, device, dtype, _checks.check_numerics("Rope.at", numerics))
+        factor = self.attention_factor
+        tables = angles.at_once(positions, self._packed_steps, factor, device, dtype)
+        if tables is None:
+            angles.check_positions(positions)
+            tables = self._cos_sin(positions, factor, device, dtype)
+        return self._rotation(tables, factor)
 
     def tables(self, positions: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """cos and sin of these positions in NumPy, for JAX, MLX and others. Imports no torch.
@@ -254,7 +267,7 @@ class Rope:
         """
         from ropewalk import angles
 
-        return self._rotation(angles.delta_tensor(delta, device), 1.0, device, dtype)
+        return self._rotation(self._cos_sin(angles.delta_tensor(delta, device), 1.0, device, dtype), 1.0)
 
     def at_length(self, n: int) -> Rope:
         """The static rope for sequences of up to n tokens.
@@ -293,18 +306,36 @@ class Rope:
             "Use rope.at_length(n), once, with n the longest sequence you will run.",
         )
 
-    def _rotation(
+    def _cos_sin(
         self,
         positions: torch.Tensor,
         factor: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
-    ) -> Rotation:
-        """The one place where frequencies, positions and the rotation meet."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         from ropewalk import angles
-        from ropewalk.rotation.api import unchecked
 
         if self._steps is None or self._inv_freq is None:
             raise self._unresolved()
-        cos, sin = angles.cos_sin(positions, self._steps, self._inv_freq, factor, device=device, dtype=dtype)
-        return unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)
+        return angles.cos_sin(positions, self._steps, self._inv_freq, factor, device=device, dtype=dtype)
+
+    def _as_deployed(
+        self, positions: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None, numerics: Numerics
+    ) -> Rotation:
+        from ropewalk import _float32, angles
+
+        factor = self.attention_factor
+        angles.check_positions(positions)
+        inv_freq, steps = _float32.frequencies(self.base, self.rotary_dim, self.scaling)
+        if numerics == "float32":
+            tables = angles.in_float32(positions, inv_freq, factor, device=device, dtype=dtype)
+        else:
+            tables = angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype)
+        return self._rotation(tables, factor)
+
+    def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
+        """The one place where frequencies, positions and the rotation meet."""
+        from ropewalk.rotation import api
+
+        cos, sin = tables
+        return api.unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from ropewalk import _checks
+from ropewalk.schemes._contract import build, check_class, frequencies
 from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme, check_scaling
 from ropewalk.schemes.dynamic import DynamicNTK
 from ropewalk.schemes.linear import Linear
@@ -33,7 +34,9 @@ __all__ = [
     "Scaling",
     "Scheme",
     "YaRN",
+    "build",
     "check_scaling",
+    "frequencies",
     "register",
     "unregister",
 ]
@@ -51,13 +54,16 @@ _Class = TypeVar("_Class", bound=type[Scaling])
 
 
 def register(scheme: _Class) -> _Class:
-    """Make a scheme known to configs, checkpoints of the lab and `explain`; a class decorator.
+    """Make a scheme known to `from_config`, `ModelRopes.explain` and checkpoints of the lab; a class decorator.
+
+    It is known in this process, from here on. The command `ropewalk explain` is a process of its own, which cannot know
+    it: call `from_config(path).explain()` where the scheme is registered.
 
     Args:
         scheme: a frozen dataclass, subclass of `Scheme` or `LengthDependent`.
 
     Raises:
-        RopeError: a scheme of that rope_type or alias exists.
+        RopeError: it is not such a class, or has no `rope_type`; a scheme of that name, rope_type or alias exists.
 
     Example:
         >>> from dataclasses import dataclass
@@ -74,6 +80,7 @@ def register(scheme: _Class) -> _Class:
         array([0.5  , 0.005])
         >>> schemes.unregister(Slower)
     """
+    check_class(scheme)
     taken = {"default", *SCHEMES, *ALIASES} & {scheme.rope_type, *scheme.aliases}
     taken |= BY_NAME.keys() & {scheme.__name__}
     if taken:
@@ -87,7 +94,14 @@ def register(scheme: _Class) -> _Class:
 
 
 def unregister(scheme: type[Scaling]) -> None:
-    """Forget a scheme that was registered, as a test does with one of its own."""
+    """Forget a scheme that was registered, as a test does with one of its own.
+
+    Raises:
+        RopeError: it is not registered.
+    """
+    if scheme not in BY_NAME.values():
+        must, cure = "scheme must be one that is registered", "Pass what register was given."
+        raise _checks.error("schemes.unregister", must, _checks.shown(scheme), cure)
     del BY_NAME[scheme.__name__]
     if scheme.in_configs:
         del SCHEMES[scheme.rope_type]

@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from ropewalk import _checks
 
 
@@ -18,22 +20,27 @@ class Scaling(ABC):
 
     Subclass `Scheme` where the frequencies are known, and `LengthDependent` where they depend on the length of the
     sequence. `ropewalk.schemes.register` makes configs find it.
+
+    A scheme checks its values in `__post_init__`: it raises a `RopeError` for what cannot be, and makes tuples of
+    lists, since a Rope is hashable.
+
+    Attributes:
+        rope_type: the name in a config of Hugging Face (`rope_parameters["rope_type"]`).
+        aliases: other names of it in configs.
+        in_configs: whether `rope_type` may stand in a config; False where only code makes it.
+        idle: keys without effect that files of this scheme hold beside its fields → what they are.
+        gguf: field → its key in a GGUF file, without the architecture before it; or the tensor, for those of llama.cpp
+            that have one. Where it says something, `rope.scaling.type` may be `rope_type`.
+        whole_head: whether the share of the head that rotates is a field of the scheme, so that `Rope.rotary_dim` is
+            the whole head.
     """
 
     rope_type: ClassVar[str]
-    """The name in a config of Hugging Face (`rope_parameters["rope_type"]`)."""
-
     aliases: ClassVar[tuple[str, ...]] = ()
-    """Other names of it in configs."""
-
     in_configs: ClassVar[bool] = True
-    """Whether `rope_type` may stand in a config; False where only code makes it."""
-
     idle: ClassVar[Mapping[str, str]] = {}
-    """Keys without effect that files of this scheme hold beside its fields → what they are."""
-
+    gguf: ClassVar[Mapping[str, str]] = {}
     whole_head: ClassVar[bool] = False
-    """Whether the share of the head that rotates is a field of the scheme, so that `Rope.rotary_dim` is the whole."""
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
@@ -115,7 +122,16 @@ class Scheme(Scaling):
 
     @abstractmethod
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair, scaling applied; rotary_dim // 2 float64 numbers."""
+        """Radians per position of each pair, scaling applied: a tuple of rotary_dim // 2 finite numbers."""
+
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """The same as deployed code makes them, each operation rounded to float32; for `numerics` of `Rope.at`.
+
+        Here, for a scheme that nobody has deployed: those of `inv_freq`, rounded once. A scheme whose deployed code
+        works in float32 says so in its own file; a subclass of one that changes `inv_freq` changes this too.
+        """
+        numbers: list[float] = np.array(self.inv_freq(base, rotary_dim), dtype=np.float64).astype(np.float32).tolist()
+        return tuple(numbers)
 
     def table_factor(self) -> float:
         """What multiplies cos and sin, dimensionless; 1.0 unless a scheme says otherwise."""

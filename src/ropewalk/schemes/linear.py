@@ -6,6 +6,7 @@ arXiv:2306.15595, section 3.2. Deployed as `_compute_linear_scaling_rope_paramet
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +31,7 @@ class Linear(Scheme):
     """
 
     rope_type: ClassVar[str] = "linear"
+    gguf: ClassVar[Mapping[str, str]] = {"factor": "rope.scaling.factor"}
     factor: float
 
     def __post_init__(self) -> None:
@@ -38,6 +40,10 @@ class Linear(Scheme):
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Radians per position of each pair: the default ones, divided by factor."""
         return tuple(w / self.factor for w in default.inv_freq(base, rotary_dim))
+
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """As transformers 5.23: the default ones in float32, divided in float32."""
+        return default.listed(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
 
     def trained_length(self, longest: int | None) -> None:
         """None: max_position_embeddings may be the length before or after."""

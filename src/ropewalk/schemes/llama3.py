@@ -66,6 +66,21 @@ class Llama3(Scheme):
         """Radians per position of each pair: kept, slowed or blended by how often it turns in the trained length."""
         return tuple(self._scaled(w) for w in default.inv_freq(base, rotary_dim))
 
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """As transformers 5.23 and Meta's code: the same choice by wavelength, each operation in float32."""
+        import torch
+
+        length, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor
+        kept = 1.0 / default.powers_float32(base, rotary_dim)
+        wavelength = 2 * math.pi / kept
+        slowed = torch.where(wavelength > length / low, kept / self.factor, kept)
+        if low == high:
+            return default.listed(slowed)
+        smooth = (length / wavelength - low) / (high - low)
+        blended = (1 - smooth) * kept / self.factor + smooth * kept
+        between = (wavelength >= length / high) & (wavelength <= length / low)
+        return default.listed(torch.where(between, blended, slowed))
+
     def _scaled(self, w: float) -> float:
         turns = self.original_max_position_embeddings * w / (2 * math.pi)
         if turns > self.high_freq_factor:

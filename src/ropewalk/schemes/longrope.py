@@ -39,6 +39,12 @@ class LongRoPE(LengthDependent):
 
     rope_type: ClassVar[str] = "longrope"
     aliases: ClassVar[tuple[str, ...]] = ("su",)
+    gguf: ClassVar[Mapping[str, str]] = {
+        "short_factor": "rope_factors_short.weight",
+        "long_factor": "rope_factors_long.weight",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "attention_factor": "rope.scaling.attn_factor",
+    }
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int

@@ -35,6 +35,7 @@ class NTK(Scheme):
 
     rope_type: ClassVar[str] = "ntk"
     in_configs: ClassVar[bool] = False  # there it is "dynamic" with alpha
+    gguf: ClassVar[Mapping[str, str]] = {"alpha": "rope.scaling.alpha"}
     idle: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), "is not read where alpha is given"
     )
@@ -46,6 +47,14 @@ class NTK(Scheme):
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Radians per position of each pair: the default ones of the larger base."""
         return default.inv_freq(self.as_base(base, rotary_dim), rotary_dim)
+
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """As transformers 5.23 for Hunyuan: the larger base in float64, the rest in float32.
+
+        For dynamic NTK it makes the larger base in float32 where it is given the length as a tensor. At a quarter of
+        the lengths (measured on 1,659) the frequencies there differ from these in the last bits.
+        """
+        return default.inv_freq_float32(self.as_base(base, rotary_dim), rotary_dim)
 
     def as_base(self, base: float, rotary_dim: int) -> float:
         """The larger base."""

@@ -6,6 +6,7 @@ Source: llama.cpp's `rope_freqs` and `rope_factors` tensors (`freq_factors` of `
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +33,10 @@ class PerPair(Scheme):
 
     rope_type: ClassVar[str] = "per_pair"
     in_configs: ClassVar[bool] = False
+    gguf: ClassVar[Mapping[str, str]] = {
+        "factors": "rope_freqs.weight",
+        "attention_factor": "rope.scaling.attn_factor",
+    }
     factors: tuple[float, ...]
     attention_factor: float = 1.0
 
@@ -44,6 +49,17 @@ class PerPair(Scheme):
         """Radians per position of each pair: the default ones, each divided by its factor."""
         as_many_as_pairs("PerPair", "factors", self.factors, rotary_dim)
         return tuple(w / f for w, f in zip(default.inv_freq(base, rotary_dim), self.factors, strict=True))
+
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """As `_compute_longrope_parameters` in transformers 5.23: power times factor in float32, and its inverse.
+
+        llama.cpp divides the angle instead, and is not reproduced.
+        """
+        import torch
+
+        as_many_as_pairs("PerPair", "factors", self.factors, rotary_dim)
+        factors = torch.tensor(self.factors, dtype=torch.float32, device="cpu")
+        return default.listed(1.0 / (factors * default.powers_float32(base, rotary_dim)))
 
     def table_factor(self) -> float:
         """What multiplies cos and sin, dimensionless."""

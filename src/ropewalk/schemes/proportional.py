@@ -51,6 +51,17 @@ class Proportional(Scheme):
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Radians per position of each pair: the default ones of the whole head, 0 after the share that turns."""
+        turning = self._turning(rotary_dim)
+        inv_freq = default.inv_freq(base, rotary_dim)
+        return tuple(w / self.factor if i < turning else 0.0 for i, w in enumerate(inv_freq))
+
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """As transformers 5.23: the default ones of the whole head in float32, divided in float32."""
+        turning = self._turning(rotary_dim)
+        slowed = default.listed(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
+        return slowed[:turning] + (0.0,) * (rotary_dim // 2 - turning)
+
+    def _turning(self, rotary_dim: int) -> int:
         turning = int(self.partial_rotary_factor * rotary_dim // 2)
         if turning == 0:
             raise _checks.error(
@@ -59,5 +70,4 @@ class Proportional(Scheme):
                 f"partial_rotary_factor={self.partial_rotary_factor}",
                 "Use no rope at all where nothing turns.",
             )
-        inv_freq = default.inv_freq(base, rotary_dim)
-        return tuple(w / self.factor if i < turning else 0.0 for i, w in enumerate(inv_freq))
+        return turning

@@ -53,6 +53,13 @@ class YaRN(Scheme):
         "finetuned": "records that the weights were fine-tuned",
         "max_position_embeddings": "repeats the length of the model",
     }
+    gguf: ClassVar[Mapping[str, str]] = {
+        "factor": "rope.scaling.factor",
+        "original_max_position_embeddings": "rope.scaling.original_context_length",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+        "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    }
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
@@ -108,6 +115,17 @@ class YaRN(Scheme):
         return tuple(
             w / self.factor * s + w * (1 - s) for w, s in zip(default.inv_freq(base, rotary_dim), slowed, strict=True)
         )
+
+    def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
+        """As transformers 5.23 and the authors' code: the ends of the ramp in float64, the rest in float32."""
+        import torch
+
+        first, last = self.ramp(base, rotary_dim)
+        powers = default.powers_float32(base, rotary_dim)
+        index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+        kept = 1 - ((index - first) / (last - first)).clamp(0, 1)
+        # The share that is slowed is 1 - kept there, and not the ramp: 1 - (1 - x) is not x in float32.
+        return default.listed(1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept)
 
     def ramp(self, base: float, rotary_dim: int) -> tuple[float, float]:
         """The pair indices between which the slowing grows from nothing to the whole factor."""

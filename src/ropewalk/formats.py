@@ -1,0 +1,217 @@
+"""Tables of cos and sin in the forms of other libraries, to a `Rotation` and back.
+
+| form | who | shape |
+|---|---|---|
+| full width | transformers: what `rotary_emb` returns | cos and sin, each `[…, rotary_dim]` |
+| complex | Meta's `freqs_cis` | `[…, pairs]`, cos + i sin |
+| cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
+
+A table holds the attention factor already. It does not say which channels are a pair: that is `pairing`, which the code
+around the table decides.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ropewalk._checks import choice, described, error
+from ropewalk._layout import Pairing
+from ropewalk.rotation.api import Rotation
+
+Repeated = Literal["halves", "each"]
+"""Where the second value of each pair stands: both halves of a row are the same, or each value stands twice."""
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+def from_full_width(
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    repeated: Repeated,
+    pairing: Pairing,
+    head_dim: int | None = None,
+    rotary_offset: int = 0,
+    attention_factor: float = 1.0,
+) -> Rotation:
+    """A `Rotation` from tables with a value for each channel, as transformers' `rotary_emb` returns them.
+
+    Args:
+        cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64; each value twice.
+        repeated: "halves" in nearly every model; "each" in Cohere's. It need not go with the pairing: ERNIE 4.5 makes
+            halves and rotates neighbours.
+        pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
+
+    Raises:
+        RopeError: a row does not repeat its values so; or what `Rotation` refuses.
+
+    Example:
+        >>> from ropewalk import Rope
+        >>> rotation = Rope(head_dim=4, base=10_000.0, pairing="half").at(torch.arange(3))
+        >>> cos, sin = to_full_width(rotation, repeated="halves")
+        >>> cos.shape
+        torch.Size([3, 4])
+        >>> torch.equal(from_full_width(cos, sin, repeated="halves", pairing="half").cos, rotation.cos)
+        True
+    """
+    who = "formats.from_full_width"
+    choice(who, "repeated", repeated, ("halves", "each"))
+    halves = []
+    for name, table in (("cos", cos), ("sin", sin)):
+        _check_table(who, name, table)
+        if table.ndim < 1 or table.shape[-1] % 2:
+            must = f"{name} must have a column for each rotated channel, which are an even number"
+            raise error(who, must, described(table), "For half width, use Rotation(cos, sin, pairing=...).")
+        first, second = table.chunk(2, dim=-1) if repeated == "halves" else (table[..., 0::2], table[..., 1::2])
+        if not torch.equal(first, second):
+            other = "each" if repeated == "halves" else "halves"
+            must = f"{name} must hold every value twice, {_PLACES[repeated]}"
+            raise error(who, must, "other values there", f"Is it repeated={other!r}, or a table of half width?")
+        halves.append(first)
+    return Rotation(
+        *halves,
+        pairing=pairing,
+        head_dim=head_dim,
+        rotary_offset=rotary_offset,
+        attention_factor=attention_factor,
+    )
+
+
+_PLACES = {"halves": "in both halves of a row", "each": "side by side"}
+
+
+def to_full_width(rotation: Rotation, *, repeated: Repeated, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """cos and sin with a value for each rotated channel, for code that multiplies whole rows.
+
+    Args:
+        repeated: "halves" or "each", see `from_full_width`.
+        dtype: that of the result; that of the rotation when None. 16 bits round cos and sin by up to 2e-3.
+
+    Returns:
+        cos and sin `[…, rotary_dim]`.
+
+    Raises:
+        RopeError: rotation is no `Rotation`, or repeated is something else.
+    """
+    who = "formats.to_full_width"
+    _check_rotation(who, rotation)
+    choice(who, "repeated", repeated, ("halves", "each"))
+    tables = rotation.cos, rotation.sin
+    wide = [torch.cat((t, t), dim=-1) if repeated == "halves" else t.repeat_interleave(2, dim=-1) for t in tables]
+    cos, sin = (t if dtype is None else t.to(dtype) for t in wide)
+    return cos, sin
+
+
+def from_complex(
+    turns: Tensor,
+    *,
+    pairing: Pairing = "interleaved",
+    head_dim: int | None = None,
+    rotary_offset: int = 0,
+    attention_factor: float = 1.0,
+) -> Rotation:
+    """A `Rotation` from cos + i sin, as Meta's `precompute_freqs_cis` returns them.
+
+    Args:
+        turns: complex64 or complex128 `[seq, pairs]` or `[batch, seq, pairs]`; without an axis for heads.
+        pairing: "interleaved" in Meta's code, DeepSeek's and Llama 4's.
+        head_dim, rotary_offset, attention_factor: as in `Rotation`.
+
+    Raises:
+        RopeError: turns are not complex; or what `Rotation` refuses.
+    """
+    who = "formats.from_complex"
+    if not isinstance(turns, Tensor) or turns.dtype not in (torch.complex64, torch.complex128):
+        raise error(who, "turns must be a complex64 or complex128 tensor", described(turns), "Pass cos + i sin.")
+    return Rotation(
+        turns.real.contiguous(),
+        turns.imag.contiguous(),
+        pairing=pairing,
+        head_dim=head_dim,
+        rotary_offset=rotary_offset,
+        attention_factor=attention_factor,
+    )
+
+
+def to_complex(rotation: Rotation) -> Tensor:
+    """cos + i sin: complex64 `[…, pairs]`, complex128 where the tables are float64.
+
+    Raises:
+        RopeError: rotation is no `Rotation`.
+    """
+    _check_rotation("formats.to_complex", rotation)
+    return torch.complex(rotation.cos, rotation.sin)
+
+
+def from_cache(
+    cache: Tensor,
+    *,
+    pairing: Pairing,
+    head_dim: int | None = None,
+    rotary_offset: int = 0,
+    attention_factor: float = 1.0,
+) -> Rotation:
+    """A table from vLLM's `cos_sin_cache`, which is FlashInfer's too. Take the tokens with `table[positions]`.
+
+    Args:
+        cache: `[rows, rotary_dim]`, float32 or float64: a row for each position, cos of all pairs and then their sin.
+        pairing: "half" where vLLM says `is_neox_style=True`, else "interleaved".
+        head_dim, rotary_offset, attention_factor: as in `Rotation`.
+
+    Raises:
+        RopeError: cache has another shape or dtype. vLLM keeps it in the dtype of the model; in 16 bits the angle is
+            lost already.
+
+    Example:
+        >>> from ropewalk import Rope
+        >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
+        >>> cache = to_cache(rope.at(torch.arange(8)))
+        >>> cache.shape
+        torch.Size([8, 4])
+        >>> torch.equal(from_cache(cache, pairing="half")[torch.tensor([5])].cos, rope.at(torch.tensor([5])).cos)
+        True
+    """
+    who = "formats.from_cache"
+    _check_table(who, "cache", cache)
+    if cache.ndim != 2 or cache.shape[-1] % 2:
+        must = "cache must have shape [rows, rotary_dim], cos of all pairs and then their sin"
+        raise error(who, must, described(cache), "Pass the whole cos_sin_cache.")
+    cos, sin = cache.chunk(2, dim=-1)
+    return Rotation(
+        cos, sin, pairing=pairing, head_dim=head_dim, rotary_offset=rotary_offset, attention_factor=attention_factor
+    )
+
+
+def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
+    """vLLM's `cos_sin_cache`: `[rows, rotary_dim]`, cos of all pairs and then their sin. FlashInfer wants float32.
+
+    Args:
+        rotation: of positions 0, 1, 2 …: a row is found by its position.
+        dtype: that of the result; that of the rotation when None.
+
+    Raises:
+        RopeError: the rotation is not a table `[rows, pairs]`.
+    """
+    _check_rotation("formats.to_cache", rotation)
+    if rotation.cos.ndim != 2:
+        must = "the rotation must be a table made for positions [rows]"
+        got = f"tables of shape {tuple(rotation.cos.shape)}"
+        raise error("formats.to_cache", must, got, "Make it with rope.at(torch.arange(rows)).")
+    cache = torch.cat((rotation.cos, rotation.sin), dim=-1)
+    return cache if dtype is None else cache.to(dtype)
+
+
+def _check_rotation(who: str, rotation: Rotation) -> None:
+    if not isinstance(rotation, Rotation):
+        raise error(who, "rotation must be a Rotation", described(rotation), "Make it with rope.at(positions).")
+
+
+def _check_table(who: str, name: str, table: Tensor) -> None:
+    if not isinstance(table, Tensor) or table.dtype not in _FLOATS:
+        cure = (
+            "Pass float32. 16 bits have lost the angle; to rotate by these rounded numbers all the same, use .float()."
+        )
+        raise error(who, f"{name} must be a float32 or float64 tensor", described(table), cure)

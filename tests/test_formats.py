@@ -1,0 +1,136 @@
+"""Tables of other libraries: taken from their own code, and rotated by as their own code does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from ropewalk import Rope, RopeError, Rotation, YaRN, formats
+
+POSITIONS = torch.tensor([[0, 1, 7, 4095, 100_000]])
+Q, K = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+
+
+def peer(model: str, config: str, **how: Any) -> tuple[Any, Any]:
+    """The modeling module of a model of transformers, and its rotary module for heads of 16."""
+    transformers = pytest.importorskip("transformers")
+    module = getattr(transformers.models, model)
+    given = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} | how
+    configured = getattr(transformers, f"{config}Config")(**given)
+    modeling = getattr(module, f"modeling_{model}")
+    return modeling, getattr(modeling, f"{config}RotaryEmbedding")(configured)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "repeated", "pairing"),
+    [
+        ("llama", "Llama", "halves", "half"),
+        ("cohere", "Cohere", "each", "interleaved"),
+        ("ernie4_5", "Ernie4_5", "halves", "interleaved"),
+    ],
+)
+def test_tables_of_transformers_rotate_as_its_functions_do(
+    model: str, config: str, repeated: Any, pairing: Any
+) -> None:
+    modeling, rotary = peer(model, config)
+    cos, sin = rotary(Q, POSITIONS)
+    rotation = formats.from_full_width(cos, sin, repeated=repeated, pairing=pairing)
+    for x, expected in zip((Q, K), modeling.apply_rotary_pos_emb(Q, K, cos, sin), strict=True):
+        assert torch.equal(rotation(x, layout="bhsd"), expected)
+    for mine, theirs in zip(formats.to_full_width(rotation, repeated=repeated), (cos, sin), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_complex_tables_rotate_as_metas_code_does() -> None:
+    modeling, rotary = peer("llama4", "Llama4Text")
+    turns = rotary(Q, POSITIONS)
+    rotation = formats.from_complex(turns)
+    q, k = Q.transpose(1, 2).contiguous(), K.transpose(1, 2).contiguous()
+    for x, expected in zip((q, k), modeling.apply_rotary_emb(q, k, turns), strict=True):
+        torch.testing.assert_close(rotation(x, layout="bshd"), expected, rtol=0, atol=1e-6)
+    assert torch.equal(formats.to_complex(rotation), turns)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_a_cache_by_hand(pairing: Any) -> None:
+    """vLLM and FlashInfer: row p is cos of all pairs at position p, then their sin."""
+    angles = np.outer(np.arange(12), [float(w) for w in oracle.inv_freq(1e4, 16)])
+    cache = torch.from_numpy(np.concatenate((np.cos(angles), np.sin(angles)), axis=1)).float()
+    table = formats.from_cache(cache, pairing=pairing)
+    positions = torch.tensor([11, 0, 5, 5, 1])
+    turned = table[positions](Q, layout="bhsd")
+    exact = oracle.rotate(Q.double().numpy(), angles[positions.numpy()], pairing)
+    np.testing.assert_allclose(turned.numpy(), exact, rtol=0, atol=1e-6)
+    assert torch.equal(formats.to_cache(table), cache)
+    assert torch.equal(formats.to_cache(Rope(16, 1e4, pairing).at(torch.arange(12)), dtype=torch.float16), cache.half())
+
+
+@pytest.mark.parametrize("repeated", ["halves", "each"])
+def test_full_width_by_hand(repeated: Any) -> None:
+    rotation = Rope(8, 1e4, "half", rotary_dim=4, rotary_offset=2, scaling=YaRN(4.0, 512)).at(torch.tensor([3, 9]))
+    cos, sin = formats.to_full_width(rotation, repeated=repeated, dtype=torch.float64)
+    order = [0, 1, 0, 1] if repeated == "halves" else [0, 0, 1, 1]
+    assert torch.equal(cos, rotation.cos.double()[:, order])
+    assert torch.equal(sin, rotation.sin.double()[:, order])
+    how = {"head_dim": 8, "rotary_offset": 2, "attention_factor": rotation.attention_factor}
+    back = formats.from_full_width(cos.float(), sin.float(), repeated=repeated, pairing="half", **how)
+    x = torch.randn(2, 3, 8)
+    assert torch.equal(back(x, layout="thd"), rotation(x, layout="thd"))
+    torch.testing.assert_close(back.inverse()(back(x, layout="thd"), layout="thd"), x)
+
+
+def test_gradients_reach_the_tables() -> None:
+    wide = torch.randn(5, 8).repeat(1, 2).requires_grad_()
+    complex_ = torch.randn(5, 8, dtype=torch.complex64, requires_grad=True)
+    cache = torch.randn(5, 16, requires_grad=True)
+    for given, rotation in (
+        (wide, formats.from_full_width(wide, wide, repeated="halves", pairing="half")),
+        (complex_, formats.from_complex(complex_)),
+        (cache, formats.from_cache(cache, pairing="half")),
+    ):
+        rotation(Q, layout="bhsd").square().sum().backward()
+        assert given.grad is not None
+        assert given.grad.abs().sum() > 0
+
+
+WIDE = torch.randn(5, 8).repeat(1, 2)
+ROTATION = Rope(16, 1e4, "half").at(torch.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: formats.from_full_width(WIDE, WIDE, repeated="each", pairing="half"),
+            "twice, side by side.*'halves'",
+        ),
+        (
+            lambda: formats.from_full_width(WIDE, WIDE[:, [0, 0, 1, 1]], repeated="halves", pairing="half"),
+            "sin must hold every value twice, in both halves of a row.*'each'",
+        ),
+        (lambda: formats.from_full_width(WIDE, WIDE, repeated="both", pairing="half"), "repeated must be one of"),
+        (lambda: formats.from_full_width(WIDE[:, :3], WIDE, repeated="each", pairing="half"), "an even number"),
+        (lambda: formats.from_full_width(WIDE.bfloat16(), WIDE, repeated="halves", pairing="half"), r"\.float\(\)"),
+        (lambda: formats.from_full_width(None, WIDE, repeated="halves", pairing="half"), "cos must be a float32"),
+        (lambda: formats.from_full_width(WIDE, WIDE[:4], repeated="halves", pairing="half"), "the same shape"),
+        (lambda: formats.from_complex(WIDE), "turns must be a complex64 or complex128 tensor, got torch.float32"),
+        (lambda: formats.from_complex(torch.ones(1, 1, 3, 4, 2, dtype=torch.complex64)), "the same shape"),
+        (lambda: formats.from_cache(WIDE[None], pairing="half"), r"cache must have shape \[rows, rotary_dim\]"),
+        (lambda: formats.from_cache(WIDE[:, :5], pairing="half"), r"cache must have shape \[rows, rotary_dim\]"),
+        (lambda: formats.from_cache(WIDE.half(), pairing="half"), "16 bits have lost the angle"),
+        (lambda: formats.to_cache(Rope(16, 1e4, "half").at(POSITIONS)), r"rope\.at\(torch\.arange\(rows\)\)"),
+        (lambda: formats.to_cache(WIDE), "rotation must be a Rotation"),
+        (lambda: formats.to_complex(None), "rotation must be a Rotation"),
+        (lambda: formats.to_full_width(None, repeated="each"), "rotation must be a Rotation"),
+        (lambda: formats.to_full_width(ROTATION, repeated=1), "repeated must be one of 'halves', 'each', got 1"),
+    ],
+)
+def test_refusals(call: Callable[[], Rotation | Tensor], message: str) -> None:
+    with pytest.raises(RopeError, match=message):
+        call()
