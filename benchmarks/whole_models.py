@@ -1,0 +1,233 @@
+"""What `accelerate` changes in the time of whole models of transformers: before and after, in turn, on a quiet machine.
+
+    python benchmarks/whole_models.py                                         two models: some 20 minutes
+    python benchmarks/whole_models.py --json benchmarks/results/whole-models-NAME.json
+    python benchmarks/whole_models.py --models small --rounds 1 --tokens 64   a look
+
+Two models like Llama with random weights, in float32 and bfloat16: a prefill, greedy decoding after it, and a training
+step. Each is run by transformers as it is and after `accelerate`, in turn within each round, of which the first
+alternates; shown are medians, the 10th and 90th percentile, and the ratio of the medians. Beside them stands the share
+of its time that transformers spends in its rotation (its function and its rotary module in the forward pass, by
+torch.profiler), which bounds what can be gained there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ropewalk.integrations.transformers import accelerate
+
+MODELS = {
+    "small": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+    },
+    "large": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+    },
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def model_of(name: str, dtype: torch.dtype) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **MODELS[name],
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        use_cache=True,
+    )
+    torch.manual_seed(0)
+    config.dtype = dtype
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # born in it, as from_pretrained does: inv_freq stays float32
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def prefill(model: Any, ids: torch.Tensor) -> Callable[[], float]:
+    def run() -> float:
+        with torch.no_grad():
+            begin = time.perf_counter()
+            model(ids, use_cache=True, logits_to_keep=1)
+            return time.perf_counter() - begin
+
+    return run
+
+
+def decode(model: Any, ids: torch.Tensor, count: int) -> Callable[[], float]:
+    """Seconds for `count` tokens, one by one, after a prompt that is not timed."""
+
+    def run() -> float:
+        with torch.no_grad():
+            step = model(ids, use_cache=True, logits_to_keep=1)
+            begin = time.perf_counter()
+            for _ in range(count):
+                token = step.logits[:, -1:].argmax(-1)
+                step = model(token, past_key_values=step.past_key_values, use_cache=True)
+            return time.perf_counter() - begin
+
+    return run
+
+
+def training(model: Any, ids: torch.Tensor) -> Callable[[], float]:
+    def run() -> float:
+        model.zero_grad(set_to_none=True)
+        begin = time.perf_counter()
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        return time.perf_counter() - begin
+
+    return run
+
+
+def as_transformers(run: Callable[[], float]) -> Callable[[], float]:
+    """A run with the function of the modeling file as it was, without the dispatcher of the other model."""
+    import transformers.models.llama.modeling_llama as file
+
+    def plain() -> float:
+        dispatcher = file.apply_rotary_pos_emb
+        file.apply_rotary_pos_emb = getattr(dispatcher, "ropewalk_original", dispatcher)
+        try:
+            return run()
+        finally:
+            file.apply_rotary_pos_emb = dispatcher
+
+    return plain
+
+
+def in_turn(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+    """Both once without timing, then both in each round; who begins alternates."""
+    first(), second()
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        for which in (0, 1) if number % 2 == 0 else (1, 0):
+            times[which].append((first, second)[which]())
+    return times
+
+
+def share_of_rotation(model: Any, run: Callable[[], float]) -> float:
+    """The part of a run that transformers spends in its function and its rotary module; dimensionless."""
+    import transformers.models.llama.modeling_llama as file
+
+    dispatcher, rotary = file.apply_rotary_pos_emb, model.model.rotary_emb
+    function, forward = getattr(dispatcher, "ropewalk_original", dispatcher), rotary.forward
+
+    def named(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with record_function("rotation"):
+                return call(*args, **kwargs)
+
+        return wrapped
+
+    file.apply_rotary_pos_emb, rotary.forward = named(function), named(forward)
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function("whole"):
+            run()
+    finally:
+        file.apply_rotary_pos_emb = dispatcher
+        del rotary.forward
+    spent = {event.key: event.cpu_time_total for event in profiled.key_averages()}
+    return float(spent["rotation"] / spent["whole"])
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    tenth = len(ordered) // 10
+    return {
+        "median_s": statistics.median(ordered),
+        "p10_s": ordered[tenth],
+        "p90_s": ordered[len(ordered) - 1 - tenth],
+    }
+
+
+def measure(name: str, dtype: str, tokens: int, new: int, rounds: int) -> list[dict[str, Any]]:
+    before = model_of(name, DTYPES[dtype])
+    after = copy.deepcopy(before)
+    accelerate(after)
+    ids = torch.randint(0, 8192, (1, tokens), generator=torch.Generator().manual_seed(1))
+    tasks: dict[str, Callable[[Any], Callable[[], float]]] = {
+        f"prefill of {tokens}": lambda model: prefill(model, ids),
+        f"{new} tokens after {tokens // 8}": lambda model: decode(model, ids[:, : tokens // 8], new),
+        f"training step of {tokens // 2}": lambda model: training(model, ids[:, : tokens // 2]),
+    }
+    rows = []
+    for task, of in tasks.items():
+        first, second = in_turn(as_transformers(of(before)), of(after), rounds)
+        row = {"model": name, "dtype": dtype, "task": task, "rounds": rounds}
+        row |= {"before": summary(first), "after": summary(second)}
+        row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]
+        row["share_of_rotation"] = share_of_rotation(before, of(before))
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    before, after = row["before"], row["after"]
+    return (
+        f"| {row['model']} | {row['dtype']} | {row['task']} "
+        f"| {before['median_s']:.3f} ({before['p10_s']:.3f} to {before['p90_s']:.3f}) "
+        f"| {after['median_s']:.3f} ({after['p10_s']:.3f} to {after['p90_s']:.3f}) "
+        f"| {row['ratio']:.3f} | {100 * row['share_of_rotation']:.1f} % |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    import transformers
+
+    machine = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "processor": platform.processor() or platform.machine(),
+        "threads": chosen.threads,
+        "load_at_start": os.getloadavg()[0],
+    }
+    print(machine)
+    if machine["load_at_start"] > 0.5:
+        print("The machine is busy: these times are not worth keeping.")
+    print("| model | dtype | task | transformers, s | ropewalk, s | ratio | rotation before |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for name in chosen.models:
+        for dtype in chosen.dtypes:
+            rows += measure(name, dtype, chosen.tokens, chosen.new, chosen.rounds)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The module that stands where a model's rotary module stood, and gives a Rotation for cos and sin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk._checks import described, error, shown
+from ropewalk._layout import Pairing
+from ropewalk.integrations.transformers.dispatch import Place, install
+from ropewalk.integrations.transformers.probe import Form, Width, narrowed
+from ropewalk.rope import Rope
+from ropewalk.rotation.api import Rotation, unchecked
+
+WHO = "accelerate"
+
+
+class Angles(nn.Module):
+    """What both stand-ins have in common. The model's own module or table is kept, for `restore` and device moves.
+
+    Args:
+        forms: the functions that the model's code calls, and how each turns; installed again when this is unpickled.
+        pairing: the pairing of most of them.
+    """
+
+    def __init__(self, forms: Mapping[Place, Form], pairing: Pairing) -> None:
+        super().__init__()
+        self.forms = dict(forms)
+        self.pairing = pairing
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for place, form in self.forms.items():
+            install(place, form)
+
+
+class RotaryAngles(Angles):
+    """In the place of a rotary module: called as it was, it returns a Rotation where cos and sin were.
+
+    What is asked of it and it does not have (`inv_freq`, `attention_scaling`, `config`) is the original's, and so is
+    its state_dict.
+
+    Args:
+        original: the model's own module.
+        width: how its tables are written.
+        ropes: layer type → `Rope`; None → the rope of a module that is called without one. None for the original's
+            own angles.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        width: Width,
+        ropes: Mapping[str | None, Rope] | None,
+        forms: Mapping[Place, Form],
+        pairing: Pairing,
+    ) -> None:
+        super().__init__(forms, pairing)
+        self.original = original
+        self.width = width
+        self.ropes = None if ropes is None else dict(ropes)
+        self._register_load_state_dict_pre_hook(_to_original)  # type: ignore[no-untyped-call]
+        self.train(original.training)
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        """cos and sin of these tokens as one Rotation, twice; once where the original gives complex numbers."""
+        if position_ids.ndim > 2:
+            raise _several_axes(position_ids)
+        if self.ropes is None:
+            rotation = self._theirs(x, position_ids, layer_type)
+        else:
+            rotation = exact(self._rope(layer_type), x, position_ids)
+        return rotation if self.width == "complex" else (rotation, rotation)
+
+    def _rope(self, layer_type: str | None) -> Rope:
+        ropes = self.ropes or {}
+        if layer_type in ropes:
+            return ropes[layer_type]
+        must = f"the layer type must be one of {', '.join(map(shown, ropes))}"
+        raise error(WHO, must, shown(layer_type), "restore(model) brings the model's own rotation back.")
+
+    def _theirs(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotation:
+        probe = x[..., :1].float()  # their tables are cast to its dtype
+        of_type = {} if layer_type is None else {"layer_type": layer_type}
+        returned = self.original(probe, position_ids, **of_type)
+        name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
+        factor = getattr(self.original, name, 1.0)
+        cos, sin = (returned.real, returned.imag) if self.width == "complex" else returned
+        return from_tables(narrowed(cos, self.width), narrowed(sin, self.width), self.pairing, factor)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "original":
+                raise
+            return getattr(self.original, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's, so that nothing of ours is saved."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        if self.ropes is None:
+            return "the model's own angles"
+        return ", ".join(str(rope) if kind is None else f"{kind}: {rope}" for kind, rope in self.ropes.items())
+
+
+def _to_original(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Keys of a checkpoint, as the model without ropewalk has them → those of the original that is kept inside."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}original.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+
+def exact(rope: Rope, x: Tensor, position_ids: Tensor) -> Rotation:
+    """The rotation of these tokens, on the device of x; in float64 for a model in float64."""
+    dtype = torch.float64 if x.dtype is torch.float64 else None
+    shared = position_ids.ndim == 2 and position_ids.shape[0] == 1  # one row for all of the batch
+    return rope.at(position_ids[0] if shared else position_ids, device=x.device, dtype=dtype)
+
+
+def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Rotation:
+    """A Rotation of float32 tables [batch, seq, pairs]."""
+    if cos.dtype is not torch.float32 or cos.ndim != 3 or cos.shape != sin.shape:
+        must = "the model's own tables must be float32 [batch, seq, pairs]"
+        raise error(WHO, must, f"{described(cos)} and {described(sin)}", "Use angles='exact'.")
+    if cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    return unchecked(cos.contiguous(), sin.contiguous(), pairing, 2 * cos.shape[-1], 2 * cos.shape[-1], 0, factor)
+
+
+def _several_axes(position_ids: Tensor) -> Exception:
+    return error(
+        WHO,
+        "position_ids must be [batch, seq]: tokens of several axes are not supported yet",
+        f"shape {tuple(position_ids.shape)}",
+        "restore(model) brings the model's own rotation back.",
+    )

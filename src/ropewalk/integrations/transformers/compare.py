@@ -1,0 +1,162 @@
+"""What a model's own rotary module has, beside what ropewalk reads from its config: they must agree."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk._checks import error, shown
+from ropewalk.integrations.transformers.probe import Width, narrowed, width_of
+from ropewalk.rope import Rope
+
+WHO = "accelerate"
+# float32 powers: the exponent's rounding alone costs ln(base) · 2⁻²⁵, and scaling adds a few more.
+_FLOAT32 = 2e-6
+_FACTOR = 1e-6
+_ARGUMENTS = {"self", "x", "position_ids", "layer_type"}
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether this is a rotary module that is given tokens and their positions."""
+    return (
+        "Rotary" in type(module).__name__
+        and bool(kinds_of(module))
+        and {"x", "position_ids"} <= set(inspect.signature(type(module).forward).parameters) <= _ARGUMENTS
+    )
+
+
+def kinds_of(module: nn.Module) -> list[str | None]:
+    """The layer types of which the module has frequencies; [None] where it has one set for all layers."""
+    names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+    kinds = [name.removesuffix("inv_freq").removesuffix("_") or None for name in names if "original_" not in name]
+    return sorted(kinds, key=str)
+
+
+def frequencies(module: nn.Module, kind: str | None) -> tuple[Tensor, Tensor]:
+    """Those of a layer type as they are now, and as they were built (LongRoPE and dynamic NTK write into the first)."""
+    prefix = "" if kind is None else f"{kind}_"
+    now = getattr(module, f"{prefix}inv_freq")
+    return now, getattr(module, f"{prefix}original_inv_freq", now)
+
+
+def factor_of(module: nn.Module, kind: str | None) -> float:
+    """The attention factor of a layer type."""
+    name = "attention_scaling" if kind is None else f"{kind}_attention_scaling"
+    return float(getattr(module, name, 1.0))
+
+
+def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
+    """How the module writes its tables: from what it returns for a few positions.
+
+    Raises:
+        RopeError: it returns no tables of these frequencies.
+    """
+    found = {_width(name, module, kind) for kind in kinds}
+    if None in found or len(found) != 1:
+        raise error(
+            WHO,
+            f"{name} must return cos and sin of position · inv_freq",
+            "other numbers",
+            "This model makes its angles in a way that ropewalk does not know.",
+        )
+    return found.pop()  # type: ignore[return-value]
+
+
+def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
+    now, _ = frequencies(module, kind)
+    if now.is_meta:
+        raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
+    module = copy.deepcopy(module)  # LongRoPE and dynamic NTK write into their buffers when they are called
+    positions = torch.arange(3, device=now.device)[None]
+    of_type = {} if kind is None else {"layer_type": kind}
+    with torch.no_grad():
+        x = torch.zeros(1, 3, 1, device=now.device, dtype=torch.float32)  # their tables are cast to its dtype
+        returned = module(x, positions, **of_type)
+        now, _ = frequencies(module, kind)
+        cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
+        found = width_of(returned if isinstance(returned, Tensor) else cos, now.numel())
+        angles, factor = positions[..., None].double() * now.double(), factor_of(module, kind)
+        near = found is not None and all(
+            torch.allclose(narrowed(got, found).double(), factor * wanted, atol=1e-5 * max(1.0, factor))
+            for got, wanted in ((cos, angles.cos()), (sin, angles.sin()))
+        )
+    return found if near else None
+
+
+def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rope]) -> Rope:
+    """The rope of the config that has the module's frequencies and attention factor; static.
+
+    Raises:
+        RopeError: none has them, or several have in the dtype of the module's buffer.
+    """
+    _, built = frequencies(module, kind)
+    factor = factor_of(module, kind)
+    ropes = list(dict.fromkeys(ropes))
+    found = [rope for rope in ropes if not difference(rope, built, factor)]
+    if len({(rope.base, rope.rotary_dim, rope.scaling) for rope in found}) == 1:  # an indexer may slice otherwise
+        return found[0]
+    if found:
+        raise error(
+            WHO,
+            f"{name} must have the frequencies of one rope of its config",
+            f"several, in {_rounded_to(built)}: {'; '.join(map(str, found))}",
+            "Accelerate before the model is cast.",
+        )
+    how = "; ".join(f"{difference(rope, built, factor)} ({rope})" for rope in ropes) or "a config without ropes"
+    raise error(
+        WHO,
+        f"{name} must have what its config says",
+        how,
+        "Was the config changed after the model was built? angles='theirs' takes the model's own numbers.",
+    )
+
+
+def difference(rope: Rope, built: Tensor, factor: float) -> str:
+    """In what the frequencies of a module, as it was built, differ from a rope; "" where they agree."""
+    rope = rope.at_length(1)  # their buffers start with the frequencies of a short sequence
+    wanted = torch.from_numpy(rope.inv_freq)
+    if built.shape != wanted.shape:
+        return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
+    theirs = built.detach().to("cpu", torch.float64)
+    info = torch.finfo(_rounded_to(built))
+    relative = max(_FLOAT32, info.eps)
+    off = (theirs - wanted).abs()
+    if not bool((off <= relative * wanted.abs() + info.smallest_normal * info.eps).all()):
+        worst = int(torch.argmax(off / wanted.abs().clamp_min(1e-30)))
+        return f"inv_freq[{worst}] {float(theirs[worst]):.9g}, and {float(wanted[worst]):.9g} in the config"
+    if abs(factor - rope.attention_factor) > _FACTOR * rope.attention_factor:
+        return f"attention factor {factor:.9g}, and {rope.attention_factor:.9g} in the config"
+    return ""
+
+
+def _rounded_to(built: Tensor) -> torch.dtype:
+    """The dtype that the numbers have gone through: a model cast to bfloat16 and back keeps what was rounded."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(built.to(dtype).to(built.dtype), built):
+            return dtype
+    return built.dtype
+
+
+def own_config(module: nn.Module, model_config: Any) -> Any:
+    """The config that a rotary module was built from."""
+    return module.__dict__.get("config", model_config)
+
+
+def check_length(length: object, ropes: Iterable[Rope]) -> None:
+    """Raise where a rope depends on the length and none is said, or the other way."""
+    dynamic = [rope for rope in ropes if not rope.is_static]
+    if dynamic and length is None:
+        raise error(
+            WHO,
+            "length must be said, since the frequencies depend on it",
+            f"no length for {dynamic[0]}",
+            "Pass length=n, the longest sequence that you will run, or angles='theirs' for the model's own switching.",
+        )
+    if not dynamic and length is not None:
+        must = "length is for frequencies that depend on it (dynamic NTK, LongRoPE)"
+        raise error(WHO, must, shown(length), "Leave it out.")

@@ -1,0 +1,132 @@
+"""The functions of a modeling file: found, and given a dispatcher that rotates where a Rotation stands for cos and sin.
+
+A dispatcher hands everything else to the original, so models that are not accelerated compute what they did. A Rotation
+has none of a tensor's methods: code that expects a tensor raises, and nothing is silently wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from ropewalk._checks import error, shown
+from ropewalk.integrations.transformers.probe import Form, in_order, signature_of
+from ropewalk.rotation.api import Rotation, unchecked
+
+Place = tuple[str, str]
+"""A function: the name of its module and its own."""
+
+_NAMED = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
+
+
+def functions_of(model: nn.Module) -> dict[Place, Any]:
+    """The functions with cos and sin, or freqs_cis, that the methods of the model's modules name."""
+    found: dict[Place, Any] = {}
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        for owner in kind.__mro__:
+            if owner.__module__.partition(".")[0] not in ("torch", "builtins", "ropewalk"):
+                for method in vars(owner).values():
+                    found.update(_named_in(method))
+    return found
+
+
+def _named_in(method: Any) -> Iterator[tuple[Place, Any]]:
+    method = inspect.unwrap(method) if callable(method) else None
+    if not isinstance(method, types.FunctionType):
+        return
+    for name in sorted(_names(method.__code__)):
+        function = method.__globals__.get(name)
+        if function is not None and _NAMED.search(name) and callable(function) and signature_of(original(function)):
+            yield (str(method.__globals__["__name__"]), name), function
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def original(function: Any) -> Any:
+    """What a dispatcher hands on to, or the function itself."""
+    return getattr(function, "ropewalk_original", function)
+
+
+def install(place: Place, form: Form) -> None:
+    """Put a dispatcher in the place of the function; nothing, if it is there already.
+
+    Raises:
+        RopeError: a dispatcher of another form is there.
+    """
+    module = importlib.import_module(place[0])
+    function = getattr(module, place[1])
+    known = getattr(function, "ropewalk_form", None)
+    if known is None:
+        setattr(module, place[1], dispatcher(function, form))
+    elif known != form:
+        raise error(
+            "accelerate",
+            f"{'.'.join(place)} must turn as it did when it was replaced",
+            shown(form),
+            "Two models of one file write their tables in different ways; accelerate one of them in each process.",
+        )
+
+
+def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    """A function that rotates where it is given a Rotation for its tables, and calls `function` for anything else."""
+    names, at, layouts = form.names, form.at, dict(form.layouts)
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        rotation = args[at] if len(args) > at else kwargs.get(names[at])
+        if type(rotation) is not Rotation:
+            return function(*args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        axis = given.get("unsqueeze_dim", form.unsqueeze_dim)
+        if axis not in layouts:
+            raise error(
+                rotate.__name__,
+                f"unsqueeze_dim must be one of {', '.join(map(str, layouts))}",
+                shown(axis),
+                "restore(model) brings the model's own rotation back.",
+            )
+        layout = layouts[axis]
+        q = given[names[0]]
+        turning = _for_heads(rotation, q, form)
+        if at == 1:
+            return in_order(turning(q, layout=layout), form.order, turning)
+        k: Any = given.get(names[1])
+        if k is None and form.alone is not None:
+            q = in_order(turning(q, layout=layout), form.order, turning)
+            return q if form.alone == "q" else (q, None)
+        if q.shape[-1] == k.shape[-1]:
+            q, k = turning(q, k, layout=layout)
+            return in_order(q, form.order, turning), in_order(k, form.order, turning)
+        other = _for_heads(rotation, k, form)
+        q, k = turning(q, layout=layout), other(k, layout=layout)
+        return in_order(q, form.order, turning), in_order(k, form.order, other)
+
+    rotate.__name__ = rotate.__qualname__ = getattr(function, "__name__", type(function).__name__)
+    rotate.__doc__, rotate.__module__ = function.__doc__, function.__module__
+    rotate.ropewalk_original, rotate.ropewalk_form = function, form  # type: ignore[attr-defined]
+    return rotate
+
+
+def _for_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
+    """The same tables for heads of this width, in the function's own pairing."""
+    head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
+    if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
+        return rotation
+    if head_dim != rotary_dim and form.whole is None:
+        raise error(
+            "accelerate",
+            f"the model's function rotates {rotary_dim} channels",
+            f"heads of {head_dim}",
+            "restore(model) brings the model's own rotation back.",
+        )
+    offset = head_dim - rotary_dim if form.whole == "last" else 0
+    factor = rotation.attention_factor
+    return unchecked(rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, factor)

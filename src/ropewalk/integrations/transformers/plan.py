@@ -1,0 +1,166 @@
+"""What `accelerate` is going to put where. Nothing is changed before all of it is known to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ropewalk._checks import RopeError, error, within
+from ropewalk._layout import Pairing
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.read import from_config
+from ropewalk.integrations.transformers import compare, own_tables
+from ropewalk.integrations.transformers.angles import Angles, RotaryAngles
+from ropewalk.integrations.transformers.compare import WHO
+from ropewalk.integrations.transformers.dispatch import Place, functions_of, original
+from ropewalk.integrations.transformers.not_served import check_one_axis
+from ropewalk.integrations.transformers.probe import Form, Width, probe
+from ropewalk.rope import Rope
+
+
+@dataclass
+class Plan:
+    """Names of what is replaced → what stands there (for a table its attention) and what comes in its place."""
+
+    stand_ins: dict[str, tuple[nn.Module, Angles]] = field(default_factory=dict)
+    forms: dict[Place, Form] = field(default_factory=dict)
+    ropes: dict[str, Rope] = field(default_factory=dict)
+    left_alone: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
+    """Every rotary module and table of the text model, compared with the config.
+
+    Raises:
+        RopeError: something is not as it must be; the message names it.
+    """
+    result, configs, places = Plan(), _Configs(model.config), functions_of(model)
+    ropes: list[Rope] = []
+    for name, module in model.named_modules():
+        if compare.is_rotary(module):
+            config = compare.own_config(module, configs.text)
+            if configs.is_text(config):
+                ropes += _rotary(result, name, module, places, configs.ropes_of(config) if exact else None, length)
+            else:
+                result.left_alone.append(f"{name}: it is not of the text model")
+        elif own_tables.has_table(module):
+            ropes += _table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
+    if not result.stand_ins:
+        got = "; ".join(result.left_alone) or type(model).__name__
+        cure = "A model without rotary positions, or one that makes its angles elsewhere, is not served."
+        raise error(WHO, "the model must have a rotary module that is given positions", got, cure)
+    if exact:
+        compare.check_length(length, ropes)
+    return result
+
+
+def _rotary(
+    result: Plan,
+    name: str,
+    module: nn.Module,
+    places: Mapping[Place, Any],
+    read: ModelRopes | None,
+    length: int | None,
+) -> Iterable[Rope]:
+    check_one_axis(name, module)
+    kinds = compare.kinds_of(module)
+    width = compare.width(name, module, kinds)
+    forms = _forms(name, places, width)
+    ropes: dict[str | None, Rope] | None = None
+    found: list[Rope] = []
+    if read is not None:
+        ropes = {kind: compare.matching(name, module, kind, _of_kind(read, kind)) for kind in kinds}
+        found = list(ropes.values())
+        _check_channels(name, forms, found)
+        if length is not None:
+            ropes = {kind: rope.at_length(length) for kind, rope in ropes.items()}
+        result.ropes.update((name if kind is None else f"{name}:{kind}", rope) for kind, rope in ropes.items())
+        result.warnings += [warning for warning in read.warnings if warning not in result.warnings]
+    result.stand_ins[name] = (module, RotaryAngles(module, width, ropes, forms, _main_pairing(forms)))
+    result.forms.update(forms)
+    return found
+
+
+def _table(
+    result: Plan, attention: str, module: nn.Module, places: Mapping[Place, Any], read: ModelRopes | None
+) -> Iterable[Rope]:
+    name, table = f"{attention}.{own_tables.NAME}", module.get_buffer(own_tables.NAME)
+    forms = _forms(name, places, "half")
+    rope = None
+    if read is not None:
+        rope = read.rope
+        _check_channels(name, forms, [rope])
+        own_tables.check_table(name, table, rope)
+        result.ropes[name] = rope
+    result.stand_ins[name] = (module, own_tables.TableAngles(table, rope, forms, _main_pairing(forms)))
+    result.forms.update(forms)
+    return [] if rope is None else [rope]
+
+
+def _main_pairing(forms: Mapping[Place, Form]) -> Pairing:
+    return next(iter(forms.values())).pairing
+
+
+def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, Form]:
+    """The functions that turn by tables of this width, and how.
+
+    Raises:
+        RopeError: no function of the model's code turns pairs by plus the angle.
+    """
+    forms = {place: form for place, function in places.items() if (form := probe(original(function), width))}
+    if forms:
+        return forms
+    raise error(
+        WHO,
+        f"the model's code must call a function that turns q and k by the cos and sin of {name}",
+        ", ".join(".".join(place) for place in places) or "code without such a function",
+        "Its function turns otherwise (the other way, several axes, other pairs): this model is not served.",
+    )
+
+
+def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> None:
+    """Raise where the config means other channels than the functions turn."""
+    for rope in ropes:
+        if rope.pairing not in {form.pairing for form in forms.values()}:
+            how = " and ".join(f"{'.'.join(place)}: {form.pairing}" for place, form in forms.items())
+            must = f"{name} must pair channels as its config says ({rope.pairing})"
+            raise error(WHO, must, how, "Use angles='theirs'.")
+        first = rope.rotary_dim < rope.head_dim and rope.rotary_offset == 0
+        if first and all(form.whole == "last" for form in forms.values()):
+            must = f"{name} must turn the first {rope.rotary_dim} channels, as its config says"
+            raise error(WHO, must, "a function that turns the last", "Use angles='theirs'.")
+
+
+def _of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
+    """The ropes of the layers of a kind; all where the config does not say which is which."""
+    layers = read.layers
+    if kind in read.layer_kinds:
+        layers = tuple(rope for this, rope in zip(read.layer_kinds, layers, strict=True) if this == kind)
+    else:
+        layers = (*layers, *read.others.values())
+    return [rope for rope in dict.fromkeys(layers) if rope is not None]
+
+
+class _Configs:
+    """The text model's config, and what `from_config` reads of it and of its like; each is read once."""
+
+    def __init__(self, config: Any) -> None:
+        find = getattr(config, "get_text_config", None)
+        self.text = config if find is None else find()
+        self.read: dict[int, ModelRopes] = {}
+
+    def is_text(self, config: Any) -> bool:
+        """Whether this is the config of the text model, or of the other half of an encoder and decoder."""
+        return type(config) is type(self.text)
+
+    def ropes_of(self, config: Any) -> ModelRopes:
+        if id(config) not in self.read:
+            try:
+                self.read[id(config)] = from_config(config)
+            except RopeError as e:
+                raise within(f"{WHO}: ropewalk cannot read the config; angles='theirs' needs none", e) from e
+        return self.read[id(config)]

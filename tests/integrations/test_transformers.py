@@ -1,0 +1,273 @@
+"""A model of transformers that rotates through ropewalk: its numbers, in every way that a model is run.
+
+Each model is tiny and has random weights. The table over all model types is in test_transformers_table.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oracle
+import ropewalk
+import tiny_models
+from model_checks import FAR, NEAR, gradients, output, relative, rms, tokens, with_exact_tables
+from ropewalk import RopeError
+from ropewalk.integrations.transformers import accelerate, restore
+
+pytest.importorskip("transformers", "5.23")
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_models.build("llama")
+
+
+def far_with_exact_tables(name: str) -> Tensor:
+    model, ids = tiny_models.build(name), tokens()
+    with_exact_tables(model, torch.arange(FAR, FAR + ids.shape[1]))
+    with torch.no_grad():
+        return output(model, ids, FAR)
+
+
+class TestNumbers:
+    """One model of each way to call and to write tables; the others are in the table."""
+
+    @pytest.mark.parametrize(
+        "name", ["llama", "glm", "cohere", "gpt_oss", "gemma3n_text", "deepseek_v3", "llama4_text", "gptj", "codegen"]
+    )
+    def test_exact_angles(self, name: str) -> None:
+        model, ids = tiny_models.build(name), tokens()
+        with torch.no_grad():
+            near, far = output(model, ids), output(model, ids, FAR)
+        accelerate(model)
+        with torch.no_grad():
+            assert relative(output(model, ids), near) <= NEAR
+            assert torch.equal(output(model, ids, FAR), far_with_exact_tables(name))
+        restore(model)
+        with torch.no_grad():
+            assert torch.equal(output(model, ids, FAR), far)
+
+    @pytest.mark.parametrize(
+        "name", ["llama", "glm", "cohere", "gpt_oss", "deepseek_v3", "llama4_text", "gptj", "codegen"]
+    )
+    def test_their_angles_bit_for_bit(self, name: str) -> None:
+        model, ids = tiny_models.build(name), tokens()
+        with torch.no_grad():
+            near, far = output(model, ids), output(model, ids, FAR)
+            accelerate(model, angles="theirs")
+            assert torch.equal(output(model, ids), near)
+            assert torch.equal(output(model, ids, FAR), far)
+
+    def test_their_angles_in_bfloat16(self) -> None:
+        """OLMo 2 rotates in float32 with float32 tables and rounds once, as the kernel does: equal to the bit."""
+        model, ids = tiny_models.build("olmo2").to(torch.bfloat16), tokens()
+        with torch.no_grad():
+            expected = output(model, ids)
+            accelerate(model, angles="theirs")
+            assert torch.equal(output(model, ids), expected)
+
+    def test_their_angles_are_never_cast(self, llama: Any) -> None:
+        """Llama's module rounds cos and sin to bfloat16; here they are taken in float32, and q and k round once."""
+        llama.to(torch.bfloat16)
+        ids = tokens()
+        with torch.no_grad():
+            expected = output(llama, ids).float()
+            accelerate(llama, angles="theirs")
+            cos, _ = llama.model.rotary_emb(torch.zeros(1, 64, 64, dtype=torch.bfloat16), torch.arange(64)[None])
+            assert cos.cos.dtype is torch.float32
+            assert rms(output(llama, ids).float(), expected) < 0.03
+
+    def test_rows_with_positions_of_their_own(self, llama: Any) -> None:
+        """Two rows of a batch, far apart: each as it is alone."""
+        ids, places = tokens(2, 16), torch.stack((torch.arange(16), torch.arange(90_000, 90_016)))
+        accelerate(llama)
+        with torch.no_grad():
+            both = llama(input_ids=ids, position_ids=places)[0]
+            for row in (0, 1):
+                alone = llama(input_ids=ids[row : row + 1], position_ids=places[row : row + 1])[0]
+                assert relative(both[row], alone[0]) < 1e-6
+
+    def test_rotations_are_counted(self, llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each layer that rotates does it through a Rotation: nothing falls back to the original."""
+        calls = []
+        turn = ropewalk.Rotation.__call__
+        monkeypatch.setattr(ropewalk.Rotation, "__call__", lambda *a, **k: calls.append(1) or turn(*a, **k))
+        smol = tiny_models.build("smollm3")  # every fourth layer does not rotate
+        for model, layers in ((llama, 2), (smol, 3)):
+            accelerate(model)
+            calls.clear()
+            output(model, tokens())
+            assert len(calls) == layers
+
+    def test_gradients(self, llama: nn.Module) -> None:
+        expected = gradients(llama, tokens())
+        accelerate(llama)
+        got = gradients(llama, tokens())
+        assert max(rms(got[name], expected[name]) for name in expected) < 5e-6
+
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_the_same_tokens(self, llama: Any, cache: str) -> None:
+        def generate() -> Tensor:
+            ids = tokens(2, 16)
+            seen = torch.ones_like(ids)
+            seen[0, :5] = 0  # padding on the left: positions of two rows
+            kept = {} if cache == "dynamic" else {"cache_implementation": "static"}
+            return llama.generate(
+                ids,
+                attention_mask=seen,
+                max_new_tokens=12,
+                do_sample=False,
+                eos_token_id=-1,
+                disable_compile=True,
+                **kept,
+            )
+
+        expected = generate()
+        accelerate(llama)
+        assert torch.equal(generate(), expected)
+
+    def test_after_a_cast_to_bfloat16(self) -> None:
+        """`.to` casts inv_freq of transformers, which ruins its angles; those of ropewalk are not in the model."""
+        model, ids = tiny_models.build("llama"), tokens(2, 32)
+        places = torch.cat((torch.arange(16), torch.arange(4_000, 4_016)))[
+            None
+        ]  # the second half looks back to the first
+        cast = copy.deepcopy(model).to(torch.bfloat16)
+        before, after = copy.deepcopy(model), copy.deepcopy(cast)
+        accelerate(before)
+        before.to(torch.bfloat16)
+        accelerate(after)
+        exact = copy.deepcopy(cast).float()  # the same weights
+        with_exact_tables(exact, places)
+        with torch.no_grad():
+            wanted, theirs, ours, others = (
+                each(input_ids=ids, position_ids=places)[0].float() for each in (exact, cast, before, after)
+            )
+        assert torch.equal(ours, others)
+        assert rms(ours, wanted) < 0.03  # bfloat16 itself
+        assert rms(theirs, wanted) > 4 * rms(ours, wanted)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_after_a_cast_there_and_back(self, llama: Any, dtype: torch.dtype) -> None:
+        """Its inv_freq is float32 again, and keeps the rounding."""
+        llama.to(dtype).float()
+        ids = tokens()
+        wanted = copy.deepcopy(llama)
+        with_exact_tables(wanted, torch.arange(FAR, FAR + ids.shape[1]))
+        accelerate(llama)
+        assert torch.equal(output(llama, ids, FAR), output(wanted, ids, FAR))
+
+    def test_float64(self, llama: Any) -> None:
+        llama.double()
+        ids = tokens()
+        with torch.no_grad():
+            near = output(llama, ids)
+            accelerate(llama)
+            assert output(llama, ids).dtype is torch.float64
+            cos, _ = llama.model.rotary_emb(torch.zeros(1, 1, 1).double(), torch.tensor([[FAR]]))
+            exact, _ = oracle.cos_sin([FAR], [float(w) for w in oracle.inv_freq(10_000.0, 16)])
+            assert abs(cos.cos.numpy() - exact).max() <= 1e-15 + FAR * 2 * torch.pi * 2.0**-65  # the steps are 64 bits
+            assert relative(output(llama, ids), near) <= NEAR
+
+    def test_under_another_default_dtype(self, llama: Any) -> None:
+        """What accelerate tries out does not depend on it."""
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            accelerate(llama)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        with torch.no_grad():
+            assert torch.equal(output(llama, tokens(), FAR), far_with_exact_tables("llama"))
+
+    def test_autocast(self, llama: Any) -> None:
+        """PyTorch casts q and k to bfloat16 before they are multiplied: rounding then, or in the rotation, is one."""
+        ids = tokens()
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            accelerate(llama, angles="theirs")
+            ours = output(llama, ids)
+            restore(llama)
+            theirs = output(llama, ids)
+        assert ours.dtype == theirs.dtype
+        assert rms(ours.float(), theirs.float()) < 0.01
+
+    @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpointing(self, llama: Any, reentrant: bool) -> None:
+        llama.train()
+        expected = gradients(llama, tokens())
+        llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        accelerate(llama)
+        got = gradients(llama, tokens())
+        assert max(rms(got[name], expected[name]) for name in expected) < 5e-6
+
+    def test_inference_mode_then_training(self, llama: Any) -> None:
+        expected = gradients(llama, tokens())
+        accelerate(llama)
+        with torch.inference_mode():
+            output(llama, tokens())
+        got = gradients(llama, tokens())
+        assert max(rms(got[name], expected[name]) for name in expected) < 5e-6
+
+    @pytest.mark.filterwarnings("ignore")  # PyTorch announces the end of this quantisation
+    @pytest.mark.parametrize("first", ["quantise", "accelerate"])
+    def test_quantised_linear_layers(self, llama: Any, first: str) -> None:
+        quantise = torch.ao.quantization.quantize_dynamic
+        ids = tokens()
+        expected = output(quantise(copy.deepcopy(llama)), ids)
+        if first == "accelerate":
+            accelerate(llama, angles="theirs")
+        llama = quantise(llama)
+        if first == "quantise":
+            accelerate(llama, angles="theirs")
+        assert torch.equal(output(llama, ids), expected)
+
+
+class TestLengths:
+    DYNAMIC: ClassVar = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+
+    def test_dynamic_ntk(self) -> None:
+        """Agrees with transformers in one call of the length that was said."""
+        model = tiny_models.build("llama", rope_parameters=self.DYNAMIC, max_position_embeddings=32)
+        ids = tokens()
+        with torch.no_grad():
+            near = output(model, ids)
+        with pytest.raises(RopeError, match="length must be said"):
+            accelerate(model)
+        accelerate(model, length=64)
+        with torch.no_grad():
+            assert relative(output(model, ids), near) <= NEAR
+
+    def test_dynamic_ntk_with_their_angles(self) -> None:
+        model = tiny_models.build("llama", rope_parameters=self.DYNAMIC, max_position_embeddings=32)
+        ids = tokens()
+        with torch.no_grad():
+            expected = [output(copy.deepcopy(model), ids[:, :n]) for n in (16, 64)]
+            accelerate(model, angles="theirs")
+            assert torch.equal(output(model, ids[:, :16]), expected[0])
+            assert torch.equal(output(model, ids), expected[1])
+
+    def test_longrope_on_both_sides_of_the_switch(self) -> None:
+        model, ids = tiny_models.build("phi3:longrope"), tokens()
+        with torch.no_grad():
+            short, long = output(model, ids), output(model, ids, 8_192)
+            short = output(model, ids)  # and back: theirs has written into its buffer
+            accelerate(model, length=4_096)
+            assert relative(output(model, ids), short) <= NEAR
+            restore(model)
+            accelerate(model, length=4_097)
+            assert relative(output(model, ids, 8_192), long) <= 1e-3  # their drift
+            restore(model)
+            accelerate(model, angles="theirs")
+            assert torch.equal(output(model, ids), short)
+            assert torch.equal(output(model, ids, 8_192), long)
+
+    def test_a_length_that_nothing_needs(self, llama: Any) -> None:
+        with pytest.raises(RopeError, match="length is for frequencies that depend on it"):
+            accelerate(llama, length=64)
+        with pytest.raises(RopeError, match="length is for angles='exact'"):
+            accelerate(llama, angles="theirs", length=64)

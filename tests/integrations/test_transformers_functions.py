@@ -1,0 +1,156 @@
+"""The functions of modeling files: what a probe finds out about them, and what a dispatcher does in their place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oracle
+import tiny_models
+from model_checks import output, tokens
+from ropewalk import Rope, RopeError
+from ropewalk.integrations.transformers import accelerate, dispatch, restore
+from ropewalk.integrations.transformers.probe import probe
+from turning import turns, without_key
+
+pytest.importorskip("transformers", "5.23")
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_models.build("llama")
+
+
+class TestProbe:
+    @pytest.mark.parametrize("whole", [None, "first", "last"])
+    @pytest.mark.parametrize(("pairing", "order"), [("half", "same"), ("interleaved", "same"), ("interleaved", "half")])
+    @pytest.mark.parametrize("width", ["halves", "half"])
+    def test_every_way(self, pairing: str, order: str, whole: str | None, width: Any) -> None:
+        form = probe(turns(pairing, order, whole, wide=width == "halves"), width)
+        assert form is not None
+        assert (form.pairing, form.order, form.whole) == (pairing, order, whole)
+        assert dict(form.layouts) == {1: "bhsd", 2: "bshd"}
+        assert form.unsqueeze_dim == 1
+        assert form.alone is None
+
+    def test_the_other_direction_and_other_functions(self) -> None:
+        assert probe(turns("half", sign=-1.0), "halves") is None
+        assert probe(lambda q, k, cos, sin: (q, k), "halves") is None
+        assert probe(lambda q, k, cos, sin: (q * cos, k * sin), "halves") is None
+        assert probe(lambda q, k: (q, k), "halves") is None
+        assert probe(turns("half"), "complex") is None
+        assert probe(turns("half", wide=False), "halves") is None
+
+    def test_one_tensor_and_a_fixed_layout(self) -> None:
+        def turn(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+            return turns("half")(x, x, cos, sin, unsqueeze_dim=2)[0]
+
+        form = probe(turn, "halves")
+        assert form is not None
+        assert (form.at, form.names, form.layouts) == (1, ("x", "sin", "cos"), ((None, "bshd"),))
+
+    @pytest.mark.parametrize(("axis", "layout"), [(1, "bhsd"), (2, "bshd")])
+    def test_one_name_and_two_layouts(self, axis: int, layout: str) -> None:
+        """Llama 4 and DeepSeek-V2 have a function of one name: tokens before heads in one, after them in the other."""
+
+        def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+            freqs = freqs_cis.unsqueeze(axis)
+            turned = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs for x in (xq, xk))
+            q, k = (torch.view_as_real(x).flatten(-2) for x in turned)
+            return q, k
+
+        form = probe(apply_rotary_emb, "complex")
+        assert form is not None
+        assert (form.layouts, form.pairing) == (((None, layout),), "interleaved")
+
+    def test_no_random_numbers_are_drawn(self) -> None:
+        state = torch.random.get_rng_state()
+        probe(turns("half"), "halves")
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class TestDispatcher:
+    """Against oracle.py, for the ways that no tested model combines."""
+
+    @pytest.mark.parametrize(("axis", "layout"), [(1, "bhsd"), (2, "bshd")])
+    @pytest.mark.parametrize("whole", ["first", "last"])
+    def test_it_turns_as_the_function_does(self, axis: int, layout: str, whole: str) -> None:
+        function = turns("interleaved", "half", whole)
+        form = probe(function, "halves")
+        assert form is not None
+        rotate = dispatch.dispatcher(function, form)
+        positions = torch.tensor([[0, 5, 9, 70_000, 3]])
+        rotation = Rope(8, 10_000.0, "interleaved").at(positions[0])
+        cos, sin = oracle.cos_sin(positions[0].tolist(), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
+        tables = [torch.from_numpy(t).float().repeat(1, 2)[None] for t in (cos, sin)]
+        shape = [2, 3, 5, 12] if layout == "bhsd" else [2, 5, 3, 12]
+        q, k = torch.randn(shape), torch.randn(shape)[..., :8]  # keys are the slice alone
+        got = rotate(q, k, cos=rotation, sin=rotation, unsqueeze_dim=axis)
+        wanted = function(q, k, *tables, unsqueeze_dim=axis)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, *tables, axis), wanted, strict=True))
+
+    @pytest.mark.parametrize("alone", ["q", "pair"])
+    def test_a_query_without_a_key(self, alone: str) -> None:
+        function = without_key(alone)
+        form = probe(function, "halves")
+        assert form is not None
+        assert form.alone == alone
+        rotation, q = Rope(8, 10_000.0, "half").at(torch.arange(5)), torch.randn(2, 3, 5, 8)
+        cos, sin = oracle.cos_sin(range(5), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
+        tables = [torch.from_numpy(t).float().repeat(1, 2)[None] for t in (cos, sin)]
+        got, wanted = dispatch.dispatcher(function, form)(q, None, rotation, rotation), function(q, None, *tables)
+        if alone == "pair":
+            assert (got[1], wanted[1]) == (None, None)
+            got, wanted = got[0], wanted[0]
+        assert torch.equal(got, wanted)
+
+    def test_a_function_that_is_a_module(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With the package `kernels` the function of the file is an object of nn.Module."""
+        import transformers.models.llama.modeling_llama as file
+
+        plain, ids = dispatch.original(file.apply_rotary_pos_emb), tokens()
+
+        class Function(nn.Module):
+            def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+                return plain(q, k, cos, sin, unsqueeze_dim)
+
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", Function())
+        other = copy.deepcopy(llama)
+        expected = output(other, ids)
+        accelerate(llama, angles="theirs")
+        assert torch.equal(output(llama, ids), expected)
+        assert torch.equal(output(other, ids), expected)
+
+    def test_a_second_form_of_one_function(self, llama: Any) -> None:
+        """Two models of a file whose tables differ cannot share its function: the second is refused."""
+        import transformers.models.llama.modeling_llama as file
+
+        accelerate(llama)
+        place = (file.__name__, "apply_rotary_pos_emb")
+        form = file.apply_rotary_pos_emb.ropewalk_form
+        dispatch.install(place, form)
+        with pytest.raises(RopeError, match="must turn as it did when it was replaced"):
+            dispatch.install(place, dataclasses.replace(form, whole="last"))
+
+    def test_parts_that_are_not_of_the_text_model(self) -> None:
+        from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+        vision = {"model_type": "pixtral", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+        vision |= {"intermediate_size": 48, "image_size": 32, "patch_size": 16}
+        text = tiny_models.config("mistral").to_dict()
+        config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=99)
+        model = LlavaForConditionalGeneration(config).eval()
+        ids = tokens() % 90
+        expected = model(input_ids=ids)[0]
+        said = accelerate(model, angles="theirs")
+        assert said.modules == ("model.language_model.rotary_emb",)
+        assert "left as it was: model.vision_tower.patch_positional_embedding: it is not of the text model" in str(said)
+        assert torch.equal(model(input_ids=ids)[0], expected)
+        restore(model)
+        assert accelerate(model).ropes["model.language_model.rotary_emb"].base == 10_000.0

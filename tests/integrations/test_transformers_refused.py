@@ -1,0 +1,193 @@
+"""What `accelerate` finds out before it changes anything, and what it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiny_models
+from ropewalk import Rope, RopeError
+from ropewalk.integrations.transformers import accelerate, compare, dispatch, restore
+from turning import turns
+
+pytest.importorskip("transformers", "5.23")
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_models.build("llama")
+
+
+def refused(model: Any, message: str, **options: Any) -> None:
+    """It raises, and the model is as it was."""
+    before = {name: id(module) for name, module in model.named_modules()}
+    with pytest.raises(RopeError, match=message):
+        accelerate(model, **options)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+
+
+class TestRefused:
+    def test_twice(self, llama: Any) -> None:
+        accelerate(llama)
+        for angles in ("exact", "theirs"):
+            refused(llama, "one that is accelerated already. Call restore", angles=angles)
+        restore(llama)
+        accelerate(llama)
+
+    def test_nothing_to_restore(self, llama: Any) -> None:
+        with pytest.raises(RopeError, match="restore: the model must be accelerated, got one that is not"):
+            restore(llama)
+
+    @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", nn.Linear(2, 2)])
+    def test_no_model(self, model: Any) -> None:
+        for call in (accelerate, restore):
+            with pytest.raises(RopeError, match="model must be a model of transformers, with a config"):
+                call(model)
+
+    def test_angles(self, llama: Any) -> None:
+        refused(llama, "angles must be one of 'exact', 'theirs', got 'fast'", angles="fast")
+
+    @pytest.mark.parametrize("angles", ["exact", "theirs"])
+    def test_by_name(self, angles: str) -> None:
+        refused(tiny_models.build("nanochat"), "got 'nanochat'. It turns q and k the other way", angles=angles)
+        axes = tiny_models.build("qwen2_vl_text", rope_parameters=MROPE)
+        refused(axes, "got 'qwen2_vl_text'. Its tokens have several axes", angles=angles)
+        refused(tiny_models.build("deepseek_v4"), "got 'deepseek_v4'. It turns the values too", angles=angles)
+
+    def test_axes_that_the_config_does_not_mention(self, llama: Any) -> None:
+        """Qwen 3.5's module has sections of its own where the config has none."""
+        llama.model.rotary_emb.mrope_section = [3, 3, 2]
+        for angles in ("exact", "theirs"):
+            refused(
+                llama,
+                r"model.rotary_emb must be given one position for each token, got mrope_section \[3",
+                angles=angles,
+            )
+
+    def test_without_a_rope(self) -> None:
+        refused(tiny_models.build("gpt2"), "the model must have a rotary module that is given positions, got GPT2")
+
+    def test_on_the_meta_device(self) -> None:
+        for name in ("llama", "gptj"):
+            refused(tiny_models.build(name).to("meta"), "must have its numbers, got a model on the meta device")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_a_config_that_was_changed(self, llama: Any, dtype: torch.dtype) -> None:
+        llama.to(dtype)
+        llama.config.rope_parameters["rope_theta"] = 20_000.0
+        refused(llama, r"model.rotary_emb must have what its config says, got inv_freq\[\d\] 0.*Was the config changed")
+        accelerate(llama, angles="theirs")
+
+    def test_an_attention_factor_that_was_changed(self) -> None:
+        model = tiny_models.build("llama:yarn")
+        model.model.rotary_emb.attention_scaling *= 1.001
+        refused(model, r"got attention factor 1\.20\d+, and 1\.20\d+ in the config")
+
+    def test_another_number_of_channels(self, llama: Any) -> None:
+        for name in ("inv_freq", "original_inv_freq"):
+            setattr(llama.model.rotary_emb, name, getattr(llama.model.rotary_emb, name)[:4].clone())
+        refused(llama, "got 4 frequencies, and 8 in the config")
+
+    def test_a_table_that_was_changed(self) -> None:
+        model = tiny_models.build("gptj")
+        model.transformer.h[1].attn.embed_positions[1, 2] += 1e-4
+        refused(model, r"transformer.h.1.attn.embed_positions must have sin and cos of Rope\(")
+
+    def test_another_pairing(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A fork of the modeling file that pairs channels otherwise than the config's model type does."""
+        import transformers.models.llama.modeling_llama as file
+
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
+        refused(llama, r"model.rotary_emb must pair channels as its config says \(half\), got .*: interleaved")
+
+    def test_the_other_direction(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import transformers.models.llama.modeling_llama as file
+
+        plain = dispatch.original(file.apply_rotary_pos_emb)
+        monkeypatch.setattr(
+            file, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: plain(q, k, cos, -sin, unsqueeze_dim)
+        )
+        for angles in ("exact", "theirs"):
+            refused(
+                llama, "must call a function that turns q and k by the cos and sin of model.rotary_emb", angles=angles
+            )
+
+    def test_other_angles(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        rotary = llama.model.rotary_emb
+        theirs = type(rotary).forward
+        monkeypatch.setattr(type(rotary), "forward", lambda self, x, position_ids: theirs(self, x, position_ids + 1))
+        refused(llama, "must return cos and sin of position · inv_freq, got other numbers")
+
+    def test_the_last_channels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A fork of the modeling file that turns the last channels of a head, where the config means the first."""
+        import transformers.models.gpt_neox.modeling_gpt_neox as file
+
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("half", whole="last"))
+        model = tiny_models.build("gpt_neox")
+        refused(model, "must turn the first 4 channels, as its config says, got a function that turns the last")
+
+    def test_a_config_without_ropes(self) -> None:
+        """Flint rotates in its first layers only; this one has a rotary module that no layer uses."""
+        refused(tiny_models.build("flint"), "must have what its config says, got a config without ropes")
+
+    def test_two_ropes_that_cannot_be_told_apart(self, llama: Any) -> None:
+        ropes = [Rope(16, 10_000.0, "half"), Rope(16, 10_000.001, "half")]
+        with pytest.raises(RopeError, match="frequencies of one rope of its config, got several"):
+            compare.matching("rotary_emb", llama.model.rotary_emb, None, ropes)
+        assert compare.matching("rotary_emb", llama.model.rotary_emb, None, ropes[:1]) is ropes[0]
+
+    def test_a_config_that_cannot_be_read(self, llama: Any) -> None:
+        llama.config.rope_parameters["rope_thet"] = 1.0
+        refused(llama, "cannot read the config; angles='theirs' needs none: .*rope_thet")
+        accelerate(llama, angles="theirs")
+
+
+class TestWhileRunning:
+    def test_positions_of_several_axes(self, llama: Any) -> None:
+        accelerate(llama)
+        with pytest.raises(RopeError, match=r"tokens of several axes are not supported yet, got shape \(3, 1, 4\)"):
+            llama.model.rotary_emb(torch.zeros(1, 4, 1), torch.zeros(3, 1, 4, dtype=torch.long))
+
+    def test_their_tables_in_another_dtype(self, llama: Any) -> None:
+        accelerate(llama, angles="theirs")
+        rotary = llama.model.rotary_emb
+        rotary.original.forward = lambda x, position_ids: (torch.zeros(1, 4, 16).half(), torch.zeros(1, 4, 16).half())
+        with pytest.raises(RopeError, match=r"own tables must be float32 \[batch, seq, pairs\], got torch.float16"):
+            rotary(torch.zeros(1, 4, 1), torch.arange(4)[None])
+
+    def test_code_that_expects_a_tensor_raises(self, llama: Any) -> None:
+        """Never silently wrong: what stands for cos and sin is no tensor, and has none of its methods."""
+        accelerate(llama)
+        cos, sin = llama.model.rotary_emb(torch.zeros(1, 4, 1), torch.arange(4)[None])
+        x = torch.zeros(1, 2, 4, 16)
+        for use in (
+            lambda: cos.unsqueeze(1),
+            lambda: x * cos,
+            lambda: -sin,
+            lambda: torch.cat((cos, sin)),
+            lambda: cos.shape,
+            lambda: cos[..., :4],
+        ):
+            with pytest.raises((TypeError, AttributeError, RopeError)):
+                use()
+
+    def test_a_layer_type_without_a_rope(self) -> None:
+        model = tiny_models.build("gemma3_text")
+        accelerate(model)
+        with pytest.raises(RopeError, match="the layer type must be one of 'full_attention', 'sliding_attention'"):
+            model.model.rotary_emb(torch.zeros(1, 4, 1), torch.arange(4)[None], "chunked_attention")
+
+    def test_heads_of_another_size(self, llama: Any) -> None:
+        import transformers.models.llama.modeling_llama as file
+
+        accelerate(llama)
+        cos, sin = llama.model.rotary_emb(torch.zeros(1, 4, 1), torch.arange(4)[None])
+        q = torch.zeros(1, 2, 4, 24)
+        with pytest.raises(RopeError, match="the model's function rotates 16 channels, got heads of 24"):
+            file.apply_rotary_pos_emb(q, q, cos, sin)
+        with pytest.raises(RopeError, match="unsqueeze_dim must be one of 1, 2, got 3"):
+            file.apply_rotary_pos_emb(q[..., :16], q[..., :16], cos, sin, unsqueeze_dim=3)

@@ -1,0 +1,60 @@
+"""Every model of the table in docs/transformers-models.md, one by one; and that the page says what was found."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from model_checks import NEAR, measure
+from tiny_models import MODELS
+
+pytest.importorskip("transformers", "5.23")
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "transformers-models.md"
+LARGEST_GRADIENT = 1e-5  # measured: 6e-6
+
+
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("transformers_table", ROOT / "tools" / "transformers_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of_the_page() -> dict[str, list[str]]:
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): row for row in cells}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(name: str) -> None:
+    row = measure(name)
+    assert row.seen > 1e-3  # a rotation that was left out would show
+    assert row.near <= NEAR
+    assert row.far_equal
+    assert row.theirs_equal
+    assert row.gradient <= LARGEST_GRADIENT
+    assert row.greedy is not False
+    assert row.undone
+    fixed = tool().fixed_cells(row)
+    page = rows_of_the_page()[name]
+    assert all(page[column] == text for column, text in fixed.items())
+
+
+def test_the_page_has_every_model_and_no_other() -> None:
+    rows = rows_of_the_page()
+    assert list(rows) == list(MODELS)
+    assert len({name.partition(":")[0] for name in rows}) >= 60
+    assert not any("no" in cells[3:] for cells in rows.values())
+
+
+def test_the_page_is_what_the_tool_writes() -> None:
+    table = tool()
+    text = PAGE.read_text("utf-8")
+    assert text.startswith(table.head(len({name.partition(":")[0] for name in MODELS})))

@@ -1,0 +1,49 @@
+"""Functions that turn q and k, written out in every way that modeling files do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def turns(
+    pairing: str, order: str = "same", whole: str | None = None, wide: bool = True, sign: float = 1.0
+) -> Callable[..., Any]:
+    """A function that turns in this way, written out; tables of full width are read by their first half."""
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = cos.shape[-1] // 2 if wide else cos.shape[-1]
+        cos, sin, rest = cos[..., :pairs], sign * sin[..., :pairs], x.shape[-1] - 2 * pairs
+        if rest and whole is None:
+            raise ValueError("the tables do not fit")
+        offset = rest if whole == "last" else 0
+        head, part, tail = x[..., :offset], x[..., offset : offset + 2 * pairs], x[..., offset + 2 * pairs :]
+        if pairing == "half":
+            a, b = part[..., :pairs], part[..., pairs:]
+        else:
+            a, b = part[..., ::2], part[..., 1::2]
+        first, second = a * cos - b * sin, a * sin + b * cos
+        if pairing == "half" or order == "half":
+            turned = torch.cat((first, second), dim=-1)
+        else:
+            turned = torch.stack((first, second), dim=-1).flatten(-2)
+        return torch.cat((head, turned, tail), dim=-1)
+
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return turn(q, cos, sin), turn(k, cos, sin)
+
+    return function
+
+
+def without_key(alone: str) -> Callable[..., Any]:
+    plain = turns("half")
+
+    def function(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
+        turned, other = plain(q, q if k is None else k, cos, sin, unsqueeze_dim)
+        return (turned, other) if k is not None else turned if alone == "q" else (turned, None)
+
+    return function
