@@ -105,6 +105,7 @@ def test_a_true_sentence_is_not(text: str) -> None:
 
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ("run-1", "run-2")
+FEW = ("one-thread-1", "one-thread-2")  # few tokens, on one thread
 # Each row of the first table of benchmarks: the contender, and the files that have it.
 CONTENDERS = {
     "`copy_` of q and k": ("copy_", RUNS),
@@ -186,15 +187,21 @@ def ratios(numerator: list[float], denominator: list[float]) -> list[float]:
             "forward and backward together, 4,096 tokens",
             ratios(medians("Hugging Face", backward=True), medians("ropewalk", backward=True)),
         ),
-        ("one token, new tensors", ratios(medians("ropewalk", tokens=1), medians("Hugging Face", tokens=1))),
-        ("one token, in place", ratios(medians("ropewalk, in place", tokens=1), medians("Hugging Face", tokens=1))),
+        *(
+            (label, ratios(*(medians(c, FEW, tokens=1) for c in contenders)))
+            for label, contenders in {
+                "one token, new tensors": ("ropewalk", "Hugging Face"),
+                "one token, in place": ("ropewalk, in place", "Hugging Face"),
+                "one token, in place, against vLLM": ("ropewalk, in place", "vLLM, in place"),
+            }.items()
+        ),
         ("cos and sin of 4,096 positions", ratios(medians("ropewalk, table"), medians("ropewalk"))),
         *(
             (
                 f"{tokens:,} tokens, {dtype}",
-                ratios(*(medians(c, tokens=tokens, dtype=dtype) for c in ("ropewalk", "copy_"))),
+                ratios(*(medians(c, runs, tokens=tokens, dtype=dtype) for c in ("ropewalk", "copy_"))),
             )
-            for tokens in (128, 1024)
+            for tokens, runs in ((128, FEW), (1024, RUNS))
             for dtype in ("float32", "bfloat16")
         ),
     ],

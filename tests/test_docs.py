@@ -175,6 +175,7 @@ def test_the_pages_that_teach_are_executed() -> None:
         "glossary.md",
         "models.md",
         "attention.md",
+        "transformers.md",
         "schemes/yarn.md",
         "coming-from/llama-cpp.md",
         "coming-from/meta.md",
@@ -188,6 +189,16 @@ def test_the_pages_that_teach_are_executed() -> None:
 def test_every_public_name_is_in_the_reference() -> None:
     entries = re.findall(r"^::: ropewalk\.(\w+)$", (ROOT / "docs" / "reference.md").read_text("utf-8"), re.MULTILINE)
     assert sorted(entries) == sorted(ropewalk.__all__)
+
+
+def test_what_a_scheme_of_your_own_needs_is_in_the_reference() -> None:
+    used = set(re.findall(r"\bschemes\.([A-Za-z]+)\b", (ROOT / "docs" / "schemes" / "index.md").read_text("utf-8")))
+    reference = (ROOT / "docs" / "reference.md").read_text("utf-8")
+    listed = re.search(r"^::: ropewalk\.schemes\n    options:\n      members: \[(.*)\]", reference, re.MULTILINE)
+    assert listed is not None
+    there = {*listed[1].split(", "), *ropewalk.__all__, *re.findall(r"^::: ropewalk\.schemes\.(\w+)", reference, re.M)}
+    assert used >= {"register", "unregister", "default", "SCHEMES"}
+    assert used <= there
 
 
 # The runner itself: it must be able to fail.

@@ -106,6 +106,44 @@ def test_a_cache_of_pages(name: str, places: list[int]) -> None:
         torch.testing.assert_close(torch.cat(ours, dim=1)[row], wanted, **EXACT)
 
 
+class Returning:
+    """A cache that attends to nothing and returns what it was made with."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "None"),
+        (torch.zeros(2, HEADS, 3, HEAD_DIM, dtype=torch.float64), rf"torch.float64 of shape \(2, {HEADS}, 3, "),
+        (
+            torch.zeros(2, 3, HEADS * HEAD_DIM, dtype=torch.float64),
+            rf"torch.float64 of shape \(2, 3, {HEADS * HEAD_DIM}",
+        ),
+        (torch.zeros(2, 3, HEADS, HEAD_DIM), rf"torch.float32 of shape \(2, 3, {HEADS}, "),
+        ((torch.zeros(2, 3, HEADS, HEAD_DIM, dtype=torch.float64), None), r"\(tensor"),
+    ],
+)
+def test_what_a_cache_returns_is_checked(returned: Any, got: str) -> None:
+    must = (
+        rf"attend of Returning must return \[batch, seq, heads, head_dim\] = \[2, 3, {HEADS}, {HEAD_DIM}\] in torch.f"
+    )
+    with pytest.raises(RopeError, match=rf"RotaryAttention: {must}loat64, got {got}"):
+        MODEL[0](torch.randn(2, 3, HIDDEN, dtype=torch.float64), None, cache=Returning(returned))
+
+
+def test_the_protocol_is_for_type_checkers() -> None:
+    """At run time only the name `attend` could be seen, which `TwoPass` has too."""
+    with pytest.raises(TypeError, match="runtime_checkable"):
+        isinstance(Pages(), AttendingCache)  # type: ignore[misc]
+    assert "isinstance" in (AttendingCache.__doc__ or "")
+
+
 def new(seq: int, heads: int) -> Tensor:
     return torch.randn(2, seq, heads, HEAD_DIM, dtype=torch.float64)
 

@@ -176,6 +176,25 @@ def test_tokens_that_share_a_position_see_each_other_by_order() -> None:
         assert cache.position.tolist() == [4]
 
 
+@pytest.mark.parametrize("delta", [5, torch.tensor([5])])
+def test_slots_without_a_key_stay_empty_when_positions_shift(delta: int | Tensor) -> None:
+    rope, _ = ROPES["default"]
+    cache = cache_of(1, capacity=4)
+    run(cache, torch.randn(1, 2, HIDDEN, dtype=torch.float64), rope)
+    cache.shift(rope, delta)
+    assert cache.step(1).key_positions.tolist() == [[5, 6, 7, 2**62]]
+
+
+def test_slots_of_forgotten_keys_are_empty() -> None:
+    rope, _ = ROPES["default"]
+    cache = cache_of(2, capacity=4)
+    run(cache, torch.randn(2, 3, HIDDEN, dtype=torch.float64), rope)
+    assert cache.step(1, at=torch.tensor([1, 3])).key_positions.tolist() == [[0, 1, 2**62, 2**62], [0, 1, 2, 3]]
+    cache.rollback()
+    cache.reset([1])
+    assert cache.step(1).key_positions.tolist() == [[0, 1, 2**62, 2**62], [0, 2**62, 2**62, 2**62]]
+
+
 @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}])
 def test_shift_does_not_change_who_sees_whom(size: dict[str, int]) -> None:
     """Keys that are moved in front of a query, or behind it, by another row's share of the step."""
@@ -428,7 +447,10 @@ def test_overflow_that_only_the_device_knows() -> None:
     compiled(cache, x, rope)
     assert cache.length.tolist() == [4]
     assert torch.equal(cache.keys[0][:, :2], kept)
-    with pytest.raises(RopeError, match=r"KVCache\.step: no row may become longer than capacity=3, got 6 tokens"):
+    compiled(cache, x, rope)  # no slot is so far as those of its tokens
+    assert cache.length.tolist() == [6]
+    assert torch.equal(cache.keys[0][:, :2], kept)
+    with pytest.raises(RopeError, match=r"KVCache\.step: no row may become longer than capacity=3, got 8 tokens"):
         run(cache, x, rope)
 
 

@@ -116,10 +116,13 @@ from ropewalk import RopeError
 from ropewalk.programs import demo
 from ropewalk.kernels import cpu
 calls = []
-def rotate(*args, original=cpu.rotate):
-    calls.append("rotate")
-    original(*args)
-cpu.rotate = rotate
+for name in ("rotate", "rotate_plain"):
+    def counted(*args, name=name, original=getattr(cpu, name, None)):
+        done = original(*args)
+        if done is not None or name == "rotate":
+            calls.append(name)
+        return done
+    setattr(cpu, name, counted)
 case = demo._case(ropewalk.from_config(demo.CONFIG).rope)
 few = dataclasses.replace(case, positions=case.positions[:32], q=case.q[:, :32], k=case.k[:, :32])
 demo._compare(few, print)

@@ -73,6 +73,9 @@ class AttendingCache(Protocol):
 
     `LayerCache` is one. Another may store keys and values as it likes, in pages or in other types: nothing here asks
     for them as one tensor.
+
+    For type checkers: `isinstance` with it raises a TypeError, since at run time only the name of the method could be
+    seen, which `TwoPass` has too.
     """
 
     def attend(
@@ -191,6 +194,18 @@ def check_rotation(who: str, rotation: object) -> None:
             "rotation must be a Rotation, what SelfExtend.at returns, or None",
             _checks.shown(rotation),
             "Make it once for each forward pass: rope.at(positions).",
+        )
+
+
+def check_attended(who: str, cache: object, attended: object, q: Tensor, v: Tensor) -> None:
+    """Raise unless a cache has returned what an `AttendingCache` returns: the shape of q, the dtype of v."""
+    if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:
+        shape = f"[batch, seq, heads, head_dim] = {list(q.shape)}"
+        raise _checks.error(
+            who,
+            f"attend of {type(cache).__name__} must return {shape} in {v.dtype}",
+            _checks.described(attended),
+            "AttendingCache says what a cache must do.",
         )
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks, plots
+from ropewalk.programs.bench.case import rotation_error
+from ropewalk.programs.bench.clocks import OnCpu
 from ropewalk.programs.bench.measure import in_turn
 from ropewalk.programs.bench.usual import hugging_face, hugging_face_tables
 
@@ -192,16 +194,14 @@ def _compare(case: _Case, say: Say) -> None:
     )
     rotation = case.rope.at(case.positions)
     usual = hugging_face(*_usual_tables(case, case.positions))
-    samples = in_turn(
-        {
-            "ropewalk, angles": lambda: case.rope.at(case.positions),
-            "usual float32 code, angles": lambda: _usual_tables(case, case.positions),
-            "ropewalk": lambda: rotation(case.q, case.k, layout="bshd"),
-            "usual float32 code": lambda: usual(case.q, case.k),
-        },
-        rounds=15,
-        seconds=math.inf,
-    )
+    calls: dict[str, Callable[[], object]] = {
+        "ropewalk, angles": lambda: case.rope.at(case.positions),
+        "usual float32 code, angles": lambda: _usual_tables(case, case.positions),
+        "ropewalk": lambda: rotation(case.q, case.k, layout="bshd"),
+        "usual float32 code": lambda: usual(case.q, case.k),
+    }
+    samplers = {name: OnCpu().prepare([call]).sample for name, call in calls.items()}
+    samples = in_turn(samplers, rounds=15, seconds=math.inf)
     times = {name: 1e3 * statistics.median(taken) for name, taken in samples.items()}
     say(f"  {'':>20}  angles, once  q and k, each layer  pass of {_LAYERS} layers  error of q and k")
     passes = []
@@ -266,14 +266,9 @@ def _largest_gap(tables: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) ->
 def _turned_errors(case: _Case, turned: tuple[Tensor, Tensor]) -> list[float]:
     """Largest error of a rotated pair relative to its length, of q and of k, over every 32nd token and the last."""
     rows = torch.cat((torch.arange(0, len(case.positions), 32), torch.tensor([len(case.positions) - 1])))
-    angle = torch.complex(*_exact_cos_sin(case.rope.inv_freq, case.positions[rows])).unsqueeze(1)
-
-    def pairs(x: Tensor) -> Tensor:
-        """`[rows, heads, pairs]` complex128: channel i and i + head_dim/2, the pairing of this model."""
-        return torch.complex(*x[0, rows].double().chunk(2, dim=-1))
-
+    turn = torch.complex(*_exact_cos_sin(case.rope.inv_freq, case.positions[rows])).unsqueeze(1)
     return [
-        ((pairs(after) - pairs(before) * angle).abs() / pairs(before).abs()).max().item()
+        rotation_error(before[0, rows], after[0, rows], turn, case.rope.pairing).item()
         for before, after in zip((case.q, case.k), turned, strict=True)
     ]
 
