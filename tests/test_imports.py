@@ -37,8 +37,8 @@ MAY_IMPORT = {
     "configs": BOTTOM | {"rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
-    # A door joins what another program has with what we have: a config, a rope, the rotation.
-    "integrations": BOTTOM | {"configs", "rope", "rotation"},
+    # A door joins what another program has with what we have: a config, a scheme, a rope, the rotation.
+    "integrations": BOTTOM | {"configs", "schemes", "rope", "rotation"},
     # These stand outside: the public names only, which is the package itself; their messages have the one form.
     "plots": BOTTOM,
     "programs": BOTTOM | {"lab"},
@@ -198,6 +198,12 @@ def test_the_door_into_transformers_imports_none() -> None:
     modules = loaded_by("from ropewalk.integrations.transformers import accelerate, restore")
     assert "torch" in modules
     assert "transformers" not in modules
+
+
+def test_the_door_into_vllm_imports_almost_nothing() -> None:
+    """vLLM imports every plugin in each of its processes, also those that are off."""
+    modules = loaded_by("from ropewalk.integrations.vllm import register; register()")
+    assert not {"torch", "vllm"} & modules
 
 
 def test_that_test_can_fail() -> None:

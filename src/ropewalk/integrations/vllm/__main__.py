@@ -1,0 +1,87 @@
+"""`python -m ropewalk.integrations.vllm`: does vLLM rotate through ropewalk here? Runs a small model to find out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ropewalk._checks import RopeError, error
+from ropewalk.integrations.vllm.plugin import TRIED, WHO, asked, report
+
+# A Llama of 0.3 million numbers, made up by vLLM itself (load_format="dummy").
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def run() -> list[dict[str, Any]]:
+    """Start an engine with a small model, generate a few tokens without compiling, and ask its workers."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=2,
+            gpu_memory_utilization=0.1,
+        )
+        prompt = {"prompt_token_ids": list(range(3, 20))}
+        llm.generate([prompt], SamplingParams(max_tokens=4, detokenize=False, ignore_eos=True), use_tqdm=False)
+        return report(llm)
+
+
+def words(states: list[dict[str, Any]]) -> str:
+    """What the workers said.
+
+    Raises:
+        RopeError: a worker rotated nothing through ropewalk.
+    """
+    lines = []
+    for each in states:
+        if not any(layer["calls"] for layer in each["layers"]):
+            got = f"none in worker {each['process']}; left as they were: {each['left'] or 'none'}"
+            raise error(WHO, "a layer must have rotated through ropewalk", got, f"It was tried with vLLM {TRIED}.")
+        lines += [
+            f"worker {each['process']}: {layer['calls']} rotations by {layer['rope']}" for layer in each["layers"]
+        ]
+        lines += [f"worker {each['process']}: {name} is left as it was: {why}" for name, why in each["left"].items()]
+    return "\n".join(["vLLM rotates through ropewalk.", *lines])
+
+
+def main() -> int:
+    """Exit status: 0 where the plugin is in force, 1 where it is not."""
+    try:
+        if not asked():
+            got = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}" if "VLLM_PLUGINS" in os.environ else "it not set"
+            raise error(WHO, "VLLM_PLUGINS must name ropewalk", got, "Set VLLM_PLUGINS=ropewalk.")
+        sys.stdout.write(f"{words(run())}\n")
+    except RopeError as e:
+        sys.stderr.write(f"vLLM does NOT rotate through ropewalk. {e}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Classes that stand in the place of vLLM's rotary layers: they inherit from them, and rotate through ropewalk.
+
+A layer that ropewalk cannot describe, or whose table says something else, rotates as vLLM does and says so in the log.
+`cos_sin_cache` stays what it is: fused kernels of vLLM read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk._checks import RopeError, error
+from ropewalk.integrations.vllm.ropes import WHO, check, rope_of
+from ropewalk.rope import Rope
+from ropewalk.rotation.api import Rotation
+
+logger = logging.getLogger("vllm.ropewalk")
+
+# Those of this process, for `report`.
+LAYERS: weakref.WeakSet[Layer] = weakref.WeakSet()
+_KEPT = "ropewalk"
+
+
+class Layer(torch.nn.Module):
+    """What the stand-ins have in common; the class of vLLM comes after it in the order of inheritance.
+
+    `ropes` holds the rope in both pairings: models change `is_neox_style` after they have built the layer. It is None
+    where the layer rotates as vLLM does, and `reason` says why.
+    """
+
+    vllm_name: str
+    in_place = True  # whether vLLM's own layer changes q and k, or returns new ones
+    head_size: int
+    ropes: dict[bool, Rope] | None = None
+    reason = ""
+    calls = 0
+    _table: tuple[Tensor, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        try:
+            rope = rope_of(self.vllm_name, self, _length())
+            check(rope, self._first_rows())
+        except RopeError as e:
+            self.reason = str(e)
+            logger.warning("%s is left as it was: %s", self.vllm_name, e)
+        else:
+            self.ropes = {True: replace(rope, pairing="half"), False: replace(rope, pairing="interleaved")}
+            logger.info("%s rotates through ropewalk: %s", self.vllm_name, rope)
+        self._table = ()
+        LAYERS.add(self)
+
+    def _compute_cos_sin_cache(self, *args: Any) -> Tensor:
+        """vLLM's own. What it returns is kept until the layer is built: afterwards it is rounded."""
+        table: Tensor = super()._compute_cos_sin_cache(*args)  # type: ignore[misc]
+        self._table = (*self._table, table[:2])
+        return table
+
+    def _first_rows(self) -> Tensor:
+        """Rows 0 and 1 of the float32 table that the layer uses; LongRoPE has made the short one and the long one."""
+        if not self._table:
+            raise error(WHO, "vLLM must have made a table", "none", "It rotates as vLLM does.")
+        return self._table[int(getattr(self, "use_long_rope", False))]
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rope in the pairing that the layer has now."""
+        return None if self.ropes is None else self.ropes[getattr(self, "is_neox_style", True)]
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As vLLM's: query `[tokens, heads · head_size]` or `[tokens, heads, head_size]`, key the same or None."""
+        rope = self.rope
+        if rope is None:
+            args = (positions, query, key) if offsets is None else (positions, query, key, offsets)
+            done: tuple[Tensor, Tensor | None] = super().forward(*args)
+            return done
+        if torch.compiler.is_compiling():
+            return self._new(_made(rope, positions, offsets), query, key)
+        self.calls += 1
+        if self.calls == 1:
+            logger.info("first rotation by ropewalk: %s", rope)
+        rotation = _of_this_pass(rope, positions) if offsets is None else _made(rope, positions, offsets)
+        if not self.in_place:
+            return self._new(rotation, query, key)
+        q, k = self._heads(query), None if key is None else self._heads(key)
+        rotation.apply_(q, k, layout="thd")
+        return query, key
+
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same in new tensors; some models of vLLM call it themselves."""
+        rope = self.rope
+        if rope is None:
+            args = (positions, query, key) if offsets is None else (positions, query, key, offsets)
+            done: tuple[Tensor, Tensor | None] = super().forward_native(*args)  # type: ignore[misc]
+            return done
+        return self._new(_made(rope, positions, offsets), query, key)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, self.head_size)
+
+    def _new(self, rotation: Rotation, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        q = self._heads(query)
+        if key is None:
+            return rotation(q, layout="thd").reshape(query.shape), None
+        q, k = rotation(q, self._heads(key), layout="thd")
+        return q.reshape(query.shape), k.reshape(key.shape)
+
+    def extra_repr(self) -> str:
+        """vLLM's own, and the rope."""
+        theirs: str = super().extra_repr()
+        return theirs if self.rope is None else f"{theirs}, {self.rope}"
+
+
+def _made(rope: Rope, positions: Tensor, offsets: Tensor | None) -> Rotation:
+    places = positions if offsets is None else positions + offsets
+    return rope.at(places.flatten())
+
+
+def _of_this_pass(rope: Rope, positions: Tensor) -> Rotation:
+    """The rotation of these positions, made by the first layer of a forward pass and used by the others.
+
+    It is kept in vLLM's forward context, which is new in each pass. The positions of all passes are written into one
+    buffer, so that neither its address nor its shape says whether they are the same. Within a pass another tensor of
+    positions gets another rotation.
+    """
+    from vllm import forward_context
+
+    if not forward_context.is_forward_context_available():
+        return _made(rope, positions, None)
+    context = forward_context.get_forward_context()
+    kept: dict[int, tuple[Rope, Tensor, Rotation]] = context.additional_kwargs.setdefault(_KEPT, {})
+    found = kept.get(id(rope))
+    if found is None or found[1] is not positions:
+        found = (rope, positions, _made(rope, positions, None))
+        kept[id(rope)] = found
+    return found[2]
+
+
+def _length() -> int:
+    """The longest sequence that the engine will run."""
+    from vllm.config import get_current_vllm_config
+
+    length: int = get_current_vllm_config().model_config.max_model_len
+    return length
