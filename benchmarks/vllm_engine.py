@@ -1,0 +1,153 @@
+"""What the plugin changes in the time of vLLM: with and without it, in turn, on a quiet machine.
+
+    python benchmarks/vllm_engine.py                 two models; needs vLLM, see tests/engines/environment.sh
+    python benchmarks/vllm_engine.py --compiled      the same under torch.compile
+    python benchmarks/vllm_engine.py --json benchmarks/results/vllm-engine-NAME.json
+
+The two models of whole_models.py with made-up weights, in float32 and bfloat16: a prefill, and decoding after a short
+prompt. An engine without the plugin and one with it stand in a process each, and run in turn; who begins alternates.
+Shown are medians, the 10th and 90th percentile, and the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from whole_models import MODELS, in_turn, summary
+
+DTYPES = ("float32", "bfloat16")
+_DONE = "seconds:"
+
+
+def serve(folder: str, dtype: str, length: int, compiled: bool) -> None:
+    """An engine that reads lines, the length of a prompt and how many tokens to add, and answers with seconds."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=folder,
+        load_format="dummy",
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=not compiled,
+        max_model_len=length,
+        max_num_batched_tokens=length,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+    )
+    print(_DONE, 0, flush=True)
+    for line in sys.stdin:
+        prompt, new = map(int, line.split())
+        asked = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": [5 + i % 999 for i in range(prompt)]}], asked, use_tqdm=False)
+        print(_DONE, time.perf_counter() - begin, flush=True)
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, folder: Path, dtype: str, length: int, compiled: bool, on: bool) -> None:
+        plugins = {"VLLM_PLUGINS": "ropewalk" if on else ""}
+        one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, __file__, "--serve", str(folder), dtype, str(length), str(int(compiled))]
+        pipe = subprocess.PIPE
+        environment = {**os.environ, **one, **plugins}
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
+        self._answer()
+
+    def __call__(self, prompt: int, new: int) -> float:
+        """Seconds for a prompt of so many tokens and so many tokens after it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{prompt} {new}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> float:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(_DONE):
+                return float(line.split()[1])
+        raise SystemExit("The engine stopped. Run the command with --serve by hand to see why.")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
+def measure(name: str, dtype: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = {
+            **MODELS[name],
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "rope_theta": 500_000.0,
+        }
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        length = chosen.tokens + 2 * chosen.new
+        engines = [Engine(Path(folder), dtype, length, chosen.compiled, on) for on in (False, True)]
+        rows = []
+        for task, asked in {
+            f"prefill of {chosen.tokens}": (chosen.tokens, 1),
+            f"{chosen.new} tokens after 16": (16, chosen.new),
+        }.items():
+            before, after = in_turn(*(functools.partial(engine, *asked) for engine in engines), chosen.rounds)
+            row = {"model": name, "dtype": dtype, "task": task, "rounds": chosen.rounds, "compiled": chosen.compiled}
+            row |= {"before": summary(before), "after": summary(after)}
+            row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]
+            rows.append(row)
+            first, second = row["before"], row["after"]
+            print(
+                f"| {name} | {dtype} | {task} | {first['median_s']:.3f} ({first['p10_s']:.3f} to {first['p90_s']:.3f}) "
+                f"| {second['median_s']:.3f} ({second['p10_s']:.3f} to {second['p90_s']:.3f}) | {row['ratio']:.3f} |",
+                flush=True,
+            )
+        for engine in engines:
+            engine.close()
+        return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--serve"]:
+        folder, dtype, length, compiled = sys.argv[2:]
+        serve(folder, dtype, int(length), bool(int(compiled)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    from importlib.metadata import version
+
+    machine = {"vllm-cpu": version("vllm-cpu"), "torch": version("torch"), "load_at_start": os.getloadavg()[0]}
+    print(machine)
+    if machine["load_at_start"] > 0.5:
+        print("The machine is busy: these times are not worth keeping.")
+    print("| model | dtype | task | vLLM, s | with ropewalk, s | ratio |\n|---|---|---|---|---|---|")
+    rows = []
+    for name in chosen.models:
+        for dtype in chosen.dtypes:
+            rows += measure(name, dtype, chosen)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

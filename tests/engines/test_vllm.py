@@ -1,0 +1,274 @@
+"""vLLM on the CPU, rotating through ropewalk: the same greedy tokens in float32 as transformers and as vLLM alone.
+
+Before a release: `tests/engines/environment.sh FOLDER`, then `FOLDER/bin/python -m pytest tests/engines -v`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+TOKENS = 32
+LENGTHS = (5, 17, 64, 300)
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "short_factor": [1.0 + 0.01 * i for i in range(32)],
+    "long_factor": [1.0 + 0.1 * i for i in range(32)],
+}
+GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+# What differs from SMALL in each model, and what its ropes must be.
+MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "llama": ("LlamaForCausalLM", {}, ["Rope(head_dim=64, base=10000.0, pairing='half')"]),
+    "llama3": (
+        "LlamaForCausalLM",
+        {"rope_parameters": LLAMA3},
+        [
+            "Rope(head_dim=64, base=500000.0, pairing='half', scaling=Llama3(factor=8.0, low_freq_factor=1.0, "
+            "high_freq_factor=4.0, original_max_position_embeddings=128))"
+        ],
+    ),
+    "linear": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+        ["Rope(head_dim=64, base=10000.0, pairing='half', scaling=Linear(factor=4.0))"],
+    ),
+    "yarn": ("Qwen3ForCausalLM", {"rope_parameters": YARN}, ["scaling=YaRN(factor=4.0, original"]),
+    "ernie": ("Ernie4_5ForCausalLM", {}, ["Rope(head_dim=64, base=500000.0, pairing='interleaved')"]),
+    "cohere": (
+        "CohereForCausalLM",
+        {"logit_scale": 1.0, "tie_word_embeddings": True},
+        ["Rope(head_dim=64, base=500000.0, pairing='interleaved')"],
+    ),
+    "stablelm": (
+        "StableLmForCausalLM",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+        ["Rope(head_dim=64, base=10000.0, pairing='half', rotary_dim=16)"],
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": GEMMA3, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        [
+            "Rope(head_dim=64, base=10000.0, pairing='half')",
+            "Rope(head_dim=64, base=1000000.0, pairing='half', scaling=Linear(factor=8.0))",
+        ],
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 2},
+        ["PerPair(factors=(1.0, 1.1, 1.2,"],
+    ),
+    "deepseek": (
+        "DeepseekV2ForCausalLM",
+        {
+            "first_k_dense_replace": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "head_dim": 64,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+        },
+        ["pairing='interleaved', scaling=YaRN("],
+    ),
+}
+
+
+@functools.cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="ropewalk-engines-"))
+
+
+@functools.cache
+def model(name: str) -> tuple[Path, Any]:
+    """A small model with random weights, saved, and in memory."""
+    architecture, changed, _ = MODELS[name]
+    torch.manual_seed(0)
+    cls = getattr(transformers, architecture)
+    made = cls(cls.config_class(**{**SMALL, **changed})).eval()
+    path = folder() / name
+    made.save_pretrained(path)
+    return path, made
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    drawn = random.Random(seed)
+    return [[drawn.randrange(3, 512) for _ in range(n)] for n in lengths]
+
+
+def by_transformers(name: str, asked: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
+    _, made = model(name)
+    done = []
+    for each in asked:
+        ids = torch.tensor([each])
+        made_ids = made.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=-1)
+        done.append(made_ids[0, len(each) :].tolist())
+    return done
+
+
+def engine(
+    name: str, rounds: list[list[list[int]]], *, on: bool = True, env: dict[str, str] | None = None, **llm: Any
+) -> dict[str, Any]:
+    """What `engine.py` wrote, run in a new process."""
+    path, _ = model(name)
+    settings = {
+        "VLLM_PLUGINS": "ropewalk" if on else "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CACHE_ROOT": str(folder() / "cache"),
+        **(env or {}),
+    }
+    options: dict[str, Any] = {"max_model_len": 512, **llm}
+    if settings["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
+        options["distributed_executor_backend"] = "uni"
+    out = folder() / "answer.json"
+    out.unlink(missing_ok=True)
+    asked = json.dumps({"llm": options, "prompts": rounds, "tokens": TOKENS})
+    command = [sys.executable, str(HERE / "engine.py"), str(path), asked, str(out)]
+    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return {**json.loads(out.read_text()), "log": run.stdout + run.stderr}
+
+
+def calls(answer: dict[str, Any]) -> list[int]:
+    """Rotations outside of compiled code, for each worker."""
+    return [sum(layer["calls"] for layer in worker["layers"]) for worker in answer["workers"]]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_tokens_as_transformers(name: str) -> None:
+    """Every kind of layer, without compiling."""
+    asked = prompts(*LENGTHS)
+    answer = engine(name, [asked], enforce_eager=True)
+    [worker] = answer["workers"]
+    assert worker["left"] == {}
+    wanted = MODELS[name][2]
+    found = sorted(layer["rope"] for layer in worker["layers"])
+    assert len(found) == len(wanted)
+    assert all(each in rope for each, rope in zip(wanted, found, strict=True)), found
+    assert all(layer["calls"] > 0 for layer in worker["layers"])
+    # vLLM takes the long frequencies of LongRoPE for an engine, transformers for a call.
+    tokens = engine(name, [asked], on=False, enforce_eager=True)["tokens"] if name == "phi3" else None
+    tokens = tokens or by_transformers(name, asked)
+    assert all(len(set(each)) > 8 for each in tokens)  # a text that says something about positions
+    assert answer["tokens"] == tokens
+
+
+def test_one_rotation_of_each_layer_in_each_pass() -> None:
+    """One prompt: a pass for it and one for each further token; 4 layers, and what the engine runs to warm up."""
+    answer = engine("llama", [prompts(17)], enforce_eager=True)
+    [count] = calls(answer)
+    assert count % 4 == 0
+    assert TOKENS * 4 <= count <= (TOKENS + 4) * 4
+
+
+def test_off_unless_asked() -> None:
+    asked = prompts(*LENGTHS)
+    answer = engine("llama", [asked], on=False, enforce_eager=True)
+    assert answer["workers"] is None
+    assert answer["tokens"] == by_transformers("llama", asked)
+
+
+def test_three_processes() -> None:
+    asked = prompts(*LENGTHS)
+    answer = engine("llama", [asked], env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, enforce_eager=True)
+    assert calls(answer)[0] > 0
+    assert answer["tokens"] == by_transformers("llama", asked)
+
+
+def test_tensor_parallel() -> None:
+    asked = prompts(*LENGTHS)
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    answer = engine("llama", [asked], env=env, enforce_eager=True, tensor_parallel_size=2)
+    assert len(calls(answer)) == 2
+    assert min(calls(answer)) > 0
+    assert answer["tokens"] == by_transformers("llama", asked)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "ernie"])
+def test_compiled(name: str) -> None:
+    asked = prompts(*LENGTHS)
+    answer = engine(name, [asked])
+    assert calls(answer) == [0]  # the rotation is part of the compiled code
+    assert answer["workers"][0]["left"] == {}
+    assert answer["tokens"] == by_transformers(name, asked)
+
+
+def test_chunked_prefill() -> None:
+    asked = prompts(*LENGTHS)
+    llm = {"enable_chunked_prefill": True, "max_num_batched_tokens": 48}
+    answer = engine("llama", [asked], enforce_eager=True, **llm)
+    assert answer["tokens"] == by_transformers("llama", asked)
+
+
+def test_prefix_caching() -> None:
+    """The second prompt starts as the first; the third is the first again."""
+    [start, one, other] = prompts(200, 20, 30)
+    rounds = [[start + one], [start + other], [start + one]]
+    answer = engine("llama", rounds, enforce_eager=True, enable_prefix_caching=True)
+    assert answer["tokens"] == by_transformers("llama", [start + one, start + other, start + one])
+
+
+def test_preempted_requests() -> None:
+    """More requests than the cache holds: some are computed again from their start."""
+    asked = prompts(120, 130, 140, 150)
+    answer = engine("llama", [asked], enforce_eager=True, num_gpu_blocks_override=5, enable_prefix_caching=False)
+    assert answer["tokens"] == by_transformers("llama", asked)
+
+
+def test_the_compile_cache_knows_the_plugin() -> None:
+    """Off, on and off again with one cache: each runs its own graph, and the names of the cached graphs differ."""
+    asked = prompts(*LENGTHS)
+    root = folder() / "toggled"
+    kept: list[set[str]] = []
+    for on in (False, True, False):
+        answer = engine("llama", [asked], on=on, env={"VLLM_CACHE_ROOT": str(root)})
+        assert (answer["workers"] is not None) == on
+        assert answer["tokens"] == by_transformers("llama", asked)
+        kept.append({path.name for path in (root / "torch_compile_cache" / "torch_aot_compile").glob("*")})
+    assert len(kept[1]) == len(kept[0]) + 1
+    assert kept[2] == kept[1]
