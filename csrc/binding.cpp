@@ -281,11 +281,16 @@ void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, co
                          [&](int64_t begin, int64_t end) { kernels->table_gradient(&g, begin, end); });
 }
 
-void angles(uintptr_t positions, int64_t rows, uintptr_t steps, int64_t pairs, double factor, int dtype, uintptr_t cos,
-            uintptr_t sin, int64_t threads) {
+// `positions` are contiguous [axes, rows]; `axis`, int64 [pairs], says which each pair takes, and is 0 where there is one for all.
+void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uintptr_t steps, int64_t pairs, double factor, int dtype,
+            uintptr_t cos, uintptr_t sin, int64_t threads) {
     require_memory((positions && steps && cos && sin) || rows * pairs == 0);
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(positions), a.position_stride = 1;
+    a.axis = reinterpret_cast<const int64_t *>(axis), a.axis_stride = rows;
+    for (int64_t i = 0; a.axis && i < pairs; ++i) {
+        require(a.axis[i] >= 0 && a.axis[i] < axes, "each pair must have one of the axes of positions", "another");
+    }
     a.steps = reinterpret_cast<const int64_t *>(steps), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype);
     a.cos = reinterpret_cast<void *>(cos), a.sin = reinterpret_cast<void *>(sin);

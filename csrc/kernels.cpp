@@ -390,29 +390,57 @@ inline void cos_sin(Unsigned phase, double factor, Real &cos, Real &sin, ToReal 
     sin = bits<Real>((Unsigned)(of_s ^ swap) ^ minus_sin) * factor;
 }
 
+// Of pairs [first, end) of a row. `position`: a number for all of them, or, several, one for each from `first` on.
+template <class Out, bool several, class Position>
+inline void angle_pairs(const ropewalk_angles &args, Position position, int64_t first, int64_t end, Out *cos, Out *sin) {
+    int64_t i = first;
+#ifdef ROPEWALK_VECTORS
+    constexpr int W = BYTES / 8;
+    using Doubles = Vector<double, W>;
+    using Phases = Vector<uint64_t, W>;
+    auto to_doubles = [](Vector<int64_t, W> x) { return __builtin_convertvector(x, Doubles); };
+    for (; i + W <= end; i += W) {
+        Doubles c, s;
+        Phases phase = read<Phases>(args.steps + i);
+        if constexpr (several) {
+            phase *= read<Phases>(position + (i - first));
+        } else {
+            phase *= position;
+        }
+        cos_sin<Doubles, Vector<int64_t, W>>(phase, args.factor, c, s, to_doubles);
+        write(cos + i, __builtin_convertvector(c, Vector<Out, W>));
+        write(sin + i, __builtin_convertvector(s, Vector<Out, W>));
+    }
+#endif
+    for (; i < end; ++i) {
+        double c, s;
+        auto phase = static_cast<uint64_t>(args.steps[i]);
+        if constexpr (several) {
+            phase *= position[i - first];
+        } else {
+            phase *= position;
+        }
+        cos_sin<double, int64_t>(phase, args.factor, c, s, [](int64_t x) { return static_cast<double>(x); });
+        cos[i] = static_cast<Out>(c), sin[i] = static_cast<Out>(s);
+    }
+}
+
 template <class Out>
 void angle_rows(const ropewalk_angles &args, int64_t begin, int64_t end) {
+    uint64_t of_pairs[CHUNK];
     for (int64_t row = begin; row < end; ++row) {
-        auto position = static_cast<uint64_t>(args.positions[row * args.position_stride]);
+        const int64_t *position = args.positions + row * args.position_stride;
         Out *cos = static_cast<Out *>(args.cos) + row * args.pairs, *sin = static_cast<Out *>(args.sin) + row * args.pairs;
-        int64_t i = 0;
-#ifdef ROPEWALK_VECTORS
-        constexpr int W = BYTES / 8;
-        using Doubles = Vector<double, W>;
-        auto to_doubles = [](Vector<int64_t, W> x) { return __builtin_convertvector(x, Doubles); };
-        for (; i + W <= args.pairs; i += W) {
-            Doubles c, s;
-            auto phase = read<Vector<uint64_t, W>>(args.steps + i) * position;
-            cos_sin<Doubles, Vector<int64_t, W>>(phase, args.factor, c, s, to_doubles);
-            write(cos + i, __builtin_convertvector(c, Vector<Out, W>));
-            write(sin + i, __builtin_convertvector(s, Vector<Out, W>));
+        if (!args.axis) {
+            angle_pairs<Out, false>(args, static_cast<uint64_t>(*position), 0, args.pairs, cos, sin);
+            continue;
         }
-#endif
-        for (; i < args.pairs; ++i) {
-            double c, s;
-            auto phase = static_cast<uint64_t>(args.steps[i]) * position;
-            cos_sin<double, int64_t>(phase, args.factor, c, s, [](int64_t x) { return static_cast<double>(x); });
-            cos[i] = static_cast<Out>(c), sin[i] = static_cast<Out>(s);
+        for (int64_t first = 0, count; first < args.pairs; first += count) {
+            count = smaller(CHUNK, args.pairs - first);
+            for (int64_t i = 0; i < count; ++i) {
+                of_pairs[i] = static_cast<uint64_t>(position[args.axis[first + i] * args.axis_stride]);
+            }
+            angle_pairs<Out, true>(args, static_cast<const uint64_t *>(of_pairs), first, first + count, cos, sin);
         }
     }
 }

@@ -50,10 +50,13 @@ typedef struct {
 } ropewalk_table_gradient;
 
 /* cos and sin of position * step, times factor. A step is a 64-bit fraction of a turn; the product wraps around, which is
- * exactly reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. */
+ * exactly reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. Where tokens have several
+ * positions, pair i takes the one `axis[i] * axis_stride` further; `axis` NULL: all take the only one. */
 typedef struct {
     const int64_t *positions;
     int64_t position_stride;
+    const int64_t *axis;
+    int64_t axis_stride;
     const int64_t *steps;
     int64_t pairs;
     double factor;

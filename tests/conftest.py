@@ -44,6 +44,7 @@ SLOW = (
     "test_angles.py::test_error_at_the_worst_positions",
     "test_angles.py::test_first_use",
     "test_angles.py::test_polynomial_over_the_whole_turn",
+    "test_axes.py::TestCompiled",
     "test_docs.py",
     "test_nn.py::test_fsdp2_mixed_precision",
     "test_recorders.py",

@@ -276,7 +276,7 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
     }
     Memory cos(dtype, rows * pairs), sin(dtype, rows * pairs);
     double factor = 1.25;
-    ropewalk_angles args = {positions.get(), position_stride, steps.get(), pairs,
+    ropewalk_angles args = {positions.get(), position_stride, nullptr, 0, steps.get(), pairs,
                             factor, dtype, cos.bytes.get(), sin.bytes.get()};
     call(kernels.angles, args, rows);
     for (int64_t i = 0; i < rows * pairs; ++i) {

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ropewalk.attention.cache_step import LayerCache as LayerCache
     from ropewalk.attention.kv_cache import KVCache as KVCache
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
+    from ropewalk.axes import Axes as Axes
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AttendingCache": "attention.attend",
+    "Axes": "axes",
     "CacheStep": "attention.cache_step",
     "DynamicNTK": "schemes",
     "KVCache": "attention.kv_cache",
@@ -72,6 +74,7 @@ _MODULES = {
 __all__ = [
     "NTK",
     "AttendingCache",
+    "Axes",
     "CacheStep",
     "DynamicNTK",
     "KVCache",

@@ -24,17 +24,26 @@ _QUARTER_PI = 0.78539816339744830962
 _MOST_AT_ONCE = 1 << 16  # angles, so that what is between positions and results stays in the cache
 
 
-def cos_sin(positions: Any, steps: tuple[int, ...], factor: float) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of every position and pair, times `factor`; float64, `positions.shape + (pairs,)`."""
+def cos_sin(
+    positions: Any, steps: tuple[int, ...], factor: float, axis: tuple[int, ...] | None, axes: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of every position and pair, times `factor`; float64, `positions.shape + (pairs,)`.
+
+    Args:
+        axis: which of the first axis of positions each pair takes, and `axes`: how many there are; None: there is none.
+    """
     places = _integers(positions)
-    rows, turns = places.reshape(-1), np.array(steps, dtype=np.int64)
-    cos, sin = (np.empty((rows.size, turns.size)) for _ in range(2))
+    if axes is not None and (places.ndim == 0 or places.shape[0] != axes):
+        must = f"positions of a rope with axes must have shape [{axes}, ...]"
+        raise _checks.error("Rope.tables", must, f"shape {places.shape}", "Pass a row for each axis.")
+    turns, shape = np.array(steps, dtype=np.int64), places.shape[axes is not None :]
+    rows, of_pairs = places.reshape(axes or 1, -1), slice(None) if axis is None else list(axis)
+    cos, sin = (np.empty((rows.shape[1], turns.size)) for _ in range(2))
     at_once = max(1, _MOST_AT_ONCE // turns.size)
-    for first in range(0, rows.size, at_once):
+    for first in range(0, rows.shape[1], at_once):
         part = slice(first, first + at_once)
-        cos[part], sin[part] = _of_phases(rows[part, None] * turns, factor)
-    shape = (*places.shape, turns.size)
-    return cos.reshape(shape), sin.reshape(shape)
+        cos[part], sin[part] = _of_phases(rows[of_pairs, part].T * turns, factor)
+    return cos.reshape(*shape, turns.size), sin.reshape(*shape, turns.size)
 
 
 def _of_phases(phase: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:

@@ -9,12 +9,14 @@ the quadrant, the rest a residual within an eighth of a turn, and a float32 poly
 Plain tensors on the CPU or a GPU go to the compiled kernels, which do the same in float64: quadrant, residual and a
 polynomial. Code compiled for a GPU calls them through an operator (`kernels/operators.py`).
 
-Float positions (image grids) go through a float64 product instead.
+Float positions (image grids) go through a float64 product instead. Where tokens have several positions, each pair takes
+that of its axis, and nothing else differs.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +29,17 @@ _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
 _NO_FLOAT64 = frozenset({"mps"})
 
+_CPU = torch.device("cpu")
+
 _RADIANS_PER_UNIT = 2 * math.pi / 2**64
 
 
-def check_positions(positions: Tensor) -> None:
-    """Raise unless positions are a tensor `[seq]` or `[batch, seq]` of a dtype that holds places exactly."""
+def check_positions(positions: Tensor, axes: int | None) -> None:
+    """Raise unless positions are a tensor of a dtype that holds places exactly, of a shape that fits.
+
+    Args:
+        axes: how many positions each token has: `[axes, seq]` or `[axes, batch, seq]`; None: `[seq]` or `[batch, seq]`.
+    """
     who = "Rope.at"
     if not isinstance(positions, Tensor):
         raise _checks.error(
@@ -44,30 +52,48 @@ def check_positions(positions: Tensor) -> None:
             str(positions.dtype),
             "Keep positions out of .half(), .bfloat16() and autocast: 16 bits cannot tell neighbours apart beyond 256.",
         )
-    if positions.ndim not in (1, 2):
+    if axes is None and positions.ndim not in (1, 2):
         raise _checks.error(
             who,
             "positions must have shape [seq] or [batch, seq]",
             f"shape {tuple(positions.shape)}",
-            "Several axes for each token (M-RoPE) are not supported yet.",
+            "Where tokens have several positions (M-RoPE, images), build the Rope with axes.",
+        )
+    if axes is not None and (positions.ndim not in (2, 3) or positions.shape[0] != axes):
+        raise _checks.error(
+            who,
+            f"positions of a rope with axes must have shape [{axes}, seq] or [{axes}, batch, seq]",
+            f"shape {tuple(positions.shape)}",
+            f"Pass a row for each axis; text has the same in all: positions.expand({axes}, *positions.shape).",
         )
 
 
-def delta_tensor(delta: int | Tensor, device: torch.device | str | None) -> Tensor:
-    """A shift as an integer tensor: `[]` for an int, else as it came."""
+def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | str | None, axes: int | None) -> Tensor:
+    """A shift as an integer tensor: `[]` for an int, `[axes]` for a tuple, else as it came."""
     who = "Rope.shift"
     if isinstance(delta, Tensor):
-        if delta.dtype not in _INTEGERS or delta.ndim > 2:
+        fits = delta.ndim <= 2 if axes is None else 1 <= delta.ndim <= 3 and delta.shape[0] == axes
+        if delta.dtype not in _INTEGERS or not fits:
+            shapes = "[], [seq] or [batch, seq]" if axes is None else f"[{axes}], [{axes}, seq] or [{axes}, batch, seq]"
             raise _checks.error(
                 who,
-                "delta must be an int or an int32 or int64 tensor [], [seq] or [batch, seq]",
+                f"delta must be {'an int' if axes is None else 'a tuple of ints'} or an int32 or int64 tensor {shapes}",
                 _checks.described(delta),
-                "Pass how many tokens each key moves.",
+                f"Pass how many tokens each key moves{'' if axes is None else ', along each axis'}.",
             )
         return delta
-    _checks.integer(who, "delta", delta, at_least=-(2**63), at_most=2**63 - 1)
+    if axes is None:
+        return _full(delta, "delta", device)
+    if not isinstance(delta, tuple) or len(delta) != axes:
+        must, cure = f"delta of a rope with {axes} axes must have an int for each", "Text moves by the same in all."
+        raise _checks.error(who, must, _checks.shown(delta), cure)
+    return torch.stack([_full(along, f"delta[{i}]", device) for i, along in enumerate(delta)])
+
+
+def _full(number: Any, name: str, device: torch.device | str | None) -> Tensor:
+    _checks.integer("Rope.shift", name, number, at_least=-(2**63), at_most=2**63 - 1)
     # full and not tensor, which would copy to a GPU and wait.
-    return torch.full((), delta, dtype=torch.int64, device="cpu" if device is None else device)
+    return torch.full((), number, dtype=torch.int64, device="cpu" if device is None else device)
 
 
 def at_once(
@@ -78,7 +104,8 @@ def at_once(
     Args:
         steps: those of `cos_sin` as int64 numbers.
     """
-    if not backend.AT_ONCE or device is not None or torch.compiler.is_compiling():
+    elsewhere = device is not None and device != _CPU and device != "cpu"
+    if not backend.AT_ONCE or elsewhere or torch.compiler.is_compiling():
         return None
     kind = torch.float32 if dtype is None else dtype
     made: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, kind)
@@ -93,18 +120,20 @@ def cos_sin(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of every position and pair, times `factor`.
 
     Args:
-        positions: any shape; int32, int64, float32 or float64.
+        positions: any shape, with `axis` after that of the axes; int32, int64, float32 or float64.
         steps: turn of each pair at each position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
         inv_freq: the same in radians, for float positions.
         factor: the attention factor, dimensionless.
         device, dtype: of the result; those of positions and torch.float32 when None.
+        axis: the row of positions that each pair takes, or None: every pair takes them all.
 
     Returns:
-        Two tensors of shape `positions.shape + (pairs,)`.
+        Two tensors of shape `positions.shape + (pairs,)`, without the axes.
 
     Raises:
         RopeError: dtype is not float32 or float64, or the device has no float64 and it is needed.
@@ -121,15 +150,15 @@ def cos_sin(
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
         if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return operators.angles(positions, steps, factor, dtype)
+            return operators.angles(positions, steps, factor, dtype, axis)
         if has_float64:
-            return _of_integers(positions, steps, factor, dtype)
+            return _of_integers(positions, steps, factor, dtype, axis)
         _require_float64(dtype == torch.float32, positions.device)
-        phase = positions.to(torch.int64).unsqueeze(-1) * tensor_of(steps, positions)
+        phase = _of_pairs(positions, axis).to(torch.int64) * tensor_of(steps, positions)
         return cos_sin_of_phase_float32(phase, factor)
     _require_float64(has_float64, positions.device)
     speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
-    return _rounded(positions.to(torch.float64).unsqueeze(-1) * speeds, factor, dtype)
+    return _rounded(_of_pairs(positions, axis).to(torch.float64) * speeds, factor, dtype)
 
 
 def in_float32(
@@ -139,19 +168,20 @@ def in_float32(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin as deployed code makes them: one float32 product, PyTorch's float32 cos and sin, times `factor`.
 
     Source: `LlamaRotaryEmbedding.forward` in transformers 5.23.
 
     Args:
-        positions: any shape; int32, int64, float32 or float64, rounded to float32.
+        positions: any shape, with `axis` after that of the axes; int32, int64, float32 or float64, rounded to float32.
         inv_freq: radians per position of each pair, each exactly a float32 number.
-        factor, device: as in `cos_sin`.
+        factor, device, axis: as in `cos_sin`.
         dtype: torch.float32, or None, which is the same.
 
     Returns:
-        Two float32 tensors of shape `positions.shape + (pairs,)`.
+        Two float32 tensors of shape `positions.shape + (pairs,)`, without the axes.
 
     Raises:
         RopeError: dtype is another.
@@ -165,17 +195,26 @@ def in_float32(
         )
     positions = positions if device is None else positions.to(device)
     speeds = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
-    angle = positions.to(torch.float32).unsqueeze(-1) * speeds
+    angle = _of_pairs(positions, axis).to(torch.float32) * speeds
     return angle.cos() * factor, angle.sin() * factor
 
 
-def _of_integers(positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _of_integers(
+    positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: tuple[int, ...] | None
+) -> tuple[Tensor, Tensor]:
     speeds = tensor_of(steps, positions)
     kernel = backend.kernel_for(positions, speeds)
     if kernel is not None:
-        return kernel.angles(positions, speeds, factor, dtype)
-    phase = positions.to(torch.int64).unsqueeze(-1) * speeds
+        return kernel.angles(positions, speeds, factor, dtype, None if axis is None else tensor_of(axis, positions))
+    phase = _of_pairs(positions, axis).to(torch.int64) * speeds
     return _rounded(phase.to(torch.float64) * _RADIANS_PER_UNIT, factor, dtype)
+
+
+def _of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tensor:
+    """The position of each pair, `[..., pairs]`; or one for all, `[..., 1]`."""
+    if axis is None:
+        return positions.unsqueeze(-1)
+    return positions.index_select(0, tensor_of(axis, positions)).movedim(0, -1)
 
 
 operators.define_angles(_of_integers)

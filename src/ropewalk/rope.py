@@ -11,7 +11,8 @@ import numpy as np
 from ropewalk import _checks, _fixed_point
 from ropewalk._layout import Numerics as Numerics
 from ropewalk._layout import Pairing as Pairing
-from ropewalk.schemes import Scaling, check_scaling, default, frequencies
+from ropewalk.axes import Axes, check_axes, frequencies
+from ropewalk.schemes import Scaling, check_scaling
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,8 @@ class Rope:
             that is the rotated slice alone, use `dataclasses.replace(rope, head_dim=rope.rotary_dim,
             rotary_offset=0)`.
         scaling: a scheme of `ropewalk.schemes` that changes the frequencies for long contexts, or None.
+        axes: which of several positions of a token each pair listens to, and its frequency there (images, video,
+            multimodal text): an `Axes` of rotary_dim // 2 pairs. None: one position, one progression.
 
     Raises:
         RopeError: a value is impossible, or scaling returns no frequencies; the message says which and what to pass.
@@ -59,6 +62,7 @@ class Rope:
     rotary_dim: int = cast(int, None)  # an int from __post_init__ on
     rotary_offset: int = 0
     scaling: Scaling | None = None
+    axes: Axes | None = None
 
     # Worked out once in __post_init__: torch.compile can trace a tuple of numbers, but no NumPy and no cached_property.
     # None for a scheme that depends on the length.
@@ -89,6 +93,7 @@ class Rope:
                 f"Pass rotary_dim={rotary_dim - 1} to leave the last channel unrotated.",
             )
         check_scaling("Rope", self.scaling)
+        check_axes("Rope", self.axes, rotary_dim)
         for name, value in (
             ("head_dim", head_dim),
             ("base", base),
@@ -99,14 +104,8 @@ class Rope:
         self._work_out()
 
     def _work_out(self) -> None:
-        scheme = self.scaling
-        inv_freq: tuple[float, ...] | None
-        if scheme is None:
-            factor, inv_freq = 1.0, default.inv_freq(self.base, self.rotary_dim)
-        elif (known := frequencies(scheme, self.base, self.rotary_dim)) is None:
-            factor, inv_freq = None, None
-        else:
-            inv_freq, factor = known
+        known = frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
+        inv_freq, factor = (None, None) if known is None else known
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
         steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
@@ -121,6 +120,8 @@ class Rope:
             parts.append(f"rotary_offset={self.rotary_offset}")
         if self.scaling is not None:
             parts.append(f"scaling={self.scaling!r}")
+        if self.axes is not None:
+            parts.append(f"axes={self.axes!r}")
         return f"Rope({', '.join(parts)})"
 
     @property
@@ -170,7 +171,8 @@ class Rope:
         Args:
             positions: place of each token, in tokens: int32 or int64, `[seq]` or `[batch, seq]`, any value in ±2³¹,
                 negative too (beyond, the error grows by 1.7e-19 for each; nothing is checked, which would wait for a
-                GPU, and nan gives nan). float32 or float64 for places between tokens (image grids).
+                GPU, and nan gives nan). float32 or float64 for places between tokens (image grids). With `axes`: one
+                row for each, `[axes, seq]` or `[axes, batch, seq]`.
             device: where cos and sin are made; that of positions when None.
             dtype: torch.float32 (when None) or torch.float64.
             numerics: "exact"; or, to reproduce a model bit for bit, "float32": the float32 frequencies of transformers
@@ -178,7 +180,8 @@ class Rope:
                 rounded; dtype is float32); or "float32-frequencies": those frequencies taken as exact, no other drift.
 
         Returns:
-            A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, attention factor included.
+            A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, without the axes, attention
+            factor included.
 
         Raises:
             RopeError: positions are no tensor, or of another dtype or shape; dtype or device cannot be had; numerics is
@@ -191,13 +194,13 @@ class Rope:
         """
         from ropewalk import angles
 
-        if numerics != "exact":
-            return self._as_deployed(positions, device, dtype, _checks.check_numerics("Rope.at", numerics))
+        usual = numerics == "exact" and self.axes is None
         factor = self.attention_factor
-        tables = angles.at_once(positions, self._packed_steps, factor, device, dtype)
+        tables = angles.at_once(positions, self._packed_steps, factor, device, dtype) if usual else None
         if tables is None:
-            angles.check_positions(positions)
-            tables = self._cos_sin(positions, factor, device, dtype)
+            _checks.check_numerics("Rope.at", numerics)
+            angles.check_positions(positions, None if self.axes is None else self.axes.count)
+            tables = self._cos_sin(positions, factor, device, dtype, numerics)
         return self._rotation(tables, factor)
 
     def tables(self, positions: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
@@ -207,15 +210,15 @@ class Rope:
             positions: place of each token, in tokens: an int, a list of them (nested for more axes), or an array of any
                 shape and integer dtype, of NumPy or what NumPy can read (JAX); any value in ±2³¹, as in `at`. Places
                 between tokens are refused: for those take `at`, or NumPy's cos and sin of `positions[..., None] *
-                rope.inv_freq`, times `attention_factor`.
+                rope.inv_freq`, times `attention_factor`. With `axes`, the first axis is that of the rows, as in `at`.
 
         Returns:
-            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, dimensionless, attention
-            factor included.
+            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, without the axes,
+            dimensionless, attention factor included.
 
         Raises:
-            RopeError: positions are no integers, or do not fit into int64; the frequencies depend on the length (use
-                `at_length`).
+            RopeError: positions are no integers, do not fit into int64, or have no row for each of `axes`; the
+                frequencies depend on the length (use `at_length`).
 
         Precision:
             Against the float64 `inv_freq` taken as exact: |error| ≤ 4e-16 + |p|·2π·2⁻⁶⁵ (times the attention factor) at
@@ -235,11 +238,12 @@ class Rope:
         factor = self.attention_factor
         if self._steps is None:
             raise self._unresolved()
-        return _tables.cos_sin(positions, self._steps, factor)
+        count, axis = (None, None) if self.axes is None else (self.axes.count, self.axes.axis)
+        return _tables.cos_sin(positions, self._steps, factor, axis, count)
 
     def shift(
         self,
-        delta: int | torch.Tensor,
+        delta: int | tuple[int, ...] | torch.Tensor,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -248,14 +252,16 @@ class Rope:
 
         Args:
             delta: how far, in tokens, negative is back: an int (or an integer tensor `[]`) for all tokens, or an
-                integer tensor `[seq]` or `[batch, seq]`.
+                integer tensor `[seq]` or `[batch, seq]`. With `axes`, one for each: a tuple of ints, or a tensor
+                `[axes]`, `[axes, seq]` or `[axes, batch, seq]`.
             device, dtype: as in `at`; an int delta is on the CPU when device is None.
 
         Returns:
-            A `Rotation`; cos and sin have shape `delta.shape + (rotary_dim // 2,)`, `(rotary_dim // 2,)` for an int.
+            A `Rotation`; cos and sin have shape `delta.shape + (rotary_dim // 2,)`, without the axes; `(rotary_dim //
+            2,)` for an int or a tuple.
 
         Raises:
-            RopeError: delta is neither an int in ±2⁶³ nor a tensor of integers.
+            RopeError: delta is neither an int in ±2⁶³ nor a tensor of integers, or not one for each axis.
 
         Example:
             >>> import torch
@@ -267,7 +273,8 @@ class Rope:
         """
         from ropewalk import angles
 
-        return self._rotation(self._cos_sin(angles.delta_tensor(delta, device), 1.0, device, dtype), 1.0)
+        moved = angles.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
+        return self._rotation(self._cos_sin(moved, 1.0, device, dtype), 1.0)
 
     def at_length(self, n: int) -> Rope:
         """The static rope for sequences of up to n tokens.
@@ -312,26 +319,21 @@ class Rope:
         factor: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        numerics: Numerics = "exact",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from ropewalk import angles
 
-        if self._steps is None or self._inv_freq is None:
+        steps, inv_freq = self._steps, self._inv_freq
+        if steps is None or inv_freq is None:
             raise self._unresolved()
-        return angles.cos_sin(positions, self._steps, self._inv_freq, factor, device=device, dtype=dtype)
+        axis = None if self.axes is None else self.axes.axis
+        if numerics != "exact":
+            from ropewalk import _float32
 
-    def _as_deployed(
-        self, positions: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None, numerics: Numerics
-    ) -> Rotation:
-        from ropewalk import _float32, angles
-
-        factor = self.attention_factor
-        angles.check_positions(positions)
-        inv_freq, steps = _float32.frequencies(self.base, self.rotary_dim, self.scaling)
+            inv_freq, steps = _float32.frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
         if numerics == "float32":
-            tables = angles.in_float32(positions, inv_freq, factor, device=device, dtype=dtype)
-        else:
-            tables = angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype)
-        return self._rotation(tables, factor)
+            return angles.in_float32(positions, inv_freq, factor, device=device, dtype=dtype, axis=axis)
+        return angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
         """The one place where frequencies, positions and the rotation meet."""

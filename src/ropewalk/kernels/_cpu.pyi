@@ -44,6 +44,8 @@ def table_gradient(
 def angles(
     positions: int,
     rows: int,
+    axis: int,
+    axes: int,
     steps: int,
     pairs: int,
     factor: float,

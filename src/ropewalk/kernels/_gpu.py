@@ -197,17 +197,23 @@ def table_gradient(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def angles(
-    positions, steps, cos, sin, rows,
-    FACTOR: tl.constexpr, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    positions, axis, steps, cos, sin, rows,
+    FACTOR: tl.constexpr, PAIRS: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """cos and sin of position · step, in 2⁻⁶⁴ turns, by quadrant, residual and polynomial; as in csrc/kernels.cpp.
 
     The two upper bits of a phase, rounded, are the quadrant; the rest is t, within an eighth of a turn, in units of
     π/4. float64 throughout: no fast sine, and nothing that spills.
+
+    AXES: each pair takes its own of the rows of positions, which lie one after the other.
     """
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]
-    position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int64)
+    if AXES:
+        of_pair = tl.load(axis + pair, mask=pair < PAIRS, other=0) * rows
+        position = tl.load(positions + of_pair + row, mask=(row < rows) & (pair < PAIRS), other=0).to(tl.int64)
+    else:
+        position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int64)
     step = tl.load(steps + pair, mask=pair < PAIRS, other=0)
     phase = position * step  # wraps around
     quadrant = (phase + (1 << 61)) >> 62

@@ -67,8 +67,14 @@ class Kernels(Protocol):
             Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
         """
 
-    def angles(self, positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`."""
+    def angles(
+        self, positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`.
+
+        Args:
+            axis: the row of positions that each step takes, int64; None: every step takes all of them.
+        """
 
 
 CPU: Kernels = cpu

@@ -100,13 +100,18 @@ def table_gradient(
     return d_cos, d_sin
 
 
-def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(
+    positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As `Kernels.angles`."""
     positions = positions.to(torch.int64).contiguous()
-    cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
+    axes, shape = (1, positions.shape) if axis is None else (positions.shape[0], positions.shape[1:])
+    cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype) for _ in range(2))
     _cpu.angles(
         positions.data_ptr(),
-        positions.numel(),
+        positions.numel() // axes,
+        0 if axis is None else axis.data_ptr(),
+        axes,
         steps.data_ptr(),
         len(steps),
         factor,

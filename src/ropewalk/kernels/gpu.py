@@ -98,11 +98,14 @@ def table_gradient(
     return d_cos, d_sin
 
 
-def angles(positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def angles(
+    positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """As `Kernels.angles`."""
     positions = positions.contiguous()
-    cos, sin = (torch.empty((*positions.shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
-    _launch("angles", *angles_launch(positions, steps, cos, sin, factor))
+    shape = positions.shape if axis is None else positions.shape[1:]
+    cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
+    _launch("angles", *angles_launch(positions, steps, cos, sin, factor, axis))
     return cos, sin
 
 
@@ -237,14 +240,15 @@ def gradient_launch(
 
 
 def angles_launch(
-    positions: Tensor, steps: Tensor, cos: Tensor, sin: Tensor, factor: float
+    positions: Tensor, steps: Tensor, cos: Tensor, sin: Tensor, factor: float, axis: Tensor | None = None
 ) -> tuple[int, dict[str, Any], int]:
     """The number of programs, the arguments and the warps of a launch of `angles`."""
-    rows, pairs = positions.numel(), len(steps)
+    rows, pairs = positions.numel() // (1 if axis is None else positions.shape[0]), len(steps)
     block_p = _power_of_two(pairs)
     block_r = max(1, 512 // block_p)
-    tensors = {"positions": positions, "steps": steps, "cos": cos, "sin": sin}
-    sizes = {"rows": rows, "FACTOR": factor, "PAIRS": pairs, "BLOCK_R": block_r, "BLOCK_P": block_p}
+    several = axis is not None
+    tensors = {"positions": positions, "axis": axis if several else steps, "steps": steps, "cos": cos, "sin": sin}
+    sizes = {"rows": rows, "FACTOR": factor, "PAIRS": pairs, "AXES": several, "BLOCK_R": block_r, "BLOCK_P": block_p}
     return _blocks(rows, block_r), {**tensors, **sizes}, _WARPS
 
 

@@ -19,22 +19,36 @@ _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
 
 _library: Any = torch.library.Library("ropewalk", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("angles(Tensor positions, int[] steps, float factor, ScalarType dtype) -> (Tensor, Tensor)")
+_library.define(
+    "angles(Tensor positions, int[] steps, float factor, ScalarType dtype, int[]? axis=None) -> (Tensor, Tensor)"
+)
+
+_Axis = tuple[int, ...] | None
 
 
-def angles(positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Call the operator from code that is being compiled; the steps are on the device before it first runs."""
+def angles(
+    positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: _Axis = None
+) -> tuple[Tensor, Tensor]:
+    """Call the operator from code that is being compiled; the steps are on the device before it first runs.
+
+    Args:
+        axis: the row of positions that each step takes; None: every step takes all.
+    """
     _steps.bring(steps, positions.device)
-    made: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype)
+    if axis is not None:
+        _steps.bring(axis, positions.device)
+    made: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype, axis)
     return made
 
 
 def define_angles(
-    compute: Callable[[Tensor, tuple[int, ...], float, torch.dtype], tuple[Tensor, Tensor]],
+    compute: Callable[[Tensor, tuple[int, ...], float, torch.dtype, _Axis], tuple[Tensor, Tensor]],
 ) -> None:
-    """Make the operator `compute(positions, steps, factor, dtype)`, once. Anybody may call it, so it checks first."""
+    """Make the operator `compute`, of the same arguments, once. Anybody may call it, so it checks first."""
 
-    def checked(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def checked(
+        positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype, axis: list[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         if positions.dtype not in _INTEGERS or dtype not in _FLOATS or not steps:
             raise _checks.error(
                 "torch.ops.ropewalk.angles",
@@ -42,7 +56,15 @@ def define_angles(
                 f"{positions.dtype}, {dtype} and {len(steps)} steps",
                 "Use Rope.at.",
             )
-        return compute(positions, tuple(steps), factor, dtype)
+        rows = positions.shape[0] if positions.ndim else 0
+        if axis is not None and (len(axis) != len(steps) or not all(0 <= a < rows for a in axis)):
+            raise _checks.error(
+                "torch.ops.ropewalk.angles",
+                "axis must have one of the rows of positions for each step",
+                f"{_checks.shown(axis)} for {len(steps)} steps and {rows} rows",
+                "Use Rope.at.",
+            )
+        return compute(positions, tuple(steps), factor, dtype, None if axis is None else tuple(axis))
 
     for key in ("CPU", "CUDA"):
         _library.impl("angles", checked, key)
@@ -50,12 +72,16 @@ def define_angles(
     torch.library.register_vmap("ropewalk::angles", _vmap, lib=_library)
 
 
-def _meta(positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = (positions.new_empty((*positions.shape, len(steps)), dtype=dtype) for _ in range(2))
+def _meta(
+    positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype, axis: list[int] | None = None
+) -> tuple[Tensor, Tensor]:
+    shape = positions.shape[axis is not None :]
+    cos, sin = (positions.new_empty((*shape, len(steps)), dtype=dtype) for _ in range(2))
     return cos, sin
 
 
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], positions: Tensor, *rest: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    return torch.ops.ropewalk.angles(positions.movedim(in_dims[0], 0), *rest), (0, 0)
+    to = 0 if len(rest) < 4 or rest[3] is None else 1  # after the rows of axes
+    return torch.ops.ropewalk.angles(positions.movedim(in_dims[0], to), *rest), (0, 0)

@@ -81,7 +81,7 @@ def check_class(scheme: object) -> None:
         )
         raise _checks.error(who, must, "another class" if made is None else f"{made!r:.80}", cure)
     fields = {f.name for f in dataclasses.fields(cast(Any, scheme))}
-    for attribute in fields & {"rope_type", "aliases", "in_configs", "idle", "gguf", "whole_head"}:
+    for attribute in fields & {"rope_type", "aliases", "in_configs", "idle", "gguf", "whole_head", "per_axis"}:
         must, cure = f"{attribute} of {name} must be no field", "Leave out its type, or write ClassVar."
         raise _checks.error(who, must, "one", cure)
     _check_words(who, scheme)

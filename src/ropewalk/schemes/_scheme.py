@@ -33,6 +33,8 @@ class Scaling(ABC):
             that have one. Where it says something, `rope.scaling.type` may be `rope_type`.
         whole_head: whether the share of the head that rotates is a field of the scheme, so that `Rope.rotary_dim` is
             the whole head.
+        per_axis: whether it is meant for frequencies of each axis too (`Axes.axial`), where `rotary_dim` is the number
+            of channels of one axis. Its attention factor is then the same for any number.
     """
 
     rope_type: ClassVar[str]
@@ -41,6 +43,7 @@ class Scaling(ABC):
     idle: ClassVar[Mapping[str, str]] = {}
     gguf: ClassVar[Mapping[str, str]] = {}
     whole_head: ClassVar[bool] = False
+    per_axis: ClassVar[bool] = False
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:

@@ -31,6 +31,7 @@ class Linear(Scheme):
     """
 
     rope_type: ClassVar[str] = "linear"
+    per_axis: ClassVar[bool] = True
     gguf: ClassVar[Mapping[str, str]] = {"factor": "rope.scaling.factor"}
     factor: float
 

@@ -35,6 +35,7 @@ class NTK(Scheme):
 
     rope_type: ClassVar[str] = "ntk"
     in_configs: ClassVar[bool] = False  # there it is "dynamic" with alpha
+    per_axis: ClassVar[bool] = True
     gguf: ClassVar[Mapping[str, str]] = {"alpha": "rope.scaling.alpha"}
     idle: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), "is not read where alpha is given"
