@@ -263,12 +263,19 @@ void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, c
 
 // ---- angles
 
-void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t pairs, int64_t position_stride) {
+void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t pairs, int64_t position_stride, int64_t axes) {
     std::vector<int64_t> values = {0, 1, -1, 2, 4095, -4096, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, INT64_MIN + 1};
     for (int i = 0; i < 8; ++i) values.push_back(static_cast<int64_t>(random_bits()));
     int64_t rows = static_cast<int64_t>(values.size());
-    std::unique_ptr<int64_t[]> positions(new int64_t[static_cast<size_t>((rows - 1) * position_stride + 1)]());
-    for (int64_t i = 0; i < rows; ++i) positions[static_cast<size_t>(i * position_stride)] = values[static_cast<size_t>(i)];
+    // One after the other, each of the exact size; on axis a, every position is that of axis 0 plus a.
+    int64_t of_axis = (rows - 1) * position_stride + 1;
+    std::unique_ptr<int64_t[]> positions(new int64_t[static_cast<size_t>(of_axis * axes)]());
+    for (int64_t i = 0; i < rows * axes; ++i) {
+        uint64_t value = static_cast<uint64_t>(values[static_cast<size_t>(i % rows)]) + static_cast<uint64_t>(i / rows);
+        positions[static_cast<size_t>(i / rows * of_axis + i % rows * position_stride)] = static_cast<int64_t>(value);
+    }
+    std::unique_ptr<int64_t[]> axis(new int64_t[static_cast<size_t>(pairs)]);
+    for (int64_t i = 0; i < pairs; ++i) axis[static_cast<size_t>(i)] = static_cast<int64_t>(random_bits() % static_cast<uint64_t>(axes));
     std::unique_ptr<int64_t[]> steps(new int64_t[static_cast<size_t>(pairs)]);
     for (int64_t i = 0; i < pairs; ++i) {
         // Some are whole eighths of a turn, where the quadrants meet.
@@ -276,12 +283,13 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
     }
     Memory cos(dtype, rows * pairs), sin(dtype, rows * pairs);
     double factor = 1.25;
-    ropewalk_angles args = {positions.get(), position_stride, nullptr, 0, steps.get(), pairs,
+    ropewalk_angles args = {positions.get(), position_stride, axes > 1 ? axis.get() : nullptr, of_axis, steps.get(), pairs,
                             factor, dtype, cos.bytes.get(), sin.bytes.get()};
     call(kernels.angles, args, rows);
     for (int64_t i = 0; i < rows * pairs; ++i) {
         auto step = static_cast<uint64_t>(steps[static_cast<size_t>(i % pairs)]);
-        auto position = static_cast<uint64_t>(positions[static_cast<size_t>(i / pairs * position_stride)]);
+        int64_t at = i / pairs * position_stride + axis[static_cast<size_t>(i % pairs)] * of_axis;
+        auto position = static_cast<uint64_t>(positions[static_cast<size_t>(at)]);
         // In units of an eighth of a turn, the last one taken off exactly, for the sake of a long double that is a double.
         uint64_t phase = step * position, eighth = phase >> 61;
         long double rest = std::ldexp(static_cast<long double>(phase & ~uint64_t{0} >> 3), -61);
@@ -330,12 +338,14 @@ void test_level(const ropewalk_kernels &kernels) {
             }
         }
     }
-    for (int64_t pairs : {1, 3, 4, 7, 8, 9, 40, 64, 257}) {
+    for (int64_t pairs : {1, 3, 4, 7, 8, 9, 40, 64, 257, 519}) {
         for (int64_t stride : {1, 0, 3}) {
             for (ropewalk_dtype dtype : {ROPEWALK_F32, ROPEWALK_F64}) {
-                std::snprintf(now, sizeof now, "%s, angles, %s, %d pairs, stride %d", kernels.name, NAMES[dtype], int(pairs),
-                              int(stride));
-                test_angles(kernels, dtype, pairs, stride);
+                for (int64_t axes : {1, 3}) {
+                    std::snprintf(now, sizeof now, "%s, angles, %s, %d pairs, stride %d, %d axes", kernels.name, NAMES[dtype],
+                                  int(pairs), int(stride), int(axes));
+                    test_angles(kernels, dtype, pairs, stride, axes);
+                }
             }
         }
     }

@@ -155,12 +155,18 @@ def test_gradient_to_the_tables_spills_nothing(dtype: torch.dtype, pairing: str,
     assert not named(sass(compiled("table_gradient", launch, SM_90), tmp_path), *SPILLS)
 
 
+@pytest.mark.parametrize("axes", [None, 3])
 @pytest.mark.parametrize("positions", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_angles_have_their_own_sine(dtype: torch.dtype, positions: torch.dtype, tmp_path: Path) -> None:
-    tables = torch.empty(4096, 64, dtype=dtype)
-    of_positions, steps = torch.empty(4096, dtype=positions), torch.empty(64, dtype=torch.int64)
-    program = compiled("angles", gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891), SM_90)
+def test_angles_have_their_own_sine(
+    dtype: torch.dtype, positions: torch.dtype, axes: int | None, tmp_path: Path
+) -> None:
+    tables, steps = torch.empty(4096, 64, dtype=dtype), torch.empty(64, dtype=torch.int64)
+    of_positions = torch.empty(4096 if axes is None else (axes, 4096), dtype=positions)
+    axis = None if axes is None else steps
+    program = compiled(
+        "angles", gpu.angles_launch(of_positions, steps, tables, tables, 1.1386294361119891, axis), SM_90
+    )
     found = sass(program, tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, *FUSED)

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import oracle
 import ropewalk.angles  # noqa: F401  it registers the operator
-from ropewalk import Rope, YaRN
+from ropewalk import Axes, Rope, RopeError, YaRN
 
 ROPE = Rope(128, 1e6, "half", scaling=YaRN(factor=4.0, original_max_position_embeddings=32_768))
 ANGLES = torch.ops.ropewalk.angles.default
@@ -71,12 +71,29 @@ def test_steps_are_no_constant_that_is_copied_at_each_call() -> None:
     if takes_a_compilation_for_an_export():
         pytest.skip("this PyTorch takes every compilation for an export")
     (graph,) = graphs(turned, *fake(5))
+    check_called(graph)
+
+
+def test_several_axes_are_one_operator_too() -> None:
+    if takes_a_compilation_for_an_export():
+        pytest.skip("this PyTorch takes every compilation for an export")
+    rope = Rope(128, 1e6, "half", axes=Axes.interleaved((24, 20, 20)))
+    ((of_tokens, q, k),) = fake(5)
+    with of_tokens.fake_mode:
+        positions = torch.empty(3, 2, 5, device="cuda", dtype=torch.int64)
+    (graph,) = graphs(lambda p, q, k: rope.at(p)(q, k, layout="bshd"), (positions, q, k))
+    check_called(graph)
+
+
+def check_called(graph: torch.fx.GraphModule) -> None:
     called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     assert ANGLES in called or torch.ops.ropewalk.angles in called
     # A constant on the CPU would be an attribute of the graph, or a call of torch.tensor.
     assert not [node for node in graph.graph.nodes if node.op == "get_attr"]
     assert torch.tensor not in called
-    assert not {"tensor", "lift_fresh_copy", "_to_copy"} & {getattr(target, "__name__", "") for target in called}
+    names = {getattr(target, "__name__", "") for target in called}
+    names |= {str(node.target) for node in graph.graph.nodes if node.op == "call_method"}
+    assert not {"tensor", "lift_fresh_copy", "_to_copy", "index_select"} & names
 
 
 def test_the_cpu_keeps_its_own_way() -> None:
@@ -119,3 +136,34 @@ class TestOperator:
             mapped = torch.func.vmap(lambda p: ANGLES(p, *rest), in_dims=axis)(positions)
             for table, wanted in zip(mapped, ANGLES(positions.movedim(axis, 0), *rest), strict=True):
                 assert torch.equal(table, wanted)
+
+    def of_axes(self) -> tuple[Any, ...]:
+        positions, *rest = self.arguments()
+        return torch.stack((positions, positions + 1, positions * 3)), *rest, [pair % 3 for pair in range(64)]
+
+    def test_opcheck_with_axes(self) -> None:
+        everything = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        positions, *rest = self.of_axes()
+        for given in (positions, positions[:, 0].to(torch.int32), positions[:, :, :0]):
+            torch.library.opcheck(ANGLES, (given, *rest), test_utils=everything)
+
+    def test_axes_are_exact(self) -> None:
+        positions, steps, factor, dtype, axis = self.of_axes()
+        made = ANGLES(positions, steps, factor, dtype, axis)
+        for a in range(3):
+            for table, one in zip(made, ANGLES(positions[a], steps, factor, dtype), strict=True):
+                assert table.shape == (2, 3, 64)
+                assert torch.equal(table[..., a::3], one[..., a::3])
+
+    def test_vmap_with_axes(self) -> None:
+        positions, *rest = self.of_axes()
+        for place in (1, 2):
+            mapped = torch.func.vmap(lambda p: ANGLES(p, *rest), in_dims=place)(positions)
+            for table, wanted in zip(mapped, ANGLES(positions.movedim(place, 1), *rest), strict=True):
+                assert torch.equal(table, wanted)
+
+    @pytest.mark.parametrize("axis", [[0], [0] * 63 + [3], [-1] * 64])
+    def test_axes_that_do_not_fit(self, axis: list[int]) -> None:
+        positions, *rest, _ = self.of_axes()
+        with pytest.raises(RopeError, match="axis must have one of the rows of positions for each step"):
+            ANGLES(positions, *rest, axis)

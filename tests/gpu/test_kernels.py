@@ -235,6 +235,26 @@ class TestAngles:
                 assert table.shape == (*positions.shape, pairs), name
                 assert not (table.double() - truth[rows]).abs().gt(3.1e-8).any(), name
 
+    @pytest.mark.parametrize("dtype", ERROR, ids=str)
+    @pytest.mark.parametrize("pairs", [1, 3, 40, 64, 513])
+    def test_several_axes(self, pairs: int, dtype: torch.dtype) -> None:
+        """Each pair is, bit for bit, that of its axis alone."""
+        positions = torch.randint(-LIMIT, LIMIT, (3, 5, 7))
+        axis, steps = torch.randint(0, 3, (pairs,)), torch.randint(-WRAP, WRAP - 1, (pairs,))
+        forms = {
+            "batch": positions,
+            "int32": positions.to(torch.int32),
+            "transposed": positions.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+            "one token": positions[:, 0, :1],
+            "none": positions[:, :0],
+        }
+        for name, form in forms.items():
+            made = gpu.angles(form, steps, 1.25, dtype, axis)
+            for a in range(3):
+                for table, alone in zip(made, gpu.angles(form[a], steps, 1.25, dtype), strict=True):
+                    assert table.shape == (*form.shape[1:], pairs), name
+                    assert torch.equal(table[..., axis == a], alone[..., axis == a]), name
+
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape, watched
-from ropewalk import Llama3, Rope, Rotation, angles, backends
+from ropewalk import Axes, Llama3, Rope, Rotation, angles, backends
 from ropewalk.kernels import gpu as kernels
 
 pytestmark = [
@@ -56,6 +56,19 @@ def test_angles_at_a_million() -> None:
     assert (rotation.sin.cpu().double() - torch.from_numpy(sin)).abs().max() <= 3.1e-8
 
 
+def test_several_axes_in_one_launch(calls: list[str]) -> None:
+    axes = Axes.interleaved((24, 20, 20))
+    several = Rope(128, 500_000.0, "half", scaling=ROPE.scaling, axes=axes)
+    positions = torch.randint(-(2**31), 2**31, (3, 2, 50), device="cuda")
+    rotation = several.at(positions)
+    assert calls == ["angles"]
+    compiled = torch.compile(lambda p: several.at(p).cos, fullgraph=True)(positions)
+    assert torch.equal(compiled, rotation.cos)
+    for a in range(3):
+        which = [pair for pair in range(64) if axes.axis[pair] == a]
+        assert torch.equal(rotation.cos[..., which], ROPE.at(positions[a]).cos[..., which])
+
+
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_is_the_reference(dtype: torch.dtype, pairing: str) -> None:
@@ -88,6 +101,12 @@ def test_opcheck() -> None:
     positions = torch.arange(5, device="cuda")
     torch.library.opcheck(
         torch.ops.ropewalk.angles.default, (positions, ROPE._steps, 1.0, torch.float32), test_utils=everything
+    )
+    axis = [pair % 3 for pair in range(64)]
+    torch.library.opcheck(
+        torch.ops.ropewalk.angles.default,
+        (positions.expand(3, -1), ROPE._steps, 1.0, torch.float32, axis),
+        test_utils=everything,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oracle
 from each import each
-from ropewalk import Rope
+from ropewalk import Axes, Rope, RopeError
 from ropewalk.kernels import cpu
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -142,3 +142,82 @@ def test_threads_make_no_difference(level: str, threads: None) -> None:
         assert np.abs(table.double().numpy() - truth).max() <= ERROR[torch.float32]
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[0], made[2])
+
+
+def several(axes: int, pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of every size for each axis, the axis of each pair, and steps."""
+    draw = torch.Generator().manual_seed(axes * 1000 + pairs)
+    positions = torch.randint(-LIMIT, LIMIT, (axes, 5, 3), generator=draw)
+    positions[:, 0] = torch.tensor([WRAP - 1, -WRAP, 1 - LIMIT])
+    axis = torch.randint(0, axes, (pairs,), generator=draw)
+    return positions, axis, torch.randint(-WRAP, WRAP - 1, (pairs,), generator=draw)
+
+
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("axes", [1, 2, 3, 7])
+def test_several_axes(level: str, axes: int, dtype: torch.dtype) -> None:
+    """Each pair is, bit for bit, that of its axis alone, which is right by the tests above; and right by itself."""
+
+    def check(pairs: int) -> None:
+        positions, axis, steps = several(axes, pairs)
+        made = cpu.angles(positions, steps, 1.25, dtype, axis)
+        for a in range(axes):
+            alone = cpu.angles(positions[a], steps, 1.25, dtype)
+            for table, one in zip(made, alone, strict=True):
+                assert table.shape == (5, 3, pairs)
+                assert torch.equal(table[..., axis == a], one[..., axis == a])
+        pair = pairs - 1
+        exact = oracle.cos_sin_of_steps(positions[axis[pair]].reshape(-1).tolist(), [int(steps[pair])])
+        for table, truth in zip(made, exact, strict=True):
+            error = table[..., pair].reshape(-1).double().numpy() - 1.25 * truth[:, 0]
+            assert np.abs(error).max() <= 2 * ERROR[dtype]
+
+    # Whole vectors, what is left of them, and more pairs than the kernel gathers at a time.
+    each(((f"{pairs} pairs", pairs) for pairs in (1, 2, 3, 7, 8, 9, 16, 41, 64, 511, 512, 513, 1027)), check)
+
+
+def test_several_axes_of_any_form(level: str) -> None:
+    positions, axis, steps = several(3, 10)
+    wanted = cpu.angles(positions, steps, 1.0, torch.float32, axis)
+    forms = {
+        "batch last": positions.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+        "every second": positions.repeat_interleave(2, -1)[..., ::2],
+        "of a larger tensor": torch.cat((positions, positions))[:3],
+    }
+    for name, form in forms.items():
+        for table, other in zip(cpu.angles(form, steps, 1.0, torch.float32, axis), wanted, strict=True):
+            assert torch.equal(table, other), name
+    small = positions % 1000
+    for form in (small.to(torch.int32), small):
+        table = cpu.angles(form, steps, 1.0, torch.float32, axis)[0]
+        assert torch.equal(table, cpu.angles(small, steps, 1.0, torch.float32, axis)[0])
+    one = positions[:1].expand(3, 5, 3)
+    table = cpu.angles(one, steps, 1.0, torch.float32, axis)[0]
+    assert torch.equal(table, cpu.angles(positions[0], steps, 1.0, torch.float32)[0])
+    for shape in ((3, 0), (3, 0, 4), (3, 4, 0)):
+        table = cpu.angles(torch.empty(shape, dtype=torch.int64), steps, 1.0, torch.float32, axis)[0]
+        assert table.shape == (*shape[1:], 10)
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 2**40])
+def test_an_axis_that_is_not_there(level: str, wrong: int) -> None:
+    positions, axis, steps = several(3, 10)
+    axis[7] = wrong
+    with pytest.raises(RopeError, match="each pair must have one of the axes of positions"):
+        cpu.angles(positions, steps, 1.0, torch.float32, axis)
+
+
+def test_several_axes_in_threads(level: str, threads: None) -> None:
+    positions, axis, steps = torch.arange(3 * 5_001).reshape(3, -1) * 7_919 - 3, several(3, 40)[1], several(3, 40)[2]
+    made = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        made.append(torch.stack(cpu.angles(positions, steps, 1.0, torch.float32, axis)))
+    assert torch.equal(*made)
+
+
+def test_a_rope_with_axes_calls_it_once(calls: list[str]) -> None:
+    rope = Rope(16, 1e4, "half", axes=Axes.sections((2, 3, 3)))
+    rope.at(torch.zeros(3, 5, dtype=torch.int64))
+    rope.shift((1, 2, 3))
+    assert calls == ["angles", "angles"]

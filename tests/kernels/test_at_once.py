@@ -328,3 +328,26 @@ def test_a_rope_takes_it_and_else_goes_on() -> None:
             rope.at(torch.arange(4), dtype=dtype)  # type: ignore[arg-type]
     with pytest.raises(RopeError, match=r"positions must have shape \[seq\]"):
         rope.at(torch.tensor(4))
+
+
+@pytest.mark.parametrize(
+    ("device", "taken"),
+    [(None, True), ("cpu", True), (torch.device("cpu"), True), ("cpu:0", False), (torch.device("cpu", 0), False)],
+    ids=repr,
+)
+def test_a_rope_takes_it_on_the_device_of_positions(device: Any, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doors always say the device, and mostly it is where positions are."""
+    plain, asked = cpu.angles_plain, []
+
+    def angles_plain(*given: Any) -> Any:
+        made = plain(*given)
+        asked.append(made is not None)
+        return made
+
+    rope = Rope(8, 1e4, "half")
+    without = rope.at(torch.arange(4))
+    monkeypatch.setattr(cpu, "angles_plain", angles_plain)
+    assert torch.equal(rope.at(torch.arange(4), device=device).cos, without.cos)
+    assert asked == [True] * taken
+    assert rope.at(torch.arange(4), device="meta").cos.is_meta
+    assert asked == [True] * taken
