@@ -77,6 +77,17 @@ class Stub:
             """No CustomOp: only its name can be replaced."""
 
         class MRotaryEmbedding(RotaryEmbedding):
+            """Its positions have three axes, and its table four times the rows that were asked for."""
+
+            mscale, beta_fast, beta_slow, truncate = 1.138629436111989, 32, 1, True
+
+            def __init__(self, *args: Any, mrope_section: list[int], interleaved: bool, factor: float | None = None):
+                head, rotary_dim, rows, *others = args
+                self.scaling_factor = factor
+                super().__init__(head, rotary_dim, 4 * rows, *others)
+                self.mrope_section, self.mrope_interleaved = mrope_section, interleaved
+
+        class FourierRotaryEmbedding(RotaryEmbedding):
             """Not served."""
 
         package = ModuleType("rotary_embedding")
@@ -87,6 +98,7 @@ class Stub:
             NTKScalingRotaryEmbedding,
             Phi3LongRoPEScaledRotaryEmbedding,
             MRotaryEmbedding,
+            FourierRotaryEmbedding,
         ):
             setattr(package, cls.__name__, cls)
         for name in ("DynamicNTKScaling", "DynamicNTKAlpha", "Llama3", "YaRNScaling", "Gemma4"):
@@ -94,7 +106,9 @@ class Stub:
         package._ROPE_DICT = {}  # type: ignore[attr-defined]
         self.package: Any = package
         self.worker = type("WorkerBase", (), {})
-        config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
+        self.config = config = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=max_model_len), additional_config={}
+        )
         self.modules = {
             "vllm": SimpleNamespace(forward_context=self._forward_context()),
             "vllm.config": SimpleNamespace(get_current_vllm_config=lambda: config),

@@ -33,7 +33,8 @@ def recorded(model: str, class_name: str = "") -> dict[str, Any]:
 
 
 def layer_of(row: dict[str, Any]) -> Any:
-    return SimpleNamespace(**{"mixed_b": None, **row})
+    sections = {"mrope_section": row["mrope_section"]} if row["class"] == "MRotaryEmbedding" else {}
+    return SimpleNamespace(**{"mixed_b": None, "scaling_factor": None, "mrope_interleaved": False, **row, **sections})
 
 
 def table_of(row: dict[str, Any]) -> Tensor:
@@ -47,15 +48,11 @@ def table_of(row: dict[str, Any]) -> Tensor:
 def test_ropes_of_recorded_layers(row: dict[str, Any]) -> None:
     """Frequencies and attention factor of every layer that vLLM made from real configs."""
     name, layer = row["class"], layer_of(row)
-    if name == "MRotaryEmbedding":
-        with pytest.raises(RopeError, match=r"one of RotaryEmbedding, .*, got MRotaryEmbedding"):
-            ropes.rope_of(name, layer, 4_096)
-        return
     length = min(row["max_model_len"], row.get("max_trained_positions", math.inf))
     rope = ropes.rope_of(name, layer, int(length))
     assert (rope.head_dim, rope.rotary_dim) == (row["head_size"], row["rotary_dim"])
     assert rope.pairing == ("half" if row.get("is_neox_style", True) else "interleaved")
-    ropes.check(rope, table_of(row))
+    assert ropes.difference(rope, table_of(row)) == ""
     wanted = torch.tensor(row["inv_freq"], dtype=torch.float64) / row.get("positions_divided_by", 1.0)
     torch.testing.assert_close(torch.from_numpy(rope.inv_freq), wanted, rtol=5e-7, atol=0)
     assert rope.attention_factor == pytest.approx(row["attention_factor_from_cache"], rel=1e-7)
@@ -82,8 +79,7 @@ def test_dynamic_ntk_beyond_its_length_is_left_alone() -> None:
     row = recorded("grag-llama-3.1-8b-cpt-dynamic")
     assert row["max_model_len"] > row["max_trained_positions"]
     rope = ropes.rope_of(row["class"], layer_of(row), row["max_model_len"])
-    with pytest.raises(RopeError, match=r"its numbers mean inv_freq\[1\] = .* in vLLM's table"):
-        ropes.check(rope, table_of(row))
+    assert ropes.difference(rope, table_of(row)).startswith("inv_freq[1] 0.814617")
 
 
 @pytest.mark.parametrize("wrong", ["a frequency", "the factor", "columns", "rows", "meta"])
@@ -100,9 +96,9 @@ def test_a_table_that_differs_is_named(wrong: str) -> None:
         table = table[:1]
     else:
         table = table.to("meta")
-    said = {"a frequency": r"inv_freq\[5\]", "the factor": "an attention factor of 1, got 1.00000"}
-    with pytest.raises(RopeError, match=said.get(wrong, "must have numbers for positions 0 and 1, and 128 columns")):
-        ropes.check(ropes.rope_of(row["class"], layer_of(row), 128), table)
+    said = {"a frequency": "inv_freq[5] ", "the factor": "attention factor 1.00000"}
+    found = ropes.difference(ropes.rope_of(row["class"], layer_of(row), 128), table)
+    assert found.startswith(said.get(wrong, "a table (")), found
 
 
 @pytest.mark.parametrize(
@@ -269,8 +265,53 @@ def test_a_layer_whose_table_differs_stays_as_it_was(stub: stub_vllm.Stub, caplo
     assert layer(POSITIONS, q, k) == layer.forward_native(POSITIONS, q, k) == "by vLLM"
     assert torch.equal(q, before)
     assert layer.rope is None
-    assert "NTKScalingRotaryEmbedding is left as it was: ropewalk in vLLM: its numbers mean inv_freq[0]" in caplog.text
+    assert "NTKScalingRotaryEmbedding is left as it was: ropewalk in vLLM: vLLM's table must be" in caplog.text
     assert "Rope" not in layer.extra_repr()
+
+
+@pytest.mark.parametrize(("interleaved", "axis"), [(False, (0, 0, 1, 1, 1, 2, 2, 2)), (True, (0, 1, 2, 0, 1, 2, 0, 1))])
+def test_positions_of_three_axes(stub: stub_vllm.Stub, interleaved: bool, axis: tuple[int, ...]) -> None:
+    """M-RoPE: pair j turns by the position on its axis; text, whose positions have one axis, as by one axis."""
+    layer = made(stub, "MRotaryEmbedding", mrope_section=[2, 3, 3], interleaved=interleaved)
+    positions = torch.tensor([[0, 5, 9, 7, 100_000], [3, 1, 4, 1, 5], [2, 7, 1, 8, 2]])
+    whole, q, k = fused()
+    before = whole.clone()
+    new_q, new_k = layer(positions, q, k)
+    assert torch.equal(whole, before)
+    inv_freq = [float(w) for w in oracle.inv_freq(10_000.0, HEAD)]
+    angles = np.stack(
+        [oracle.reduced(positions[a].tolist(), inv_freq[j : j + 1])[:, 0] for j, a in enumerate(axis)], axis=-1
+    )
+    for new, old in ((new_q, before[:, :48]), (new_k, before[:, 48:64])):
+        heads = old.double().reshape(TOKENS, -1, HEAD).numpy()
+        for h in range(heads.shape[1]):
+            turned = torch.from_numpy(oracle.rotate(heads[:, h], angles, "half"))
+            found = new.reshape(TOKENS, -1, HEAD)[:, h].double()
+            torch.testing.assert_close(found, turned, atol=1e-6, rtol=0)
+    with stub.forward_pass():
+        text, _ = layer(POSITIONS, q, k)
+        torch.testing.assert_close(text.double(), wanted(before[:, :48], POSITIONS), atol=1e-6, rtol=0)
+        assert torch.equal(layer(positions, q, k)[0], new_q)
+
+
+def test_yarn_with_three_axes_only_when_asked(stub: stub_vllm.Stub, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM takes the length of its own longer table for the trained one. The stub does not scale at all."""
+    how: dict[str, Any] = {"mrope_section": [2, 3, 3], "interleaved": False, "factor": 4.0}
+    assert made(stub, "MRotaryEmbedding", **how).rope is None
+    stub.config.additional_config = {"ropewalk": {"override": True}}
+    with caplog.at_level("WARNING", logger="vllm.ropewalk"):
+        layer = made(stub, "MRotaryEmbedding", **how)
+    assert "MRotaryEmbedding rotates by its numbers, as asked; vLLM's table has attention factor 1, and" in caplog.text
+    assert layer.rope.scaling.original_max_position_embeddings == 64
+    yarn = oracle.yarn(10_000.0, HEAD, 4.0, 64)
+    assert layer.rope.inv_freq == pytest.approx([float(w) for w in yarn], rel=1e-12)
+
+
+@pytest.mark.parametrize("asked", [True, {"override": 1}, {"overide": True}, {}])
+def test_what_is_asked_must_be_understood(stub: stub_vllm.Stub, asked: Any) -> None:
+    stub.config.additional_config = {"ropewalk": asked}
+    layer = made(stub)
+    assert 'additional_config["ropewalk"] must be {"override": True}' in layer.reason
 
 
 def test_what_the_layer_keeps_of_vllm(stub: stub_vllm.Stub) -> None:
@@ -288,7 +329,7 @@ def test_what_the_layer_keeps_of_vllm(stub: stub_vllm.Stub) -> None:
 def test_report(stub: stub_vllm.Stub) -> None:
     layer = made(stub)
     made(stub, "NTKScalingRotaryEmbedding")
-    made(stub, "MRotaryEmbedding")
+    made(stub, "FourierRotaryEmbedding")
     _, q, k = fused()
     layer(POSITIONS, q, k)
     worker = stub.worker()
@@ -296,13 +337,13 @@ def test_report(stub: stub_vllm.Stub) -> None:
     assert state["layers"] == [
         {"class": "RotaryEmbedding", "rope": "Rope(head_dim=16, base=10000.0, pairing='half')", "calls": 1}
     ]
-    assert state["left"]["MRotaryEmbedding"] == "ropewalk has no rope for this class"
-    assert "its numbers mean" in state["left"]["NTKScalingRotaryEmbedding"]
+    assert state["left"]["FourierRotaryEmbedding"] == "ropewalk has no rope for this class"
+    assert "inv_freq[" in state["left"]["NTKScalingRotaryEmbedding"]
     json.dumps(state)  # it goes from process to process
     said = program.words([state])
     assert said.startswith("vLLM rotates through ropewalk.\n")
     assert "1 rotations by Rope(head_dim=16, base=10000.0, pairing='half')" in said
-    assert "MRotaryEmbedding is left as it was" in said
+    assert "FourierRotaryEmbedding is left as it was" in said
 
 
 def test_report_of_workers_that_do_not_know_the_plugin() -> None:

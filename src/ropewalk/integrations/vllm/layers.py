@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk._checks import RopeError, error
-from ropewalk.integrations.vllm.ropes import WHO, check, rope_of
+from ropewalk._checks import RopeError, error, shown
+from ropewalk.integrations.vllm.ropes import WHO, difference, rope_of
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -29,31 +29,49 @@ _KEPT = "ropewalk"
 class Layer(torch.nn.Module):
     """What the stand-ins have in common; the class of vLLM comes after it in the order of inheritance.
 
-    `ropes` holds the rope in both pairings: models change `is_neox_style` after they have built the layer. It is None
-    where the layer rotates as vLLM does, and `reason` says why.
+    `ropes` holds the rope in both pairings, by `is_neox_style`, which models change after they have built the layer,
+    and for M-RoPE also the rope of text, whose positions have one axis. It is None where the layer rotates as vLLM
+    does, and `reason` says why. `rows_asked_for` is the length that vLLM was given: M-RoPE makes a longer table, and
+    forgets it.
     """
 
     vllm_name: str
     in_place = True  # whether vLLM's own layer changes q and k, or returns new ones
     head_size: int
-    ropes: dict[bool, Rope] | None = None
+    ropes: dict[tuple[bool, bool], Rope] | None = None
     reason = ""
     calls = 0
     _table: tuple[Tensor, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.rows_asked_for = args[2]  # get_rope passes them in order
         super().__init__(*args, **kwargs)
         try:
+            override = _override()
             rope = rope_of(self.vllm_name, self, _length())
-            check(rope, self._first_rows())
+            self._compare(rope, override)
         except RopeError as e:
             self.reason = str(e)
             logger.warning("%s is left as it was: %s", self.vllm_name, e)
         else:
-            self.ropes = {True: replace(rope, pairing="half"), False: replace(rope, pairing="interleaved")}
+            of_text = replace(rope, axes=None)
+            self.ropes = {
+                (neox, text): replace(of_text if text else rope, pairing="half" if neox else "interleaved")
+                for neox in (True, False)
+                for text in (True, False)
+            }
             logger.info("%s rotates through ropewalk: %s", self.vllm_name, rope)
         self._table = ()
         LAYERS.add(self)
+
+    def _compare(self, rope: Rope, override: bool) -> None:
+        """Compare with vLLM's table; a difference is an error, or where the user asked for it a warning."""
+        differs = difference(rope, self._first_rows())
+        if differs and not override:
+            cure = 'It rotates as vLLM does; additional_config={"ropewalk": {"override": True}} takes the numbers.'
+            raise error(WHO, "vLLM's table must be what the numbers of the layer mean", differs, cure)
+        if differs:
+            logger.warning("%s rotates by its numbers, as asked; vLLM's table has %s", self.vllm_name, differs)
 
     def _compute_cos_sin_cache(self, *args: Any) -> Tensor:
         """vLLM's own. What it returns is kept until the layer is built: afterwards it is rounded."""
@@ -69,18 +87,22 @@ class Layer(torch.nn.Module):
 
     @property
     def rope(self) -> Rope | None:
-        """The rope in the pairing that the layer has now."""
-        return None if self.ropes is None else self.ropes[getattr(self, "is_neox_style", True)]
+        """The rope in the pairing that the layer has now, with its axes."""
+        return None if self.ropes is None else self.ropes[getattr(self, "is_neox_style", True), False]
+
+    def _rope(self, ropes: dict[tuple[bool, bool], Rope], positions: Tensor) -> Rope:
+        """That for positions `[tokens]` or `[axes, tokens]`."""
+        return ropes[getattr(self, "is_neox_style", True), positions.ndim == 1]
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As vLLM's: query `[tokens, heads · head_size]` or `[tokens, heads, head_size]`, key the same or None."""
-        rope = self.rope
-        if rope is None:
+        if self.ropes is None:
             args = (positions, query, key) if offsets is None else (positions, query, key, offsets)
             done: tuple[Tensor, Tensor | None] = super().forward(*args)
             return done
+        rope = self._rope(self.ropes, positions)
         if torch.compiler.is_compiling():
             return self._new(_made(rope, positions, offsets), query, key)
         self.calls += 1
@@ -97,12 +119,11 @@ class Layer(torch.nn.Module):
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The same in new tensors; some models of vLLM call it themselves."""
-        rope = self.rope
-        if rope is None:
+        if self.ropes is None:
             args = (positions, query, key) if offsets is None else (positions, query, key, offsets)
             done: tuple[Tensor, Tensor | None] = super().forward_native(*args)  # type: ignore[misc]
             return done
-        return self._new(_made(rope, positions, offsets), query, key)
+        return self._new(_made(self._rope(self.ropes, positions), positions, offsets), query, key)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.head_size)
@@ -122,7 +143,7 @@ class Layer(torch.nn.Module):
 
 def _made(rope: Rope, positions: Tensor, offsets: Tensor | None) -> Rotation:
     places = positions if offsets is None else positions + offsets
-    return rope.at(places.flatten())
+    return rope.at(places.flatten() if rope.axes is None else places)
 
 
 def _of_this_pass(rope: Rope, positions: Tensor) -> Rotation:
@@ -143,6 +164,21 @@ def _of_this_pass(rope: Rope, positions: Tensor) -> Rotation:
         found = (rope, positions, _made(rope, positions, None))
         kept[id(rope)] = found
     return found[2]
+
+
+def _override() -> bool:
+    """Whether vLLM was given additional_config={"ropewalk": {"override": True}}, which its compile cache knows.
+
+    Raises:
+        RopeError: it was given something else for ropewalk.
+    """
+    from vllm.config import get_current_vllm_config
+
+    asked = (get_current_vllm_config().additional_config or {}).get("ropewalk", {"override": False})
+    if isinstance(asked, dict) and list(asked) == ["override"] and isinstance(asked["override"], bool):
+        return asked["override"]
+    must = 'additional_config["ropewalk"] must be {"override": True} or {"override": False}'
+    raise error(WHO, must, shown(asked), "Leave it out to keep vLLM's rotation where its table differs.")
 
 
 def _length() -> int:

@@ -14,7 +14,7 @@ TRIED = "0.32.0"  # the version with which this was tried
 logger = logging.getLogger("vllm.ropewalk")
 
 _RPC = "ropewalk_state"
-_FUNCTIONAL = {"DeepseekScalingRotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding"}
+_FUNCTIONAL = {"DeepseekScalingRotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding", "MRotaryEmbedding"}
 
 
 def asked() -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ropewalk import schemes
-from ropewalk._checks import RopeError, error
+from ropewalk._checks import error
+from ropewalk.axes import Axes
 from ropewalk.rope import Rope
 
 WHO = "ropewalk in vLLM"
@@ -43,37 +44,40 @@ def rope_of(name: str, layer: Any, length: int) -> Rope:
         pairing="half" if getattr(layer, "is_neox_style", True) else "interleaved",
         rotary_dim=layer.rotary_dim,
         scaling=scaling,
+        axes=_axes(layer),
     )
     return rope.at_length(length)
 
 
-def check(rope: Rope, table: Tensor) -> None:
-    """Compare a rope with the table that vLLM made, before it is rounded to the model's dtype.
+def difference(rope: Rope, table: Tensor) -> str:
+    """In what vLLM's table, before it is rounded to the model's dtype, differs from a rope; "" where it agrees.
 
     Args:
         rope: static.
         table: float32 `[positions, rotary_dim]`, cos and then sin.
-
-    Raises:
-        RopeError: the attention factor or a frequency differs by more than float32 arithmetic explains.
     """
     if table.is_meta or table.shape[0] < 2 or table.shape[1] != rope.rotary_dim:
-        must = f"its table must have numbers for positions 0 and 1, and {rope.rotary_dim} columns"
-        got = f"{tuple(table.shape)} on {table.device}"
-        raise error(WHO, must, got, "It rotates as vLLM does.")
+        return (
+            f"a table {tuple(table.shape)} on {table.device}, without {rope.rotary_dim} numbers for positions 0 and 1"
+        )
     cos, sin = table[:2].to("cpu", torch.float64).chunk(2, dim=-1)
     factor, wanted = float(cos[0, 0]), rope.attention_factor
     if abs(factor - wanted) > _RELATIVE * wanted:
-        raise _differs(f"an attention factor of {wanted:.9g}", f"{factor:.9g}")
+        return f"attention factor {factor:.9g}, and {wanted:.9g} by its numbers"
     theirs, ours = torch.atan2(sin[1], cos[1]), torch.from_numpy(rope.inv_freq)
     off = (theirs - ours).abs() > _RELATIVE * ours.abs()
-    if bool(off.any()):
-        pair = int(off.nonzero()[0])
-        raise _differs(f"inv_freq[{pair}] = {float(ours[pair]):.9g}", f"{float(theirs[pair]):.9g}")
+    if not bool(off.any()):
+        return ""
+    pair = int(off.nonzero()[0])
+    return f"inv_freq[{pair}] {float(theirs[pair]):.9g}, and {float(ours[pair]):.9g} by its numbers"
 
 
-def _differs(must: str, got: str) -> RopeError:
-    return error(WHO, f"its numbers mean {must}", f"{got} in vLLM's table", "It rotates as vLLM does.")
+def _axes(layer: Any) -> Axes | None:
+    """M-RoPE: `apply_interleaved_rope` in vLLM's mrope.py, or contiguous sections."""
+    sections = getattr(layer, "mrope_section", None)
+    if sections is None:
+        return None
+    return Axes.interleaved(sections) if layer.mrope_interleaved else Axes.sections(sections)
 
 
 def _only(values: list[float]) -> float:
@@ -93,7 +97,7 @@ def _ntk(layer: Any) -> tuple[float, schemes.Scaling]:
 def _yarn(layer: Any) -> tuple[float, schemes.Scaling]:
     scaling = schemes.YaRN(
         factor=layer.scaling_factor,
-        original_max_position_embeddings=layer.max_position_embeddings,
+        original_max_position_embeddings=getattr(layer, "rows_asked_for", layer.max_position_embeddings),
         beta_fast=layer.beta_fast,
         beta_slow=layer.beta_slow,
         truncate=getattr(layer, "truncate", True),
@@ -134,4 +138,5 @@ SCHEMES: dict[str, Callable[[Any], tuple[float, schemes.Scaling | None]]] = {
         schemes.Proportional(2 * layer.rope_angles / layer.head_size),
     ),
     "Phi3LongRoPEScaledRotaryEmbedding": _longrope,
+    "MRotaryEmbedding": lambda layer: (layer.base, None) if layer.scaling_factor is None else _yarn(layer),
 }
