@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant("vllm: one rotation for all positions of a pass", "integrations/vllm/layers.py", "if found is None or found[1] is not positions:", "if found is None:"),
     Mutant("vllm: one rotation for all ropes of a pass", "integrations/vllm/layers.py", "found = kept.get(id(rope))", "found = kept.get(id(rope)) or next(iter(kept.values()), None)"),
     Mutant("vllm: angles in every layer", "integrations/vllm/layers.py", "kept[id(rope)] = found", "pass"),
-    Mutant("vllm: native in place", "integrations/vllm/layers.py", "return self._new(_made(rope, positions, offsets), query, key)\n\n    def _heads", '_made(rope, positions, offsets).apply_(self._heads(query), None if key is None else self._heads(key), layout="thd")\n        return query, key\n\n    def _heads'),
+    Mutant("vllm: native in place", "integrations/vllm/layers.py", "return self._new(_made(self._rope(self.ropes, positions), positions, offsets), query, key)\n\n    def _heads", 'return self.forward(positions, query, key, offsets)\n\n    def _heads'),
     Mutant("vllm: offsets ignored", "integrations/vllm/layers.py", "positions if offsets is None else positions + offsets", "positions"),
     Mutant("vllm: deepseek in place", "integrations/vllm/plugin.py", '"in_place": name not in _FUNCTIONAL', '"in_place": True'),
     Mutant("vllm: not compared with the table", "integrations/vllm/layers.py", "if differs and not override:", "if False:"),
