@@ -171,7 +171,9 @@ def engine(
     command = [sys.executable, str(HERE / "engine.py"), str(path), asked, str(out)]
     run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
-    return {**json.loads(out.read_text()), "log": run.stdout + run.stderr}
+    answer: dict[str, Any] = json.loads(out.read_text())
+    print(f"\n{name} {llm}: rotations in each worker {calls(answer) if on else 'without the plugin'}")  # pytest -s
+    return answer
 
 
 def calls(answer: dict[str, Any]) -> list[int]:
@@ -254,7 +256,7 @@ def test_prefix_caching() -> None:
 
 
 def test_preempted_requests() -> None:
-    """More requests than the cache holds: some are computed again from their start."""
+    """More requests than the cache holds: they wait, or are computed again from their start."""
     asked = prompts(120, 130, 140, 150)
     answer = engine("llama", [asked], enforce_eager=True, num_gpu_blocks_override=5, enable_prefix_caching=False)
     assert answer["tokens"] == by_transformers("llama", asked)
