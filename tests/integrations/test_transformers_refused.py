@@ -45,7 +45,7 @@ class TestRefused:
     @pytest.mark.parametrize("model", [None, "meta-llama/Llama-3.1-8B", nn.Linear(2, 2)])
     def test_no_model(self, model: Any) -> None:
         for call in (accelerate, restore):
-            with pytest.raises(RopeError, match="model must be a model of transformers, with a config"):
+            with pytest.raises(RopeError, match="model must be a model of transformers, with its config"):
                 call(model)
 
     def test_angles(self, llama: Any) -> None:
@@ -142,7 +142,7 @@ class TestRefused:
 
     def test_a_config_that_cannot_be_read(self, llama: Any) -> None:
         llama.config.rope_parameters["rope_thet"] = 1.0
-        refused(llama, "cannot read the config; angles='theirs' needs none: .*rope_thet")
+        refused(llama, "angles='theirs' needs no config; from_config cannot read this one: .*rope_thet")
         accelerate(llama, angles="theirs")
 
 
@@ -191,3 +191,75 @@ class TestWhileRunning:
             file.apply_rotary_pos_emb(q, q, cos, sin)
         with pytest.raises(RopeError, match="unsqueeze_dim must be one of 1, 2, got 3"):
             file.apply_rotary_pos_emb(q[..., :16], q[..., :16], cos, sin, unsqueeze_dim=3)
+
+
+class TestChanged:
+    """A model whose numbers somebody changed by hand keeps them, or is refused by name."""
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "deepseek_v3"])
+    @pytest.mark.parametrize("how", ["slower", "one of them", "none"])
+    def test_frequencies(self, name: str, how: str) -> None:
+        model = tiny_models.build(name)
+        rotary = next(module for module in model.modules() if compare.is_rotary(module))
+        buffers = [each for key, each in rotary.named_buffers() if key.endswith("inv_freq") and "original" not in key]
+        buffers[0].mul_(0.25) if how == "slower" else buffers[0][1:2].mul_(1.01 if how == "one of them" else 0.0)
+        refused(model, "must have the frequencies with which it was built, got inv_freq")
+        accelerate(model, angles="theirs")
+
+    def test_a_table(self) -> None:
+        model = tiny_models.build("gptj")
+        attention = next(module for module in model.modules() if "embed_positions" in module._buffers)
+        attention.embed_positions[2:] = 0.5
+        refused(model, "must have sin and cos of .* angles='theirs' takes the model's own numbers")
+
+    @pytest.mark.parametrize("dtypes", [["double"], ["bfloat16", "float"], ["half", "double"], ["bfloat16"]])
+    def test_a_table_that_was_cast(self, dtypes: list[str]) -> None:
+        model = tiny_models.build("gptj")
+        for dtype in dtypes:
+            getattr(model, dtype)()
+        accelerate(model)
+
+    def test_a_module_of_ones_own(self, llama: Any) -> None:
+        """Under another name, and with other positions beyond the eighth."""
+        theirs = type(llama.model.rotary_emb)
+
+        class Slower(theirs):  # type: ignore[misc,valid-type]
+            def forward(self, x: Any, position_ids: Any) -> Any:
+                return super().forward(x, torch.where(position_ids >= 8, 8 + (position_ids - 8) // 4, position_ids))
+
+        llama.model.rotary_emb = Slower(llama.config)
+        refused(llama, "model.rotary_emb must return cos and sin of position · inv_freq")
+
+        class Same(theirs):  # type: ignore[misc,valid-type]
+            pass
+
+        llama.model.rotary_emb = Same(llama.config)
+        accelerate(llama)
+
+    @pytest.mark.parametrize("name", ["phi3", "llama"])
+    def test_frequencies_that_a_long_text_has_changed(self, name: str) -> None:
+        """LongRoPE and dynamic NTK write into their buffers; that is no change by hand."""
+        parameters = {
+            "phi3": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "original_max_position_embeddings": 16,
+                "factor": 4.0,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [2.0 + 0.3 * i for i in range(8)],
+            },
+            "llama": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+        }[name]
+        more = {"max_position_embeddings": 64} if name == "phi3" else {"max_position_embeddings": 16}
+        model = tiny_models.build(name, rope_parameters=parameters, **more)
+        with torch.no_grad():
+            model(torch.randint(0, 32, (1, 40)))
+        said = accelerate(model, length=64)
+        assert said.length == 64
+        assert "for up to 64 tokens" in str(said)
+        hash(said)
+
+    def test_a_module_around_a_model(self, llama: Any) -> None:
+        around = nn.Module()
+        around.model, around.config = llama, {"lr": 1}
+        refused(around, "of a module around a model, the model inside")

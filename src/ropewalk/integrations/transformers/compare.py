@@ -18,14 +18,15 @@ WHO = "accelerate"
 # float32 powers: the exponent's rounding alone costs ln(base) · 2⁻²⁵, and scaling adds a few more.
 _FLOAT32 = 2e-6
 _FACTOR = 1e-6
+# Near and far: a module of one's own may do something else beyond a length.
+_POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)
 _ARGUMENTS = {"self", "x", "position_ids", "layer_type"}
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether this is a rotary module that is given tokens and their positions."""
+    """Whether this is a rotary module, under whatever name, that is given tokens and their positions."""
     return (
-        "Rotary" in type(module).__name__
-        and bool(kinds_of(module))
+        bool(kinds_of(module))
         and {"x", "position_ids"} <= set(inspect.signature(type(module).forward).parameters) <= _ARGUMENTS
     )
 
@@ -72,17 +73,19 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
     if now.is_meta:
         raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
     module = copy.deepcopy(module)  # LongRoPE and dynamic NTK write into their buffers when they are called
-    positions = torch.arange(3, device=now.device)[None]
+    positions = torch.tensor([_POSITIONS], device=now.device)
     of_type = {} if kind is None else {"layer_type": kind}
     with torch.no_grad():
-        x = torch.zeros(1, 3, 1, device=now.device, dtype=torch.float32)  # their tables are cast to its dtype
+        tokens = len(_POSITIONS)
+        x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # their tables are cast to its dtype
         returned = module(x, positions, **of_type)
         now, _ = frequencies(module, kind)
         cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
         found = width_of(returned if isinstance(returned, Tensor) else cos, now.numel())
         angles, factor = positions[..., None].double() * now.double(), factor_of(module, kind)
+        drift = (1e-5 + positions[..., None] * 2.0**-22) * max(1.0, factor)  # of float32 products
         near = found is not None and all(
-            torch.allclose(narrowed(got, found).double(), factor * wanted, atol=1e-5 * max(1.0, factor))
+            bool(((narrowed(got, found).double() - factor * wanted).abs() <= drift).all())
             for got, wanted in ((cos, angles.cos()), (sin, angles.sin()))
         )
     return found if near else None
@@ -94,17 +97,24 @@ def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rop
     Raises:
         RopeError: none has them, or several have in the dtype of the module's buffer.
     """
-    _, built = frequencies(module, kind)
+    now, built = frequencies(module, kind)
     factor = factor_of(module, kind)
     ropes = list(dict.fromkeys(ropes))
     found = [rope for rope in ropes if not difference(rope, built, factor)]
+    if found and not any(_are_of(now, rope, module, kind) for rope in found):
+        raise error(
+            WHO,
+            f"{name} must have the frequencies with which it was built",
+            f"inv_freq {shown([float(each) for each in now[:3]])} ..., other than of {found[0]}",
+            "Was inv_freq changed after the model was built? angles='theirs' takes the model's own numbers.",
+        )
     if len({(rope.base, rope.rotary_dim, rope.scaling) for rope in found}) == 1:  # an indexer may slice otherwise
         return found[0]
     if found:
         raise error(
             WHO,
             f"{name} must have the frequencies of one rope of its config",
-            f"several, in {_rounded_to(built)}: {'; '.join(map(str, found))}",
+            f"several, in {rounded_to(built)}: {'; '.join(map(str, found))}",
             "Accelerate before the model is cast.",
         )
     how = "; ".join(f"{difference(rope, built, factor)} ({rope})" for rope in ropes) or "a config without ropes"
@@ -116,27 +126,43 @@ def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rop
     )
 
 
+def _are_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> bool:
+    """Whether the frequencies in use are those of a rope, at the length for which the module has made them last."""
+    if rope.is_static:
+        return not _off(now, rope)
+    seen = getattr(module, "max_seq_len_cached" if kind is None else f"{kind}_max_seq_len_cached", 1)
+    longest = getattr(rope.scaling, "original_max_position_embeddings", 0)
+    return any(not _off(now, rope.at_length(max(1, n))) for n in (1, int(seen), longest + 1))
+
+
 def difference(rope: Rope, built: Tensor, factor: float) -> str:
     """In what the frequencies of a module, as it was built, differ from a rope; "" where they agree."""
     rope = rope.at_length(1)  # their buffers start with the frequencies of a short sequence
-    wanted = torch.from_numpy(rope.inv_freq)
-    if built.shape != wanted.shape:
-        return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
-    theirs = built.detach().to("cpu", torch.float64)
-    info = torch.finfo(_rounded_to(built))
-    relative = max(_FLOAT32, info.eps)
-    off = (theirs - wanted).abs()
-    if not bool((off <= relative * wanted.abs() + info.smallest_normal * info.eps).all()):
-        worst = int(torch.argmax(off / wanted.abs().clamp_min(1e-30)))
-        return f"inv_freq[{worst}] {float(theirs[worst]):.9g}, and {float(wanted[worst]):.9g} in the config"
+    if off := _off(built, rope):
+        return off
     if abs(factor - rope.attention_factor) > _FACTOR * rope.attention_factor:
         return f"attention factor {factor:.9g}, and {rope.attention_factor:.9g} in the config"
     return ""
 
 
-def _rounded_to(built: Tensor) -> torch.dtype:
+def _off(built: Tensor, rope: Rope) -> str:
+    """In what frequencies differ from those of a static rope; "" where they agree."""
+    wanted = torch.from_numpy(rope.inv_freq)
+    if built.shape != wanted.shape:
+        return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
+    theirs = built.detach().to("cpu", torch.float64)
+    info = torch.finfo(rounded_to(built))
+    relative = max(_FLOAT32, info.eps)
+    off = (theirs - wanted).abs()
+    if not bool((off <= relative * wanted.abs() + info.smallest_normal * info.eps).all()):
+        worst = int(torch.argmax(off / wanted.abs().clamp_min(1e-30)))
+        return f"inv_freq[{worst}] {float(theirs[worst]):.9g}, and {float(wanted[worst]):.9g} in the config"
+    return ""
+
+
+def rounded_to(built: Tensor) -> torch.dtype:
     """The dtype that the numbers have gone through: a model cast to bfloat16 and back keeps what was rounded."""
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(built.to(dtype).to(built.dtype), built):
             return dtype
     return built.dtype

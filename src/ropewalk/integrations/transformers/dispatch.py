@@ -1,11 +1,12 @@
 """The functions of a modeling file: found, and given a dispatcher that rotates where a Rotation stands for cos and sin.
 
 A dispatcher hands everything else to the original, so models that are not accelerated compute what they did. A Rotation
-has none of a tensor's methods: code that expects a tensor raises, and nothing is silently wrong.
+is no operand: code that calculates with cos and sin itself raises.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -109,8 +110,8 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         q, k = turning(q, layout=layout), other(k, layout=layout)
         return in_order(q, form.order, turning), in_order(k, form.order, other)
 
+    functools.update_wrapper(rotate, function, updated=())
     rotate.__name__ = rotate.__qualname__ = getattr(function, "__name__", type(function).__name__)
-    rotate.__doc__, rotate.__module__ = function.__doc__, function.__module__
     rotate.ropewalk_original, rotate.ropewalk_form = function, form  # type: ignore[attr-defined]
     return rotate
 

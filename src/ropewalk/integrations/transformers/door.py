@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -30,18 +30,21 @@ class Accelerated:
         functions: the functions that rotate through ropewalk now.
         left_alone: rotary modules that still rotate as they did, and why.
         warnings: what `from_config` says about the config.
+        length: the longest sequence for which the frequencies were chosen, in tokens, where they depend on it.
     """
 
     angles: str
-    ropes: Mapping[str, Rope]
+    ropes: Mapping[str, Rope] = field(hash=False)
     modules: tuple[str, ...]
     functions: tuple[str, ...]
     left_alone: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    length: int | None = None
 
     def __str__(self) -> str:
         whose = "exact angles" if self.angles == "exact" else "the model's own float32 angles"
-        lines = [f"rotates through ropewalk, with {whose}: {', '.join(self.modules)}"]
+        until = "" if self.length is None else f" for up to {self.length} tokens"
+        lines = [f"rotates through ropewalk, with {whose}{until}: {', '.join(self.modules)}"]
         lines += [f"  {name}: {rope}" for name, rope in self.ropes.items()]
         lines += [f"  by {', '.join(self.functions)}"]
         lines += [f"left as it was: {name}" for name in self.left_alone]
@@ -92,6 +95,7 @@ def accelerate(
         tuple(".".join(place) for place in planned.forms),
         tuple(planned.left_alone),
         tuple(planned.warnings),
+        length,
     )
 
 
@@ -120,9 +124,15 @@ def restore(model: nn.Module) -> str:
 
 
 def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module) or not hasattr(model, "config"):
+    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "model_type"):
         got = type(model).__name__ if isinstance(model, nn.Module) else shown(model)
-        raise error(WHO, "model must be a model of transformers, with a config", got, "Pass what from_pretrained gave.")
+        cure = "Pass what from_pretrained gave: of a module around a model, the model inside."
+        raise error(WHO, "model must be a model of transformers, with its config", got, cure)
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft.tuners.adaption_prompt"):
+            cure = "Take LoRA, IA3, prompt or prefix tuning; those work."
+            must = "attention must be the model's own"
+            raise error(WHO, must, f"{name}, a {type(module).__name__} of PEFT, which rotates by itself", cure)
 
 
 def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:

@@ -8,6 +8,7 @@ from ropewalk._checks import error, shown
 
 _REASONS = {
     "deepseek_v4": "It turns the values too, and turns the attention's output back with minus sin.",
+    "neomme": "Its tokens have two axes, which are not supported yet.",
     "nanochat": "It turns q and k the other way, by minus the angle.",
 }
 

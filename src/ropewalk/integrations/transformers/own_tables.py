@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ropewalk._checks import error
 from ropewalk._layout import Pairing
 from ropewalk.integrations.transformers.angles import WHO, Angles, exact, from_tables
+from ropewalk.integrations.transformers.compare import rounded_to
 from ropewalk.integrations.transformers.dispatch import Place
 from ropewalk.integrations.transformers.probe import Form
 from ropewalk.rope import Rope
@@ -98,20 +99,21 @@ class Looked:
 
 
 def check_table(name: str, table: Tensor, rope: Rope) -> None:
-    """Raise unless the table has this rope's sin and cos at positions 0 and 1."""
+    """Raise unless the table has this rope's sin and cos, up to float32 drift and the cast that it had."""
     if table.is_meta:
         raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
     pairs = table.shape[-1] // 2
     wanted = torch.from_numpy(rope.inv_freq)
-    rows = table[:2].detach().to("cpu", torch.float64)
-    tolerance = 2e-6 if table.dtype is torch.float32 else 2 * torch.finfo(table.dtype).eps
-    if pairs == wanted.numel() and len(rows) == 2:
-        angles = torch.stack((torch.zeros_like(wanted), wanted))
-        if torch.allclose(rows, torch.cat((angles.sin(), angles.cos()), dim=-1), rtol=0, atol=tolerance):
+    if pairs == wanted.numel():
+        rows = table.detach().to("cpu", torch.float64)
+        places = torch.arange(len(rows), dtype=torch.float64)[:, None]
+        angles = places * wanted
+        tolerance = 2 * torch.finfo(rounded_to(table)).eps + 2e-6 + places * 2.0**-22
+        if bool(((rows - torch.cat((angles.sin(), angles.cos()), dim=-1)).abs() <= tolerance).all()):
             return
     raise error(
         WHO,
         f"{name} must have sin and cos of {rope}",
         f"a table of {pairs} pairs with other numbers",
-        "Was the config changed after the model was built?",
+        "Was the config changed after the model was built? angles='theirs' takes the model's own numbers.",
     )

@@ -44,7 +44,9 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
         if compare.is_rotary(module):
             config = compare.own_config(module, configs.text)
             if configs.is_text(config):
-                ropes += _rotary(result, name, module, places, configs.ropes_of(config) if exact else None, length)
+                ropes += _rotary(
+                    result, model, name, module, places, configs.ropes_of(config) if exact else None, length
+                )
             else:
                 result.left_alone.append(f"{name}: it is not of the text model")
         elif own_tables.has_table(module):
@@ -60,6 +62,7 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
 
 def _rotary(
     result: Plan,
+    model: nn.Module,
     name: str,
     module: nn.Module,
     places: Mapping[Place, Any],
@@ -67,6 +70,9 @@ def _rotary(
     length: int | None,
 ) -> Iterable[Rope]:
     check_one_axis(name, module)
+    # Those of the model around it, and not of a tower beside it whose function takes the same tables.
+    near = functions_of(model.get_submodule(name.rpartition(".")[0]))
+    places = {place: function for place, function in places.items() if place in near} or places
     kinds = compare.kinds_of(module)
     width = compare.width(name, module, kinds)
     forms = _forms(name, places, width)
@@ -162,5 +168,5 @@ class _Configs:
             try:
                 self.read[id(config)] = from_config(config)
             except RopeError as e:
-                raise within(f"{WHO}: ropewalk cannot read the config; angles='theirs' needs none", e) from e
+                raise within(f"{WHO}: angles='theirs' needs no config; from_config cannot read this one", e) from e
         return self.read[id(config)]
