@@ -27,14 +27,17 @@ class Turn:
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [..., heads, head_dim] at positions [...], as complex numbers times factor · exp(i · position · speed)."""
-        speeds = torch.tensor([float(w) for w in self.speeds], dtype=DOUBLE)
-        angles = (positions.to(DOUBLE)[..., None] * speeds)[..., None, :]
+        angles = self.angles(positions)[..., None, :]
         first, second = zip(*oracle.channels(2 * len(self.speeds), self.pairing, self.offset), strict=True)
         z = torch.complex(x[..., list(first)], x[..., list(second)]) * self.factor * torch.exp(1j * angles)
         turned = x.clone()
         turned[..., list(first)] = z.real
         turned[..., list(second)] = z.imag
         return turned
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """In radians, [..., pairs]."""
+        return positions.to(DOUBLE)[..., None] * torch.tensor([float(w) for w in self.speeds], dtype=DOUBLE)
 
 
 def attention(

@@ -17,6 +17,7 @@ settings.load_profile("ropewalk")
 # What takes most of the time: trainings, compilations, other processes, the interpreter, fuzzes. A folder ends in "/",
 # and what follows "::" is the beginning of a test's name.
 SLOW = (
+    "attention/test_cache_axes.py::test_compiles_once",
     "attention/test_cache_step.py::TestCompiledLayerByLayer",
     "attention/test_kv_cache.py",
     "configs/gguf/test_read.py::test_every_beginning_of_a_file",

@@ -521,7 +521,7 @@ def test_refuses_arguments() -> None:
         cache.step(1, at=5)  # type: ignore[arg-type]
     with pytest.raises(RopeError, match=r"at must be None in a cache with a window.*reset\(rows=\.\.\.\)"):
         KVCache(1, 2, 1, 2, window=8).step(1, at=torch.tensor([0, 0]))
-    shape = r"positions must be an int64 tensor \[batch, seq\] = \[2, 3\] or \[seq\] = \[3\] on cpu, got"
+    shape = r"positions must be .* \[axes, batch, seq\], \[batch, seq\] = \[2, 3\] or \[seq\] = \[3\] on cpu, got"
     for wrong, got in (
         (torch.zeros(2).long(), r"torch.int64 of shape \(2,\) on cpu"),
         (torch.zeros(3, 1).long(), r"torch.int64 of shape \(3, 1\)"),

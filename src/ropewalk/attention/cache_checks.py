@@ -29,7 +29,7 @@ def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
 
 
 def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
-    """int64 `[batch, seq]`: the positions that `KVCache.step` is given, in memory that nobody else changes."""
+    """int64 `[batch, seq]` or `[axes, batch, seq]`: those that `KVCache.step` is given, in memory of their own."""
     if sinks:
         raise _checks.error(
             "KVCache.step",
@@ -41,16 +41,17 @@ def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
     if (
         not isinstance(given, Tensor)
         or given.dtype != torch.int64
-        or (given.shape != (seq,) and given.shape != (batch, seq))
+        or (given.shape != (seq,) and (given.ndim not in (2, 3) or given.shape[-2:] != (batch, seq)))
         or given.device != real.device
     ):
         raise _checks.error(
             "KVCache.step",
-            f"positions must be an int64 tensor [batch, seq] = {[batch, seq]} or [seq] = {[seq]} on {real.device}",
+            "positions must be an int64 tensor [axes, batch, seq], [batch, seq] = "
+            f"{[batch, seq]} or [seq] = {[seq]} on {real.device}",
             f"{_checks.described(given)} on {given.device}" if isinstance(given, Tensor) else _checks.described(given),
             "Pass one position for each new token, padding included.",
         )
-    return given.expand(batch, seq).clone()
+    return (given if given.ndim == 3 else given.expand(batch, seq)).clone()
 
 
 def room(capacity: int | None, total: Tensor) -> None:

@@ -70,6 +70,16 @@ class Progress:
         return self.__dict__ | {"earlier": (), "rotations": []}  # weak references cannot be pickled
 
 
+def one_of_each(positions: Tensor) -> Tensor:
+    """One position for each token, `[batch, seq]`: the largest, where it has several."""
+    return positions if positions.ndim == 2 else positions.amax(0)
+
+
+def _on_axes(rope: Rope, positions: Tensor) -> Tensor:
+    """Positions for `rope.at`: those of text on every axis."""
+    return positions if rope.axes is None or positions.ndim > 2 else positions.expand(rope.axes.count, -1, -1)
+
+
 class CacheStep:
     """One forward pass with a cache: where its tokens are and which keys they see. Made by `KVCache.step`.
 
@@ -77,11 +87,12 @@ class CacheStep:
     holds what it held; see `KVCache.rollback`.
 
     Attributes:
-        positions: of the new tokens, to which they are rotated, int64 `[batch, seq]`. Padding has that of the token
-            before it, or what was given for it.
+        positions: of the new tokens, to which they are rotated, int64 `[batch, seq]`; or `[axes, batch, seq]`, where
+            such were given. Padding has that of the token before it, or what was given for it.
         order: of the new tokens, int64 `[batch, seq]`: their number in their row, from 0. Padding has that of the token
             before it.
         key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
+            Of a token with several axes, the largest.
         mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
     """
 
@@ -100,6 +111,7 @@ class CacheStep:
         progress: Progress,
     ) -> None:
         self.positions, self.order, self.key_positions, self.mask = positions, order, key_positions, mask
+        self._place = one_of_each(positions)
         self._key_order = key_order
         self._cache, self._slot, self._beside, self._progress = cache, slot, beside, progress
         self._following = following  # length and position of the cache after this step
@@ -119,14 +131,16 @@ class CacheStep:
 
         A sink at position j is seen by the n-th token of its row (from 0) at distance min(n, sinks + window − 1) − j,
         as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
+
+        Where rope has several axes and the positions of the step do not, these are text: the same on every axis.
         """
-        near = rope.at(self.positions, dtype=dtype)
+        near = rope.at(_on_axes(rope, self.positions), dtype=dtype)
         sinks = self._cache.sinks
         if not sinks:
             return near
         # How much farther back a query stands when positions are counted inside the cache.
         excess = (self.order - (self._cache._slots.count - 1)).clamp(min=0)
-        far_queries = rope.at(self.positions - excess, dtype=dtype)
+        far_queries = rope.at(_on_axes(rope, self.positions - excess), dtype=dtype)
         slot = torch.arange(self.key_positions.shape[1], device=excess.device)[None]
         is_sink = slot < sinks if self._key_order is None else self._key_order < sinks
         return TwoPass(near, far_queries, None, is_sink[:, None, None])
@@ -152,11 +166,11 @@ class CacheStep:
             return
         check_rotation(who, rotation)
         cos = rotation.near.cos if isinstance(rotation, TwoPass) else rotation.cos
-        if cos.shape[:-1] != self.positions.shape:
+        if cos.shape[:-1] != self.order.shape:
             raise _checks.error(
                 who,
                 "with a cache, rotation must be made for the positions of the step, [batch, seq] = "
-                f"{list(self.positions.shape)}",
+                f"{list(self.order.shape)}",
                 f"one for tokens of shape {tuple(cos.shape[:-1])}",
                 "Make it with step.rotation(rope) or rope.at(step.positions).",
             )
@@ -181,7 +195,7 @@ class CacheStep:
 
     def _commit(self) -> None:
         """Count the new tokens: every layer has stored them."""
-        self._cache._key_positions.scatter_(1, self._slot, self.positions)
+        self._cache._key_positions.scatter_(1, self._slot, self._place)
         length, position = self._following
         self._cache.length.copy_(length)
         self._cache.position.copy_(position)
@@ -229,7 +243,7 @@ class LayerCache:
             RopeError: as `append`; or q, rotation or mask does not fit this step. Nothing is stored then.
         """
         batch, _, kv_heads, head_dim = self._keys.shape
-        seq = self.step.positions.shape[1]
+        seq = self.step.order.shape[1]
         if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
             raise _checks.error(
                 "KVCache",
@@ -274,7 +288,7 @@ class LayerCache:
                 another one has not appended. Nothing is stored then.
         """
         batch, slots, heads, head_dim = self._keys.shape
-        wanted = (batch, self.step.positions.shape[1], heads, head_dim)
+        wanted = (batch, self.step.order.shape[1], heads, head_dim)
         for name, new in (("k", k), ("v", v)):
             if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
                 fix = "Build the cache for this model and batch, and call step with the length of these tokens."

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
-from ropewalk.attention.cache_step import CacheStep, Progress
+from ropewalk.attention.cache_step import CacheStep, Progress, one_of_each
 from ropewalk.attention.slots import EMPTY, Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -142,10 +142,11 @@ class KVCache:
                 token is at or after it, the first such token and all that came later are forgotten at once, as after a
                 rejected draft in speculative decoding. Only with capacity: a window has evicted what would be seen
                 again.
-            positions: where the new tokens are, int64 `[batch, seq]`, or `[seq]` for all rows: any integers in ±2³¹,
-                which tokens may share (the patches of an image) and which need not grow. None: consecutive, from `at`
-                or `KVCache.position`. They decide rotation alone. Who sees whom, windows and slots go by the order of
-                tokens. Afterwards `KVCache.position` is the largest of those of real tokens + 1. Not with sinks, whose
+            positions: where the new tokens are, int64 `[batch, seq]`, or `[seq]` for all rows, or `[axes, batch, seq]`
+                for a rope with `axes`: any integers in ±2³¹, which tokens may share (the patches of an image) and which
+                need not grow. None: consecutive, from `at` or `KVCache.position`, and the same on every axis. They
+                decide rotation alone. Who sees whom, windows and slots go by the order of tokens. Afterwards
+                `KVCache.position` is the largest of those of real tokens + 1, on whatever axis. Not with sinks, whose
                 distances are counted in tokens.
 
         Raises:
@@ -165,8 +166,10 @@ class KVCache:
         cache_checks.room(self.capacity, total)
         if given is None:
             given, following = self.position[:, None] + after, self.position + added
+            place = given
         else:
-            largest = given.masked_fill(~real, -EMPTY).amax(1)
+            place = one_of_each(given)
+            largest = place.masked_fill(~real, -EMPTY).amax(1)
             following = torch.where(added > 0, largest + 1, self.position)
         slot = self._slots.of(order, real, total)
         # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
@@ -175,12 +178,12 @@ class KVCache:
         count, key_order = self._slots.count, None
         if beside:
             key_order = torch.cat([self._slots.order(self.length), order.masked_fill(~real, EMPTY)], dim=1)
-            key_positions = torch.cat([self._key_positions[:, :count], given.masked_fill(~real, EMPTY)], dim=1)
+            key_positions = torch.cat([self._key_positions[:, :count], place.masked_fill(~real, EMPTY)], dim=1)
             distance = order[:, :, None] - key_order[:, None, :]
             in_window = distance < self._slots.ring
             mask = (distance >= 0) & (in_window | (key_order < self.sinks)[:, None] if self.sinks else in_window)
         else:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
-            key_positions = self._key_positions.scatter(1, slot, given)[:, :count]
+            key_positions = self._key_positions.scatter(1, slot, place)[:, :count]
             mask = torch.arange(count, device=order.device) <= order[:, :, None]
         mask = mask | ~real[:, :, None]  # padding sees everything: a row that sees nothing gives nan
         moved_on = before is not None and before.moves_on and at is None and positions is None
@@ -211,7 +214,8 @@ class KVCache:
         Rotation only: the attention factor, which the keys have, is not applied again. Each call rounds the keys once.
 
         Args:
-            rope: how the keys were turned; or one for each layer, None where the layer does not rotate.
+            rope: how the keys were turned; or one for each layer, None where the layer does not rotate. With `axes`,
+                keys move by delta along each of them.
             delta: how far, in tokens, negative is back: an int, or for each row an int64 tensor `[batch]`. With
                 `SelfExtend`, whose groups begin at fixed positions, a multiple of its group, or other tokens share one.
 
@@ -226,10 +230,14 @@ class KVCache:
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
         precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
-        by = each if isinstance(delta, Tensor) else delta
         rotations: dict[Rope, Rotation] = {}
         for one in ropes:  # all of them before any key is touched
             if one is not None and one not in rotations:
+                axes = None if one.axes is None else one.axes.count
+                if isinstance(delta, Tensor):
+                    by: int | tuple[int, ...] | Tensor = each if axes is None else each.expand(axes, -1, -1)
+                else:
+                    by = delta if axes is None else (delta,) * axes
                 rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
         self._drop()
         for keys, one in zip(self.keys, ropes, strict=True):

@@ -29,12 +29,12 @@ class SelfExtend:
     passes, merged before the softmax: twice the scores, and all of them in memory.
 
     Args:
-        rope: how fast each pair turns; it must be static.
+        rope: how fast each pair turns; it must be static, and have one axis.
         group: positions that are made one, in tokens, at least 1; 1 changes nothing.
         window: distance from which tokens are grouped, in tokens, at least 0.
 
     Raises:
-        RopeError: rope is no Rope or not static, or a number is no such integer.
+        RopeError: rope is no Rope, not static or of several axes, or a number is no such integer.
 
     Example:
         >>> extended = SelfExtend(Rope(head_dim=4, base=10_000.0, pairing="half"), group=4, window=8)
@@ -50,6 +50,9 @@ class SelfExtend:
     def __post_init__(self) -> None:
         if not isinstance(self.rope, Rope):
             raise _checks.error("SelfExtend", "rope must be a Rope", _checks.shown(self.rope), "Pass one as rope.")
+        if self.rope.axes is not None:
+            must, cure = "rope must have one axis", "Grouped positions are those of text; pass a rope without axes."
+            raise _checks.error("SelfExtend", must, repr(self.rope), cure)
         if not self.rope.is_static:
             must = "rope must be static"
             raise _checks.error("SelfExtend", must, repr(self.rope), "Use rope.at_length(n), once, for the longest.")

@@ -12,7 +12,6 @@ from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.rope import Rope
-from ropewalk.schemes import default
 
 
 def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
         resolved_at = length or trained or 1
         rope = rope.at_length(resolved_at)
     inv_freq, wavelength = rope.inv_freq.tolist(), rope.wavelength.tolist()
-    unscaled = default.inv_freq(rope.base, rope.rotary_dim)
+    unscaled = dataclasses.replace(rope, scaling=None).inv_freq.tolist()
     return {
         "scheme": {"rope_type": "default"} if scheme is None else scheme.facts(),
         "resolved_at_length": resolved_at,

@@ -1,0 +1,162 @@
+"""KVCache with tokens that have several positions: pieces equal the whole, and generation goes on after images."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import attention_oracle as written_out
+import oracle
+from cache_model import EXACT, HEAD_DIM, HIDDEN, MODEL, cache_of, in_one_piece, run
+from ropewalk import Axes, KVCache, Rope, RopeError, SelfExtend
+
+AXES = Axes.sections((1, 1, 1))
+ROPE = Rope(HEAD_DIM, 1e2, "half", axes=AXES)
+
+
+@dataclass(frozen=True)
+class OfTokens(written_out.Turn):
+    """Turns token i by the positions that it has in `places`, [axes, tokens], each pair by that of its axis."""
+
+    places: Tensor = None  # type: ignore[assignment]
+
+    def angles(self, positions: Tensor) -> Tensor:
+        speeds = torch.tensor([float(w) for w in self.speeds], dtype=torch.float64)
+        return self.places[list(AXES.axis)].T[positions].double() * speeds
+
+
+def text(start: int, count: int) -> list[tuple[int, int, int]]:
+    return [(p, p, p) for p in range(start, start + count)]
+
+
+def image(start: int, height: int, width: int) -> list[tuple[int, int, int]]:
+    return [(start, start + row, start + column) for row in range(height) for column in range(width)]
+
+
+# A prompt of text, an image, text and an image of another shape: time, height and width of each token.
+FIRST = text(0, 3) + image(3, 2, 4) + text(7, 2) + image(9, 3, 1)
+# Another, which begins with an image and is as long.
+SECOND = image(0, 4, 2) + text(4, 8)
+PROMPTS = torch.tensor([FIRST, SECOND]).permute(2, 0, 1)  # [axes, batch, seq]
+
+
+def assert_whole(outputs: list[Tensor], inputs: list[Tensor], places: Tensor, window: int | None = None) -> None:
+    out, x = torch.cat(outputs, 1), torch.cat(inputs, 1)
+    seq = x.shape[1]
+    seen = torch.tensor([[0 <= i - j < (window or seq) for j in range(seq)] for i in range(seq)])
+    for row in range(x.shape[0]):
+        turn = OfTokens(oracle.inv_freq(1e2, HEAD_DIM), "half", places=places[:, row])
+        whole = in_one_piece(x[row], turn, written_out.pairs(torch.arange(seq)), seen)
+        torch.testing.assert_close(out[row], whole, **EXACT)
+
+
+@pytest.mark.parametrize("size", [{"capacity": 40}, {"window": 4}], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_equal_the_whole_and_generation_goes_on(seed: int, size: dict[str, int]) -> None:
+    draw, cache = random.Random(seed), cache_of(2, **size)
+    torch.manual_seed(seed)
+    outputs, inputs, places = [], [], PROMPTS
+    done = 0
+    while done < 16:
+        seq = min(draw.choice([1, 2, 5, 16]), 16 - done)
+        x = torch.randn(2, seq, HIDDEN, dtype=torch.float64)
+        outputs.append(run(cache, x, ROPE, positions=PROMPTS[..., done : done + seq]))
+        inputs.append(x)
+        done += seq
+    assert cache.position.tolist() == [12, 12]  # after the largest position on any axis
+    if seed % 2:
+        delta = torch.tensor([-5, 700])
+        cache.shift(ROPE, delta if seed % 4 == 1 else 33)
+        places = places + (delta[:, None] if seed % 4 == 1 else 33)
+    following = cache.position[:, None].clone()
+    for seq in (1, 3, 1):  # text: the same position on every axis, which nobody has to say
+        x = torch.randn(2, seq, HIDDEN, dtype=torch.float64)
+        outputs.append(run(cache, x, ROPE))
+        inputs.append(x)
+        new = following + torch.arange(seq)
+        places, following = torch.cat((places, new.expand(3, -1, -1)), -1), following + seq
+    assert_whole(outputs, inputs, places, size.get("window"))
+
+
+def test_padding_has_whatever_positions() -> None:
+    cache, real = cache_of(2, capacity=20), torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]])
+    places = torch.randint(0, 50, (3, 2, 4))
+    x = torch.randn(2, 4, HIDDEN, dtype=torch.float64)
+    out = run(cache, x, ROPE, positions=places, attention_mask=real)
+    for row, tokens in enumerate(real.bool()):
+        assert_whole([out[row : row + 1, tokens]], [x[row : row + 1, tokens]], places[:, row : row + 1, tokens])
+        assert cache.position[row] == places[:, row, tokens].max() + 1
+
+
+def test_what_a_step_says() -> None:
+    step = cache_of(2, capacity=20).step(16, positions=PROMPTS)
+    assert torch.equal(step.positions, PROMPTS)
+    assert torch.equal(step.key_positions[:, :16], PROMPTS.amax(0))
+    assert torch.equal(step.order[0], torch.arange(16))
+    assert torch.equal(step.rotation(ROPE).cos, ROPE.at(PROMPTS).cos)
+
+
+def test_sinks_count_text() -> None:
+    """A rope with axes and text: what one axis gives."""
+    torch.manual_seed(0)
+    one, several = (cache_of(2, window=3, sinks=2) for _ in range(2))
+    plain = Rope(HEAD_DIM, 1e2, "half")
+    for seq in (4, 1, 5, 1):
+        x = torch.randn(2, seq, HIDDEN, dtype=torch.float64)
+        assert torch.equal(run(several, x, ROPE), run(one, x, plain))
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 3), (3, 1, 4), (2, 4, 3), (1, 3, 2, 4), ()])
+def test_positions_of_another_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(
+        RopeError, match=r"positions must be an int64 tensor \[axes, batch, seq\], \[batch, seq\] = \[2, 4"
+    ):
+        cache_of(2, capacity=20).step(4, positions=torch.zeros(shape, dtype=torch.int64))
+
+
+def test_a_rope_of_another_number_of_axes() -> None:
+    step = cache_of(2, capacity=20).step(16, positions=PROMPTS)
+    with pytest.raises(RopeError, match=r"must have shape \[2, seq\] or \[2, batch, seq\], got shape \(3, 2, 16\)"):
+        step.rotation(Rope(HEAD_DIM, 1e2, "half", axes=Axes.sections((1, 2))))
+    with pytest.raises(RopeError, match="build the Rope with axes"):
+        step.rotation(Rope(HEAD_DIM, 1e2, "half"))
+
+
+def test_rows_are_not_taken_for_axes() -> None:
+    """Text of three rows has the shape of three axes: the rotation has another shape than the step, and is refused."""
+    step = cache_of(3, capacity=20).step(4)
+    wrong = ROPE.at(step.positions)
+    with pytest.raises(RopeError, match=r"must be made for the positions of the step, \[batch, seq\] = \[3, 4\]"):
+        MODEL[0](torch.randn(3, 4, HIDDEN, dtype=torch.float64), wrong, cache=step.layer(0))
+
+
+def test_self_extend_is_for_text() -> None:
+    with pytest.raises(RopeError, match="SelfExtend: rope must have one axis"):
+        SelfExtend(ROPE, group=4, window=8)
+
+
+@torch.no_grad()
+def test_compiles_once_for_all_tokens() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    eager, cache = cache_of(2, capacity=20), cache_of(2, capacity=20)
+
+    def decode(cache: KVCache, x: Tensor, **options: Any) -> Tensor:
+        step = cache.step(1, **options)
+        rotation = step.rotation(ROPE, dtype=torch.float64)
+        for i, layer in enumerate(MODEL):
+            x = x + layer(x, rotation, cache=step.layer(i))
+        return x
+
+    compiled = torch.compile(decode, backend=counter, fullgraph=True)
+    for i in range(4):
+        x, at = torch.randn(2, 1, HIDDEN, dtype=torch.float64), PROMPTS[..., i : i + 1].contiguous()
+        torch.testing.assert_close(compiled(cache, x, positions=at), decode(eager, x, positions=at), **EXACT)
+    assert counter.frame_count == 1
+    assert torch.equal(cache.position, eager.position)
