@@ -21,6 +21,7 @@ from ropewalk.schemes import Linear, PerPair, Proportional
 LIMIT = 2**31
 GOLDEN = Path(__file__).parent / "golden" / "axes.json"
 ROWS: dict[str, dict[str, Any]] = {row["name"]: row for row in json.loads(GOLDEN.read_text())["rows"]}
+RECOMPOSED = {f"{row['model']}.{row['cls']}": row for row in json.loads(GOLDEN.read_text())["recomposed"]}
 
 # What each constructor must give: axis and place of every pair, and the lengths of the progressions.
 PATTERNS: dict[str, tuple[Axes, list[int], list[int], list[int]]] = {
@@ -516,3 +517,35 @@ class TestRecorded:
         grid = torch.tensor(row["positions"])
         made = Rope(64, 1e4, "half", axes=axes)
         self.check(row, made.at(torch.cat((torch.zeros_like(grid[:1]), grid))))
+
+
+# What `recomposition_frequencies` of transformers 5.23 makes of labelled numbers, and what says the same.
+SAME = {
+    "qwen2_vl.Qwen2VLRotaryEmbedding": Axes.sections((16, 24, 24)),
+    "qwen3_vl.Qwen3VLTextRotaryEmbedding": Axes.interleaved((24, 20, 20)),
+    "cosmos3_edge.Cosmos3EdgeTextRotaryEmbedding": Axes.interleaved((24, 20, 20)),
+    "neomme.NeoMMERotaryEmbedding": Axes.interleaved((16, 16)),
+    "glm4v.Glm4vTextRotaryEmbedding": Axes.sections((8, 12, 12)),
+    "glm_image.GlmImageTextRotaryEmbedding": Axes.sections((8, 12, 12)),
+    "ernie4_5_vl_moe.Ernie4_5_VLMoeTextRotaryEmbedding": Axes.time_last((20, 22, 22)),
+    "qwen2_vl.Qwen2VLVisionRotaryEmbedding": Axes.axial((40, 40)),
+    "glm4v.Glm4vVisionRotaryEmbedding": Axes.axial((32, 32)),
+    "minimax_m3_vl.MiniMaxM3VLVisionRotaryEmbedding": Axes.axial((26, 26, 26)),
+    "step3p7.Step3p7VisionRotaryEmbedding": Axes.axial((36, 36), order=(1, 0)),
+    "inkling2.Inkling2VisionRotaryEmbedding": Axes.axial((36, 36), order=(1, 0)),
+    "kimi_k25.Kimi_K25VisionRotaryEmbedding": Axes.alternating((36, 36), order=(1, 0)),
+    "pixtral.PixtralVisionRotaryEmbedding": Axes.strided((32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_recomposed(name: str) -> None:
+    axes, row = SAME[name], RECOMPOSED[name]
+    assert list(axes.axis) == row["axis"]
+    assert list(axes.freq_index) == row["freq_index"]
+
+
+def test_what_is_no_rotation() -> None:
+    """In Hunyuan of transformers 5.23 both channels of a pair listen to different axes, which no Rope can say."""
+    assert {name for name, row in RECOMPOSED.items() if not row["rotation"]} == set(RECOMPOSED) - set(SAME)
+    assert set(RECOMPOSED) - set(SAME) == {"hunyuan_vl.HunYuanVLRotaryEmbedding"}

@@ -172,6 +172,7 @@ def test_the_pages_that_teach_are_executed() -> None:
         "derivation.md",
         "pairing.md",
         "precision.md",
+        "several-axes.md",
         "glossary.md",
         "models.md",
         "attention.md",

@@ -81,8 +81,9 @@ class Axes:
         """M-RoPE in contiguous sections: the first pairs listen to axis 0, the next to axis 1, and so on.
 
         One progression over all pairs. Source: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191, section 2.1
-        (`mrope_section` [16, 24, 24] for time, height, width); also GLM-4V, PaddleOCR-VL and, as vLLM runs it with
-        `xdrope_section`, Hunyuan. llama.cpp's mode MROPE.
+        (`mrope_section` [16, 24, 24] for time, height, width); also GLM-4V, PaddleOCR-VL, llama.cpp's mode MROPE, and
+        Hunyuan (`xdrope_section`) as vLLM has it. In Hunyuan of transformers 5.23 the two channels of a pair listen to
+        different axes: no rotation, and nothing that an `Axes` says.
 
         Args:
             sections: pairs of each axis; 0 for an axis that no pair listens to.
