@@ -256,7 +256,7 @@ class TestRefusals:
             (torch.arange(3).to(torch.uint8), "got torch.uint8"),
             (torch.tensor([True]), "got torch.bool"),
             (torch.tensor(3), "positions must have shape [seq] or [batch, seq], got shape ()"),
-            (torch.zeros(3, 1, 5, dtype=torch.int64), "got shape (3, 1, 5). Several axes"),
+            (torch.zeros(3, 1, 5, dtype=torch.int64), "got shape (3, 1, 5). Where tokens have several"),
         ],
     )
     def test_positions(self, positions: object, message: str) -> None:

@@ -54,7 +54,7 @@ class RotaryEmbedding(torch.nn.Module):
     def forward(self, q: Tensor, k: Tensor | None, positions: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """`rope.at(positions)(q, k, layout=layout)` on the device of q; see there for arguments and errors.
 
-        With k None, one tensor comes back.
+        positions have a row for each axis where the rope has `axes`. With k None, one tensor comes back.
         """
         rotation = self.rope.at(positions, device=q.device)
         return rotation(q, layout=self.layout) if k is None else rotation(q, k, layout=self.layout)
