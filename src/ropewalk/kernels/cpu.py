@@ -84,7 +84,8 @@ def table_gradient(
     batch, tokens, *_ = axes = AXES[layout]
     shape = (1 if batch is None else x.shape[batch], x.shape[tokens], pairs)
     d_cos, d_sin = (
-        torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32) for _ in range(2)
+        torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device="cpu")
+        for _ in range(2)
     )
     _cpu.table_gradient(
         _flat(tensors, grads),
@@ -106,7 +107,7 @@ def angles(
     """As `Kernels.angles`."""
     positions = positions.to(torch.int64).contiguous()
     axes, shape = (1, positions.shape) if axis is None else (positions.shape[0], positions.shape[1:])
-    cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype) for _ in range(2))
+    cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype, device="cpu") for _ in range(2))
     _cpu.angles(
         positions.data_ptr(),
         positions.numel() // axes,
