@@ -1,4 +1,4 @@
-"""Where is each token? Explicit integers, made without reading a tensor back to the host."""
+"""Positions of text: ragged, packed and padded rows, made without reading a tensor back to the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.positions.sizes import check_size
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -34,7 +35,7 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
         offsets,
         "Pass the integer position of each row's first token, e.g. torch.tensor([0, 7]).",
     )
-    _check_count("positions.ragged", "seq", seq)
+    check_size("positions.ragged", "seq", seq)
     return offsets.to(torch.int64).unsqueeze(1) + torch.arange(seq, device=offsets.device)
 
 
@@ -63,7 +64,7 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
         cu_seqlens,
         "Pass cumulative lengths, e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2 tokens.",
     )
-    _check_count("positions.packed", "total", total)
+    check_size("positions.packed", "total", total)
     token = torch.arange(total, device=cu_seqlens.device)
     starts = cu_seqlens.to(torch.int64)
     return token - starts[torch.searchsorted(starts, token, right=True) - 1]
@@ -106,9 +107,3 @@ def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
         must = f"{name} must be an int32 or int64 tensor of one axis, not empty"
         raise _checks.error(who, must, _checks.described(value), fix)
-
-
-def _check_count(who: str, name: str, value: int | torch.SymInt) -> None:
-    # A SymInt is the length of a tensor while torch.compile or torch.export traces.
-    if not isinstance(value, torch.SymInt):
-        _checks.integer(who, name, value, at_least=0)

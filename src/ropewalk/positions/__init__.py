@@ -1,0 +1,26 @@
+"""Where is each token? Positions of text, of images and videos, and of sequences of both, always explicit.
+
+A row of text is `[seq]` or `[batch, seq]`. Where tokens have several coordinates the axes come first: `[axes, seq]` or
+`[axes, batch, seq]`.
+"""
+
+from __future__ import annotations
+
+from ropewalk.positions.augmentation import augment as augment
+from ropewalk.positions.axes import axis as axis
+from ropewalk.positions.axes import crop as crop
+from ropewalk.positions.batches import padded as padded
+from ropewalk.positions.batches import still as still
+from ropewalk.positions.grids import grid as grid
+from ropewalk.positions.grids import mesh as mesh
+from ropewalk.positions.multimodal import Placed as Placed
+from ropewalk.positions.multimodal import mrope as mrope
+from ropewalk.positions.multimodal import xdrope as xdrope
+from ropewalk.positions.segments import Image as Image
+from ropewalk.positions.segments import Markers as Markers
+from ropewalk.positions.segments import Text as Text
+from ropewalk.positions.segments import Video as Video
+from ropewalk.positions.segments import segments_of as segments_of
+from ropewalk.positions.tokens import from_mask as from_mask
+from ropewalk.positions.tokens import packed as packed
+from ropewalk.positions.tokens import ragged as ragged

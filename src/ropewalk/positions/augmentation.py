@@ -1,0 +1,75 @@
+"""Moving and stretching the coordinates of an image while a model is trained."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+
+_WHO = "positions.augment"
+_FLOATS = (torch.float32, torch.float64)
+
+
+def augment(
+    coordinates: Tensor,
+    generator: torch.Generator | int,
+    *,
+    shift: float | None = None,
+    jitter: float | None = None,
+    rescale: float | None = None,
+) -> Tensor:
+    """The coordinates of all tokens moved, stretched along each axis, and stretched along all, by random numbers.
+
+    In this order, each drawn once, so that all tokens of the result are moved alike; at training time only.
+
+    Args:
+        coordinates: float32 or float64, `[axes, tokens]` or `[axes, batch, tokens]`.
+        generator: where random numbers come from; an int is the seed of a new one on the CPU, and gives the same
+            numbers on every device. With the same seed, those of DINOv3 in transformers.
+        shift: for each axis, add a number from [-shift, shift], uniformly; at least 0, in the unit of coordinates.
+        jitter: for each axis, multiply by a number from [1/jitter, jitter], its logarithm uniformly; at least 1.
+        rescale: the same with one number for all axes; at least 1. DINOv3: 2.
+
+    Returns:
+        New tensor, shape, dtype and device of coordinates. No number is drawn for what is None.
+
+    Raises:
+        RopeError: coordinates have another dtype or shape, generator is no generator and no seed, or a number is out of
+            its range.
+
+    Source:
+        Siméoni et al. 2025 (DINOv3), arXiv:2508.10104; `augment_patches_center_coordinates` of transformers 5.23.
+
+    Example:
+        >>> centres = torch.tensor([[-0.5, 0.5]])
+        >>> torch.equal(augment(centres, 0, rescale=2.0), augment(centres, 0, rescale=2.0))
+        True
+    """
+    if not isinstance(coordinates, Tensor) or coordinates.dtype not in _FLOATS or coordinates.ndim not in (2, 3):
+        must = "coordinates must be float32 or float64 [axes, tokens] or [axes, batch, tokens]"
+        fix = "Make them by positions.mesh, or convert them: positions.grid(4, 4).float()."
+        raise _checks.error(_WHO, must, _checks.described(coordinates), fix)
+    if not isinstance(generator, torch.Generator):
+        seed = _checks.integer(
+            _WHO, "generator", generator, at_least=0, cure="Pass a torch.Generator, or an integer as its seed."
+        )
+        generator = torch.Generator().manual_seed(seed)
+    drawn = generator
+    axes = coordinates.shape[0]
+
+    def uniform(count: int, most: float) -> Tensor:
+        numbers = torch.empty(count, dtype=coordinates.dtype, device=drawn.device).uniform_(
+            -most, most, generator=drawn
+        )
+        return numbers.to(coordinates.device).view(-1, *[1] * (coordinates.ndim - 1))
+
+    if shift is not None:
+        coordinates = coordinates + uniform(axes, _checks.number(_WHO, "shift", shift, at_least=0.0))
+    if jitter is not None:
+        coordinates = coordinates * uniform(axes, math.log(_checks.number(_WHO, "jitter", jitter, at_least=1.0))).exp()
+    if rescale is not None:
+        coordinates = coordinates * uniform(1, math.log(_checks.number(_WHO, "rescale", rescale, at_least=1.0))).exp()
+    return coordinates.clone() if shift is jitter is rescale is None else coordinates

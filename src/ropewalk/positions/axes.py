@@ -1,0 +1,98 @@
+"""Coordinates along one axis of an image or a video: shares of an interval, and the crop of a trained size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.positions.sizes import check_size
+
+_AXIS, _CROP = "positions.axis", "positions.crop"
+_AT = ("starts", "centres", "ends")
+
+
+def axis(
+    n: int,
+    low: float = -1.0,
+    high: float = 1.0,
+    *,
+    at: Literal["starts", "centres", "ends"] = "centres",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Coordinates of n tokens that share an interval, along one axis; `mesh` makes a grid of several.
+
+    Args:
+        n: tokens, at least 1.
+        low, high: the interval, in any unit; low may be above high.
+        at: where a token is. Of n equal cells: "centres" (DINOv3; timm's "centered" grid), or "starts", the lower edges
+            (timm's "index" grid). "ends": n points, of which the first is low and the last is high (timm's "pixel"
+            grid); one alone is at low.
+        dtype: torch.float32, or torch.float64 where rounding to 2⁻²⁴ of a coordinate is too much.
+        device: where the result is made; the CPU when None.
+
+    Returns:
+        dtype, `[n]`: worked out in float64 and rounded once, on devices that have float64.
+
+    Raises:
+        RopeError: n is no such integer, low or high is not finite, at or dtype is another.
+
+    Example:
+        >>> axis(4)
+        tensor([-0.7500, -0.2500,  0.2500,  0.7500])
+        >>> axis(4, 0, 16, at="starts")
+        tensor([ 0.,  4.,  8., 12.])
+    """
+    check_size(_AXIS, "n", n, at_least=1)
+    low, high = _checks.number(_AXIS, "low", low), _checks.number(_AXIS, "high", high)
+    _checks.choice(_AXIS, "at", at, _AT)
+    if dtype not in (torch.float32, torch.float64):
+        fix = "float16 and bfloat16 would move the tokens; convert cos and sin instead."
+        raise _checks.error(_AXIS, "dtype must be torch.float32 or torch.float64", _checks.shown(dtype), fix)
+    device = torch.get_default_device() if device is None else torch.device(device)
+    exact = dtype if device.type == "mps" else torch.float64
+    place = torch.arange(n, device=device, dtype=exact)
+    if at == "centres":
+        place = place + 0.5
+    cells = n if at != "ends" else max(n - 1, 1)
+    # As a mean of both edges, which is exact at the edges and in the middle.
+    return ((low * (cells - place) + high * place) / cells).to(dtype)
+
+
+def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where an image of another shape lies on the grid that a model was trained on: made to fit, and in the middle.
+
+    Args:
+        height, width: patches of the image, at least 1; their ratio alone matters.
+        base_height, base_width: patches of the trained grid, at least 1.
+
+    Returns:
+        (top, left), (bottom, right) in patches of the trained grid; Python's `round`, to even, on both sides.
+
+    Raises:
+        RopeError: a number is no such integer.
+
+    Source:
+        CogVideoX 1.0, HunyuanDiT and Allegro in diffusers 0.42: `get_resize_crop_region_for_grid`.
+
+    Example:
+        >>> crop(30, 60, 32, 32)
+        ((8, 0), (24, 32))
+    """
+    for name, value in (
+        ("height", height),
+        ("width", width),
+        ("base_height", base_height),
+        ("base_width", base_width),
+    ):
+        _checks.integer(_CROP, name, value, at_least=1)
+    inner_height, inner_width = base_height, base_width
+    if height / width > base_height / base_width:
+        inner_width = round(base_height / height * width)
+    else:
+        inner_height = round(base_width / width * height)
+    top, left = round((base_height - inner_height) / 2), round((base_width - inner_width) / 2)
+    return (top, left), (top + inner_height, left + inner_width)

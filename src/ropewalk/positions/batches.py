@@ -1,0 +1,85 @@
+"""Tokens beside those that have a place: tokens that do not rotate, and the padding of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.positions.sizes import check_size
+
+_STILL, _PADDED = "positions.still", "positions.padded"
+
+
+def still(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
+    """The same with tokens that do not rotate in front or behind: CLS, registers, a prefix, object pointers.
+
+    They are at 0 on every axis, where the angle of each pair is 0. The attention factor of a rope (YaRN, LongRoPE) is
+    in cos and sin at position 0 too; leave such tokens out of q and k instead, as one does to save their rotation.
+
+    Args:
+        positions: of the tokens that rotate; `[..., tokens]`, e.g. `[axes, tokens]`.
+        before, after: tokens in front and behind, at least 0.
+
+    Returns:
+        `[..., before + tokens + after]`, dtype and device of positions.
+
+    Raises:
+        RopeError: positions is no tensor with an axis of tokens, or a number is no such integer.
+
+    Example:
+        >>> still(torch.tensor([[1, 1], [1, 2]]), before=1)
+        tensor([[0, 1, 1],
+                [0, 1, 2]])
+    """
+    if not isinstance(positions, Tensor) or positions.ndim == 0:
+        fix = "Pass what positions.grid returns."
+        raise _checks.error(_STILL, "positions must be a tensor [..., tokens]", _checks.described(positions), fix)
+    check_size(_STILL, "before", before)
+    check_size(_STILL, "after", after)
+    return torch.nn.functional.pad(positions, (before, after))
+
+
+def padded(rows: Sequence[Tensor], side: Literal["left", "right"], *, length: int | None = None) -> Tensor:
+    """A batch of rows of different lengths; padding is at 0.
+
+    Args:
+        rows: positions of each row, `[axes, seq]` or `[seq]`, at least one row, all of one dtype, device and number of
+            axes; seq may differ.
+        side: where padding stands.
+        length: tokens of each row of the result; the longest row when None.
+
+    Returns:
+        `[axes, batch, length]` or `[batch, length]`, dtype and device of the rows.
+
+    Raises:
+        RopeError: the rows are no such tensors, side is unknown, or length is less than that of the longest row.
+
+    Example:
+        >>> padded([torch.tensor([0, 1, 2]), torch.tensor([0])], "left")
+        tensor([[0, 1, 2],
+                [0, 0, 0]])
+    """
+    _checks.choice(_PADDED, "side", side, ("left", "right"))
+    if not isinstance(rows, Sequence) or not rows:
+        raise _checks.error(_PADDED, "rows must be a list of tensors, not empty", _checks.described(rows), _FIX)
+    for row in rows:
+        if not isinstance(row, Tensor) or row.ndim not in (1, 2):
+            must = "each row must be a tensor [axes, seq] or [seq]"
+            raise _checks.error(_PADDED, must, _checks.described(row), _FIX)
+        if row.shape[:-1] != rows[0].shape[:-1] or row.dtype != rows[0].dtype:
+            must = f"all rows must be like the first, {_checks.described(rows[0])}, but for seq"
+            raise _checks.error(_PADDED, must, _checks.described(row), "Make all rows in the same way.")
+    longest = max(row.shape[-1] for row in rows)
+    if length is None:
+        length = longest
+    elif not isinstance(length, torch.SymInt):
+        _checks.integer(_PADDED, "length", length, at_least=longest)
+    alike = [still(row, **{"before" if side == "left" else "after": length - row.shape[-1]}) for row in rows]
+    return torch.stack(alike, dim=-2)
+
+
+_FIX = "Pass the positions of each row."
