@@ -37,6 +37,7 @@ SLOW = (
     "kernels/test_gradients.py",
     "kernels/test_operators.py::TestOperator::test_opcheck",
     "lab/",
+    "positions/test_multimodal_models.py::test_a_thousand_mixtures",
     "programs/test_bench.py",
     "programs/test_bench_on_gpu.py",
     "programs/test_demo.py",

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recording import class_defaults, files, frequencies, ggml, peers, released, rotated, sources
+from recording import class_defaults, coordinates, files, frequencies, ggml, peers, released, rotated, sources
 from recording.model import CannotRecordError
 
 GOLDEN = {
@@ -30,6 +30,7 @@ GOLDEN = {
         frequencies.LENGTHS,
         released.GOLDEN,
         *peers.GOLDEN,
+        *coordinates.GOLDEN,
         *sources.GOLDEN,
         ggml.GOLDEN,
     )

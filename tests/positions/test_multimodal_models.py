@@ -44,10 +44,13 @@ class Row:
     seconds: list[float] = field(default_factory=list)
     audios: list[int] = field(default_factory=list)
     segments: list[Any] = field(default_factory=list)
+    joined: bool = True
+    """Whether texts behind one another are one segment. It makes a difference in the last bit where positions are no
+    integers, and then there are as many sums as in the code of transformers."""
 
     def text(self, ids: list[int]) -> None:
         self.ids += ids
-        if self.segments and isinstance(self.segments[-1], Text):
+        if self.joined and self.segments and isinstance(self.segments[-1], Text):
             self.segments[-1] = Text(self.segments[-1].tokens + len(ids))
         else:
             self.segments.append(Text(len(ids)))
@@ -162,7 +165,7 @@ def omni(name: str, rng: random.Random, *, count: int) -> None:
     in_video = rng.random() < 0.6
     rows = []
     for _ in range(count):
-        row = Row()
+        row = Row(joined=whole)
         for _ in range(rng.randint(1, 5)):
             if rng.random() < 0.8:
                 row.text([TEXT] * rng.randint(1, 12))
@@ -182,7 +185,7 @@ def omni(name: str, rng: random.Random, *, count: int) -> None:
                 row.videos.append([t, h * merge, w * merge])
                 row.seconds.append(seconds)
                 if in_video:
-                    row.audios.append(rng.randint(1, 250))
+                    row.audios.append(rng.choice([rng.randint(1, 6), rng.randint(1, 250)]))
                     if whole:
                         row.ids += [VISION_START, AUDIO_START]
                         row.segments.append(Markers(2))
@@ -254,6 +257,34 @@ def hunyuan(name: str, rng: random.Random, *, count: int) -> None:
     check(rows, placed, theirs, side, mask)
 
 
+def glm_image(name: str, rng: random.Random, *, count: int) -> None:
+    """Images of the prompt and, in a row of their own, the images to be made, the last of which comes first."""
+    model = model_of(name, image_start_token_id=VISION_START, image_end_token_id=VISION_END)
+    rows, wanted = [], []
+    for _ in range(count):
+        row = Row()
+        for _ in range(rng.randint(0, 3)):
+            row.text([TEXT] * rng.randint(0, 9) + [VISION_START])
+            row.images.append([1, *sizes(rng)])
+            row.segments.append(Image(*row.images[-1][1:]))
+            row.ids += [IMAGE] * row.segments[-1].tokens
+            row.text([VISION_END])
+        row.text([TEXT] * rng.randint(1, 9))
+        rows.append(row)
+        wanted.append([[1, *sizes(rng)] for _ in range(rng.randint(1, 2))])
+    side = rng.choice(["left", "right"])
+    ids, mask = batch(rows, side)
+    every = [torch.tensor(row.images + more) for row, more in zip(rows, wanted, strict=True)]
+    counts = torch.tensor([len(one) for one in every])
+    positions, _ = model.get_rope_index(ids, torch.cat(every), counts, mask)
+    ours = padded([mrope(row.segments).positions for row in rows], side, length=ids.shape[1])
+    assert torch.equal(ours[:, mask.bool()], positions[:, mask.bool()])
+    for row, more, theirs in zip(rows, wanted, model._cached_decode_position_ids, strict=True):
+        made = mrope([*row.segments, *(Image(*size[1:]) for size in reversed(more)), Text(1)]).positions
+        new = made[:, len(row.ids) :]
+        assert torch.equal(new, theirs[:, : new.shape[1]])
+
+
 # One of each kind; the other models have the same function, and are looked at more briefly.
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen2_vl": by_token_type,
@@ -264,6 +295,7 @@ FAMILIES: dict[str, Callable[..., None]] = {
     "qwen2_5_omni": omni,
     "qwen3_omni_moe": omni,
     "hunyuan_vl": hunyuan,
+    "glm_image": glm_image,
 }
 ALIKE = (
     "cohere_compass",

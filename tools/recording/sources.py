@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import math
+import numbers
 import subprocess
 import tempfile
 import typing
@@ -47,8 +48,8 @@ def run(code: str, names: tuple[str, ...]) -> dict[str, Any]:
     tree = ast.parse(code)
     tree.body = [node for node in tree.body if getattr(node, "name", None) in names]
     # Their annotations are evaluated as they are written.
-    scope: dict[str, Any] = {"math": math, "torch": torch, "Tensor": Tensor}
-    scope |= {name: getattr(typing, name) for name in ("Optional", "Tuple", "Union")}
+    scope: dict[str, Any] = {"math": math, "torch": torch, "Tensor": Tensor, "Real": numbers.Real}
+    scope |= {name: getattr(typing, name) for name in ("List", "Optional", "Tuple", "Union")}
     if "rearrange(" in code:
         scope |= {name: getattr(package("einops"), name) for name in ("rearrange", "repeat")}
     exec(compile(tree, "<source>", "exec"), scope)

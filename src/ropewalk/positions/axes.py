@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.positions.sizes import check_size
+from ropewalk.positions.sizes import check_bound, check_size
 
 _AXIS, _CROP = "positions.axis", "positions.crop"
 _AT = ("starts", "centres", "ends")
@@ -47,14 +47,14 @@ def axis(
         tensor([ 0.,  4.,  8., 12.])
     """
     check_size(_AXIS, "n", n, at_least=1)
-    low, high = _checks.number(_AXIS, "low", low), _checks.number(_AXIS, "high", high)
+    check_bound(_AXIS, "low", low)
+    check_bound(_AXIS, "high", high)
     _checks.choice(_AXIS, "at", at, _AT)
     if dtype not in (torch.float32, torch.float64):
         fix = "float16 and bfloat16 would move the tokens; convert cos and sin instead."
         raise _checks.error(_AXIS, "dtype must be torch.float32 or torch.float64", _checks.shown(dtype), fix)
-    device = torch.get_default_device() if device is None else torch.device(device)
-    exact = dtype if device.type == "mps" else torch.float64
-    place = torch.arange(n, device=device, dtype=exact)
+    number = torch.arange(n, device=device)
+    place = number.to(dtype if number.device.type == "mps" else torch.float64)
     if at == "centres":
         place = place + 0.5
     cells = n if at != "ends" else max(n - 1, 1)

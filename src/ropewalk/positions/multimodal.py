@@ -28,8 +28,8 @@ class Placed(NamedTuple):
 
     Args:
         positions: `[axes, seq]`; int64, or float32 where time is not counted in whole positions.
-        delta: the largest position + 1 − seq. Generated token n of the row (n = seq, seq + 1, …) is at n + delta on
-            every axis.
+        delta: the largest position + 1 − seq, in positions; an int, and a float where positions are float32. Token n of
+            the row (n = seq, seq + 1, … as they are generated) is at n + delta on every axis.
     """
 
     positions: Tensor
@@ -73,7 +73,7 @@ def mrope(
             `position_id_per_seconds`); None where time counts frames.
         seconds_per_chunk: for videos with audio under rule "qwen2_5_omni": frames and sound take turns, a chunk of as
             many seconds of each.
-        device: of the result; made on the CPU and copied.
+        device: where the result is copied to; it stays on the CPU when None.
 
     Returns:
         `Placed`: positions `[3, seq]`, int64 (rule "qwen3_omni": float32), and the delta for generation.
@@ -99,28 +99,27 @@ def mrope(
     """
     _checks.choice(_WHO, "rule", rule, RULES)
     ruled = RULES[rule]
-    check_segments(_WHO, segments, (Text, Markers, Image, Video))
+    _check_segments(_WHO, segments, (Text, Markers, Image, Video))
     if per_second is not None:
         _checks.number(_WHO, "per_second", per_second, above=0.0)
     chunk = _chunk(rule, per_second, seconds_per_chunk)
-    start = torch.zeros((), dtype=ruled.dtype)
-    made: list[Tensor] = []
-    for segment in segments:
-        if isinstance(segment, Text):
-            made.append(_straight(segment.tokens, start))
-            start = start + segment.tokens
-        elif isinstance(segment, Markers):
-            made.append(start.expand(3, segment.tokens))
-            start = start + 1
-        else:
-            pieces = _box(segment, start, rule, per_second, chunk)
-            made.extend(pieces)
-            by_size = ruled.moves_by_size
-            # Behind the last piece, which is all of the box unless there is sound in it.
-            start = start + max(segment.height, segment.width) if by_size else pieces[-1].max() + 1
-    positions = torch.cat(made, dim=1)
-    delta = positions.max() + 1 - positions.shape[1]
-    return Placed(positions.to(device), delta.item())
+    with torch.device("cpu"):
+        start = torch.zeros((), dtype=ruled.dtype)
+        made: list[Tensor] = []
+        for segment in segments:
+            if isinstance(segment, Text):
+                made.append(_straight(segment.tokens, start))
+                start = start + segment.tokens
+            elif isinstance(segment, Markers):
+                made.append(start.expand(3, segment.tokens))
+                start = start + 1
+            else:
+                pieces = _box(segment, start, rule, per_second, chunk)
+                made.extend(pieces)
+                by_size = ruled.moves_by_size
+                # Behind the last piece, which is all of the box unless there is sound in it.
+                start = start + max(segment.height, segment.width) if by_size else pieces[-1].max() + 1
+        return _placed(torch.cat(made, dim=1), device)
 
 
 def xdrope(
@@ -139,7 +138,7 @@ def xdrope(
             row of it: a grid of patches (t, h, w) is Image(h // 2, w // 2 + 1).
         axes: at least 3, the number of sections of the rope (`mrope_section`, `xdrope_section`).
         images_before: the number of the first image. It is 0, but transformers 5.23 counts on over the rows of a batch.
-        device: of the result; made on the CPU and copied.
+        device: where the result is copied to; it stays on the CPU when None.
 
     Returns:
         `Placed`: positions `[axes, seq]`, int64, and the delta for generation.
@@ -158,23 +157,28 @@ def xdrope(
                 [0, 0, 0, 0, 0, 5]])
     """
     who = "positions.xdrope"
-    check_segments(who, segments, (Text, Image))
+    _check_segments(who, segments, (Text, Image))
     _checks.integer(who, "axes", axes, at_least=3)
     image = _checks.integer(who, "images_before", images_before, at_least=0)
-    positions = torch.arange(sum(one.tokens for one in segments)).repeat(axes, 1)
-    first = 0
-    for segment in segments:
-        if isinstance(segment, Image):
-            rows, columns = torch.arange(segment.height), torch.arange(segment.width)
-            inside = positions[-3:, first : first + segment.tokens]
-            inside.copy_(mesh(torch.tensor([image]), rows, columns)[[2, 1, 0]])
-            image += 1
-        first += segment.tokens
+    with torch.device("cpu"):
+        positions = torch.arange(sum(one.tokens for one in segments)).repeat(axes, 1)
+        first = 0
+        for segment in segments:
+            if isinstance(segment, Image):
+                rows, columns = torch.arange(segment.height), torch.arange(segment.width)
+                inside = positions[-3:, first : first + segment.tokens]
+                inside.copy_(mesh(torch.tensor([image]), rows, columns)[[2, 1, 0]])
+                image += 1
+            first += segment.tokens
+        return _placed(positions, device)
+
+
+def _placed(positions: Tensor, device: torch.device | str | None) -> Placed:
     delta = positions.max() + 1 - positions.shape[1]
-    return Placed(positions.to(device), delta.item())
+    return Placed(positions if device is None else positions.to(device), delta.item())
 
 
-def check_segments(who: str, segments: object, known: tuple[type, ...]) -> None:
+def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None:
     """`segments` is a list of these classes, not empty."""
     names = ", ".join(one.__name__ for one in known)
     if not isinstance(segments, Sequence) or not segments:
