@@ -38,8 +38,8 @@ MAY_IMPORT = {
     "configs": BOTTOM | {"rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
-    # A door joins what another program has with what we have: a config, a scheme, a rope, the rotation.
-    "integrations": BOTTOM | {"configs", "schemes", "rope", "rotation"},
+    # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
+    "integrations": BOTTOM | {"axes", "configs", "schemes", "rope", "rotation"},
     # These stand outside: the public names only, which is the package itself; their messages have the one form.
     "plots": BOTTOM,
     "programs": BOTTOM | {"lab"},
