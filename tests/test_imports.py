@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "axes": BOTTOM | {"schemes"},
     "_float32": BOTTOM | {"_fixed_point", "axes", "schemes"},
     "rope": BOTTOM | {"_fixed_point", "axes", "_float32", "_tables", "schemes", "angles", "rotation"},
-    "configs": BOTTOM | {"rope", "schemes"},
+    "configs": BOTTOM | {"axes", "rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import oracle
-from ropewalk import LongRoPE, ModelRopes, Proportional, Rope, RopeError, YaRN, from_config
+from ropewalk import Axes, LongRoPE, ModelRopes, Proportional, Rope, RopeError, YaRN, from_config
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.model_ropes import QueryScale
 from ropewalk.schemes import Linear
@@ -176,3 +176,21 @@ def test_where_no_pair_turns() -> None:
     scaling = {"type": "linear", "factor": 1e308}
     config = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4, "rope_scaling": scaling}
     assert "no pair turns" in from_config(config).explain()
+
+
+def test_several_axes() -> None:
+    rope = Rope(16, 1e4, "half", axes=Axes.axial((4, 12), order=(1, 0)), scaling=Linear(2.0))
+    ropes = ModelRopes((rope,), "test", "here")
+    assert (
+        "axes              2 positions for each token: Axes.axial((4, 12), order=(1, 0)), 6, 2 pairs" in ropes.explain()
+    )
+    assert "pairs 0-7 slowed 2 times" in ropes.explain()
+    said = ropes.facts()["ropes"][0]["rope"]["axes"]
+    assert json.loads(json.dumps(said)) == {
+        "count": 2,
+        "pattern": "Axes.axial((4, 12), order=(1, 0))",
+        "axis": [1, 1, 0, 0, 0, 0, 0, 0],
+        "freq_index": [0, 1, 0, 1, 2, 3, 4, 5],
+    }
+    assert facts()["axes"] is None
+    assert "positions for each token" not in from_config(LLAMA31).explain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from each import each
-from ropewalk import ModelRopes, Rope, RopeError, from_config
+from ropewalk import Axes, ModelRopes, Rope, RopeError, from_config
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.schemes import PerPair
 
@@ -105,3 +106,12 @@ def test_refusals() -> None:
     )
     with pytest.raises(RopeError, match="PerPair: a scheme must have a rope_type to be written"):
         own.to_hf_config(version=5)
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_several_axes_are_not_written(version: int) -> None:
+    """A config without the sections would be another model."""
+    ropes = from_config({"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4})
+    several = dataclasses.replace(ropes, layers=(Rope(8, 1e4, "half", axes=Axes.sections((2, 1, 1))),))
+    with pytest.raises(RopeError, match=r"a rope must have one axis to be written, got Rope\(.*Axes\.sections"):
+        several.to_hf_config(version=version)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
+from ropewalk.axes import Axes
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.rope import Rope
 
@@ -54,6 +55,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
         "head_dim": rope.head_dim,
         "rotary_dim": rope.rotary_dim,
         "rotary_offset": rope.rotary_offset,
+        "axes": None if rope.axes is None else _axes_facts(rope.axes),
         "pairs": len(inv_freq),
         "attention_factor": rope.attention_factor,
         "inv_freq": inv_freq,
@@ -62,6 +64,16 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
         "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
         "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
         "full_turns_at_length": None if length is None else sum(w <= length for w in wavelength),
+    }
+
+
+def _axes_facts(axes: Axes) -> dict[str, Any]:
+    """How many there are, the pattern, and the axis of each pair with its place in the progression."""
+    return {
+        "count": axes.count,
+        "pattern": repr(axes),
+        "axis": list(axes.axis),
+        "freq_index": list(axes.freq_index),
     }
 
 
@@ -119,6 +131,9 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
         ("slowed", _slowed_words(rope["slowed_by"])),
         ("attention factor", _factor_words(rope["attention_factor"])),
     ]
+    if (axes := rope["axes"]) is not None:
+        pairs = ", ".join(str(axes["axis"].count(a)) for a in range(axes["count"]))
+        rows.insert(4, ("axes", f"{axes['count']} positions for each token: {axes['pattern']}, {pairs} pairs"))
     if rope["resolved_at_length"] is not None:
         rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
     if said["trained_length"] is not None:

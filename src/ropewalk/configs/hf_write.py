@@ -58,6 +58,8 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 
 def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
     """What `rope_parameters` says about one kind of layer."""
+    if rope.axes is not None:
+        raise error(_WHO, "a rope must have one axis to be written", repr(rope), "Write its sections by hand.")
     scheme = rope.scaling
     parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
     share = _share(rope, row, ropes)
