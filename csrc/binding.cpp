@@ -299,27 +299,37 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
                          [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
 }
 
-// cos and sin of positions and steps, as `angles` makes them; None where something is not usual. `steps`: int64 in bytes.
-nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype) {
+// cos and sin of positions and steps, as `angles` makes them; None where something is not usual. `steps`: int64 in bytes; so is
+// `axis`, which of the `axes` rows of positions each step takes. Where there is only one position, both are empty and 0.
+nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype, nb::bytes axis, int64_t axes) {
     ropewalk::TensorView at, to[2];
-    if (torch.watched() || !torch.view(positions.ptr(), at) || !at.is_int(64) || at.axes < 1 || at.axes > 2) return nb::none();
-    const int64_t pairs = static_cast<int64_t>(steps.size() / sizeof(int64_t)), rows = at.elements();
-    if (rows == 0 || at.strides[at.axes - 1] != 1 || (at.axes == 2 && at.strides[0] != at.shape[1])) return nb::none();
+    const int first = axes > 0 ? 1 : 0;  // of the axes of positions that are those of tokens
+    if (torch.watched() || !torch.view(positions.ptr(), at) || !at.is_int(64)) return nb::none();
+    if (at.axes < first + 1 || at.axes > first + 2 || (first && at.shape[0] != axes)) return nb::none();
+    const int64_t pairs = static_cast<int64_t>(steps.size() / sizeof(int64_t)), elements = at.elements();
+    const int last = at.axes - 1, tokens = at.axes - first;
+    if (elements == 0 || at.strides[last] != 1 || (tokens == 2 && at.strides[first] != at.shape[last])) return nb::none();
+    const int64_t rows = first ? elements / axes : elements;
+    const auto *of_pairs = reinterpret_cast<const int64_t *>(axis.c_str());
+    for (int64_t i = 0; first && i < pairs; ++i) {
+        if (axis.size() != steps.size() || of_pairs[i] < 0 || of_pairs[i] >= axes) return nb::none();
+    }
     nb::object sizes[3], tables[2];
     PyObject *given[4];
-    for (int i = 0; i <= at.axes; ++i) {
-        sizes[i] = nb::int_(i < at.axes ? at.shape[i] : pairs);
+    for (int i = 0; i <= tokens; ++i) {
+        sizes[i] = nb::int_(i < tokens ? at.shape[first + i] : pairs);
         given[i] = sizes[i].ptr();
     }
-    given[at.axes + 1] = dtype.ptr();
+    given[tokens + 1] = dtype.ptr();
     for (int i = 0; i < 2; ++i) {
-        tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, given, at.axes + 1, torch.dtype_keyword)
+        tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, given, tokens + 1, torch.dtype_keyword)
                                      : PyObject_CallOneArg(torch.empty_like, tables[0].ptr()));  // which is quicker
         if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // no dtype, or no memory: the same again in Python
         if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
     }
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
+    if (first) a.axis = of_pairs, a.axis_stride = at.strides[0];  // 0 for text that is expanded
     a.steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0]));
     a.cos = to[0].first(), a.sin = to[1].first();
@@ -360,5 +370,5 @@ NB_MODULE(_cpu, m) {
           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
-    m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+    m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }

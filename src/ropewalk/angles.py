@@ -97,18 +97,25 @@ def _full(number: Any, name: str, device: torch.device | str | None) -> Tensor:
 
 
 def at_once(
-    positions: Tensor, steps: bytes, factor: float, device: torch.device | str | None, dtype: torch.dtype | None
+    positions: Tensor,
+    steps: bytes,
+    factor: float,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    axis: bytes,
+    axes: int,
 ) -> tuple[Tensor, Tensor] | None:
     """cos and sin where nothing is unusual, checks included, in compiled code on the CPU; else None, for `cos_sin`.
 
     Args:
-        steps: those of `cos_sin` as int64 numbers.
+        steps, axis: those of `cos_sin` as int64 numbers; no axis is b"".
+        axes: how many positions each token has; 0 where positions have no rows for them.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
     if not backend.AT_ONCE or elsewhere or torch.compiler.is_compiling():
         return None
     kind = torch.float32 if dtype is None else dtype
-    made: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, kind)
+    made: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, kind, axis, axes)
     return made
 
 

@@ -70,6 +70,7 @@ class Rope:
     _inv_freq: tuple[float, ...] | None = field(init=False, compare=False)
     _steps: tuple[int, ...] | None = field(init=False, compare=False)
     _packed_steps: bytes = field(init=False, compare=False)  # the same as int64 numbers
+    _packed_axis: bytes = field(init=False, compare=False)  # that of each pair
 
     def __post_init__(self) -> None:
         head_dim = _checks.integer("Rope", "head_dim", self.head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
@@ -111,6 +112,8 @@ class Rope:
         steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
         object.__setattr__(self, "_steps", steps)
         object.__setattr__(self, "_packed_steps", np.array(steps or (), dtype=np.int64).tobytes())
+        axis = () if self.axes is None else self.axes.axis
+        object.__setattr__(self, "_packed_axis", np.array(axis, dtype=np.int64).tobytes())
 
     def __repr__(self) -> str:
         parts = [f"head_dim={self.head_dim}", f"base={self.base!r}", f"pairing={self.pairing!r}"]
@@ -194,12 +197,15 @@ class Rope:
         """
         from ropewalk import angles
 
-        usual = numerics == "exact" and self.axes is None
+        axes = None if self.axes is None else self.axes.count
         factor = self.attention_factor
-        tables = angles.at_once(positions, self._packed_steps, factor, device, dtype) if usual else None
+        tables = None
+        if numerics == "exact":
+            steps, axis = self._packed_steps, self._packed_axis
+            tables = angles.at_once(positions, steps, factor, device, dtype, axis, axes or 0)
         if tables is None:
             _checks.check_numerics("Rope.at", numerics)
-            angles.check_positions(positions, None if self.axes is None else self.axes.count)
+            angles.check_positions(positions, axes)
             tables = self._cos_sin(positions, factor, device, dtype, numerics)
         return self._rotation(tables, factor)
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, by_reference, check, expected, same, shape, unchanged
-from ropewalk import Rope, RopeError, Rotation
+from ropewalk import Axes, Rope, RopeError, Rotation
 from ropewalk.kernels import backend, cpu
 
 pytestmark = pytest.mark.skipif(not backend.AT_ONCE, reason="no kernels, or a PyTorch before 2.10, or not to be used")
@@ -184,9 +184,9 @@ def test_who_watches_sees_everything(who: str) -> None:
     with WATCHERS[who]():
         assert call(*given) is None
         assert call(*given, in_place=True) is None
-        assert cpu.angles_plain(positions, steps, 1.0, torch.float32) is None
+        assert cpu.angles_plain(positions, steps, 1.0, torch.float32, b"", 0) is None
     assert call(*given) is not None
-    assert cpu.angles_plain(positions, steps, 1.0, torch.float32) is not None
+    assert cpu.angles_plain(positions, steps, 1.0, torch.float32, b"", 0) is not None
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
@@ -279,7 +279,7 @@ def test_a_rotation_takes_it_and_else_goes_on() -> None:
 def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
     rope = Rope(8, 1e4, "half")
     positions = torch.randint(-(2**31), 2**31, size)
-    tables = cpu.angles_plain(positions, rope._packed_steps, 1.5, dtype)
+    tables = cpu.angles_plain(positions, rope._packed_steps, 1.5, dtype, b"", 0)
     steps = np.frombuffer(rope._packed_steps, dtype=np.int64)
     some = (np.arange(0, positions.numel(), max(1, positions.numel() // 50)),)
     exact = oracle.cos_sin_of_steps(positions.numpy().reshape(-1)[some], steps)
@@ -308,13 +308,13 @@ def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned:
 )
 def test_unusual_positions_are_left_alone(positions: Any) -> None:
     steps = np.array([2**60], dtype=np.int64).tobytes()
-    assert cpu.angles_plain(positions, steps, 1.0, torch.float32) is None
+    assert cpu.angles_plain(positions, steps, 1.0, torch.float32, b"", 0) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex64, "float32"], ids=str)
 def test_tables_of_no_such_dtype_are_left_alone(dtype: Any) -> None:
     steps = np.array([2**60], dtype=np.int64).tobytes()
-    assert cpu.angles_plain(torch.arange(5), steps, 1.0, dtype) is None
+    assert cpu.angles_plain(torch.arange(5), steps, 1.0, dtype, b"", 0) is None
 
 
 def test_a_rope_takes_it_and_else_goes_on() -> None:
@@ -351,3 +351,59 @@ def test_a_rope_takes_it_on_the_device_of_positions(device: Any, taken: bool, mo
     assert asked == [True] * taken
     assert rope.at(torch.arange(4), device="meta").cos.is_meta
     assert asked == [True] * taken
+
+
+AXES = Axes.interleaved((4, 2, 2))
+SEVERAL = Rope(16, 1e4, "half", axes=AXES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [(3,), (2, 5), (1,), (3, 1), (20_000,)])
+def test_angles_of_several_axes(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
+    """Bit for bit those of each axis alone."""
+    positions = torch.randint(-(2**31), 2**31, (3, *size))
+    one, two = positions[:1].expand(3, *size), torch.cat((positions, positions), -1)[..., : size[-1]]
+    for given in (positions, one) if len(size) == 2 else (positions, one, two):
+        tables = cpu.angles_plain(given, SEVERAL._packed_steps, 1.5, dtype, SEVERAL._packed_axis, 3)
+        for a in range(3):
+            alone = cpu.angles_plain(given[a], SEVERAL._packed_steps, 1.5, dtype, b"", 0)
+            which = [pair for pair in range(8) if AXES.axis[pair] == a]
+            for table, wanted in zip(tables, alone, strict=True):
+                assert table.shape == (*size, 8)
+                assert torch.equal(table[..., which], wanted[..., which])
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        torch.zeros(3, dtype=torch.int64),
+        torch.zeros(2, 5, dtype=torch.int64),
+        torch.zeros(4, 5, dtype=torch.int64),
+        torch.zeros(3, 1, 2, 5, dtype=torch.int64),
+        torch.zeros(3, 0, dtype=torch.int64),
+        torch.zeros(3, 5, dtype=torch.int32),
+        torch.zeros(3, 5),
+        torch.zeros(5, 3, dtype=torch.int64).T,
+        torch.zeros(3, 5, 2, dtype=torch.int64).mT,
+        torch.zeros(3, 5, dtype=torch.int64).to("meta"),
+    ],
+    ids=lambda x: f"{tuple(x.shape)} {x.dtype}",
+)
+def test_unusual_positions_of_several_axes_are_left_alone(positions: Tensor) -> None:
+    assert cpu.angles_plain(positions, SEVERAL._packed_steps, 1.0, torch.float32, SEVERAL._packed_axis, 3) is None
+
+
+@pytest.mark.parametrize("axis", [[0] * 7, [0] * 9, [0] * 7 + [3], [-1] + [0] * 7, []])
+def test_axes_that_do_not_fit_are_left_alone(axis: list[int]) -> None:
+    packed = np.array(axis, dtype=np.int64).tobytes()
+    positions = torch.zeros(3, 5, dtype=torch.int64)
+    assert cpu.angles_plain(positions, SEVERAL._packed_steps, 1.0, torch.float32, packed, 3) is None
+
+
+def test_a_rope_with_axes_takes_it() -> None:
+    positions = torch.arange(12).reshape(3, 4)
+    taken, gone_on = SEVERAL.at(positions), SEVERAL.at(positions.to(torch.int32))
+    assert torch.equal(taken.cos, gone_on.cos)
+    assert torch.equal(taken.sin, gone_on.sin)
+    with pytest.raises(RopeError, match=r"must have shape \[3, seq\]"):
+        SEVERAL.at(positions[:2])

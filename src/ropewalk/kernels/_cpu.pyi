@@ -77,5 +77,8 @@ def rotate_plain(
     tensor on the CPU, a gradient, a transform, a mode, a shape that does not fit. Nothing was done then.
     """
 
-def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, /) -> Any:
-    """cos and sin of int64 positions and steps, the bytes of int64 numbers; None where something is not usual."""
+def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, axis: bytes, axes: int, /) -> Any:
+    """cos and sin of int64 positions and steps, the bytes of int64 numbers; None where something is not usual.
+
+    axis: which of the `axes` rows of positions each step takes, as steps; b"" and 0 where there are no rows.
+    """
