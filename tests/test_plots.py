@@ -121,6 +121,25 @@ def test_inv_freq_has_the_wavelength_on_the_right():
     assert "tokens" in right.get_ylabel()
 
 
+def test_axes_have_a_colour_each():
+    rope = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.interleaved((4, 2, 2)))
+    axes = plots.inv_freq(rope).axes[0]
+    drawn = [line(axes, f"axis {a}") for a in range(3)]
+    assert [list(one.get_xdata()) for one in drawn] == [[0, 3, 6, 7], [1, 4], [2, 5]]
+    for one in drawn:
+        np.testing.assert_allclose(one.get_ydata(), 1e4 ** (-np.array(one.get_xdata()) / 8))
+    assert len({str(one.get_color()) for one in drawn}) == 3
+    assert not [label for label in lines(plots.inv_freq(LLAMA).axes[0]) if str(label).startswith("axis")]
+
+
+def test_a_rope_with_axes_turns_as_text():
+    rope = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((8, 8)))
+    one = ropewalk.Rope(8, 1e4, "half")
+    for pair in range(8):
+        several, wanted = (plots._turned_unit_vector(*given, tokens=5) for given in ((rope, pair), (one, pair % 4)))
+        np.testing.assert_allclose(several, wanted)
+
+
 def test_idle_pairs_are_left_out(tmp_path):
     drawn = line(plots.inv_freq(IDLE).axes[0], "after").get_ydata()
     np.testing.assert_array_equal(np.isnan(drawn), [False] * 4 + [True] * 4)

@@ -36,7 +36,8 @@ def inv_freq(rope: Rope) -> Figure:
 
     Returns:
         A Figure: inverse frequency (radians per token, log axis) over pair index; on the right the wavelength in
-        tokens. "Before" is the same Rope with scaling None. Idle pairs (inverse frequency 0) are not drawn.
+        tokens. "Before" is the same Rope with scaling None. Idle pairs (inverse frequency 0) are not drawn. Where the
+        rope has several axes, the colour of a pair's marker says to which of them it listens.
 
     Raises:
         RopeError: matplotlib is missing.
@@ -50,6 +51,11 @@ def inv_freq(rope: Rope) -> Figure:
     else:
         axes.plot(_drawn(before), "o--", color=_GREY, markersize=4, label="before scaling")
         axes.plot(_drawn(after), "o-", color=_BLUE, markersize=4, label=f"after scaling: {_scheme(rope)}")
+    if rope.axes is not None:
+        of_each, colours = np.array(rope.axes.axis), _colours(rope.axes.count)
+        for axis, colour in enumerate(colours):
+            (pairs,) = np.nonzero((of_each == axis) & (after > 0))
+            axes.plot(pairs, after[pairs], "s", color=colour, zorder=3, label=f"axis {axis}")
     trained = None if rope.scaling is None else rope.scaling.trained_length(None)
     if trained is not None:
         label = f"one turn within the trained length of {trained:,} tokens"
@@ -292,7 +298,9 @@ def _turned_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
     second = first + (rope.rotary_dim // 2 if half else 1)
     x = torch.zeros(tokens, 1, rope.head_dim, dtype=torch.float64)
     x[..., first] = 1.0
-    turned = rope.at(torch.arange(tokens), dtype=torch.float64)(x, layout="thd")
+    positions = torch.arange(tokens)
+    positions = positions if rope.axes is None else positions.expand(rope.axes.count, -1)  # as text
+    turned = rope.at(positions, dtype=torch.float64)(x, layout="thd")
     return turned[:, 0, [first, second]].numpy()
 
 
