@@ -68,12 +68,13 @@ void strides_of(nb::handle strides, const Axes &axes, int64_t *to) {
     for (int i = 0; i < 4; ++i) to[i] = axes.at[i] < 0 ? 0 : entry(strides, axes.at[i]);
 }
 
-// A table [pairs], [token, pairs] or [batch, token, pairs].
+// A table [pairs], [token, pairs], [batch, token, pairs] or [batch, head, token, pairs].
 void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
     int last = static_cast<int>(PyTuple_GET_SIZE(shape.ptr())) - 1;
     to[0] = last > 1 && entry(shape, 0) > 1 ? entry(strides, 0) : 0;
     to[1] = last > 0 ? entry(strides, last - 1) : 0;
-    to[2] = entry(strides, last);
+    to[2] = last > 2 ? entry(strides, 1) : 0;
+    to[3] = entry(strides, last);
 }
 
 // (address in, address out, shape, strides in, strides out) for q and k.
@@ -85,8 +86,8 @@ ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin
     require(dtype >= 0 && dtype < 4 && table_dtype >= 0 && table_dtype < 2, "dtypes must be those of ropewalk.h", "others");
     require(tensors.size() == 5 || tensors.size() == 10, "there must be one or two tensors", "another number");
     int64_t table_axes = size_of(table_shape);
-    require(table_axes >= 1 && table_axes <= 3 && size_of(cos_strides) == table_axes && size_of(sin_strides) == table_axes,
-            "tables must have one to three axes", "another number");
+    require(table_axes >= 1 && table_axes <= 4 && size_of(cos_strides) == table_axes && size_of(sin_strides) == table_axes,
+            "tables must have one to four axes", "another number");
     ropewalk_rotation r{};
     const Axes axes = axes_from(layout);
     r.tensor_count = static_cast<int>(tensors.size()) / 5;
@@ -104,6 +105,7 @@ ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin
         require(n == 0 || (batch == r.batch && tokens == r.tokens && entry(at(2), axes.at[3]) == r.head_dim),
                 "q and k must have the same batch, tokens and head_dim", "different ones");
         r.batch = batch, r.tokens = tokens, r.head_dim = entry(at(2), axes.at[3]);
+        require(table_axes < 4 || entry(table_shape, 1) == x.heads, "tables per head must be as many as heads", "another number");
         require_memory((x.in && x.out) || batch * tokens * x.heads * r.head_dim == 0);
     }
     r.dtype = static_cast<ropewalk_dtype>(dtype);
@@ -253,7 +255,7 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
     r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
     for (auto [view, strides] : {std::pair{&of_cos, r.tables.cos_stride}, std::pair{&of_sin, r.tables.sin_stride}}) {
         strides[0] = table_axes == 3 && view->shape[0] > 1 ? view->strides[0] : 0;
-        strides[1] = view->strides[table_axes - 2], strides[2] = view->strides[table_axes - 1];
+        strides[1] = view->strides[table_axes - 2], strides[3] = view->strides[table_axes - 1];
     }
     if (elements < 2 * GRAIN) {
         run(r, size, elements, 1);
@@ -274,7 +276,7 @@ void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, co
                     const nb::tuple &layout, bool interleaved, int64_t offset, int64_t threads) {
     ropewalk_table_gradient g{};
     g.rotation = described(tensors, 0, 0, table_shape, table_shape, table_shape, dtype, 0, layout, interleaved, offset, false);
-    g.d_cos = reinterpret_cast<void *>(d_cos), g.d_sin = reinterpret_cast<void *>(d_sin);
+    g.d_cos = reinterpret_cast<void *>(d_cos), g.d_sin = reinterpret_cast<void *>(d_sin), g.per_head = size_of(table_shape) == 4;
     int64_t elements = elements_of(g.rotation);
     nb::gil_scoped_release release;
     ropewalk::share_rows(g.rotation.batch * g.rotation.tokens, threads_for(elements, threads),

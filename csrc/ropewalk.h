@@ -21,11 +21,12 @@ typedef struct {
     int64_t in_stride[4], out_stride[4];
 } ropewalk_tensor;
 
-/* cos and sin, [batch, token, pair]: float32 or float64. Stride 0 repeats a table. */
+/* cos and sin, [batch, token, head, pair]: float32 or float64. Stride 0 repeats a table; along the heads it means one table for
+ * all of them, and any other that q and k have the same heads. */
 typedef struct {
     const void *cos, *sin;
     ropewalk_dtype dtype;
-    int64_t cos_stride[3], sin_stride[3];
+    int64_t cos_stride[4], sin_stride[4];
 } ropewalk_tables;
 
 /* Turn each pair of channels (a, b) of every head to (a cos - b sin, a sin + b cos).
@@ -42,11 +43,13 @@ typedef struct {
     int interleaved, conjugate;
 } ropewalk_rotation;
 
-/* The gradient of such a rotation to cos and sin, summed over the heads: `out` of each tensor holds the gradient of what was
- * turned, `in` what came in. d_cos and d_sin are contiguous [batch, tokens, pairs] of the dtype that sums are made in. */
+/* The gradient of such a rotation to cos and sin: `out` of each tensor holds the gradient of what was turned, `in` what came in.
+ * d_cos and d_sin are contiguous [batch, tokens, pairs], summed over the heads, or [batch, heads, tokens, pairs] where `per_head`,
+ * for q and k with the same heads; in the dtype that sums are made in. */
 typedef struct {
     ropewalk_rotation rotation;
     void *d_cos, *d_sin;
+    int per_head;
 } ropewalk_table_gradient;
 
 /* cos and sin of position * step, times factor. A step is a 64-bit fraction of a turn; the product wraps around, which is

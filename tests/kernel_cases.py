@@ -42,8 +42,10 @@ def as_bshd(x: Tensor, layout: str) -> np.ndarray:
 
 
 def broadcast(table: Tensor) -> np.ndarray:
-    """A table [pairs], [seq, pairs] or [batch, seq, pairs] against [batch, seq, heads, pairs]."""
+    """A table against [batch, seq, heads, pairs]: as a Rotation has it, or per head [batch, heads, seq, pairs]."""
     array = table.detach().double().cpu().numpy()
+    if array.ndim == 4:
+        return array.transpose(0, 2, 1, 3)
     return array if array.ndim == 1 else array[..., None, :]
 
 

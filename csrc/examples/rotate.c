@@ -49,7 +49,7 @@ int main(int argc, char **argv) {
                                     .dtype = ROPEWALK_F32, .cos = cos, .sin = sin};
     const ropewalk_rotation rotation = {
         .tensors = {in_place(q, HEADS), in_place(k, KV_HEADS)}, .tensor_count = 2, .dtype = ROPEWALK_F32,
-        .tables = {.cos = cos, .sin = sin, .dtype = ROPEWALK_F32, .cos_stride = {0, 0, 1}, .sin_stride = {0, 0, 1}},
+        .tables = {.cos = cos, .sin = sin, .dtype = ROPEWALK_F32, .cos_stride = {0, 0, 0, 1}, .sin_stride = {0, 0, 0, 1}},
         .batch = 1, .tokens = 1, .head_dim = HEAD_DIM, .pairs = PAIRS, .interleaved = strcmp(pairing, "interleaved") == 0};
 
     for (int token = 0; token < TOKENS; ++token) {

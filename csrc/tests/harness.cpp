@@ -69,15 +69,22 @@ constexpr Head HEADS[] = {{2, 1, 0}, {6, 3, 0}, {50, 25, 0}, {80, 40, 0}, {96, 4
 struct TableKind {
     const char *name;
     ropewalk_dtype dtype;
-    bool per_batch, per_token;
+    bool per_batch, per_head, per_token;
     int64_t cos_step, sin_step, cos_gap, sin_gap;
 };
 constexpr TableKind KINDS[] = {
-    {"plain tables", ROPEWALK_F32, false, true, 1, 1, 0, 0}, {"a table for each batch", ROPEWALK_F32, true, true, 1, 1, 0, 0},
-    {"float64 tables", ROPEWALK_F64, true, true, 1, 1, 0, 0}, {"one row", ROPEWALK_F32, false, false, 1, 1, 0, 0},
-    {"one number", ROPEWALK_F32, false, false, 0, 0, 0, 0}, {"rows apart", ROPEWALK_F32, true, true, 1, 1, 3, 5},
-    {"pairs apart", ROPEWALK_F64, false, true, 2, 3, 1, 0},
+    {"plain tables", ROPEWALK_F32, false, false, true, 1, 1, 0, 0},
+    {"a table for each batch", ROPEWALK_F32, true, false, true, 1, 1, 0, 0},
+    {"float64 tables", ROPEWALK_F64, true, false, true, 1, 1, 0, 0},
+    {"one row", ROPEWALK_F32, false, false, false, 1, 1, 0, 0},
+    {"one number", ROPEWALK_F32, false, false, false, 0, 0, 0, 0},
+    {"rows apart", ROPEWALK_F32, true, false, true, 1, 1, 3, 5},
+    {"pairs apart", ROPEWALK_F64, false, false, true, 2, 3, 1, 0},
+    {"a table for each head", ROPEWALK_F32, false, true, true, 1, 1, 0, 0},
+    {"a table for each batch and head", ROPEWALK_F64, true, true, true, 1, 1, 1, 0},
+    {"a row for each head", ROPEWALK_F32, false, true, false, 2, 1, 0, 0},
 };
+constexpr const TableKind &PER_BATCH = KINDS[1], &PER_HEAD = KINDS[7];
 
 // The elements from the first to the last of them.
 int64_t extent(const int64_t *sizes, const int64_t *strides, int axes) {
@@ -101,9 +108,10 @@ Memory placed(ropewalk_dtype dtype, const Place &place, const int64_t *sizes, in
 }
 
 Memory placed_table(const TableKind &kind, int64_t step, int64_t gap, const int64_t *sizes, int64_t *strides) {
-    strides[2] = step, strides[1] = kind.per_token ? sizes[2] * step + gap : 0;
-    strides[0] = kind.per_batch ? sizes[1] * strides[1] : 0;
-    Memory table(kind.dtype, extent(sizes, strides, 3));
+    int64_t row = sizes[3] * step + gap, rows = kind.per_token ? sizes[1] : 1;
+    strides[3] = step, strides[2] = kind.per_head ? rows * row : 0, strides[1] = kind.per_token ? row : 0;
+    strides[0] = kind.per_batch ? sizes[2] * rows * row : 0;
+    Memory table(kind.dtype, extent(sizes, strides, 4));
     table.set_random();
     return table;
 }
@@ -146,8 +154,8 @@ void check_rotated(const ropewalk_rotation &r, const ropewalk_tensor &x, const s
         for (int64_t i = 0; i < r.pairs; ++i) {
             double a = get(r.dtype, in.data(), at(x.in_stride, batch, token, head, first_of(r, i)));
             double b = get(r.dtype, in.data(), at(x.in_stride, batch, token, head, second_of(r, i)));
-            double c = get(t.dtype, static_cast<const unsigned char *>(t.cos), at(t.cos_stride, batch, token, i, 0));
-            double s = get(t.dtype, static_cast<const unsigned char *>(t.sin), at(t.sin_stride, batch, token, i, 0));
+            double c = get(t.dtype, static_cast<const unsigned char *>(t.cos), at(t.cos_stride, batch, token, head, i));
+            double s = get(t.dtype, static_cast<const unsigned char *>(t.sin), at(t.sin_stride, batch, token, head, i));
             if (r.conjugate) s = -s;
             double want[] = {a * c - b * s, a * s + b * c};
             double sums[] = {std::fabs(a * c) + std::fabs(b * s), std::fabs(a * s) + std::fabs(b * c)};
@@ -198,7 +206,7 @@ struct Tensors {
 void test_rotate(const ropewalk_kernels &kernels, ropewalk_rotation r, const Shape &shape, const Way &way, const TableKind &kind) {
     Tensors tensors(r, shape, way);
     tensors.remember();
-    int64_t sizes[] = {r.batch, r.tokens, r.pairs};
+    int64_t sizes[] = {r.batch, r.tokens, kind.per_head ? shape.heads[0] : 1, r.pairs};
     Memory cos = placed_table(kind, kind.cos_step, kind.cos_gap, sizes, r.tables.cos_stride);
     Memory sin = placed_table(kind, kind.sin_step, kind.sin_gap, sizes, r.tables.sin_stride);
     r.tables.cos = cos.bytes.get(), r.tables.sin = sin.bytes.get(), r.tables.dtype = kind.dtype;
@@ -217,7 +225,7 @@ void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
     r.tensors[0] = {in.bytes.get(), out.bytes.get(), 128, {0, 0, 512, 1}, {0, 0, 512, 1}};
     for (float c : {1.0f, 1 / 3.0f}) {
         float s = 1 - c;
-        r.tables = {&c, &s, ROPEWALK_F32, {0, 0, 0}, {0, 0, 0}};
+        r.tables = {&c, &s, ROPEWALK_F32, {0, 0, 0, 0}, {0, 0, 0, 0}};
         call(kernels.rotate, r, 1);
         check_rotated(r, r.tensors[0], in.copy(), out.copy(), out);
     }
@@ -225,20 +233,22 @@ void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
 
 // ---- table_gradient
 
-void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, const Shape &shape, const Way &way) {
+void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, const Shape &shape, const Way &way, bool per_head) {
     Tensors tensors(r, shape, way);
+    int64_t tables = per_head ? shape.heads[0] : 1;
     for (Memory &gradient : tensors.out) gradient.set_random();
     tensors.remember();
     ropewalk_dtype dtype = r.dtype == ROPEWALK_F64 ? ROPEWALK_F64 : ROPEWALK_F32;
-    Memory d_cos(dtype, r.batch * r.tokens * r.pairs), d_sin(dtype, r.batch * r.tokens * r.pairs);
-    ropewalk_table_gradient gradient = {r, d_cos.bytes.get(), d_sin.bytes.get()};
+    Memory d_cos(dtype, r.batch * tables * r.tokens * r.pairs), d_sin(dtype, r.batch * tables * r.tokens * r.pairs);
+    ropewalk_table_gradient gradient = {r, d_cos.bytes.get(), d_sin.bytes.get(), per_head};
     call(kernels.table_gradient, gradient, r.batch * r.tokens);
     for (int n = 0; n < r.tensor_count; ++n) {
         check(tensors.in[n].copy() == tensors.in_before[n], "what came in, which must be as it was,");
         check(tensors.output(n).copy() == tensors.out_before[n], "the gradient of what was turned, which must be as it was,");
     }
     for (int64_t i = 0; i < d_cos.count; ++i) {
-        int64_t pair = i % r.pairs, token = i / r.pairs % r.tokens, batch = i / r.pairs / r.tokens;
+        int64_t pair = i % r.pairs, token = i / r.pairs % r.tokens, table = i / r.pairs / r.tokens % tables;
+        int64_t batch = i / r.pairs / r.tokens / tables;
         double sums[2] = {}, sizes[2] = {};
         int64_t heads = 0;
         for (int n = 0; n < r.tensor_count; ++n) {
@@ -246,8 +256,8 @@ void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, c
             auto of = [&](const void *from, const int64_t *strides, int64_t head, int64_t channel) {
                 return get(r.dtype, static_cast<const unsigned char *>(from), at(strides, batch, token, head, channel));
             };
-            heads += x.heads;
-            for (int64_t head = 0; head < x.heads; ++head) {
+            heads += per_head ? 1 : x.heads;
+            for (int64_t head = per_head ? table : 0; head < (per_head ? table + 1 : x.heads); ++head) {
                 double a = of(x.in, x.in_stride, head, first_of(r, pair)), b = of(x.in, x.in_stride, head, second_of(r, pair));
                 double g = of(x.out, x.out_stride, head, first_of(r, pair)), h = of(x.out, x.out_stride, head, second_of(r, pair));
                 sums[0] += g * a + h * b, sums[1] += h * a - g * b;
@@ -314,9 +324,10 @@ void test_level(const ropewalk_kernels &kernels) {
                       int(shape.heads[1]), way.in.name, way.out.name, way.in_place ? " in place" : "", what);
         if (verbose) std::printf("%s\n", now), std::fflush(stdout);
     };
-    constexpr Shape small = {2, 3, {2, 1}};
+    constexpr Shape small = {2, 3, {2, 1}}, alike = {2, 3, {3, 3}};
     // One token, more tokens and heads than the kernel takes at a time, and nothing.
-    constexpr Shape others[] = {{1, 1, {1, 0}}, {3, 1, {2, 2}}, {1, 66, {9, 1}}, {2, 0, {3, 1}}, {0, 3, {3, 1}}, {1, 2, {0, 1}}};
+    constexpr Shape others[] = {{1, 1, {1, 0}}, {3, 1, {2, 2}}, {1, 66, {9, 1}}, {1, 66, {9, 9}},
+                                {2, 0, {3, 1}}, {0, 3, {3, 1}}, {1, 2, {0, 1}}, {1, 2, {0, 0}}};
     for (int variant = 0; variant < 16; ++variant) {
         ropewalk_rotation r{};
         r.dtype = static_cast<ropewalk_dtype>(variant / 4), r.interleaved = variant & 1, r.conjugate = variant >> 1 & 1;
@@ -326,14 +337,23 @@ void test_level(const ropewalk_kernels &kernels) {
             auto rotate = [&](const Shape &shape, const Way &way, const TableKind &kind) {
                 tell(r, shape, way, kind.name), test_rotate(kernels, r, shape, way, kind);
             };
-            for (const TableKind &kind : KINDS) rotate(small, WAYS[0], kind), rotate(small, {BHSD, BHSD, true}, kind);
+            auto gradient = [&](const Shape &shape, const Way &way, bool per_head) {
+                if (r.conjugate) return;
+                tell(r, shape, way, per_head ? "gradient per head" : "gradient");
+                test_table_gradient(kernels, r, shape, way, per_head);
+            };
+            for (const TableKind &kind : KINDS) {
+                rotate(kind.per_head ? alike : small, WAYS[0], kind), rotate(kind.per_head ? alike : small, {BHSD, BHSD, true}, kind);
+            }
             for (const Way &way : WAYS) {
-                rotate(small, way, KINDS[0]);
-                if (!r.conjugate) tell(r, small, way, "gradient"), test_table_gradient(kernels, r, small, way);
+                rotate(small, way, KINDS[0]), gradient(small, way, false);
+                rotate(alike, way, PER_HEAD), gradient(alike, way, true);
                 if (head.dim != 6 && head.offset != 8) continue;
                 for (const Shape &shape : others) {
-                    rotate(shape, way, KINDS[1]);
-                    if (!r.conjugate) tell(r, shape, way, "gradient"), test_table_gradient(kernels, r, shape, way);
+                    rotate(shape, way, PER_BATCH), gradient(shape, way, false);
+                    if (shape.heads[1] == shape.heads[0] || shape.heads[1] == 0) {
+                        rotate(shape, way, PER_HEAD), gradient(shape, way, true);
+                    }
                 }
             }
         }

@@ -109,6 +109,22 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
+    """Loads as wide as those of shared tables, and nothing through shared memory; the gradient spills nothing."""
+    q, table = torch.empty((2, 16, 32, 128), dtype=dtype), torch.empty(2, 32, 16, 64)
+    interleaved = pairing == "interleaved"
+    launch = gpu.rotation_launch([q, q], [q, q], table, table, "bshd", interleaved, 0, False)
+    found = sass(compiled("rotate", launch, SM_90), tmp_path)
+    tables = {"LDG.E.64"} if dtype == torch.float32 and interleaved else set()
+    assert named(found, "LDG") == {"LDG.E.128"} | tables
+    assert named(found, "STG") == {"STG.E.128"}
+    gradient = gpu.gradient_launch([q, q], [q, q], table, table, "bshd", interleaved, 0)
+    assert not named(found, *SPILLS, "LDS", "STS", "BAR", "FFMA", "DFMA", "FFMA2")
+    assert not named(sass(compiled("table_gradient", gradient, SM_90), tmp_path), *SPILLS, "FFMA", "DFMA", "FFMA2")
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize(
     ("dtype", "how"),
     [

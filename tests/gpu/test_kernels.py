@@ -298,3 +298,52 @@ class TestTableGradient:
         for batch, seq, heads in ((2, 5, 0), (1, 0, 3), (0, 5, 3)):
             x = torch.randn(batch, seq, heads, 8).to(dtype)
             self.check([x], [x + 1], 3, "bshd", pairing, 1)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+class TestTablesPerHead:
+    def test_rotate(self, layout: str, pairing: str) -> None:
+        torch.manual_seed(0)
+        for i, dtype in enumerate(DTYPES):
+            q, k = (torch.randn(shape(layout, 3, 5, 7, 92)).to(dtype) for _ in range(2))
+            for batch in (1, 3)[: 1 if layout == "thd" else 2]:
+                per_head = tables(batch, 7, 5, 39, dtype=(torch.float32, torch.float64)[i % 2])
+                turn([q, k], *per_head, layout, pairing, 6, back=batch == 3)
+                turn([k], *per_head, layout, pairing, 6)
+
+    def test_tiles_and_strides(self, layout: str, pairing: str) -> None:
+        """Several tiles along tokens and heads, the last not full; tables in another order, and one for all heads."""
+        torch.manual_seed(1)
+        q = torch.randn(shape(layout, 1, 19, 37, 128))
+        turn([q], *tables(1, 37, 19, 64), layout, pairing)
+        x = torch.randn(shape(layout, 1, 3, 2, 6))
+        turn([x], *(table.transpose(1, 2) for table in tables(1, 3, 2, 3)), layout, pairing)
+        turn([x], *(table[..., ::2] for table in tables(1, 2, 3, 4)), layout, pairing, 1)
+        turn([x], *(table.expand(1, 2, 3, 2) for table in tables(1, 1, 3, 2)), layout, pairing, 1)
+        for seq, heads in ((0, 2), (3, 0), (1, 1)):
+            turn([torch.randn(shape(layout, 1, seq, heads, 6))], *tables(1, heads, seq, 2), layout, pairing, 1)
+
+    def test_gradient(self, layout: str, pairing: str) -> None:
+        torch.manual_seed(2)
+        for dtype, heads in zip(DTYPES, (7, 3, 37, 1), strict=True):
+            tensors, grads = (
+                [torch.randn(shape(layout, 2, 5, heads, 80)).to(dtype) for _ in range(2)] for _ in range(2)
+            )
+            for count in (1, 2):
+                given = tensors[:count], grads[:count]
+                made = gpu.table_gradient(*given, 29, layout, pairing == "interleaved", 7, True)
+                parts = [
+                    # One head at a time, which the oracle would sum over.
+                    oracle.table_gradient(*(as_bshd(y, layout)[..., None, :] for y in pair), 29, pairing, 7)
+                    for pair in zip(*given, strict=True)
+                ]
+                real = torch.float64 if dtype == torch.float64 else torch.float32
+                # Two products and two sums of each tensor; the oracle rounds in float64 as well.
+                allowed = (4 * count + 4) * torch.finfo(real).eps / 2 * sum(part[2] for part in parts)
+                for which in (0, 1):
+                    exact = sum(part[which] for part in parts).transpose(0, 2, 1, 3)
+                    assert made[which].dtype == real
+                    assert made[which].shape == exact.shape
+                    error = abs(made[which].double().cpu().numpy() - exact)
+                    assert (error <= allowed.transpose(0, 2, 1, 3)).all()

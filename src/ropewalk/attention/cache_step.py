@@ -165,13 +165,14 @@ class CacheStep:
         if not compiling and rotation is self._checked:  # most often all layers have the same
             return
         check_rotation(who, rotation)
-        cos = rotation.near.cos if isinstance(rotation, TwoPass) else rotation.cos
-        if cos.shape[:-1] != self.order.shape:
+        near = rotation.near if isinstance(rotation, TwoPass) else rotation
+        cos = near.cos
+        if near.tokens != self.order.shape:
             raise _checks.error(
                 who,
                 "with a cache, rotation must be made for the positions of the step, [batch, seq] = "
                 f"{list(self.order.shape)}",
-                f"one for tokens of shape {tuple(cos.shape[:-1])}",
+                f"one for tokens of shape {near.tokens}",
                 "Make it with step.rotation(rope) or rope.at(step.positions).",
             )
         if isinstance(rotation, TwoPass) and rotation.far.shape[-1] != self.key_positions.shape[1]:

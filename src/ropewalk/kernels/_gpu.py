@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 _NOT_SPECIALIZED = [
-    *("tokens", "q_heads", "k_heads", "q_programs", "rows", "cos_b", "cos_t", "cos_p", "sin_b", "sin_t", "sin_p"),
+    *("tokens", "q_heads", "k_heads", "q_programs", "rows"),
+    *(f"{table}_{axis}" for table in ("cos", "sin") for axis in "bthp"),
     *(f"{x}_{axis}" for x in ("q", "k", "p", "r") for axis in "bthd"),
 ]
 
@@ -88,11 +89,11 @@ def _copy(x_rows, y_rows, x_stride, y_stride, here, FIRST: tl.constexpr, END: tl
 @triton.jit
 def _turn(
     program, x, y, cos, sin, tokens, heads,
-    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     COPY: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
-    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     compute: tl.constexpr = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
     batch, token, head = _tile(program, heads, tokens, BLOCK_T, BLOCK_H)
@@ -102,9 +103,10 @@ def _turn(
     a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
 
     # Loaded for every head, from the cache, in the layout of a and b: nothing has to be exchanged between threads.
+    # Strides of heads stand only in code that is compiled for tables per head.
     known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
-    cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, 0, TABLE_ALIGN)
-    sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, 0, TABLE_ALIGN)
+    cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, cos_h if PER_HEAD else 0, TABLE_ALIGN)
+    sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, sin_h if PER_HEAD else 0, TABLE_ALIGN)
     c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
     s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
     if BACK:
@@ -124,40 +126,42 @@ def rotate(
     q, p, k, r, cos, sin,  # q is turned into p, k into r
     tokens, q_heads, k_heads, q_programs,
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
-    cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+    cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
     Q_BLOCK_T: tl.constexpr, Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
     HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
     COPY: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
-    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
+    TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Each pair (a, b) to (a·cos − b·sin, a·sin + b·cos); the first `q_programs` programs take q, the others k."""
     program = tl.program_id(0)
     if program < q_programs:
         _turn(
             program, q, p, cos, sin, tokens, q_heads,
-            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d,
+            cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
             Q_BLOCK_T, Q_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, BACK,
-            COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN,
+            COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, PER_HEAD,
         )  # fmt: skip
     else:
         _turn(
             program - q_programs, k, r, cos, sin, tokens, k_heads,
-            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
+            k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
+            cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
             K_BLOCK_T, K_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, BACK,
-            COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN,
+            COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, PER_HEAD,
         )  # fmt: skip
 
 
 @triton.jit
 def _products(
-    sum_cos, sum_sin, batch, token, x, grad, tokens, heads, x_b, x_t, x_h, x_d, g_b, g_t, g_h, g_d,
+    sum_cos, sum_sin, batch, token, first, x, grad, tokens, heads, x_b, x_t, x_h, x_d, g_b, g_t, g_h, g_d,
     BLOCKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one tensor, head by head, added."""
+    """The sums of one tensor, head by head, added; `first` are the heads of the first block."""
     for block in range(BLOCKS):
-        head = block * BLOCK_H + tl.arange(0, BLOCK_H)[None, :, None]
+        head = first + block * BLOCK_H
         here = (token < tokens) & (head < heads)
         x_rows = _rows(x, batch, token, head, x_b, x_t, x_h, ALIGN)
         g_rows = _rows(grad, batch, token, head, g_b, g_t, g_h, ALIGN)
@@ -176,23 +180,33 @@ def table_gradient(
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
+    PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """With (g, h) the gradient of the turned pair: g·a + h·b to cos, h·a − g·b to sin, summed over all heads."""
-    batch, token, _ = _tile(tl.program_id(0), 1, tokens, BLOCK_T, BLOCK_H)
+    """With (g, h) the gradient of the turned pair: g·a + h·b to cos, h·a − g·b to sin.
+
+    Summed over all heads, by a program for some tokens; PER_HEAD: by one for some tokens and heads of q and k.
+    """
+    batch, token, head = _tile(tl.program_id(0), q_heads if PER_HEAD else 1, tokens, BLOCK_T, BLOCK_H)
     zero = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_P), d_cos.dtype.element_ty)
     sum_cos, sum_sin = _products(
-        zero, zero, batch, token, q, p, tokens, q_heads, q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d,
+        zero, zero, batch, token, head, q, p, tokens, q_heads, q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d,
         Q_BLOCKS, BLOCK_H, BLOCK_P, PAIRS, OFFSET, INTERLEAVED, DENSE, ALIGN,
     )  # fmt: skip
     sum_cos, sum_sin = _products(
-        sum_cos, sum_sin, batch, token, k, r, tokens, k_heads, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
+        sum_cos, sum_sin, batch, token, head, k, r, tokens, k_heads, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
         K_BLOCKS, BLOCK_H, BLOCK_P, PAIRS, OFFSET, INTERLEAVED, DENSE, ALIGN,
     )  # fmt: skip
     pair = tl.arange(0, BLOCK_P)[None, None, :]
     inside = (token < tokens) & (pair < PAIRS)
-    place = (batch * tokens + token) * PAIRS + pair
-    tl.store(d_cos + place, tl.sum(sum_cos, axis=1, keep_dims=True), mask=inside)
-    tl.store(d_sin + place, tl.sum(sum_sin, axis=1, keep_dims=True), mask=inside)
+    if PER_HEAD:
+        inside = inside & (head < q_heads)
+        place = ((batch * q_heads + head) * tokens + token) * PAIRS + pair
+        tl.store(d_cos + place, sum_cos, mask=inside)
+        tl.store(d_sin + place, sum_sin, mask=inside)
+    else:
+        place = (batch * tokens + token) * PAIRS + pair
+        tl.store(d_cos + place, tl.sum(sum_cos, axis=1, keep_dims=True), mask=inside)
+        tl.store(d_sin + place, tl.sum(sum_sin, axis=1, keep_dims=True), mask=inside)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)

@@ -48,7 +48,8 @@ class Kernels(Protocol):
 
         Args:
             tensors: one or two with all but the number of heads in common, in `layout`.
-            cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`, as in `Rotation`.
+            cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`, with
+                batch 1 where it is the same for all, or where there is none.
             back: rotate by minus the angle.
         """
 
@@ -60,11 +61,13 @@ class Kernels(Protocol):
         layout: Layout,
         interleaved: bool,
         rotary_offset: int,
+        per_head: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient to cos and sin of `rotate`, summed over heads and tensors.
+        """The gradient to cos and sin of `rotate`, summed over tensors and, but for tables per head, over heads.
 
         Returns:
-            Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
+            Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else
+            float32.
         """
 
     def angles(

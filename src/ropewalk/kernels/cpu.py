@@ -77,12 +77,18 @@ def rotate(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    pairs: int,
+    layout: Layout,
+    interleaved: bool,
+    rotary_offset: int,
+    per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `Kernels.table_gradient`."""
     x = tensors[0]
-    batch, tokens, *_ = axes = AXES[layout]
-    shape = (1 if batch is None else x.shape[batch], x.shape[tokens], pairs)
+    batch, tokens, heads, _ = axes = AXES[layout]
+    shape = (1 if batch is None else x.shape[batch], *((x.shape[heads],) if per_head else ()), x.shape[tokens], pairs)
     d_cos, d_sin = (
         torch.empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device="cpu")
         for _ in range(2)

@@ -87,13 +87,20 @@ def rotate(
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, interleaved: bool, rotary_offset: int
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    pairs: int,
+    layout: Layout,
+    interleaved: bool,
+    rotary_offset: int,
+    per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `Kernels.table_gradient`."""
     x = tensors[0]
-    batch, tokens, _ = _counts(x.shape, layout)
+    batch, tokens, heads = _counts(x.shape, layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    d_cos, d_sin = (torch.empty(batch, tokens, pairs, dtype=dtype, device=x.device) for _ in range(2))
+    shape = (batch, *((heads,) if per_head else ()), tokens, pairs)
+    d_cos, d_sin = (torch.empty(shape, dtype=dtype, device=x.device) for _ in range(2))
     _launch("table_gradient", *gradient_launch(tensors, grads, d_cos, d_sin, layout, interleaved, rotary_offset))
     return d_cos, d_sin
 
@@ -192,6 +199,7 @@ def _rotation_plan(
         "ALIGN": unit,
         "TABLE_DENSE": table_dense,
         "TABLE_ALIGN": table_unit,
+        "PER_HEAD": len(tables[0]) == 4,
     }
     return q_programs + k_programs, numbers, warps
 
@@ -206,11 +214,8 @@ def gradient_launch(
     rotary_offset: int,
 ) -> tuple[int, dict[str, Any], int]:
     """The number of programs, the arguments and the warps of a launch of `table_gradient`."""
-    pairs, size, (batch, tokens, q_heads) = (
-        d_cos.shape[-1],
-        tensors[0].element_size(),
-        _counts(tensors[0].shape, layout),
-    )
+    pairs, size, per_head = d_cos.shape[-1], tensors[0].element_size(), d_cos.ndim == 4
+    batch, tokens, q_heads = _counts(tensors[0].shape, layout)
     k_heads = _counts(tensors[1].shape, layout)[2] if len(tensors) == 2 else 0
     block_p = _power_of_two(pairs)
     warps, per_thread = _threads(size, block_p)
@@ -228,15 +233,17 @@ def gradient_launch(
         "BLOCK_T": block_t,
         "BLOCK_H": block_h,
         "BLOCK_P": block_p,
-        "Q_BLOCKS": _blocks(q_heads, block_h),
-        "K_BLOCKS": _blocks(k_heads, block_h),
+        "Q_BLOCKS": 1 if per_head else _blocks(q_heads, block_h),
+        "K_BLOCKS": min(1, k_heads) if per_head else _blocks(k_heads, block_h),
         "PAIRS": pairs,
         "OFFSET": rotary_offset,
         "INTERLEAVED": interleaved,
         "DENSE": dense,
         "ALIGN": unit,
+        "PER_HEAD": per_head,
     }
-    return batch * _blocks(tokens, block_t), arguments, warps
+    programs = batch * _blocks(tokens, block_t) * (_blocks(q_heads, block_h) if per_head else 1)
+    return programs, arguments, warps
 
 
 def angles_launch(
@@ -283,15 +290,15 @@ def _table_strides(
     shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, most: int
 ) -> tuple[dict[str, int], bool, int]:
     """The same of tables: 0 along the axes that they do not have, and where one row is for all."""
-    missing = 3 - len(shape)
+    axes = "bht" if len(shape) == 4 else "bt"[3 - len(shape) :]
     dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1
     # The unit is that of all strides, also of an only row: so that one token compiles nothing that two do not.
     unit = _unit([*cos[:-1], *sin[:-1]], min(most, _VECTOR // element_size)) if dense else 1
     strides = {"cos_p": cos[-1], "sin_p": sin[-1]}
     for name, of in (("cos", cos), ("sin", sin)):
-        for i, axis in enumerate("bt"):
-            absent = i < missing or shape[i - missing] == 1
-            strides[f"{name}_{axis}"] = 0 if absent else of[i - missing] // unit
+        for axis in "bth":
+            at = axes.find(axis)
+            strides[f"{name}_{axis}"] = 0 if at < 0 or shape[at] == 1 else of[at] // unit
     return strides, dense, unit
 
 

@@ -17,7 +17,7 @@ _WHO = "Rotation"
 
 
 class Rotation:
-    """The rotation of a given set of tokens: cos and sin, shared by all heads and all layers.
+    """The rotation of a given set of tokens: cos and sin, shared by all heads and all layers, or a table for each head.
 
     Made by `Rope.at`; or by hand from tables of your own, also learned ones: gradients reach cos and sin. Immutable,
     picklable, a pytree of cos and sin. A plain class on purpose: FSDP2 silently turns tensors in dataclasses and tuples
@@ -25,11 +25,15 @@ class Rotation:
 
     Args:
         cos, sin: `[seq, pairs]`, `[batch, seq, pairs]`, or `[pairs]` for one angle at all tokens; float32 or float64,
-            dimensionless, the attention factor included.
+            dimensionless, the attention factor included. With `per_head`: `[heads, seq, pairs]` or `[batch, heads, seq,
+            pairs]`.
         pairing: "half" or "interleaved", as in `Rope`.
         head_dim: channels of the tensors to turn; rotary_offset + 2 · pairs when None.
         rotary_offset: the first rotated channel.
         attention_factor: what cos and sin were multiplied by; `inverse` divides by it.
+        per_head: whether each head has a table of its own, as where frequencies are learned for each (RoPE-Mixed). It
+            is said, and never guessed from sizes. q and k must have as many heads as the tables: where they differ
+            (GQA), each is rotated by a Rotation of its own.
 
     Attributes:
         rotary_dim: rotated channels, 2 · pairs. Tables of another width, put in by `tree_map`, are refused.
@@ -46,7 +50,7 @@ class Rotation:
                 [[-0., 1.]]])
     """
 
-    __slots__ = ("attention_factor", "cos", "head_dim", "pairing", "rotary_dim", "rotary_offset", "sin")
+    __slots__ = ("attention_factor", "cos", "head_dim", "pairing", "per_head", "rotary_dim", "rotary_offset", "sin")
 
     cos: Tensor
     sin: Tensor
@@ -55,6 +59,7 @@ class Rotation:
     rotary_dim: int
     rotary_offset: int
     attention_factor: float
+    per_head: bool
 
     def __init__(
         self,
@@ -65,9 +70,11 @@ class Rotation:
         head_dim: int | None = None,
         rotary_offset: int = 0,
         attention_factor: float = 1.0,
+        per_head: bool = False,
     ) -> None:
-        checks.tables(cos, sin)
-        context = _checked_context(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor)
+        per_head = _checked_flag(per_head)
+        checks.tables(cos, sin, per_head=per_head)
+        context = _checked_context(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor, per_head)
         _set(self, cos, sin, *context)
 
     @overload
@@ -95,8 +102,8 @@ class Rotation:
         done: Tensor | tuple[Tensor, Tensor] | None = self._at_once(q, k, layout, in_place=False)
         if done is not None:
             return done
-        cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
-        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim)
+        tensors = [q] if k is None else [q, k]
+        cos, sin = self._fitting(tensors, layout)
         turned = ops.rotate(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
         return turned[0] if k is None else (turned[0], turned[1])
 
@@ -112,13 +119,21 @@ class Rotation:
         """
         if self._at_once(q, k, layout, in_place=True) is not None:
             return
-        cos, sin, tensors = self.cos, self.sin, [q] if k is None else [q, k]
-        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim)
+        tensors = [q] if k is None else [q, k]
+        cos, sin = self._fitting(tensors, layout)
         ops.rotate_(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
+
+    def _fitting(self, tensors: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
+        """cos and sin as `ops` takes them, if they fit: per head with four axes, batch among them."""
+        cos, sin, per_head = self.cos, self.sin, self.per_head
+        checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim, per_head=per_head)
+        return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and cos.ndim == 3 else (cos, sin)
 
     def _at_once(self, q: Tensor, k: Tensor | None, layout: Layout, *, in_place: bool) -> Any:
         """The usual call on the CPU, done as a whole in compiled code; None where it was not."""
         if not backend.AT_ONCE or torch.compiler.is_compiling():
+            return None
+        if self.per_head:  # [heads, seq, pairs] would be read as [batch, seq, pairs]
             return None
         interleaved = self.pairing == "interleaved"
         return cpu.rotate_plain(
@@ -141,10 +156,11 @@ class Rotation:
             A `Rotation` for tokens of shape rows. Gradients reach the table.
 
         Raises:
-            RopeError: this is no table `[rows, pairs]`; rows is something else; on the CPU, a row outside the table.
-                On other devices such a row is the device's own assertion: nothing is read back to check.
+            RopeError: this is no table `[rows, pairs]` (per head `[heads, rows, pairs]`); rows is something else; on
+                the CPU, a row outside the table. On other devices such a row is the device's own assertion: nothing is
+                read back to check.
         """
-        if self.cos.ndim != 2:
+        if len(self.tokens) != 1:
             raise error(
                 "Rotation[rows]",
                 "rows are taken from a table made for positions [seq]",
@@ -152,7 +168,7 @@ class Rotation:
                 "Build it with rope.at(torch.arange(n)).",
             )
         if isinstance(rows, slice):
-            return self._with(self.cos[rows], self.sin[rows])
+            return self._with(self.cos[..., rows, :], self.sin[..., rows, :])
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int32, torch.int64) or rows.ndim not in (1, 2):
             raise error(
                 "Rotation[rows]",
@@ -161,6 +177,8 @@ class Rotation:
                 "Pass the positions of the tokens.",
             )
         try:
+            if self.per_head:
+                return self._with(_rows_per_head(rows, self.cos), _rows_per_head(rows, self.sin))
             # embedding and not cos[rows], which would take row -1 for the last one.
             return self._with(
                 torch.nn.functional.embedding(rows, self.cos), torch.nn.functional.embedding(rows, self.sin)
@@ -168,7 +186,7 @@ class Rotation:
         except IndexError as e:
             raise error(
                 "Rotation[rows]",
-                f"every row must be from 0 to {self.cos.shape[0] - 1}",
+                f"every row must be from 0 to {self.tokens[0] - 1}",
                 "one outside",
                 "Build a longer table, or use rope.at(positions), which takes any position.",
             ) from e
@@ -190,7 +208,15 @@ class Rotation:
 
     def _with(self, cos: Tensor, sin: Tensor, *, attention_factor: float | None = None) -> Rotation:
         factor = self.attention_factor if attention_factor is None else attention_factor
-        return unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)
+        return unchecked(
+            cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor, self.per_head
+        )
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Shape of the tokens that it is for: `(seq,)`, `(batch, seq)`, or `()` for one angle at all of them."""
+        shape = self.cos.shape
+        return (*shape[:-3], shape[-2]) if self.per_head else tuple(shape[:-1])
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"Rotation is immutable: {name} cannot be set. Make a new one with Rope.at.")
@@ -204,7 +230,8 @@ class Rotation:
     def __repr__(self) -> str:
         if not isinstance(self.cos, Tensor) or not isinstance(self.sin, Tensor):  # a pytree holds something else there
             return f"Rotation(cos={shown(self.cos)}, sin={shown(self.sin)})"
-        parts = [f"tokens={tuple(self.cos.shape[:-1])}", f"pairs={self.cos.shape[-1]}", f"pairing={self.pairing!r}"]
+        parts = [f"tokens={self.tokens}", f"pairs={self.cos.shape[-1]}", f"pairing={self.pairing!r}"]
+        parts += [f"heads={self.cos.shape[-3]}"] if self.per_head else []
         parts += [f"head_dim={self.head_dim}"] if self.head_dim != 2 * self.cos.shape[-1] else []
         parts += [f"rotary_offset={self.rotary_offset}"] if self.rotary_offset else []
         parts += [f"attention_factor={self.attention_factor!r}"] if self.attention_factor != 1.0 else []
@@ -212,7 +239,7 @@ class Rotation:
 
 
 # The tables, and what a pytree keeps beside them.
-_FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor")
+_FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor", "per_head")
 
 
 def _set(
@@ -224,6 +251,7 @@ def _set(
     rotary_dim: object,
     rotary_offset: object,
     attention_factor: object,
+    per_head: object = False,
 ) -> None:
     # Line by line, since a loop would cost a tenth of the rotation of one token.
     put = object.__setattr__
@@ -234,6 +262,12 @@ def _set(
     put(rotation, "rotary_dim", rotary_dim)
     put(rotation, "rotary_offset", rotary_offset)
     put(rotation, "attention_factor", attention_factor)
+    put(rotation, "per_head", per_head)
+
+
+def _rows_per_head(rows: Tensor, table: Tensor) -> Tensor:
+    """Rows of a table `[heads, rows, pairs]`, as `embedding` takes those of a table `[rows, pairs]`."""
+    return torch.stack([torch.nn.functional.embedding(rows, of_head) for of_head in table], dim=-3)
 
 
 def unchecked(*values: Any) -> Rotation:
@@ -250,15 +284,17 @@ def unchecked(*values: Any) -> Rotation:
 def restore(*fields: Any) -> Rotation:
     """A Rotation from a pickle, which may hold anything: checked like one that is made by hand."""
     context = _checked_context(*fields[2:])
-    checks.tables(fields[0], fields[1], rotary_dim=context[2])
+    checks.tables(fields[0], fields[1], rotary_dim=context[2], per_head=context[5])
     return unchecked(*fields[:2], *context)
 
 
-def _checked_context(*context: Any) -> tuple[Pairing, int, int, int, float]:
-    """All fields but the tables: pairing, head_dim, rotary_dim, rotary_offset and attention_factor."""
+def _checked_context(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
+    """All fields but the tables: pairing, head_dim, rotary_dim, rotary_offset, attention_factor and per_head."""
+    if len(context) == len(_FIELDS) - 3:
+        context = (*context, False)  # saved before there were tables per head
     if len(context) != len(_FIELDS) - 2:
         raise error(_WHO, f"it has the fields {', '.join(_FIELDS)}", shown(context), "Save it again with this version.")
-    pairing, head_dim, rotary_dim, rotary_offset, factor = context
+    pairing, head_dim, rotary_dim, rotary_offset, factor, per_head = context
     check_pairing(_WHO, pairing)
     rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, at_least=2, at_most=MAX_HEAD_DIM)
     if rotary_dim % 2:
@@ -266,7 +302,15 @@ def _checked_context(*context: Any) -> tuple[Pairing, int, int, int, float]:
     rotary_offset = integer(_WHO, "rotary_offset", rotary_offset, at_least=0, at_most=MAX_HEAD_DIM)
     end = rotary_offset + rotary_dim
     head_dim = end if head_dim is None else integer(_WHO, "head_dim", head_dim, at_least=end, at_most=MAX_HEAD_DIM)
-    return pairing, head_dim, rotary_dim, rotary_offset, attention_factor(_WHO, factor)
+    return pairing, head_dim, rotary_dim, rotary_offset, attention_factor(_WHO, factor), _checked_flag(per_head)
+
+
+def _checked_flag(per_head: Any) -> bool:
+    if not isinstance(per_head, bool):
+        raise error(
+            _WHO, "per_head must be True or False", shown(per_head), "The number of heads is that of cos and sin."
+        )
+    return per_head
 
 
 def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:

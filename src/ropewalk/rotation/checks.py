@@ -14,10 +14,11 @@ from ropewalk.kernels.backend import PLAIN
 
 _TABLE_DTYPES = (torch.float32, torch.float64)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_AXES_SHARED, _AXES_PER_HEAD = (1, 2, 3), (3, 4)
 _WHO, _WHO_IN_PLACE, _WHO_OPERATOR = "Rotation", "Rotation.apply_", "torch.ops.ropewalk"
 
 
-def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> None:
+def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *, per_head: bool = False) -> None:
     """Raise unless cos and sin are half-width tables of `rotary_dim` channels, in a dtype that holds an angle."""
     for table in (cos, sin):
         if not isinstance(table, Tensor):
@@ -30,12 +31,15 @@ def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> None:
             "Something cast them: .half() or .bfloat16() on a container, or the mixed precision of FSDP or DeepSpeed. "
             "Hand the Rotation over as it is.",
         )
-    if cos.shape != sin.shape or not 1 <= cos.ndim <= 3 or cos.shape[-1] < 1:
+    if cos.shape != sin.shape or cos.ndim not in (_AXES_PER_HEAD if per_head else _AXES_SHARED) or cos.shape[-1] < 1:
+        shapes = "[heads, seq, pairs] or [batch, heads, seq, pairs]"
+        must = f"with per_head=True, cos and sin must have the same shape {shapes}"
         raise error(
             _WHO,
-            "cos and sin must have the same shape [seq, pairs], [batch, seq, pairs] or [pairs]",
+            must if per_head else "cos and sin must have the same shape [seq, pairs], [batch, seq, pairs] or [pairs]",
             f"shapes {tuple(cos.shape)} and {tuple(sin.shape)}",
-            "Half width: one column for each pair, not one for each channel.",
+            "Half width: one column for each pair, not one for each channel."
+            + ("" if per_head else f" For tables of each head, {shapes}, pass per_head=True."),
         )
     if rotary_dim is not None and 2 * cos.shape[-1] != rotary_dim:
         raise error(
@@ -51,15 +55,22 @@ def tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None) -> None:
 
 
 def tensors_fit(
-    tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int
+    tensors: list[Tensor],
+    layout: Layout,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    rotary_dim: int,
+    *,
+    per_head: bool = False,
 ) -> None:
     """Raise unless q, and k if there is one, have the axes that `layout` says and the sizes of the tables.
 
     A quick look at what is nearly always so; only where it is not, each check by itself with its message.
     """
-    if not _plainly_fit(tensors, layout, cos, sin, head_dim, rotary_dim):
+    if per_head or not _plainly_fit(tensors, layout, cos, sin, head_dim, rotary_dim):
         for name, x in zip(("q", "k"), tensors, strict=False):
-            tensor_fits(name, x, layout, cos, sin, head_dim, rotary_dim)
+            tensor_fits(name, x, layout, cos, sin, head_dim, rotary_dim, per_head=per_head)
 
 
 def _plainly_fit(
@@ -90,11 +101,19 @@ def _plainly_fit(
 
 
 def tensor_fits(
-    name: str, x: Tensor, layout: Layout, cos: Tensor, sin: Tensor, head_dim: int, rotary_dim: int | None = None
+    name: str,
+    x: Tensor,
+    layout: Layout,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    rotary_dim: int | None = None,
+    *,
+    per_head: bool = False,
 ) -> None:
     """Raise unless x, called `name`, has the axes that `layout` says and the sizes of the tables."""
     choice(_WHO, "layout", layout, AXES)
-    tables(cos, sin, rotary_dim)
+    tables(cos, sin, rotary_dim, per_head=per_head)
     if not isinstance(x, Tensor):
         raise error(_WHO, f"{name} must be a tensor", shown(x), "Pass queries or keys.")
     if x.layout is not torch.strided or x.is_nested:
@@ -117,7 +136,9 @@ def tensor_fits(
             f"shape {tuple(x.shape)}",
             "For the rotated slice alone, dataclasses.replace(rope, head_dim=rope.rotary_dim, rotary_offset=0).",
         )
-    _tokens_fit(name, x, layout, cos)
+    if per_head:
+        _heads_fit(name, x, layout, cos)
+    _tokens_fit(name, x, layout, cos, axes_without_batch=3 if per_head else 2)
     if x.device != cos.device:
         raise error(
             _WHO,
@@ -133,9 +154,11 @@ def operator_fits(
     """Raise unless an operator of `ops` was given what a `Rotation` would give it."""
     if not 1 <= len(tensors) <= 2:
         raise error(_WHO_OPERATOR, "tensors must be q, or q and k", f"{len(tensors)} tensors", "Use a Rotation.")
+    # Of four axes, the first is there also where tables have no batch.
+    of_cos, of_sin = (table[0] if table.ndim == 4 and table.shape[0] == 1 else table for table in (cos, sin))
     for name, x in zip(("q", "k"), tensors, strict=False):
         head_dim = tensors[0].shape[-1] if tensors[0].ndim else 0
-        tensor_fits(name, x, layout, cos, sin, head_dim)
+        tensor_fits(name, x, layout, of_cos, of_sin, head_dim, per_head=cos.ndim == 4)
         if rotary_offset < 0 or rotary_offset + 2 * cos.shape[-1] > head_dim:
             raise error(
                 _WHO_OPERATOR,
@@ -245,7 +268,18 @@ def can_be_saved(cos: Tensor) -> None:
         )
 
 
-def _tokens_fit(name: str, x: Tensor, layout: Layout, cos: Tensor) -> None:
+def _heads_fit(name: str, x: Tensor, layout: Layout, cos: Tensor) -> None:
+    heads = x.shape[AXES[layout][2]]
+    if heads != cos.shape[-3]:
+        raise error(
+            _WHO,
+            f"{name} in layout {layout!r} must have {cos.shape[-3]} heads, since cos and sin are tables of each head",
+            f"{heads} in shape {tuple(x.shape)}",
+            "Is the layout right? Where q and k differ in heads (GQA), rotate each by a Rotation of its own.",
+        )
+
+
+def _tokens_fit(name: str, x: Tensor, layout: Layout, cos: Tensor, axes_without_batch: int) -> None:
     if cos.ndim == 1:
         return
     at_batch, at_tokens, *_ = AXES[layout]
@@ -257,7 +291,7 @@ def _tokens_fit(name: str, x: Tensor, layout: Layout, cos: Tensor) -> None:
             f"{seq} in shape {tuple(x.shape)}",
             "Is the layout right, and are these the positions of these tokens?",
         )
-    if cos.ndim == 2:
+    if cos.ndim == axes_without_batch:
         return
     if at_batch is None:
         raise error(

@@ -106,7 +106,7 @@ def rotate(
 
     Args:
         tensors: one or two in `layout`; checked against the tables.
-        cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
+        cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
         pairing, rotary_offset: as in `Rotation`.
         back: turn by minus the angle, factor included: the transposed rotation.
     """
@@ -213,10 +213,11 @@ def _table_gradient(
     plain: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient to cos and sin, which autograd sums to their shape; `plain`: in PyTorch's own operators."""
-    pairs = cos.shape[-1]
+    pairs, per_head = cos.shape[-1], cos.ndim == 4
     kernel = None if plain else backend.kernel_for(*tensors, *grads)
     if kernel is None:
-        d_cos, d_sin = _table_gradient_by_reference(tensors, grads, pairs, layout, pairing, rotary_offset)
+        d_cos, d_sin = _table_gradient_by_reference(tensors, grads, pairs, layout, pairing, rotary_offset, per_head)
     else:
-        d_cos, d_sin = kernel.table_gradient(tensors, grads, pairs, layout, pairing == "interleaved", rotary_offset)
+        interleaved = pairing == "interleaved"
+        d_cos, d_sin = kernel.table_gradient(tensors, grads, pairs, layout, interleaved, rotary_offset, per_head)
     return d_cos, -d_sin if back else d_sin

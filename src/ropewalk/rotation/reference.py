@@ -47,28 +47,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offs
 def rotate_in_layout(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int, back: bool
 ) -> list[Tensor]:
-    """`rotate` of tensors in a layout by tables `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`; back: by minus."""
+    """`rotate` of tensors in a layout; back: by minus.
+
+    Args:
+        cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
+    """
     cos, sin = _aligned(cos, layout), _aligned(-sin if back else sin, layout)
     return [rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset) for x in tensors]
 
 
 def table_gradient(
-    tensors: list[Tensor], grads: list[Tensor], pairs: int, layout: Layout, pairing: Pairing, rotary_offset: int
+    tensors: list[Tensor],
+    grads: list[Tensor],
+    pairs: int,
+    layout: Layout,
+    pairing: Pairing,
+    rotary_offset: int,
+    per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin, summed over heads and tensors.
+    """The gradient to cos and sin, summed over tensors and, but for tables per head, over heads.
 
     With x' = (a cos − b sin, a sin + b cos) and the gradient (g, h) of x': g·a + h·b to cos, h·a − g·b to sin.
 
     Returns:
-        Two tensors `[batch, seq, pairs]`; float64 for float64 tensors, else float32.
+        Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else
+        float32.
     """
     batch, tokens, heads, _ = AXES[layout]
     d_cos = d_sin = torch.zeros((), device=tensors[0].device)
     for x, grad in zip(tensors, grads, strict=True):
         a, b = _pairs_of(x, pairs, pairing, rotary_offset)
         g, h = _pairs_of(grad, pairs, pairing, rotary_offset)
-        d_cos = d_cos + (g * a + h * b).sum(heads)
-        d_sin = d_sin + (h * a - g * b).sum(heads)
+        of_cos, of_sin = g * a + h * b, h * a - g * b
+        d_cos = d_cos + (of_cos if per_head else of_cos.sum(heads))
+        d_sin = d_sin + (of_sin if per_head else of_sin.sum(heads))
+    if per_head:
+        d_cos, d_sin = d_cos.movedim((heads, tokens), (-3, -2)), d_sin.movedim((heads, tokens), (-3, -2))
+        return (d_cos.unsqueeze(0), d_sin.unsqueeze(0)) if batch is None else (d_cos, d_sin)
     if batch is None:
         return d_cos.unsqueeze(0), d_sin.unsqueeze(0)
     return (d_cos.transpose(0, 1), d_sin.transpose(0, 1)) if tokens < batch else (d_cos, d_sin)
@@ -89,6 +104,9 @@ def _aligned(table: Tensor, layout: Layout) -> Tensor:
     if table.ndim == 1:
         return table
     batch, tokens, heads, count = AXES[layout]
+    if table.ndim == 4:  # per head
+        table = table.squeeze(0) if batch is None else table
+        return table.movedim((-3, -2), (heads, tokens))
     if batch:  # where batch is the first axis, or there is none, broadcasting takes tables with it and without
         table = table if table.ndim == 3 else table.unsqueeze(0)
         table = table.transpose(0, 1) if tokens < batch else table

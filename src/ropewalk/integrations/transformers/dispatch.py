@@ -130,4 +130,4 @@ def _for_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
         )
     offset = head_dim - rotary_dim if form.whole == "last" else 0
     factor = rotation.attention_factor
-    return unchecked(rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, factor)
+    return unchecked(rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, factor, rotation.per_head)

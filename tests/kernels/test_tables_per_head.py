@@ -1,0 +1,87 @@
+"""Tables of each head in the CPU kernels, at every instruction set: against float64, and bit for bit the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, bits, shape, turned
+from ropewalk.kernels import cpu
+from ropewalk.rotation import reference
+
+
+def tables(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
+    """11 heads, more than are turned at a time with one table."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(shape(layout, 3, 5, 11, 92)).to(dtype) for _ in range(2))
+    for batch in (1, 3)[: 1 if layout == "thd" else 2]:
+        for table_dtype in (torch.float32, torch.float64):
+            cos, sin = tables(batch, 11, 5, 39, dtype=table_dtype)
+            for back in (False, True):
+                turned(cpu, [q, k], cos, sin, layout, pairing, 6, back, torch.empty_like, level=level)
+            turned(cpu, [k], cos, sin, layout, pairing, 6, False, torch.empty_like, level=level)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_and_sizes(level: str, threads: None, layout: str, pairing: str) -> None:
+    """Several blocks of tokens for two threads; pairs that fit no buffer; tables in another order, or with gaps."""
+    torch.manual_seed(1)
+    q = torch.randn(shape(layout, 1, 331, 3, 128))
+    turned(cpu, [q, q], *tables(1, 3, 331, 64), layout, pairing, 0, False, torch.empty_like, level=level)
+    other = [table.transpose(1, 2) for table in tables(1, 331, 3, 64)]
+    turned(cpu, [q], *other, layout, pairing, 0, True, torch.empty_like, level=level)
+    apart = [table[..., ::2] for table in tables(1, 3, 331, 80)]
+    turned(cpu, [q], *apart, layout, pairing, 5, False, torch.empty_like, level=level)
+    alike = [table.expand(1, 3, 331, 64) for table in tables(1, 1, 331, 64)]
+    turned(cpu, [q], alike[0], tables(1, 3, 331, 64)[1], layout, pairing, 0, False, torch.empty_like, level=level)
+    wide = torch.randn(shape(layout, 1, 3, 2, 1030))
+    turned(
+        cpu,
+        [wide],
+        *tables(1, 2, 3, 513, dtype=torch.float64),
+        layout,
+        pairing,
+        3,
+        False,
+        torch.empty_like,
+        level=level,
+    )
+    for batch, seq, heads in ((1, 0, 2), (1, 3, 0), (1, 1, 1)):
+        x = torch.randn(shape(layout, batch, seq, heads, 6))
+        turned(cpu, [x], *tables(batch, heads, seq, 2), layout, pairing, 1, False, torch.empty_like, level=level)
+
+
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_gradient(level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
+    torch.manual_seed(2)
+    tensors, grads = ([torch.randn(shape(layout, 2, 5, 7, 80)).to(dtype) for _ in range(2)] for _ in range(2))
+    for count in (1, 2):
+        parts = [
+            # One head at a time, which the oracle would sum over.
+            oracle.table_gradient(as_bshd(x, layout)[..., None, :], as_bshd(g, layout)[..., None, :], 29, pairing, 7)
+            for x, g in zip(tensors[:count], grads[:count], strict=True)
+        ]
+        made = cpu.table_gradient(tensors[:count], grads[:count], 29, layout, pairing == "interleaved", 7, True)
+        plain = reference.table_gradient(tensors[:count], grads[:count], 29, layout, pairing, 7, True)
+        real = torch.float64 if dtype == torch.float64 else torch.float32
+        # Two products and two sums of each tensor; the oracle rounds in float64 as well.
+        allowed = (4 * count + 4) * torch.finfo(real).eps / 2 * sum(part[2] for part in parts)
+        for which in (0, 1):
+            exact = sum(part[which] for part in parts).transpose(0, 2, 1, 3)
+            assert made[which].dtype == real
+            assert made[which].shape == exact.shape
+            assert (abs(made[which].double().numpy() - exact) <= allowed.transpose(0, 2, 1, 3)).all()
+            assert torch.equal(bits(made[which] + 0.0), bits(plain[which] + 0.0))  # a sum that begins with 0 makes +0
