@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "rope": BOTTOM | {"_fixed_point", "axes", "_float32", "_tables", "schemes", "angles", "rotation"},
     "configs": BOTTOM | {"axes", "rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
+    "learned": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
     "integrations": BOTTOM | {"axes", "configs", "schemes", "rope", "rotation"},
@@ -126,6 +127,7 @@ def test_public_names() -> None:
         "DynamicNTK",
         "KVCache",
         "LayerCache",
+        "LearnedRope",
         "Llama3",
         "LongRoPE",
         "ModelRopes",

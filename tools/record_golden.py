@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recording import class_defaults, coordinates, files, frequencies, ggml, peers, released, rotated, sources
+from recording import class_defaults, coordinates, files, frequencies, ggml, learned, peers, released, rotated, sources
 from recording.model import CannotRecordError
 
 GOLDEN = {
@@ -33,6 +33,7 @@ GOLDEN = {
         *coordinates.GOLDEN,
         *sources.GOLDEN,
         ggml.GOLDEN,
+        learned.GOLDEN,
     )
 }
 

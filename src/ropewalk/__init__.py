@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ropewalk.configs import QueryScale as QueryScale
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
+    from ropewalk.learned import LearnedRope as LearnedRope
     from ropewalk.nn import RotaryAttention as RotaryAttention
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
@@ -46,6 +47,7 @@ _HOME = {
     "DynamicNTK": "schemes",
     "KVCache": "attention.kv_cache",
     "LayerCache": "attention.cache_step",
+    "LearnedRope": "learned",
     "Llama3": "schemes",
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
@@ -79,6 +81,7 @@ __all__ = [
     "DynamicNTK",
     "KVCache",
     "LayerCache",
+    "LearnedRope",
     "Llama3",
     "LongRoPE",
     "ModelRopes",
