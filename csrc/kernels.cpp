@@ -222,8 +222,8 @@ ROPEWALK_APART void copy_still(const Run<T> &run, int64_t from, int64_t to) {
     }
 }
 
-// Some tokens and heads of one tensor. Where the tokens of a head lie together, a few heads at a time, so that memory is walked in few
-// streams and each row of the tables is used for more than one head.
+// Some tokens and heads of one tensor. Where the tokens of a head lie together, a few heads at a time, so that memory is walked
+// in few streams and each row of the tables is used for more than one head.
 template <class T, bool interleaved, bool conjugate>
 void turn_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token, int64_t tokens,
                  int64_t first_head, int64_t end_head, int64_t first_pair, bool past_caches) {
@@ -274,29 +274,27 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
     run.partner = r.pairs, run.far = size >= FAR && sizeof(typename T::Stored) == 2;  // wider ones wait for memory
-    auto turn_chunk = [&](int64_t batch, int64_t token, int64_t count, int64_t table, int64_t pair) {
-        int64_t at_cos = batch * t.cos_stride[0] + token * t.cos_stride[1] + table * t.cos_stride[2];
-        int64_t at_sin = batch * t.sin_stride[0] + token * t.sin_stride[1] + table * t.sin_stride[2];
-        if (as_it_is) {
-            run.cos = static_cast<const Real *>(t.cos) + at_cos, run.sin = static_cast<const Real *>(t.sin) + at_sin;
-        } else {
-            convert(t.cos, t.dtype, at_cos + pair * t.cos_stride[3], t.cos_stride[3], run.pairs, buffer[0]);
-            convert(t.sin, t.dtype, at_sin + pair * t.sin_stride[3], t.sin_stride[3], run.pairs, buffer[1]);
-            run.cos = buffer[0], run.sin = buffer[1];
-        }
-        for (int n = 0; n < r.tensor_count; ++n) {
-            int64_t first = tables == 1 ? 0 : table, end = tables == 1 ? r.tensors[n].heads : table + 1;
-            turn_tensor<T, interleaved, conjugate>(r, r.tensors[n], run, batch, token, count, first, end, pair, past_caches);
-        }
-    };
     for (int64_t row = begin, count; row < end; row += count) {
         int64_t batch = row / r.tokens, token = row % r.tokens;
         count = smaller(smaller(end - row, r.tokens - token), as_it_is ? BLOCK : 1);
+        int64_t at_cos = batch * t.cos_stride[0] + token * t.cos_stride[1];
+        int64_t at_sin = batch * t.sin_stride[0] + token * t.sin_stride[1];
         int64_t pairs = as_it_is ? r.pairs : CHUNK;
-        for (int64_t table = 0; table < tables; ++table) {
+        for (int64_t table = 0; table < tables; ++table, at_cos += t.cos_stride[2], at_sin += t.sin_stride[2]) {
             for (int64_t pair = 0; pair < r.pairs; pair += pairs) {
                 run.pairs = smaller(pairs, r.pairs - pair);
-                turn_chunk(batch, token, count, table, pair);
+                if (as_it_is) {
+                    run.cos = static_cast<const Real *>(t.cos) + at_cos, run.sin = static_cast<const Real *>(t.sin) + at_sin;
+                } else {
+                    convert(t.cos, t.dtype, at_cos + pair * t.cos_stride[3], t.cos_stride[3], run.pairs, buffer[0]);
+                    convert(t.sin, t.dtype, at_sin + pair * t.sin_stride[3], t.sin_stride[3], run.pairs, buffer[1]);
+                    run.cos = buffer[0], run.sin = buffer[1];
+                }
+                for (int n = 0; n < r.tensor_count; ++n) {
+                    int64_t end_head = tables == 1 ? r.tensors[n].heads : table + 1;
+                    turn_tensor<T, interleaved, conjugate>(r, r.tensors[n], run, batch, token, count, table, end_head, pair,
+                                                           past_caches);
+                }
             }
         }
     }
@@ -325,39 +323,30 @@ void rotate(const ropewalk_rotation *r, int64_t begin, int64_t end) {
 //
 // With y = (a c - b s, a s + b c) and the gradient (g, h) of y:  d_cos = g a + h b,  d_sin = h a - g b.
 
-// Those of one head of one token.
-template <class T>
-inline void add_products(const ropewalk_rotation &r, const ropewalk_tensor &x, int64_t batch, int64_t token, int64_t head,
-                         typename T::Real *d_cos, typename T::Real *d_sin) {
-    using Real = typename T::Real;
-    const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1] +
-                     head * x.in_stride[2] + r.offset * x.in_stride[3];
-    const auto *out = static_cast<const typename T::Stored *>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1] +
-                      head * x.out_stride[2] + r.offset * x.out_stride[3];
-    for (int64_t i = 0; i < r.pairs; ++i) {
-        int64_t at_a = r.interleaved ? 2 * i : i, at_b = r.interleaved ? 2 * i + 1 : i + r.pairs;
-        Real a = T::get(in[at_a * x.in_stride[3]]), b = T::get(in[at_b * x.in_stride[3]]);
-        Real g = T::get(out[at_a * x.out_stride[3]]), h = T::get(out[at_b * x.out_stride[3]]);
-        d_cos[i] += g * a + h * b;
-        d_sin[i] += h * a - g * b;
-    }
-}
-
 template <class T>
 void table_gradient_rows(const ropewalk_table_gradient &gradient, int64_t begin, int64_t end) {
     using Real = typename T::Real;
     const ropewalk_rotation &r = gradient.rotation;
     int64_t tables = gradient.per_head ? r.tensors[0].heads : 1;  // of a token: one for each head, or one
-    for (int64_t row = begin; row < end; ++row) {
-        int64_t batch = row / r.tokens, token = row % r.tokens;
-        for (int64_t table = 0; table < tables; ++table) {
-            int64_t place = ((batch * tables + table) * r.tokens + token) * r.pairs;
-            Real *d_cos = static_cast<Real *>(gradient.d_cos) + place, *d_sin = static_cast<Real *>(gradient.d_sin) + place;
-            for (int64_t i = 0; i < r.pairs; ++i) d_cos[i] = d_sin[i] = 0;
-            for (int n = 0; n < r.tensor_count; ++n) {
-                int64_t end_head = gradient.per_head ? table + 1 : r.tensors[n].heads;
-                for (int64_t head = gradient.per_head ? table : 0; head < end_head; ++head) {
-                    add_products<T>(r, r.tensors[n], batch, token, head, d_cos, d_sin);
+    for (int64_t row = begin * tables; row < end * tables; ++row) {
+        int64_t table = row % tables, token = row / tables % r.tokens, batch = row / tables / r.tokens;
+        int64_t place = ((batch * tables + table) * r.tokens + token) * r.pairs;
+        Real *d_cos = static_cast<Real *>(gradient.d_cos) + place, *d_sin = static_cast<Real *>(gradient.d_sin) + place;
+        for (int64_t i = 0; i < r.pairs; ++i) d_cos[i] = d_sin[i] = 0;
+        for (int n = 0; n < r.tensor_count; ++n) {
+            const ropewalk_tensor &x = r.tensors[n];
+            int64_t end_head = gradient.per_head ? table + 1 : x.heads;
+            for (int64_t head = table; head < end_head; ++head) {
+                const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] +
+                                 token * x.in_stride[1] + head * x.in_stride[2] + r.offset * x.in_stride[3];
+                const auto *out = static_cast<const typename T::Stored *>(x.out) + batch * x.out_stride[0] +
+                                  token * x.out_stride[1] + head * x.out_stride[2] + r.offset * x.out_stride[3];
+                for (int64_t i = 0; i < r.pairs; ++i) {
+                    int64_t at_a = r.interleaved ? 2 * i : i, at_b = r.interleaved ? 2 * i + 1 : i + r.pairs;
+                    Real a = T::get(in[at_a * x.in_stride[3]]), b = T::get(in[at_b * x.in_stride[3]]);
+                    Real g = T::get(out[at_a * x.out_stride[3]]), h = T::get(out[at_b * x.out_stride[3]]);
+                    d_cos[i] += g * a + h * b;
+                    d_sin[i] += h * a - g * b;
                 }
             }
         }

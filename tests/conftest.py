@@ -51,6 +51,7 @@ SLOW = (
     "test_axes.py::TestCompiled",
     "test_docs.py",
     "test_learned.py::TestAngles::test_compiled",
+    "test_learned.py::TestCasts::test_fsdp2_mixed_precision",
     "test_learned.py::TestGradients::test_gradcheck",
     "test_learned.py::TestTraining",
     "test_nn.py::test_fsdp2_mixed_precision",

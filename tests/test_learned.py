@@ -6,6 +6,8 @@ import copy
 import json
 import math
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -249,6 +251,17 @@ class TestCasts:
             RopeError, match=r"inv_freq must be float32 or float64, got torch\.bfloat16\. Something cast and rounded it"
         ):
             rope(PLACES[:2])
+
+    def test_fsdp2_mixed_precision(self, tmp_path: Path) -> None:
+        """It casts what it gathers, which is an error, unless the module has a policy of its own."""
+        worker = Path(__file__).parent / "learned_fsdp_worker.py"
+        ran = subprocess.run(
+            [sys.executable, str(worker), str(tmp_path / "rendezvous")], capture_output=True, text=True, timeout=180
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        said, after = ran.stdout.splitlines()
+        assert said.startswith("LearnedRope: inv_freq must be float32 or float64, got torch.bfloat16. Something cast")
+        assert after == "with a policy of its own: float32"
 
     def test_state_dict(self) -> None:
         rope, other = learned("two axes, per head"), learned("two axes, per head")

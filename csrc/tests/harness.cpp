@@ -343,7 +343,8 @@ void test_level(const ropewalk_kernels &kernels) {
                 test_table_gradient(kernels, r, shape, way, per_head);
             };
             for (const TableKind &kind : KINDS) {
-                rotate(kind.per_head ? alike : small, WAYS[0], kind), rotate(kind.per_head ? alike : small, {BHSD, BHSD, true}, kind);
+                const Shape &shape = kind.per_head ? alike : small;
+                rotate(shape, WAYS[0], kind), rotate(shape, {BHSD, BHSD, true}, kind);
             }
             for (const Way &way : WAYS) {
                 rotate(small, way, KINDS[0]), gradient(small, way, false);

@@ -218,8 +218,8 @@ class LearnedRope(torch.nn.Module):
                 _WHO,
                 "inv_freq must be float32 or float64",
                 str(self.inv_freq.dtype),
-                "Something cast and rounded it, such as the mixed precision of FSDP or load_state_dict(assign=True). "
-                "Leave this module out there, and load the frequencies again.",
+                "Something cast and rounded it. With FSDP, fully_shard this module first, with a policy of its own; "
+                "after load_state_dict(assign=True), load the frequencies again.",
             )
         if dtype not in _FLOATS:
             must, cure = "dtype must be torch.float32 or torch.float64", "q and k keep their own dtype."

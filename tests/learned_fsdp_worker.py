@@ -1,0 +1,54 @@
+"""The process of test_learned.test_fsdp2_mixed_precision: `python learned_fsdp_worker.py RENDEZVOUS`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from ropewalk import LearnedRope, Rope, RopeError
+
+ROPE, POSITIONS = Rope(16, 5e5, "half"), torch.tensor([0, 9, 1_000_003])
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.learned = nn.Linear(16, 16, bias=False), LearnedRope.from_rope(ROPE, heads=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.learned(POSITIONS)(self.project(x), layout="bshd")
+
+
+def main(rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    mesh, x = init_device_mesh("cpu", (1,)), torch.randn(2, 3, 4, 16)
+    layer = Layer()
+    fully_shard(layer, mesh=mesh, mp_policy=HALF)
+    try:
+        layer(x)
+    except RopeError as e:
+        said = str(e)
+
+    layer = Layer()
+    wanted = layer.learned(POSITIONS).cos.detach().clone()
+    fully_shard(layer.learned, mesh=mesh)  # a policy of its own, which casts nothing
+    fully_shard(layer, mesh=mesh, mp_policy=HALF)
+    turned = layer(x)
+    assert turned.dtype == torch.bfloat16
+    turned.float().square().mul(torch.randn(turned.shape)).sum().backward()
+    assert torch.equal(layer.learned(POSITIONS).cos, wanted)
+    grad = layer.learned.inv_freq.grad.full_tensor()
+    assert grad.dtype == torch.float32
+    assert grad.any()
+    sys.stdout.write(f"{said}\nwith a policy of its own: float32\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
