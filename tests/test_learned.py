@@ -21,7 +21,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import oracle
 from kernel_cases import LAYOUTS, PAIRINGS, shape, watched
-from ropewalk import DynamicNTK, LearnedRope, Rope, RopeError, YaRN
+from ropewalk import Axes, DynamicNTK, LearnedRope, Rope, RopeError, YaRN
 from ropewalk.kernels import backend, cpu
 from ropewalk.rotation import reference
 
@@ -205,6 +205,17 @@ class TestBeginnings:
         # A float64 frequency and product at 2³¹ round by 2³¹ · 2⁻⁵² each, times numbers of size 5 and a factor of 1.2.
         torch.testing.assert_close(turned, wanted, rtol=0, atol=12 * 2.0**-21)
         torch.testing.assert_close(mine(positions).inverse()(turned, layout="bshd"), q, rtol=0, atol=1e-5)
+
+    def test_from_a_rope_with_axes(self) -> None:
+        """Angles by mpmath: pairs 0 and 1 by the first axis, 2 by the second, 3 by the third."""
+        mine = LearnedRope.from_rope(Rope(8, 1e4, "half", axes=Axes.sections((2, 1, 1))), dtype=torch.float64)
+        inv_freq = [float(w) for w in oracle.inv_freq(1e4, 8)]
+        with torch.no_grad():
+            made = mine(PLACES, dtype=torch.float64)
+        for pair, axis in enumerate((0, 0, 1, 2)):
+            cos, sin = oracle.cos_sin(PLACES[axis].tolist(), inv_freq[pair : pair + 1])
+            torch.testing.assert_close(made.cos[:, pair], torch.from_numpy(cos[:, 0]), rtol=0, atol=1e-10)
+            torch.testing.assert_close(made.sin[:, pair], torch.from_numpy(sin[:, 0]), rtol=0, atol=1e-10)
 
     def test_nothing_rotates_at_zero(self) -> None:
         mine, q = LearnedRope.projected(8, 2, pairing="interleaved"), torch.randn(5, 2, 8)

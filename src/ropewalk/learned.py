@@ -85,7 +85,9 @@ class LearnedRope(torch.nn.Module):
 
     @classmethod
     def from_rope(cls, rope: Rope, *, heads: int | None = None, dtype: torch.dtype = torch.float32) -> LearnedRope:
-        """One axis, from the frequencies of a rope; its attention factor, which is not learned, goes with it.
+        """From the frequencies of a rope; its attention factor, which is not learned, goes with it.
+
+        Of a rope with axes, a pair begins with 0 for every axis but its own, and may learn to listen to all.
 
         Args:
             rope: static; one that depends on the length is resolved first, with `at_length`.
@@ -103,6 +105,9 @@ class LearnedRope(torch.nn.Module):
             must = "dtype must be torch.float32 or torch.float64"
             raise _checks.error(who, must, _checks.shown(dtype), "q and k keep their own dtype.")
         inv_freq = torch.tensor(rope.inv_freq.tolist(), dtype=dtype).unsqueeze(0)
+        if rope.axes is not None:
+            own = torch.arange(rope.axes.count).unsqueeze(1) == torch.tensor(rope.axes.axis)
+            inv_freq = inv_freq * own
         if heads is not None:
             heads = _checks.integer(who, "heads", heads, at_least=1)
             inv_freq = inv_freq.unsqueeze(1).repeat(1, heads, 1)
