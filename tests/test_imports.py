@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "configs": BOTTOM | {"axes", "rope", "schemes"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "learned": BOTTOM | {"rope", "rotation"},
+    "xpos": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
     "integrations": BOTTOM | {"axes", "configs", "schemes", "rope", "rotation"},
@@ -148,6 +149,7 @@ def test_public_names() -> None:
         "plots",
         "positions",
         "schemes",
+        "xpos",
     ]
     assert dir(ropewalk) == sorted([*ropewalk.__all__, "__version__"])
     for name in ropewalk.__all__:

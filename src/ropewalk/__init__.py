@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ropewalk import plots as plots
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
+    from ropewalk import xpos as xpos
     from ropewalk._checks import RopeError as RopeError
     from ropewalk.attention import masks as masks
     from ropewalk.attention.attend import AttendingCache as AttendingCache
@@ -71,6 +72,7 @@ _MODULES = {
     "plots": "plots",
     "positions": "positions",
     "schemes": "schemes",
+    "xpos": "xpos",
 }
 
 __all__ = [
@@ -102,6 +104,7 @@ __all__ = [
     "plots",
     "positions",
     "schemes",
+    "xpos",
 ]
 
 
