@@ -12,7 +12,7 @@ import torch
 
 import oracle
 from each import each
-from ropewalk import ModelRopes, Rope, RopeError, from_config
+from ropewalk import Axes, ModelRopes, Rope, RopeError, from_config
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.rows import source
@@ -28,7 +28,7 @@ FLOAT32_POWER = 4.5e-7
 
 
 def ropes_of(config: dict[str, Any]) -> ModelRopes:
-    return from_config(config, text_only=True)
+    return from_config(config)
 
 
 CASES = [
@@ -82,21 +82,20 @@ class TestReleasedModels:
             if "q_rot" not in case or rope is None:
                 return
             ropes, positions = ropes_of(row["config"]), case["positions"]
-            tokens = list(range(len(positions)))
-            if isinstance(positions[0], list):  # several axes: a text token has the same position on all
-                tokens = [i for i in range(len(positions[0])) if len({axis[i] for axis in positions}) == 1]
-                positions = [positions[0][i] for i in tokens]
+            if rope.axes is not None and not isinstance(positions[0], list):
+                positions = [positions] * rope.axes.count  # text has the same position on all axes
+            rows = torch.tensor(positions)
+            positions = rows.tolist() if rows.ndim == 1 else rows.amax(0).tolist()
             bound = np.array([p * 2.0**-23 + 1e-6 for p in positions])[:, None] * np.sqrt(2) * rope.attention_factor
             for name, make in (("q", oracle.golden_q), ("k", oracle.golden_k)):
                 x = torch.from_numpy(make(case[f"{name}_shape"])[:, :1])
-                expected = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)[:, :, tokens]
-                x = x[:, :, tokens]
+                expected = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)
                 if x.shape[-1] != rope.head_dim:  # the rotated slice alone (MLA's shared key)
                     assert x.shape[-1] == rope.rotary_dim
                     alone = Rope(rope.rotary_dim, rope.base, rope.pairing, scaling=rope.scaling)
                 else:
                     alone = rope
-                mine = alone.at(torch.tensor(positions))(x, layout="bhsd").numpy().copy()
+                mine = alone.at(rows)(x, layout="bhsd").numpy().copy()
                 if ropes.output_order == "half" and case["id"] != "dsa_indexer":
                     start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
                     mine[..., start:end] = np.concatenate(
@@ -142,6 +141,10 @@ def check_class_defaults(row: dict[str, Any]) -> None:
         assert rope.attention_factor == pytest.approx(expected["attention_factor"], rel=1e-6)
         assert rope.pairing == expected["pairing"]
         assert rope.rotary_offset == (expected.get("rotary_offset") or 0)
+        assert (rope.axes is None) == ("axis" not in expected)
+        if rope.axes is not None and row["model_type"] != "hunyuan_vl_text":
+            assert list(rope.axes.axis) == expected["axis"]
+            assert len(ropes.axis_names) == rope.axes.count == max(expected["axis"]) + 1
     kinds = row["layer_kinds"]
     if kinds:
         rotates = [kind is not None and row["layers"][str(kind)] is not None for kind in kinds]
@@ -166,14 +169,6 @@ def test_what_is_no_rope_says_why() -> None:
         assert ARCHITECTURES[name].why in str(raised.value)  # type: ignore[attr-defined]
 
     each(((name, name) for name, row in ARCHITECTURES.items() if not row.describes), check)
-
-
-def test_several_axes_name_text_only() -> None:
-    def check(name: str) -> None:
-        with pytest.raises(RopeError, match=r"Several axes: not supported yet\. text_only=True gives"):
-            from_config({"model_type": name})
-
-    each(((name, name) for name, row in ARCHITECTURES.items() if row.axes > 1), check)
 
 
 def test_every_row_has_its_source() -> None:
@@ -384,8 +379,8 @@ class TestSingleModels:
             "model_type": "cohere_compass_text", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
             "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": {"sliding_attention": {"rope_theta": 5e4, "mrope_section": [4, 2, 2]}, "full_attention": None},
-        }, text_only=True)  # fmt: skip
-        assert ropes.layers == (Rope(16, 5e4, "half"), None)
+        })  # fmt: skip
+        assert ropes.layers == (Rope(16, 5e4, "half", axes=Axes.interleaved((4, 2, 2))), None)
 
     def test_swa_sizes_of_dots(self) -> None:
         config = next(

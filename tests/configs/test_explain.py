@@ -113,6 +113,29 @@ def test_layers_that_differ_are_told_apart() -> None:
         assert line in said
 
 
+def test_axes_in_words() -> None:
+    """Whose pairs are slowed, too: those of Linear, at any axis; and frequencies that begin anew for each axis."""
+    axes = Axes.axial((4, 8))
+    ropes = ModelRopes((Rope(12, 1e4, "half", scaling=Linear(2), axes=axes),), "test", "here", axis_names=("h", "w"))
+    said = ropes.facts()
+    assert said["axis_names"] == ["h", "w"]
+    assert said["ropes"][0]["rope"]["axes"]["axis"] == [0, 0, 1, 1, 1, 1]
+    assert said["ropes"][0]["rope"]["slowed_by"] == [2.0] * 6
+    assert "axes              2 positions for each token; h: pairs 0-1; w: pairs 2-5\n" in ropes.explain()
+    for axes, words in (
+        (
+            Axes.interleaved((24, 20, 20)),
+            "0: every third pair from 0 to 60, and 61-63; 1: every third pair from 1 to 58; 2: every third pair from 2",
+        ),
+        (Axes.sections((1, 0, 7)), "0: pair 0; 1: no pair; 2: pairs 1-7"),
+        (Axes([0, 1, 0, 1, 0, 0]), "0: pairs 0, 2, 4-5; 1: pairs 1, 3"),
+        (Axes([0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0]), "0: every 5th pair from 0 to 15; 1: pairs 1-4, 6-9"),
+        (Axes.alternating((8, 8)), "0: every second pair from 0 to 6; 1: every second pair from 1 to 7"),
+    ):
+        said_of = ModelRopes((Rope(2 * axes.pairs, 1e4, "half", axes=axes),), "test", "here").explain()
+        assert f"positions for each token; {words}" in said_of
+
+
 def test_attention_factor_in_words() -> None:
     rope = Rope(8, 1e4, "half", scaling=YaRN(16, 64))
     said = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
@@ -181,9 +204,7 @@ def test_where_no_pair_turns() -> None:
 def test_several_axes() -> None:
     rope = Rope(16, 1e4, "half", axes=Axes.axial((4, 12), order=(1, 0)), scaling=Linear(2.0))
     ropes = ModelRopes((rope,), "test", "here")
-    assert (
-        "axes              2 positions for each token: Axes.axial((4, 12), order=(1, 0)), 6, 2 pairs" in ropes.explain()
-    )
+    assert "axes              2 positions for each token; 0: pairs 2-7; 1: pairs 0-1" in ropes.explain()
     assert "pairs 0-7 slowed 2 times" in ropes.explain()
     said = ropes.facts()["ropes"][0]["rope"]["axes"]
     assert json.loads(json.dumps(said)) == {

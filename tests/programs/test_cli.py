@@ -158,8 +158,13 @@ def test_explain_of_params_json(tmp_path: Path) -> None:
 
 
 def test_explain_text_only(tmp_path: Path) -> None:
-    path = write(tmp_path, model_type="qwen2_vl_text", head_dim=None, hidden_size=64, num_attention_heads=4)
-    assert "text_only=True" in run("explain", path).stderr
+    scaling = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    path = write(
+        tmp_path, model_type="qwen2_vl_text", head_dim=None, hidden_size=64, num_attention_heads=4, rope_scaling=scaling
+    )
+    words = "3 positions for each token; time: pairs 0-3; height: pairs 4-5; width: pairs 6-7"
+    assert words in run("explain", path).stdout
+    assert words not in run("explain", path, "--text-only").stdout
     assert "text only" in run("explain", path, "--text-only").stdout
 
 

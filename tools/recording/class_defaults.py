@@ -59,6 +59,7 @@ def summary(row: dict[str, Any]) -> str:
         else:
             kinds.append(
                 f"layer {index}: {layer['pairing']}, {layer['rotary_dim']} from channel {layer['rotary_offset']}"
+                + (f", axes {layer['axis']}" if "axis" in layer else "")
             )
     return "; ".join(kinds) or "no layer with attention"
 
@@ -86,6 +87,7 @@ def record_layer(recorder: Recorder, index: int) -> dict[str, Any] | None:
         "pairing": pairing,
         "rotary_dim": rotary_dim,
         "rotary_offset": min(a for a, _ in measured.pairs),
+        **({} if measured.axes is None else {"axis": measured.axes}),
     }
 
 

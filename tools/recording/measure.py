@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ class Pairs:
     """Length of a rotated one-hot input: the attention factor, times any scale of the query."""
     permuted: bool
     """Whether the outputs have another order than the inputs."""
+    axes: list[Any] | None = None
+    """The axis of each pair where tokens have several positions; see `axes_of`."""
 
     @property
     def distances(self) -> set[int]:
@@ -61,6 +65,7 @@ def measure(recorder: Recorder, index: int, indexer: bool = False) -> Pairs | No
     if len(set(channels)) != len(channels):
         raise CannotRecordError("two channels of the query come from one of a projection")
     place = {label: i for i, label in enumerate(channels)}
+    order = torch.tensor([place[label] for label in source.tolist()])
 
     def one_hot(number: int, width: int) -> Tensor:
         rows = torch.zeros(len(channels), width)
@@ -71,10 +76,14 @@ def measure(recorder: Recorder, index: int, indexer: bool = False) -> Pairs | No
                 rows[i, label % LABEL_STEP] = 1
         return rows
 
-    moved = getattr(recorder.run(index, len(channels), one_hot, indexer=indexer), side)[:, 0]  # [input, token, output]
-    order = torch.tensor([place[label] for label in source.tolist()])
-    matrix = torch.zeros(len(channels), len(channels), dtype=torch.float64)
-    matrix[:, order] = moved[:, 1].double()  # outputs back to the order of the inputs
+    def turned(positions: Tensor | None = None) -> Tensor:
+        """What each one-hot input becomes at the second token, [input, output]."""
+        moved = getattr(recorder.run(index, len(channels), one_hot, positions, indexer), side)[:, 0]
+        made = torch.zeros(len(channels), len(channels), dtype=torch.float64)
+        made[:, order] = moved[:, 1].double()  # outputs back to the order of the inputs
+        return made
+
+    matrix = turned()
     off = (matrix - torch.diag(matrix.diag())).abs() > 1e-12
     pairs, angles = [], []
     for a in range(len(channels)):
@@ -85,7 +94,42 @@ def measure(recorder: Recorder, index: int, indexer: bool = False) -> Pairs | No
             pairs.append((a, partners[0]))
             angles.append(float(torch.atan2(matrix[a, partners[0]], matrix[a, a])))
     permuted = bool((order != torch.arange(len(order))).any())
-    return Pairs(pairs, angles, float(matrix[pairs[0][0]].norm()), permuted) if pairs else None
+    if not pairs:
+        return None
+    axes = None if indexer or not recorder.several_axes else axes_of(pairs, turned)
+    return Pairs(pairs, angles, float(matrix[pairs[0][0]].norm()), permuted, axes)
+
+
+def axes_of(pairs: list[tuple[int, int]], turned: Callable[[Tensor], Tensor]) -> list[Any]:
+    """Which row of positions turns each pair: that of which alone the second token has position 1.
+
+    Args:
+        pairs: the channels of each.
+        turned: from positions, [axes, 2], to what one-hot inputs become at the second token.
+
+    Returns:
+        The axis of each pair; a list of two where its channels do not take the same.
+
+    Raises:
+        CannotRecordError: the model takes neither two, three nor four rows; a channel takes none, or several.
+    """
+    for count in (2, 3, 4):
+        rows = torch.eye(count, dtype=torch.long)
+        try:
+            made = [turned(torch.stack((torch.zeros_like(row), row), dim=-1)) for row in rows]
+        except CannotRecordError:
+            continue
+        of_channel = {}
+        for channel in {channel for pair in pairs for channel in pair}:
+            stays = torch.zeros(len(made[0]), dtype=torch.float64)
+            stays[channel] = 1
+            moved = [a for a, matrix in enumerate(made) if ((matrix[:, channel] - stays).abs() > 1e-12).any()]
+            if len(moved) != 1:
+                raise CannotRecordError(f"channel {channel} takes positions of axes {moved}")
+            of_channel[channel] = moved[0]
+        both = [[of_channel[a], of_channel[b]] for a, b in pairs]
+        return [a if a == b else [a, b] for a, b in both]
+    raise CannotRecordError("it takes neither two, three nor four positions for each token")
 
 
 def frequencies_of(recorder: Recorder, measured: Pairs) -> tuple[Frequencies, Tensor]:

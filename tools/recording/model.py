@@ -198,7 +198,7 @@ class Recorder:
         tokens = 2 if positions is None else self.tokens(positions)[0]
         x = torch.zeros(rows, tokens, self.width)
         given: dict[str, Any] = {
-            "position_ids": torch.arange(tokens).expand(rows, -1) if positions is None else positions.expand(rows, -1),
+            "position_ids": torch.arange(tokens).expand(rows, -1) if positions is None else of_rows(positions, rows),
             "attention_mask": torch.zeros(rows, 1, tokens, tokens),
         }
         named = sorted(self.model.named_modules(), key=lambda each: each[0].count("."))  # its own, and not a tower's
@@ -233,7 +233,7 @@ class Recorder:
 
     def tokens(self, positions: Tensor) -> tuple[int, Tensor]:
         """How many tokens are run for these positions, and which of them: all from 0 where no positions are taken."""
-        if "position_ids" in inspect.signature(self.model.forward).parameters:
+        if positions.ndim > 1 or "position_ids" in inspect.signature(self.model.forward).parameters:
             return positions.shape[-1], torch.arange(positions.shape[-1])
         return int(positions.max()) + 1, positions
 
@@ -241,6 +241,12 @@ class Recorder:
         """How many times a layer attends."""
         parts = getattr(self.layers[index], "self_attn", None)
         return len(parts) if isinstance(parts, nn.ModuleList) else 1
+
+    @property
+    def several_axes(self) -> bool:
+        """Whether the rotary class of the layers puts together what it turns by several positions of a token."""
+        parts = [part for name, part in self.model.named_modules() if is_rotary(part) and "visual" not in name]
+        return any(hasattr(part, "recomposition_frequencies") for part in parts if "Vision" not in type(part).__name__)
 
     @property
     def width(self) -> int:
@@ -254,7 +260,7 @@ class Recorder:
         arguments: dict[str, Any] = {}
         tokens = 2 if positions is None else self.tokens(positions)[0]
         if positions is not None and "position_ids" in parameters:
-            arguments["position_ids"] = positions.unsqueeze(-2).expand(*positions.shape[:-1], rows, -1)
+            arguments["position_ids"] = of_rows(positions, rows)
         if "inputs_embeds" in parameters:
             arguments["inputs_embeds"] = torch.zeros(rows, tokens, self.width)
         elif "hidden_states" in parameters:
@@ -274,6 +280,11 @@ class Recorder:
             for name, value in part._buffers.items()
             if value is not None and name.endswith("inv_freq") and "original" not in name
         ]
+
+
+def of_rows(positions: Tensor, rows: int) -> Tensor:
+    """Positions, [tokens] or [axes, tokens], for a batch of so many rows alike."""
+    return positions.unsqueeze(-2).expand(*positions.shape[:-1], rows, -1)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """released.json: whether the models of transformers rotate as the rows of published configs say.
 
 A row says its ropes in the words of ropewalk. So they are not written again, but held against what the models do: the
-pairing, the channels, the frequencies, the attention factor, and in how many layers.
+pairing, the channels, the frequencies, the axes, the attention factor, and in how many layers.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def agrees(text: str, layer: dict[str, Any] | None) -> bool:
     return (
         whole == (layer["pairing"], layer["rotary_dim"], layer["rotary_offset"])
         and np.allclose(rope.inv_freq, layer["inv_freq"], rtol=FLOAT32_POWER, atol=0)
+        and (None if rope.axes is None else list(rope.axes.axis)) == layer.get("axis")
         and np.isclose(rope.attention_factor, layer["attention_factor"], rtol=FLOAT32_POWER)
     )
 

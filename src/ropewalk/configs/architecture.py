@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import number, shown
+from ropewalk.axes import Axes
+from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.fields import Given
 from ropewalk.configs.layer_ropes import LayerRopes, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, listed
 from ropewalk.configs.reader import TRAINED, Reader
 from ropewalk.rope import Rope
 from ropewalk.schemes import Scaling
-
-AXES_KEYS = frozenset({"mrope_section", "mrope_interleaved", "interleaved"})
-"""What sections hold where tokens have several axes."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Architecture:
         null_window: kind of every layer where `sliding_window` is null; "" where that changes nothing.
         output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
         query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
-        axes: positions of a token.
+        axes: how the pairs are shared out over several positions of a token; None where it has one.
         idle: keys that look like rotation → why they have no effect.
         fixed: a key → the only value with which the row describes the model, and what the model does with another.
         in_transformers: whether transformers has its code.
@@ -83,7 +82,7 @@ class Architecture:
     null_window: str = ""
     output_order: str | None = None
     query_beta: bool = False
-    axes: int = 1
+    axes: AxesRule | None = None
     idle: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     in_transformers: bool = True
@@ -122,8 +121,11 @@ class Architecture:
             base = self.base(c, name, kind, given)
             scheme = c.scheme(given, self.beside())
             head_dim, rotary_dim, offset = self.shape(c, name, kind, given, scheme, layers)
+            axes = self.axes_of(c, given, rotary_dim)
             with c.fields.named():
-                rope = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme)
+                rope = Rope(
+                    head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes
+                )
             ropes[name] = rope
             schemes += [] if scheme is None else [scheme]
             others.update(self.others(c, name, rope))
@@ -141,28 +143,37 @@ class Architecture:
             query_scale=self.query_scale(c),
             rotates_values=self.rotates_values,
             output_order=self.output_order if pairing == "interleaved" else None,
+            axis_names=self.axis_names(ropes),
         )
 
     def check(self, c: Reader) -> None:
         """Raise where the config asks for something else than this row describes."""
-        if self.axes > 1 and not c.text_only:
-            raise c.fields.error(
-                "model_type",
-                "its tokens must have one position each",
-                f"{c.fields.get('model_type')}, with {self.axes}",
-                "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
-            )
         for key, (value, otherwise) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 stated = shown(c.fields.get(key))
                 raise c.fields.error(key, f"it must be {shown(value)}", stated, f"{otherwise}: not supported yet.")
-        if self.axes > 1:
-            c.warnings.append("text only: positions of images and video have several axes and are not described.")
+        if self.axes is not None and c.text_only:
+            c.warnings.append(TEXT_ONLY)
+        elif self.axes is not None and self.axes.warning:
+            c.warnings.append(self.axes.warning)
 
     def beside(self) -> frozenset[str]:
         """Keys of sections that say something else than the scheme."""
         beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
-        return beta | (AXES_KEYS if self.axes > 1 else frozenset())
+        return beta | (frozenset() if self.axes is None else self.axes.beside)
+
+    def axes_of(self, c: Reader, given: dict[str, Given], rotary_dim: int) -> Axes | None:
+        """Which position each pair of a kind of layer takes, where tokens have several."""
+        if self.axes is None or c.text_only:
+            return None
+        axes, where = self.axes.read(c.fields, given, rotary_dim // 2, self.known_by(c))
+        c.note("axes", where)
+        return axes
+
+    def axis_names(self, ropes: Mapping[str, Rope | None]) -> tuple[str, ...]:
+        """What the rows of positions are; () where tokens have one position."""
+        counts = [rope.axes.count for rope in ropes.values() if rope is not None and rope.axes is not None]
+        return self.axes.names[-max(counts) :] if self.axes is not None and counts else ()
 
     def pairing_of(self, c: Reader) -> str:
         """The pairing that the architecture implies for this config."""
@@ -298,8 +309,6 @@ class Architecture:
 
     def unwritable(self, version: int) -> str:
         """Why nobody could read the ropes from a config in the schema of this version; "" if the model's code can."""
-        if self.axes > 1:
-            return "Several axes: not supported yet."
         if not self.in_transformers and version == 5:
             return "Its own code reads the keys of version 4 only."
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from ropewalk._checks import length as checked_length
@@ -25,6 +25,7 @@ def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
         "layers": len(ropes.layers),
         "trained_length": ropes.trained_length,
         "max_position_embeddings": ropes.max_position_embeddings,
+        "axis_names": list(ropes.axis_names),
         "length": length,
         "ropes": [
             {"layers": layers, "rope": None if rope is None else _rope_facts(rope, ropes.trained_length, length)}
@@ -127,13 +128,11 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
         ("base", f"{rope['base']:g}"),
         ("pairing", f"{rope['pairing']}: {_pairing_words(rope)}"),
         ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
+        *([] if rope["axes"] is None else [("axes", _axes_words(rope["axes"], said["axis_names"]))]),
         ("wavelengths", _wavelength_words(turning)),
         ("slowed", _slowed_words(rope["slowed_by"])),
         ("attention factor", _factor_words(rope["attention_factor"])),
     ]
-    if (axes := rope["axes"]) is not None:
-        pairs = ", ".join(str(axes["axis"].count(a)) for a in range(axes["count"]))
-        rows.insert(4, ("axes", f"{axes['count']} positions for each token: {axes['pattern']}, {pairs} pairs"))
     if rope["resolved_at_length"] is not None:
         rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
     if said["trained_length"] is not None:
@@ -148,6 +147,26 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
     if said["length"] is not None:
         rows.append(("at length", _length_words(rope, said)))
     return [f"  {name:<16}  {value}" for name, value in rows]
+
+
+def _axes_words(axes: dict[str, Any], names: list[str]) -> str:
+    """Which pairs take which row of positions."""
+    of_axis = [[i for i, a in enumerate(axes["axis"]) if a == row] for row in range(axes["count"])]
+    rows = [f"{names[a] if a < len(names) else a}: {_pairs(rows)}" for a, rows in enumerate(of_axis)]
+    return f"{axes['count']} positions for each token; {'; '.join(rows)}"
+
+
+def _pairs(rows: list[int]) -> str:
+    """Numbers of pairs: a first run in equal steps by its ends, and the others."""
+    step = rows[1] - rows[0] if len(rows) > 1 else 1
+    run = next((i for i, (a, b) in enumerate(pairwise(rows), 1) if b - a != step), len(rows))
+    if run < 4 or step == 1:
+        return f"pair{'' if len(rows) == 1 else 's'} {ranges(rows)}" if rows else "no pair"
+    rest = f", and {ranges(rows[run:])}" if rows[run:] else ""
+    return f"every {_ORDINAL.get(step, f'{step}th')} pair from {rows[0]} to {rows[run - 1]}{rest}"
+
+
+_ORDINAL = {2: "second", 3: "third"}
 
 
 def _wavelength_words(turning: list[float]) -> str:

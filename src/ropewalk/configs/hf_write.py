@@ -7,6 +7,7 @@ from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
@@ -58,16 +59,35 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 
 def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
     """What `rope_parameters` says about one kind of layer."""
-    if rope.axes is not None:
-        raise error(_WHO, "a rope must have one axis to be written", repr(rope), "Write its sections by hand.")
+    if rope.axes is not None and row.axes is None:
+        raise error(
+            _WHO,
+            "a rope must have one axis to be written",
+            repr(rope),
+            "Write its sections by hand.",
+        )
     scheme = rope.scaling
     parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
     share = _share(rope, row, ropes)
     if share is not None:
         parameters["partial_rotary_factor"] = share
+    if row.axes is not None:
+        parameters.update(_sections(rope, row.axes, ropes))
     if ropes.query_scale is not None and ropes.query_scale.beta:
         parameters["llama_4_scaling_beta"] = ropes.query_scale.beta
     return parameters
+
+
+def _sections(rope: Rope, rule: AxesRule, ropes: LayerRopes) -> dict[str, Any]:
+    """What says the axes of a rope."""
+    if rope.axes is None:
+        cure = "Read the config without text_only=True."
+        raise error(_WHO, f"the ropes of {ropes.model_type} must have their axes", repr(rope), cure)
+    sections = rule.sections(rope.axes)
+    if sections is None:
+        must = f"axes must be such as {ropes.model_type} has"
+        raise error(_WHO, must, repr(rope.axes), "Write its config by hand.")
+    return {rule.keys[0]: sections} if rule.keys else {}
 
 
 def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:

@@ -48,6 +48,7 @@ class LayerRopes:
     output_order: str | None = None
     rotates_values: bool = False
     layer_kinds: tuple[str, ...] = ()
+    axis_names: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()

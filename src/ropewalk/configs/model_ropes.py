@@ -29,6 +29,8 @@ class ModelRopes(LayerRopes):
         rotates_values: the values are turned as the keys are, and the attention's output is turned back by the
             inverse at the query's position (DeepSeek-V4, whose keys are its values).
         layer_kinds: the kind of each layer, as the config calls it ("sliding_attention"); () where all are alike.
+        axis_names: where the ropes have `axes`: what the rows of positions are ("time", "height", "width"), in the
+            order that `Rope.at` takes; () where a token has one position. Text has its position in every row.
         config: what was read, for `to_hf_config`; not compared.
         origins: name of a value → where it came from, in words.
         warnings: what a reader should know, in words.

@@ -29,7 +29,8 @@ from ropewalk.configs.families import (
 from ropewalk.configs.layers import ALL, NO_ROPE, Coded, Every, Indices, Named, NoRopeLayers
 from ropewalk.configs.no_ropes import NO_ROPES
 from ropewalk.configs.remote_models import REMOTE
-from ropewalk.configs.rows import checked, hybrid, latent, llama_like, local_only, partly, row, several_axes, source
+from ropewalk.configs.rows import checked, hybrid, latent, llama_like, local_only, partly, row, source
+from ropewalk.configs.several_axes import SEVERAL_AXES
 
 _BY_SHARE = "transformers rotates by partial_rotary_factor, whatever it says"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -287,43 +288,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle={"rotary_dim": _BY_SHARE}
     ),
     "qwen3_next": hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
-    # Tokens of several axes: text_only gives what their text tokens use.
-    "cohere_compass_text": several_axes("cohere_compass", kinds=_EACH_ITS_OWN),
-    "qwen2_vl_text": several_axes("qwen2_vl", head_dim_keys=()),
-    "qwen2_5_vl_text": several_axes("qwen2_5_vl", head_dim_keys=()),
-    "qwen2_vl": several_axes("qwen2_vl", head_dim_keys=()),
-    "qwen2_5_vl": several_axes("qwen2_5_vl", head_dim_keys=()),
-    "qwen2_5_omni_text": several_axes("qwen2_5_omni"),
-    "qwen2_5_omni_talker": several_axes("qwen2_5_omni", head_dim_divides=False),
-    "qwen3_vl_text": several_axes("qwen3_vl", head_dim_divides=False),
-    "qwen3_vl_moe_text": several_axes("qwen3_vl_moe"),
-    "qwen3_omni_moe_text": several_axes("qwen3_omni_moe"),
-    "qwen3_omni_moe_talker_text": several_axes("qwen3_omni_moe"),
-    "cosmos3_edge_text": several_axes("cosmos3_edge"),
-    "ernie4_5_vl_moe_text": several_axes("ernie4_5_vl_moe", pairing="interleaved"),
-    "glm4v_text": several_axes("glm4v", share=1.0, pairing="interleaved"),
-    "glm4v_moe_text": several_axes("glm4v_moe", share=0.5),
-    "glm_image_text": several_axes("glm_image", share=1.0),
-    "glm_ocr_text": several_axes("glm_ocr", share=1.0, pairing="interleaved"),
-    "paddleocr_vl_text": several_axes("paddleocr_vl", head_dim_divides=False),
-    "hunyuan_vl_text": several_axes("hunyuan_vl", head_dim_divides=False),
-    "qwen4_exp_text": several_axes(
-        "qwen4_exp",
-        share=1.0,
-        head_dim_divides=False,
-        kinds={"indexed_attention": Kind(), "full_attention": Kind(), "linear_attention": None},
-        pattern=Every(4, "indexed_attention", "linear_attention", key="full_attention_interval"),
-    ),
-    **{
-        f"{name}_text": several_axes(
-            name,
-            share=0.25,
-            head_dim_divides=False,
-            kinds={_FULL: Kind(), "linear_attention": None},
-            pattern=_EVERY_FOURTH_FULL,
-        )
-        for name in ("qwen3_5", "qwen3_5_moe")
-    },
+    **SEVERAL_AXES,
     **REMOTE,
     **NO_ROPES,
 }

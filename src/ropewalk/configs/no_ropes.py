@@ -43,7 +43,6 @@ NO_ROPES: dict[str, Architecture] = {
     "wav2vec2-bert": refused("wav2vec2_bert", _BEFORE_PROJECTION),
     "wav2vec2-conformer": refused("wav2vec2_conformer", _BEFORE_PROJECTION),
     "seamless_m4t": refused("seamless_m4t", _BEFORE_PROJECTION),
-    "neomme": refused("neomme", "Its tokens have two axes: not supported yet."),
     "neucodec": refused("neucodec", _BY_HEAD),
     "xcodec2": refused("xcodec2", _BY_HEAD),
     "clvp_encoder": refused("clvp", "It rotates the values as well."),

@@ -6,6 +6,7 @@ from typing import Any
 
 from ropewalk._checks import error, shown
 from ropewalk.configs.architecture import Architecture, Kind
+from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.families.latent import Latent
 from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.layers import ALL, Pattern
@@ -68,8 +69,9 @@ def local_only(folder: str, pattern: Pattern | None, **more: Any) -> Architectur
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
 
 
-def several_axes(folder: str, *, share: float | None = None, **more: Any) -> Architecture:
-    return row(folder, axes=3, partial=share, **more)
+def several_axes(folder: str, axes: AxesRule, *, share: float | None = None, **more: Any) -> Architecture:
+    """Tokens with several positions: images, video and multimodal text."""
+    return row(folder, axes=axes, partial=share, **more)
 
 
 def without_rope(folder: str) -> Architecture:

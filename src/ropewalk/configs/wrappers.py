@@ -19,16 +19,19 @@ _WITH_TEXT_CONFIG = (
     "aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "
     "deepseek_vl_hybrid diffusion_gemma dots3_note embedding_gemma2 emu3 ernie4_5_vl_moe exaone4_5 fast_vlm fuyu "
     "gemma3 gemma3n gemma4 gemma4_unified glm46v glm4v glm4v_moe glm5_next glm_image glm_ocr glmasr got_ocr2 "
-    "granite4_vision granite_docling granite_speech granite_speech_plus hyperclovax_vision_v2 idefics2 "
+    "granite4_vision granite_docling granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 "
     "idefics3 internvl janus kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video "
     "llava_onevision minimax_m3_vl mistral3 mistral_large4 mllama modernvbert molmo2 musicflamingo ovis2 "
-    "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl "
-    "qwen3_vl_moe shieldgemma2 smolvlm step3p7 unlimited_ocr vibevoice video_llava vipllava voxtral voxtral_realtime "
+    "paddleocr_vl paligemma perception_lm qianfan_ocr qwen2_5_omni_thinker qwen2_audio qwen3_5 qwen3_5_moe qwen3_asr "
+    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp shieldgemma2 smolvlm step3p7 unlimited_ocr vibevoice "
+    "video_llava vipllava voxtral voxtral_realtime "
 )
 WRAPPERS: dict[str, str] = {
     **dict.fromkeys(_WITH_TEXT_CONFIG.split(), "text_config"),
     "deepseek_vl_v2": "language_config",
     "infimm-zephyr": "language",
+    "qwen2_5_omni": "thinker_config",
+    "qwen3_omni_moe": "thinker_config",
     "internvl_chat": "llm_config",
 }
 """model_type of a model made of several → the key that holds its text model."""
@@ -36,8 +39,8 @@ WRAPPERS: dict[str, str] = {
 # Keys that hold the text model of a model_type that is not known. Vision towers and projectors have other keys.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
 
-# Files of these may have the keys of their text model at the top: LLaVA 1.5 by its own code, Fuyu and Step.
-_FLAT = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5"}
+# Files of these may have the keys of their text model at the top: LLaVA 1.5 by its own code, Fuyu, Step and Hunyuan.
+_FLAT = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
 # A text model whose config leaves out its model_type.
 _INNER = {"deepseek_vl_v2": "deepseek_ocr_text"}
 

@@ -47,8 +47,8 @@ SCHEMES: dict[str, type[Scaling]] = {}
 BY_NAME: dict[str, type[Scaling]] = {}
 """Name of the class → scheme: every one that is registered."""
 
-ALIASES = {"mrope": "default"}
-"""Another name in configs → rope_type. "mrope" says only that tokens have several axes."""
+ALIASES = {"mrope": "default", "xdrope": "dynamic"}
+"""Another name in configs → rope_type. "mrope" and Hunyuan's "xdrope" say that tokens have several axes."""
 
 _Class = TypeVar("_Class", bound=type[Scaling])
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gguf_files import write
-from ropewalk import Rope, RopeError, from_config
+from ropewalk import Axes, Rope, RopeError, from_config
 from ropewalk.configs.gguf.architectures import ARCHITECTURES
 from ropewalk.schemes import Linear, LongRoPE, PerPair, YaRN
 
@@ -246,25 +246,30 @@ def test_queries_that_grow(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sections"),
+    ("architecture", "sections", "axis"),
     [
-        ("qwen2vl", [2, 3, 3, 0]),
-        ("paddleocr", [2, 3, 3, 0]),
-        ("qwen3vl", [4, 2, 2, 0]),
-        ("qwen3vlmoe", [4, 2, 2, 0]),
-        ("qwen3tts", [4, 2, 2, 0]),
-        ("glm4", [2, 3, 3, 0]),  # NORM without sections; with them its converter permutes
-        ("glm4moe", [2, 3, 3, 0]),
-        ("hunyuan_vl", [2, 2, 2, 0]),
+        ("qwen2vl", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),
+        ("paddleocr", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),
+        ("qwen3vl", [4, 2, 2, 0], [0, 1, 2, 0, 1, 2, 0, 3]),
+        ("qwen3vlmoe", [3, 3, 2, 0], [0, 1, 2, 0, 1, 2, 0, 1]),
+        ("qwen3tts", [4, 2, 2, 0], [0, 1, 2, 0, 1, 2, 0, 3]),
+        ("glm4", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),  # NORM without sections; with them its converter permutes
+        ("glm4moe", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),
+        ("hunyuan_vl", [2, 2, 2, 0], [0, 0, 1, 1, 2, 2, 0, 0]),  # 6 of 8 pairs: it begins anew
     ],
 )
-def test_text_only(path: Path, architecture: str, sections: list[int]) -> None:
+def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int]) -> None:
+    """Which row of positions each of 8 pairs takes, counted by hand from ggml_mrope_cache_init."""
     write(path, {"block_count": 2, **KEYS, SECTIONS: sections}, architecture=architecture)
-    with pytest.raises(RopeError, match=r"Several axes: not supported yet\. text_only=True gives the rope"):
-        from_config(path)
-    ropes = from_config(path, text_only=True)
-    assert ropes.layers == (HALF,) * 2
-    assert ropes.warnings[0].startswith("text only")
+    text = from_config(path, text_only=True)
+    assert text.layers == (HALF,) * 2
+    assert text.warnings[0].startswith("text only")
+    ropes = from_config(path)
+    axes = Axes(axis, lengths=[8] * (4 if 3 in axis else 3))
+    assert ropes.layers == (dataclasses.replace(HALF, axes=axes),) * 2
+    assert ropes.axis_names == ("time", "height", "width", "fourth row")[: axes.count]
+    assert ropes.origins["axes"].endswith(SECTIONS)
+    assert [("fourth row of positions" in warning) for warning in ropes.warnings] == [True] * (3 in axis)
 
 
 def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
@@ -276,11 +281,20 @@ def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
         "rope.dimension_count": 128,
         SECTIONS: [24, 20, 20, 0],
     }
-    ropes = from_config(write(path, keys, architecture="qwen3vl"), text_only=True)
+    write(path, keys, architecture="qwen3vl")
+    ropes = from_config(path, text_only=True)
     assert ropes.rope == Rope(128, 5e5, "half")
     assert any("leaves pairs 61-62 of text tokens unturned" in warning for warning in ropes.warnings)
-    keys[SECTIONS] = [22, 21, 21, 0]
-    assert len(from_config(write(path, keys, architecture="qwen3vl"), text_only=True).warnings) == 1
+    axes = from_config(path).rope.axes
+    assert axes is not None
+    assert axes.count == 4
+    theirs = Axes.interleaved((24, 20, 20)).axis
+    assert [(i, axes.axis[i], theirs[i]) for i in range(64) if axes.axis[i] != theirs[i]] == [(61, 3, 0), (62, 3, 0)]
+    assert "gives pairs 61-62, which no axis of rope.dimension_sections covers" in from_config(path).warnings[0]
+    write(path, {**keys, SECTIONS: [22, 21, 21, 0]}, architecture="qwen3vl")
+    assert len(from_config(path, text_only=True).warnings) == 1
+    assert from_config(path).rope.axes == Axes.interleaved((22, 21, 21))
+    assert from_config(path).warnings == ()
 
 
 @pytest.mark.parametrize("architecture", ["glm4", "glm4moe", "hunyuan_vl"])
@@ -293,11 +307,12 @@ def test_no_axes_without_sections(path: Path, architecture: str, more: dict[str,
 @pytest.mark.parametrize("architecture", ["qwen35", "qwen35moe"])
 def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> None:
     keys = {"block_count": 5, **KEYS, SECTIONS: [3, 3, 2, 0], "nextn_predict_layers": 1}
-    ropes = from_config(write(path, keys, architecture=architecture), text_only=True)
-    assert ropes.layers == (None, None, None, HALF)
+    rope = dataclasses.replace(HALF, axes=Axes.interleaved((3, 3, 2)))
+    ropes = from_config(write(path, keys, architecture=architecture))
+    assert ropes.layers == (None, None, None, rope)
     listed = {**keys, "attention.recurrent_layers": [False, True, True, True, False]}
-    ropes = from_config(write(path, listed, architecture=architecture), text_only=True)
-    assert ropes.layers == (HALF, None, None, None)
+    ropes = from_config(write(path, listed, architecture=architecture))
+    assert ropes.layers == (rope, None, None, None)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

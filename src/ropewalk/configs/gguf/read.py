@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import cast
 
 from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown, unreadable
+from ropewalk.axes import Axes
+from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.gguf import header
@@ -31,6 +33,7 @@ from ropewalk.configs.gguf.row import (
     Kind,
 )
 from ropewalk.configs.gguf.scheme import SchemeReader
+from ropewalk.configs.gguf.several_axes import NAMES, axes_of
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.source import without
 from ropewalk.rope import Pairing, Rope
@@ -90,9 +93,12 @@ class _Reader:
             for name, kind in turning.items():
                 head_dim, rotary_dim, offset, base = shapes[name]
                 own = scheme if kind.scaled else None
-                ropes[name] = Rope(head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own)
-                others.update(self._indexer(cast(Rope, ropes[name])))
-        self._warn_unturned(ropes)
+                axes = self._axes(rotary_dim)
+                rope = Rope(
+                    head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=own, axes=axes
+                )
+                ropes[name] = rope
+                others.update(self._indexer(rope))
         return ModelRopes(
             layers=tuple(ropes[name] for name in layers),
             model_type=keys.architecture,
@@ -103,6 +109,7 @@ class _Reader:
             softmax_factor=self._softmax_factor(scheme),
             query_scale=query_scale,
             layer_kinds=() if self.row.layers is None else tuple(layers),
+            axis_names=NAMES[: max((r.axes.count for r in ropes.values() if r is not None and r.axes), default=0)],
             origins=keys.origins,
             warnings=tuple(keys.warnings),
         )
@@ -119,28 +126,30 @@ class _Reader:
             return None
         if value[3] or not any(value):
             raise fields.error(key, "some pairs must have an axis, and none the fourth", shown(value), "Is it right?")
-        if not self.text_only:
-            raise fields.error(
-                "general.architecture",
-                "its tokens must have one position each",
-                f"{self.keys.architecture}, with several axes",
-                "Several axes: not supported yet. text_only=True gives the rope that its text tokens use.",
-            )
-        self.keys.warnings.append("text only: positions of images and video have several axes and are not described.")
+        if self.text_only:
+            self.keys.warnings.append(TEXT_ONLY)
         return value
 
-    def _warn_unturned(self, ropes: Mapping[str, Rope | None]) -> None:
-        """IMROPE gives axes to pairs in turn: one that has no more leaves its pairs to the fourth, 0 in text."""
-        if self.sections is None or self.row.axes != "imrope":
-            return
-        for rope in filter(None, ropes.values()):
-            sectors = [i % sum(self.sections) for i in range(rope.rotary_dim // 2)]
-            unturned = [i for i, sector in enumerate(sectors) if sector >= 3 * self.sections[sector % 3]]
-            if unturned:
-                self.keys.warnings.append(
-                    f"llama.cpp leaves pairs {ranges(unturned)} of text tokens unturned, since no axis of "
-                    f"{SECTIONS} covers them; these ropes turn them, as the model does."
-                )
+    def _axes(self, rotary_dim: int) -> Axes | None:
+        """The row of positions that each pair takes; a warning where ggml has a fourth one that it fills with 0."""
+        if self.sections is None:
+            return None
+        axes = axes_of(self.sections, rotary_dim // 2, in_turn=self.row.axes == "imrope")
+        fourth = [i for i, a in enumerate(axes.axis) if a == 3]
+        if fourth and self.text_only:
+            self.keys.warnings.append(
+                f"llama.cpp leaves pairs {ranges(fourth)} of text tokens unturned, since no axis of {SECTIONS} covers "
+                "them; these ropes turn them, as the model does."
+            )
+        elif fourth:
+            self.keys.warnings.append(
+                f"llama.cpp gives pairs {ranges(fourth)}, which no axis of {SECTIONS} covers, a fourth row of "
+                "positions, and fills it with 0: pass zeros to do as it does. The model's own code gives them the time."
+            )
+        if self.text_only:
+            return None
+        self.keys.origins["axes"] = self.keys.key(SECTIONS)
+        return axes
 
     def _pairing(self) -> Pairing:
         if self.passed_pairing is not None:

@@ -1,0 +1,139 @@
+"""Text models whose tokens have several positions: their axes, against the models' own code, run, and by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from each import each
+from ropewalk import NTK, Axes, Rope, RopeError, from_config
+from ropewalk.configs.models import ARCHITECTURES
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DEFAULTS = json.loads((GOLDEN / "class_defaults.json").read_text())["rows"]
+SEVERAL = [(row["model_type"], row) for row in DEFAULTS if ARCHITECTURES[row["model_type"]].axes is not None]
+
+
+def test_text_only_is_the_same_rope_without_axes() -> None:
+    def check(row: dict[str, Any]) -> None:
+        ropes, text = from_config(row["config"]), from_config(row["config"], text_only=True)
+        assert text.layers == tuple(None if rope is None else replace(rope, axes=None) for rope in ropes.layers)
+        assert text.axis_names == ()
+        assert text.warnings[0].startswith("text only: ")
+        positions = torch.tensor([0, 1, 17, 4095])
+        for rope, alone in zip(ropes.layers, text.layers, strict=True):
+            if rope is not None and alone is not None and rope.axes is not None:
+                rows = positions.expand(rope.axes.count, -1)
+                assert torch.equal(rope.at(rows).cos, alone.at(positions).cos)
+
+    each(SEVERAL, check)
+
+
+def test_every_row_of_several_axes_was_run() -> None:
+    described = {name for name, row in ARCHITECTURES.items() if row.axes is not None}
+    assert {name for name, _ in SEVERAL} == described - {"qwen2_vl", "qwen2_5_vl"}  # flat files of those with _text
+
+
+def test_hunyuan_has_the_axes_of_its_first_code() -> None:
+    """Those of transformers 5.23 are none: a channel of a pair takes the position of another axis than its partner."""
+    (row,) = (row for name, row in SEVERAL if name == "hunyuan_vl_text")
+    ropes = from_config(row["config"])
+    recorded = row["layers"]["0"]["axis"]
+    assert recorded == [[0, 2]] * 32 + [[1, 3]] * 32
+    assert ropes.rope.axes == Axes([0] * 16 + [1] * 16 + [2] * 16 + [3] * 16)
+    assert ropes.axis_names == ("sequence", "width", "height", "image")
+    assert any("rotates text alone" in warning for warning in ropes.warnings)
+
+
+QWEN2_VL = {
+    "model_type": "qwen2_vl", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "rope_theta": 1e6,
+}  # fmt: skip
+QWEN3_VL = {**QWEN2_VL, "model_type": "qwen3_vl_text", "head_dim": 128}
+HUNYUAN = {**QWEN2_VL, "model_type": "hunyuan_vl_text", "head_dim": 16}
+
+
+class TestSections:
+    @pytest.mark.parametrize("section", ["rope_scaling", "rope_parameters"])
+    def test_stated(self, section: str) -> None:
+        values = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}
+        ropes = from_config({**QWEN2_VL, section: values})
+        assert ropes.rope == Rope(16, 1e6, "half", axes=Axes([0, 0, 0, 0, 1, 1, 2, 2]))
+        assert ropes.axis_names == ("time", "height", "width")
+        assert ropes.origins["axes"] == f"{section}.mrope_section"
+
+    def test_of_each_kind_of_layer(self) -> None:
+        parameters = {
+            "sliding_attention": {"rope_theta": 5e4, "mrope_section": [4, 2, 2]},
+            "full_attention": {"rope_theta": 5e5, "mrope_section": [2, 3, 3]},
+        }
+        ropes = from_config({
+            **QWEN2_VL, "model_type": "cohere_compass_text", "rope_theta": None, "rope_parameters": parameters,
+            "layer_types": ["sliding_attention", "full_attention"],
+        })  # fmt: skip
+        assert ropes.layers == (
+            Rope(16, 5e4, "half", axes=Axes([0, 1, 2, 0, 1, 2, 0, 0])),
+            Rope(16, 5e5, "half", axes=Axes([0, 1, 2, 0, 1, 2, 0, 1])),
+        )
+        assert from_config(ropes.to_hf_config(version=5)).layers == ropes.layers
+
+    def test_legacy_name(self) -> None:
+        scaling = {"type": "xdrope", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                   "mscale_all_dim": 1.0, "xdrope_section": [2, 2, 2, 2]}  # fmt: skip
+        ropes = from_config({**HUNYUAN, "rope_scaling": scaling})
+        assert ropes.rope == Rope(16, 1e6, "half", scaling=NTK(1000.0), axes=Axes.sections((2, 2, 2, 2)))
+        assert from_config(ropes.to_hf_config(version=5)).layers == ropes.layers
+        whole = {
+            **HUNYUAN,
+            "model_type": "hunyuan_vl",
+            "rope_scaling": scaling,
+            "vision_config": {"model_type": "clip"},
+        }
+        assert from_config(whole).layers == ropes.layers
+        three = from_config({**HUNYUAN, "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}})
+        assert three.axis_names == ("width", "height", "image")
+
+    @pytest.mark.parametrize(
+        ("config", "scaling", "message"),
+        [
+            (QWEN2_VL, {"mrope_section": [4, 2, 3]}, "rope_scaling.mrope_section: its numbers must add up to the 8 "
+             "pairs that rotate, got [4, 2, 3], which add up to 9"),
+            (QWEN2_VL, {}, "mrope_section: its numbers must add up to the 8 pairs that rotate, got [16, 24, 24], "
+             "implied by model_type qwen2_vl (transformers 5.23 models/qwen2_vl), which add up to 64"),
+            (QWEN3_VL, {"mrope_section": [24, 20, 21]}, "add up to the 64 pairs that rotate, got [24, 20, 21], which"),
+            ({**QWEN3_VL, "head_dim": 64}, {}, "add up to the 32 pairs that rotate, got [24, 20, 20], implied"),
+            (QWEN2_VL, {"mrope_section": [4, 4]}, "must be a list of 3 numbers of pairs: time, height, width, got 2"),
+            (QWEN2_VL, {"mrope_section": "4"}, "rope_scaling.mrope_section: it must be a list of 3 numbers of pairs"),
+            (QWEN2_VL, {"mrope_section": [4, 2.5, 2]}, "rope_scaling.mrope_section[1] must be an integer"),
+            (QWEN2_VL, {"mrope_section": [9, -1, 0]}, "rope_scaling.mrope_section[1] must be an integer from 0 to"),
+            (QWEN2_VL, {"mrope_interleaved": True}, "rope_scaling.mrope_interleaved: it must be false, as qwen2_vl"),
+            (QWEN3_VL, {"mrope_interleaved": False}, "rope_scaling.mrope_interleaved: it must be true, as qwen3_vl"),
+            (HUNYUAN, {}, "mrope_section: it must be given in rope_parameters, got none"),
+            (HUNYUAN, {"mrope_section": [4, 4]}, "it must be a list of 3 to 4 numbers of pairs"),
+            (HUNYUAN, {"mrope_section": [2, 2, 2, 2], "xdrope_section": [2, 2, 3, 1]},
+             "rope_scaling.xdrope_section: it must agree with rope_scaling.mrope_section"),
+            ({**QWEN3_VL, "model_type": "ernie4_5_vl_moe_text"}, {"mrope_section": [22, 21, 21]}, "h and w"),
+        ],
+    )  # fmt: skip
+    def test_refused(self, config: dict[str, Any], scaling: dict[str, Any], message: str) -> None:
+        config = {**config, "rope_scaling": {"rope_type": "default", **scaling}}
+        with pytest.raises(RopeError) as raised:
+            from_config(config)
+        assert message in str(raised.value)
+        if "agree" not in message:  # the sections do not matter to text
+            assert from_config(config, text_only=True).rope.axes is None
+
+    def test_what_writing_refuses(self) -> None:
+        config = {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+        with pytest.raises(
+            RopeError, match=r"the ropes of qwen2_vl must have their axes, got .* without text_only=True"
+        ):
+            from_config(config, text_only=True).to_hf_config(version=5)
+        ropes = from_config(config)
+        other = replace(ropes, layers=(replace(ropes.rope, axes=Axes([2, 0, 1, 0, 0, 0, 0, 0])),) * 2)
+        with pytest.raises(RopeError, match="axes must be such as qwen2_vl has"):
+            other.to_hf_config(version=4)
