@@ -141,6 +141,7 @@ def test_public_names() -> None:
         "Rotation",
         "SelfExtend",
         "TwoPass",
+        "VisionRopes",
         "YaRN",
         "backends",
         "formats",

@@ -25,8 +25,8 @@ this_version = pytest.mark.skipif(
 )
 # The whole head; one kind of layer that does not rotate; the last channels, with an output order of its own; sines of a
 # table; a model that needs more than tokens, of which the attention runs alone; layers that return two things; queries
-# from experts, and from a mean of two projections.
-NAMES = ["llama", "cohere2", "youtu", "gptj", "mimi_encoder", "bamba", "jetmoe", "zaya"]
+# from experts, and from a mean of two projections; two axes, and three.
+NAMES = ["llama", "cohere2", "youtu", "gptj", "mimi_encoder", "bamba", "jetmoe", "zaya", "neomme", "qwen3_vl_text"]
 # One attention factor; a latent, an indexer, and outputs in another order; a query scale that depends on the position;
 # frequencies that depend on the length; three axes; a fused projection; a scale inside of the product.
 ROWS = {
@@ -41,6 +41,7 @@ ROWS = {
     ],
     "models": ["llama-3.1-8b"],
     "schemes": ["gemma-3-27b-it", "default-moonshine"],
+    "vision_towers": ["qwen2_vl_vision", "minimax_m3_vl_vision", "gemma4_vision", "llama4_vision_model", "dinov3_vit"],
     "lengths": ["phi-3.5-mini-instruct", "grag-llama-3.1-8b-cpt-dynamic"],
 }
 

@@ -17,7 +17,19 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from recording import class_defaults, coordinates, files, frequencies, ggml, learned, peers, released, rotated, sources
+from recording import (
+    class_defaults,
+    coordinates,
+    files,
+    frequencies,
+    ggml,
+    learned,
+    peers,
+    released,
+    rotated,
+    sources,
+    towers,
+)
 from recording.model import CannotRecordError
 
 GOLDEN = {
@@ -29,6 +41,7 @@ GOLDEN = {
         frequencies.SCHEMES,
         frequencies.LENGTHS,
         released.GOLDEN,
+        towers.GOLDEN,
         *peers.GOLDEN,
         *coordinates.GOLDEN,
         *sources.GOLDEN,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ropewalk.axes import Axes as Axes
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
+    from ropewalk.configs import VisionRopes as VisionRopes
     from ropewalk.configs import from_config as from_config
     from ropewalk.kernels.backend import backends as backends
     from ropewalk.learned import LearnedRope as LearnedRope
@@ -55,6 +56,7 @@ _HOME = {
     "NTK": "schemes",
     "Proportional": "schemes",
     "QueryScale": "configs",
+    "VisionRopes": "configs",
     "Rope": "rope",
     "RopeError": "_checks",
     "RotaryAttention": "nn",
@@ -96,6 +98,7 @@ __all__ = [
     "Rotation",
     "SelfExtend",
     "TwoPass",
+    "VisionRopes",
     "YaRN",
     "backends",
     "formats",

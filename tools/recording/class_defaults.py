@@ -21,9 +21,10 @@ from .parts import model_classes
 def known() -> set[str]:
     """Model types that ropewalk reads, reads through, or refuses with a reason."""
     from ropewalk.configs.models import ARCHITECTURES
+    from ropewalk.configs.vision_towers import TOWERS
     from ropewalk.configs.wrappers import WRAPPERS
 
-    return set(ARCHITECTURES) | set(WRAPPERS)
+    return set(ARCHITECTURES) | set(TOWERS) | set(WRAPPERS)
 
 
 def unknown(installed: list[str], known_types: set[str]) -> list[str]:

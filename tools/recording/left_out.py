@@ -14,24 +14,24 @@ WITHOUT_ROPE = """
 """
 # Encoders of images and sound, parts that need other inputs, and models around a text model with its own model type.
 OTHERS = """
-    EvollaModel autoformer bark blt bridgetower_vision_model canary chameleon_vqgan clvp cohere_compass_vision
+    EvollaModel autoformer bark blt bridgetower_vision_model canary chameleon_vqgan clvp
     cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision dia dots3_note_audio_encoder
-    dots3_note_vision_encoder edgetam_video edgetam_video_mask_decoder edgetam_video_prompt_encoder efficientloftr
-    eomt_dinov3 ernie4_5_vl_moe_vision exaone4_5_vision funnel gemma3n_audio gemma3n_vision gemma4_audio
-    gemma4_unified_audio gemma4_unified_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_image_vision
-    glm_image_vqmodel glm_ocr_vision glmga hunyuan_vl_vision idefics_perciever idefics_vision informer
-    inkling2 inkling2_vision inkling_audio inkling_mm_model inkling_vision kimi_k25_vision lasr_ctc lfm3_vl
-    lfm3_vl_vision minicpmv4_7 minicpmv4_7_vision minimax_m3_vl_vision mlcd_vision_model molmo2_adapter muse_glimmer
-    muse_glimmer_vision muse_spark muse_spark_audio muse_spark_vision nemo_speechlm nemotron3_5_transcribe_audio
-    nemotron3_diarization nemotron_asr_streaming nemotron_asr_streaming_encoder paddleocr_vl_vision parakeet_ctc
+    edgetam_video_mask_decoder edgetam_video_prompt_encoder efficientloftr
+    funnel gemma3n_audio gemma3n_vision gemma4_audio
+    gemma4_unified_audio gemma4_unified_vision glm_image_vision
+    glm_image_vqmodel glmga hunyuan_vl_vision idefics_perciever idefics_vision informer
+    inkling2 inkling_audio inkling_mm_model inkling_vision lasr_ctc lfm3_vl
+    minicpmv4_7 minicpmv4_7_vision molmo2_adapter muse_glimmer
+    muse_spark muse_spark_audio nemo_speechlm nemotron3_5_transcribe_audio
+    nemotron3_diarization nemotron_asr_streaming nemotron_asr_streaming_encoder parakeet_ctc
     parakeet_encoder parakeet_rnnt parakeet_tdt pe_audio pe_audio_video pe_video pix2struct
     qwen2_5_omni_audio_encoder qwen2_5_omni_bigvgan qwen2_5_omni_token2wav
-    qwen2_5_omni_vision_encoder qwen3_5_moe_vision qwen3_omni_moe_audio_encoder
-    qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen4_exp_vision rag
+    qwen3_omni_moe_audio_encoder
+    rag
     sam2_video_mask_decoder sam2_video_prompt_encoder sam3 sam3_detr_decoder sam3_detr_encoder sam3_geometry_encoder
-    sam3_mask_decoder sam3_tracker_video sam3_tracker_video_mask_decoder sam3_tracker_video_prompt_encoder
-    sam3_video sam3_vision_model sapiens2 sapiens2_head siglip2 step3p5_vision t5gemma t5gemma2 t5gemma2_encoder
+    sam3_mask_decoder sam3_tracker_video_mask_decoder sam3_tracker_video_prompt_encoder
+    sam3_video sam3_vision_model sapiens2_head siglip2 t5gemma t5gemma2 t5gemma2_encoder
     time_series_transformer timm_wrapper unlimited_ocr_sam_vision_model unlimited_ocr_vision video_llama_3
-    video_llama_3_vision
+
 """
 LEFT_OUT = frozenset((WITHOUT_ROPE + OTHERS).split())

@@ -5,7 +5,7 @@ Needs neither torch nor transformers.
 
 from __future__ import annotations
 
-from ropewalk.configs.model_ropes import ModelRopes, QueryScale
+from ropewalk.configs.model_ropes import ModelRopes, QueryScale, VisionRopes
 from ropewalk.configs.read import from_config
 
-__all__ = ["ModelRopes", "QueryScale", "from_config"]
+__all__ = ["ModelRopes", "QueryScale", "VisionRopes", "from_config"]

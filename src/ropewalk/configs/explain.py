@@ -11,7 +11,7 @@ from typing import Any
 from ropewalk._checks import length as checked_length
 from ropewalk._checks import printable
 from ropewalk.axes import Axes
-from ropewalk.configs.layer_ropes import LayerRopes
+from ropewalk.configs.layer_ropes import LayerRopes, VisionRopes
 from ropewalk.rope import Rope
 
 
@@ -31,6 +31,7 @@ def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
             {"layers": layers, "rope": None if rope is None else _rope_facts(rope, ropes.trained_length, length)}
             for rope, layers in ropes.groups()
         ],
+        "vision": None if ropes.vision is None else _vision_facts(ropes.vision),
         "others": {name: _rope_facts(rope, ropes.trained_length, length) for name, rope in ropes.others.items()},
         "softmax_factor": ropes.softmax_factor,
         "query_scale": None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
@@ -39,6 +40,12 @@ def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
         "origins": dict(ropes.origins),
         "warnings": list(ropes.warnings),
     }
+
+
+def _vision_facts(vision: VisionRopes) -> dict[str, Any]:
+    facts = {name: getattr(vision, name) for name in ("model_type", "source", "positions")}
+    ropes = [_rope_facts(rope, None, None) for rope in vision.ropes]
+    return {**facts, "axis_names": list(vision.axis_names), "ropes": ropes}
 
 
 def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
@@ -92,6 +99,7 @@ def text(said: dict[str, Any]) -> str:
         lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], said)
     for name, rope in said["others"].items():
         lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, said)]
+    lines += [] if said["vision"] is None else _vision_lines(said["vision"])
     lines += _beside_lines(said)
     lines += ["", "where each value came from"]
     width = max(map(len, said["origins"]), default=0)
@@ -99,6 +107,13 @@ def text(said: dict[str, Any]) -> str:
     if said["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in said["warnings"])]
     return "\n".join(map(printable, lines))  # names in a file may hold escape sequences of terminals
+
+
+def _vision_lines(vision: dict[str, Any]) -> list[str]:
+    lines = ["", f"vision tower (model_type {vision['model_type']}; {vision['source']})"]
+    for rope in vision["ropes"]:
+        lines += _rope_lines(rope, {**vision, "trained_length": None, "length": None})
+    return [*lines, f"  {'positions':<16}  {vision['positions']}"]
 
 
 def _beside_lines(said: dict[str, Any]) -> list[str]:
@@ -129,7 +144,7 @@ def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
         ("pairing", f"{rope['pairing']}: {_pairing_words(rope)}"),
         ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
         *([] if rope["axes"] is None else [("axes", _axes_words(rope["axes"], said["axis_names"]))]),
-        ("wavelengths", _wavelength_words(turning)),
+        ("wavelengths", _wavelength_words(turning, rope["axes"] is None)),
         ("slowed", _slowed_words(rope["slowed_by"])),
         ("attention factor", _factor_words(rope["attention_factor"])),
     ]
@@ -169,10 +184,11 @@ def _pairs(rows: list[int]) -> str:
 _ORDINAL = {2: "second", 3: "third"}
 
 
-def _wavelength_words(turning: list[float]) -> str:
+def _wavelength_words(turning: list[float], of_text: bool) -> str:
     if not turning:
         return "no pair turns"
-    return f"{min(turning):,.2f} to {max(turning):,.0f} tokens for a full turn"
+    unit = "tokens" if of_text else "positions"
+    return f"{min(turning):,.2f} to {max(turning):,.0f} {unit} for a full turn"
 
 
 def _shown(value: Any) -> str:

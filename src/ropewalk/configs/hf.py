@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import RopeError, nearest, shown
-from ropewalk.configs import strays
+from ropewalk.configs import strays, vision
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.families import unknown
 from ropewalk.configs.fields import Fields
@@ -28,13 +28,25 @@ def read(
     pairing: str | None,
     base: float | None,
     text_only: bool,
-    path: str = "",
 ) -> ModelRopes:
-    """The ropes of a Hugging Face config; see `from_config` for arguments and errors. `path`: as in `Fields`."""
-    fields = Fields(config, source, path)
+    """The ropes of a Hugging Face config; see `from_config` for arguments and errors."""
+    fields = Fields(config, source)
+    tower = vision.alone(fields)
+    if tower is not None:
+        if pairing is not None or base is not None:
+            must, cure = "pairing and base must be left out", "The row of the tower says them."
+            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
+        return ModelRopes((), tower.model_type, source, vision=tower)
+    ropes = _read_text(fields, pairing=pairing, base=base, text_only=text_only)
+    return ropes if text_only else dataclasses.replace(ropes, vision=vision.inside(fields))
+
+
+def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
+    """The ropes of a text model, or of the one inside."""
     inner = text_part(fields, ARCHITECTURES, pairing is not None)
     if inner is not None:
-        ropes = read(inner.config, inner.source, pairing=pairing, base=base, text_only=text_only, path=inner.path)
+        text = Fields(inner.config, inner.source, inner.path)
+        ropes = _read_text(text, pairing=pairing, base=base, text_only=text_only)
         return dataclasses.replace(ropes, warnings=(*ropes.warnings, *inner.warnings))
     reader = Reader(fields, pairing=pairing, base=base, text_only=text_only)
     strays.bounded(fields)

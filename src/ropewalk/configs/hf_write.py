@@ -21,6 +21,9 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
     """The config in the schema of transformers 4 or 5; see `ModelRopes.to_hf_config`."""
     if type(version) is not int or version not in (4, 5):
         raise error(_WHO, "version must be 4 or 5", shown(version), "They are the schemas of transformers.")
+    if not ropes.layers:
+        cure = "Its own config is all that there is to say."
+        raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", cure)
     row = ARCHITECTURES.get(ropes.model_type)
     if row is None or ropes.config is None:
         raise error(

@@ -34,6 +34,26 @@ class QueryScale:
 
 
 @dataclass(frozen=True)
+class VisionRopes:
+    """How a vision tower rotates: all its layers alike.
+
+    Args:
+        ropes: applied to q and k one after another, all at the same positions: one, but for Gemma 4, which rotates
+            each half of the head by itself.
+        axis_names: what the rows of positions are, in the order that `Rope.at` takes.
+        positions: what they hold, in words; tokens that are not rotated are named.
+        model_type: the tower, as its config names it or the whole config implies.
+        source: the file, or what else was read.
+    """
+
+    ropes: tuple[Rope, ...]
+    axis_names: tuple[str, ...]
+    positions: str
+    model_type: str
+    source: str
+
+
+@dataclass(frozen=True)
 class LayerRopes:
     """The fields of `ModelRopes`, which says what they are."""
 
@@ -49,6 +69,7 @@ class LayerRopes:
     rotates_values: bool = False
     layer_kinds: tuple[str, ...] = ()
     axis_names: tuple[str, ...] = ()
+    vision: VisionRopes | None = None
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()

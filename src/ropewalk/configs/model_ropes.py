@@ -9,6 +9,7 @@ from ropewalk._checks import error
 from ropewalk.configs import explain, hf_write
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.layer_ropes import QueryScale as QueryScale
+from ropewalk.configs.layer_ropes import VisionRopes as VisionRopes
 from ropewalk.rope import Rope
 
 
@@ -31,6 +32,8 @@ class ModelRopes(LayerRopes):
         layer_kinds: the kind of each layer, as the config calls it ("sliding_attention"); () where all are alike.
         axis_names: where the ropes have `axes`: what the rows of positions are ("time", "height", "width"), in the
             order that `Rope.at` takes; () where a token has one position. Text has its position in every row.
+        vision: the ropes of the vision tower; None where there is none, or none that ropewalk describes. Of a config
+            that is a tower alone, `layers` is ().
         config: what was read, for `to_hf_config`; not compared.
         origins: name of a value → where it came from, in words.
         warnings: what a reader should know, in words.
@@ -46,6 +49,8 @@ class ModelRopes(LayerRopes):
         distinct = set(self.layers)
         if len(distinct) == 1 and (rope := self.layers[0]) is not None:
             return rope
+        if not self.layers:
+            raise error(self.source, "rope must be that of a text model", "a vision tower alone", "Use .vision.ropes.")
         listed = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
         raise error(self.source, "rope must be the same in all layers", listed, "Use .layers[i].")
 

@@ -15,7 +15,8 @@ _INSTEAD = {
         "bridgetower camembert canine clip clip_text_model clip_vision_model clipseg convbert ctrl data2vec-text deit "
         "dinov2 distilbert electra ernie flaubert flava git gpt2 gpt_bigcode gpt_neo groupvit ibert imagegpt layoutlm "
         "layoutlmv2 layoutlmv3 led longformer luke lxmert mbart mobilebert mvp nystromformer openai-gpt opt owlvit "
-        "pegasus plbart prophetnet roberta roberta-prelayernorm roc_bert rugpt3xl siglip splinter squeezebert tapas "
+        "pegasus plbart prophetnet roberta roberta-prelayernorm roc_bert rugpt3xl siglip "
+        "siglip2_vision_model splinter squeezebert tapas "
         "trocr vilt vision-text-dual-encoder visual_bert vit vit_mae xlm xlm-roberta xlm-roberta-xl xmod yolos"
     ),
     "sinusoidal positions": "blenderbot cohere_asr fsmt m2m_100 marian musicgen pegasus_x speech_to_text whisper xglm",
@@ -53,21 +54,4 @@ NO_ROPES: dict[str, Architecture] = {
     "inkling_text": without_rope("inkling"),
     "inkling2_text": without_rope("inkling2"),
     "moshi_depth": without_rope("moshi"),
-    **{
-        name: refused(name, "Vision towers have several axes: not supported yet.")
-        for name in (
-            "dinov3_vit",
-            "gemma4_vision",
-            "llama4_vision_model",
-            "mlcd",
-            "pixtral",
-            "qwen2_5_vl_vision",
-            "qwen2_vl_vision",
-            "qwen3_5_vision",
-            "qwen3_vl_vision",
-            "sam2_video",
-            "sam3_vit_model",
-            "siglip2_vision_model",
-        )
-    },
 }

@@ -31,20 +31,21 @@ def from_config(
         config: a dict, a config object with `to_dict()`, a path to a file or to a folder that holds one, or a hub id
             (`meta-llama/Llama-3.1-8B`), whose config.json is read from the local cache of `huggingface_hub`.
             Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-            (`rope_parameters`), also text models inside multimodal ones; Meta's params.json; a GGUF file of llama.cpp.
-            Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file 256 MiB.
+            (`rope_parameters`), also multimodal models and vision towers alone; Meta's params.json; a GGUF file of
+            llama.cpp. Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file
+            256 MiB.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
         factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1 and
             3.2 Vision, 32 in 3.2 1B and 3B).
-        text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use. It has no
-            effect on models of one axis, so that it can be passed for all of many.
+        text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use. The vision
+            tower is left out. It has no other effect, so that it can be passed for all of many.
         ignore: keys to read past, as if the file did not have them: for a key about rotation that ropewalk does not
             know and that the model's own code does not read. "a.b" is b inside a. Each becomes a warning.
         download: whether to download the config.json of a hub id that is not in the cache.
 
     Returns:
-        `ModelRopes`: `.rope`, `.layers`, `.explain()`.
+        `ModelRopes`: `.rope`, `.layers`, `.vision`, `.explain()`.
 
     Raises:
         RopeError: the config cannot be read, or does not have one clear meaning.

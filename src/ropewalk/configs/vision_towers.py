@@ -1,0 +1,219 @@
+"""The table of vision towers: model_type → its rope, and what positions it takes.
+
+Each row was checked by running the rotary class and the rotation of the tower in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ropewalk.axes import Axes
+from ropewalk.rope import Pairing, Rope
+
+_GRID = "integers: row and column of each patch in the grid of patches, from 0"
+_MERGED = f"{_GRID}; patches in the order of blocks that are merged"
+_CENTRES = (
+    "floats: the centre of each patch, from −1 to 1 along each side, times 2π: 2π · (2 · (i + 0.5) / n − 1) for the "
+    "i-th of n; class and register tokens, which stand first, are not rotated"
+)
+_MEMORY = "integers: column and row of each place in the feature map, from 0; tokens of object pointers are not rotated"
+
+
+@dataclass(frozen=True)
+class Tower:
+    """How a vision tower rotates.
+
+    Args:
+        source: where this can be seen.
+        ropes: from the channels of a head and the base to the ropes that are applied one after another.
+        axis_names: what the rows of positions are.
+        positions: what they hold, in words.
+        base: that of its class, where a config states none.
+        width, heads: keys of the width of the tower and of its number of heads.
+        sizes: those two in its class, and its head_dim or None: transformers leaves out what a class has by default.
+        divided_by: key of what the size of a head is divided by; "" where it is not.
+        known: other keys about rotation, which say positions.
+    """
+
+    source: str
+    ropes: Callable[[int, float], tuple[Rope, ...]]
+    axis_names: tuple[str, ...] = ("height", "width")
+    positions: str = _GRID
+    base: float = 10_000.0
+    width: tuple[str, ...] = ("hidden_size",)
+    heads: tuple[str, ...] = ("num_attention_heads", "num_heads")
+    sizes: tuple[int, int, int | None] = (1152, 16, None)
+    divided_by: str = ""
+    known: tuple[str, ...] = ()
+
+
+def _axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) -> Callable[..., tuple[Rope, ...]]:
+    """A half of the head for each axis."""
+
+    def ropes(head_dim: int, base: float) -> tuple[Rope, ...]:
+        half = head_dim // 2
+        return (Rope(head_dim, base, pairing, axes=Axes.axial((half, half), order=order)),)
+
+    return ropes
+
+
+def _kimi(head_dim: int, base: float) -> tuple[Rope, ...]:
+    """Width and height in turn, each with a progression of its own."""
+    half = head_dim // 2
+    return (Rope(head_dim, base, "half", axes=Axes.alternating((half, half), order=(1, 0))),)
+
+
+def _pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:
+    """One progression: its even places for the height, the odd ones for the width."""
+    half = head_dim // 2
+    return (Rope(head_dim, base, "half", axes=Axes.strided((half, half))),)
+
+
+def _minimax(head_dim: int, base: float) -> tuple[Rope, ...]:
+    """A third of the head for each of three axes, made even; what is left over does not rotate."""
+    third = 2 * (head_dim // 3 // 2)
+    return (Rope(head_dim, base, "half", rotary_dim=3 * third, axes=Axes.axial((third,) * 3)),)
+
+
+def _gemma4(head_dim: int, base: float) -> tuple[Rope, ...]:
+    """Each half of the head has pairs of its own, all for one axis: a rope for each half."""
+    half = head_dim // 2
+    pairs = half // 2
+    return tuple(
+        Rope(
+            head_dim,
+            base,
+            "half",
+            rotary_dim=half,
+            rotary_offset=axis * half,
+            axes=Axes((axis,) * pairs, lengths=(pairs, pairs)),
+        )
+        for axis in (0, 1)
+    )
+
+
+def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes: int, **more: Any) -> Tower:
+    width, heads, *own = sizes
+    source = f"transformers 5.23 models/{folder}"
+    return Tower(source, ropes, sizes=(width, heads, own[0] if own else None), **more)
+
+
+def _memory(folder: str, *known: str) -> Tower:
+    """The attention of SAM's tracker to its memory."""
+    more = ("memory_attention_rope_feat_sizes", "memory_attention_rope_dropout", *known)
+    return _tower(
+        folder,
+        _axial("interleaved"),
+        256,
+        1,
+        axis_names=("column", "row"),
+        positions=_MEMORY,
+        width=("memory_attention_hidden_size",),
+        heads=("memory_attention_num_attention_heads",),
+        divided_by="memory_attention_downsample_rate",
+        known=more,
+    )
+
+
+_QWEN = {"positions": _MERGED, "heads": ("num_heads", "num_attention_heads")}
+
+TOWERS: dict[str, Tower] = {
+    "qwen2_vl_vision": _tower("qwen2_vl", _axial(), 1280, 16, **{**_QWEN, "width": ("embed_dim",)}),
+    "qwen2_5_vl_vision": _tower("qwen2_5_vl", _axial(), 3584, 16, **_QWEN),
+    "qwen2_5_omni_vision_encoder": _tower("qwen2_5_omni", _axial(), 3584, 16, **_QWEN),
+    "qwen3_omni_moe_vision_encoder": _tower("qwen3_omni_moe", _axial(), 1152, 16, **_QWEN),
+    **{
+        f"{name}_vision": _tower(name, _axial(), 1152, 16, **_QWEN)
+        for name in ("cohere_compass", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp")
+    },
+    "exaone4_5_vision": _tower("exaone4_5", _axial(), 3584, 16, **_QWEN),
+    "ernie4_5_vl_moe_vision": _tower("ernie4_5_vl_moe", _axial(), 1280, 16, **_QWEN),
+    "glm4v_vision": _tower("glm4v", _axial(), 1536, 12, **_QWEN),
+    "glm4v_moe_vision": _tower("glm4v_moe", _axial(), 1536, 12, **_QWEN),
+    "glm_ocr_vision": _tower("glm_ocr", _axial(), 1024, 16, **_QWEN),
+    "glm5_next_vision": _tower("glm5_next", _axial(), 1024, 16, **_QWEN),
+    "dots3_note_vision_encoder": _tower("dots3_note", _axial(), 1536, 24, positions=_MERGED),
+    "lfm3_vl_vision": _tower("lfm3_vl", _axial(), 1024, 16, base=1e6),
+    "muse_glimmer_vision": _tower("muse_glimmer", _axial(), 1536, 16),
+    "muse_spark_vision": _tower("muse_spark", _axial(), 1536, 16),
+    "paddleocr_vl_vision": _tower("paddleocr_vl", _axial(), 1152, 16),
+    "video_llama_3_vision": _tower("video_llama_3", _axial(), 768, 12, positions=_MERGED),
+    **{
+        name: _tower(
+            "mlcd",
+            _axial(),
+            1664,
+            16,
+            positions=f"{_GRID}; the class token, which stands first, has angles of its own that are learned",
+        )
+        for name in ("mlcd", "mlcd_vision_model")
+    },
+    "step3p5_vision": _tower("step3p7", _axial(order=(1, 0)), 1536, 16),
+    "inkling2_vision": _tower("inkling2", _axial("interleaved", order=(1, 0)), 1024, 16),
+    "kimi_k25_vision": _tower(
+        "kimi_k25",
+        _kimi,
+        1152,
+        16,
+        width=("hidden_size", "vt_hidden_size"),
+        heads=("num_attention_heads", "vt_num_attention_heads"),
+    ),
+    "pixtral": _tower("pixtral", _pixtral, 1024, 16),
+    "minimax_m3_vl_vision": _tower(
+        "minimax_m3_vl",
+        _minimax,
+        1280,
+        16,
+        axis_names=("time", "height", "width"),
+        positions="integers: frame, row and column of each patch, from 0; patches in the order of blocks that are "
+        "merged",
+    ),
+    "gemma4_vision": _tower(
+        "gemma4",
+        _gemma4,
+        768,
+        12,
+        64,
+        base=100.0,
+        axis_names=("column", "row"),
+        positions="integers: column and row of each patch in the grid of patches, from 0",
+    ),
+    "llama4_vision_model": _tower(
+        "llama4",
+        _axial("interleaved"),
+        768,
+        16,
+        axis_names=("column", "row"),
+        positions="integers: column and row of each patch, from 1; 0 and 0 for the class token, which stands last",
+    ),
+    "dinov3_vit": _tower("dinov3_vit", _axial(), 384, 6, base=100.0, positions=_CENTRES),
+    "eomt_dinov3": _tower("eomt_dinov3", _axial(), 1024, 16, base=100.0, positions=_CENTRES),
+    "sapiens2": _tower("sapiens2", _axial(), 1024, 16, base=100.0, positions=_CENTRES),
+    "sam2_video": _memory("sam2_video"),
+    "sam3_tracker_video": _memory("sam3_tracker_video"),
+    "edgetam_video": _memory("edgetam_video", "memory_attention_rope_k_sizes"),
+    "sam3_vit_model": _tower(
+        "sam3",
+        _axial("interleaved"),
+        1024,
+        16,
+        axis_names=("column", "row"),
+        positions="column and row of each patch in its window, from 0; where a layer has no window, in the whole grid, "
+        "times window_size / patches of a row: floats",
+    ),
+}
+"""model_type of a tower → row."""
+
+OF_WHOLE = {
+    "dots3_note": "dots3_note_vision_encoder",
+    "glm46v": "glm4v_vision",
+    "llama4": "llama4_vision_model",
+    "mistral3": "pixtral",
+    "qwen2_5_omni_thinker": "qwen2_5_omni_vision_encoder",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe_vision_encoder",
+    "sam3_vision_model": "sam3_vit_model",
+    "step3p7": "step3p5_vision",
+}
+"""model_type of the whole → that of its tower, where its config leaves it out and it is not the same with `_vision`."""

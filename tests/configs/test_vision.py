@@ -1,0 +1,228 @@
+"""Vision towers, against their own code in transformers, run: golden/vision_towers.json; and how they are found."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from each import each
+from ropewalk import Axes, Rope, RopeError, from_config
+from ropewalk.configs.model_ropes import VisionRopes
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.vision_towers import OF_WHOLE, TOWERS
+from ropewalk.configs.wrappers import WRAPPERS
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+ROWS = {row["model_type"]: row for row in json.loads((GOLDEN / "vision_towers.json").read_text())["rows"]}
+
+
+def tower(config: Any, **how: Any) -> VisionRopes:
+    found = from_config(config, **how).vision
+    assert found is not None
+    return found
+
+
+def check_rotated(vision: VisionRopes, row: dict[str, Any]) -> None:
+    """Within what float32 products of position and frequency are off, as the other golden rows."""
+    positions = torch.tensor(row["positions"])
+    assert len(vision.axis_names) == len(positions)
+    x = torch.from_numpy(oracle.golden_q([1, 1, positions.shape[1], row["head_dim"]]).copy())
+    expected = np.array(row["q_rot"], dtype=np.float32).reshape(x.shape)
+    for rope in vision.ropes:
+        assert rope.head_dim == row["head_dim"]
+        x = rope.at(positions)(x, layout="bhsd")
+    bound = math.sqrt(2) * np.array([p * 2.0**-23 + 1e-6 for p in positions.abs().amax(0).tolist()])[:, None]
+    assert (np.abs(x.numpy() - expected) <= bound).all()
+    assert not np.allclose(oracle.golden_q(list(x.shape)), expected, atol=0.1)
+
+
+def test_rotated() -> None:
+    each(ROWS.items(), lambda row: check_rotated(tower(row["config"]), row))
+
+
+def test_every_tower_was_run() -> None:
+    assert set(ROWS) == set(TOWERS) - {"mlcd"}  # the same as mlcd_vision_model
+    assert not set(TOWERS) & (set(ARCHITECTURES) | set(WRAPPERS))
+    assert set(OF_WHOLE.values()) <= set(TOWERS)
+
+
+def test_what_the_class_has_by_default_may_be_left_out_inside() -> None:
+    """transformers writes into a config inside another only what differs from its class."""
+
+    def check(row: dict[str, Any]) -> None:
+        name = row["model_type"]
+        whole = {**TEXT, "vision_config": {"model_type": name}}
+        assert tower(whole).ropes == tower(row["config"]).ropes
+
+    each(ROWS.items(), check)
+
+
+TEXT = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 5e5}
+QWEN2_VL = {
+    "model_type": "qwen2_vl", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "rope_theta": 1e6,
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+    "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "hidden_size": 3584},
+}  # fmt: skip
+AXIAL_80 = Rope(80, 1e4, "half", axes=Axes.axial((40, 40)))
+
+
+class TestWholeConfigs:
+    def test_beside_the_layers(self) -> None:
+        ropes = from_config(QWEN2_VL)
+        assert ropes.rope == Rope(16, 1e6, "half", axes=Axes.sections((4, 2, 2)))
+        assert ropes.vision is not None
+        assert ropes.vision.ropes == (AXIAL_80,)
+        assert ropes.vision.axis_names == ("height", "width")
+        assert ropes.vision.model_type == "qwen2_vl_vision"
+        assert ropes.vision.source == "config: vision_config"
+        assert "from 0; patches in the order of blocks that are merged" in ropes.vision.positions
+        assert from_config(QWEN2_VL, text_only=True).vision is None
+        assert from_config(TEXT).vision is None
+
+    @pytest.mark.parametrize("name", ["qwen2_vl", "", None])
+    def test_a_tower_named_as_the_whole(self, name: str | None) -> None:
+        inner = {**QWEN2_VL["vision_config"], "model_type": name}  # type: ignore[dict-item]
+        assert tower({**QWEN2_VL, "vision_config": inner}).ropes == (AXIAL_80,)
+
+    def test_towers_that_are_not_described(self) -> None:
+        for inner in ({"model_type": "clip_vision_model", "hidden_size": 8}, {"depth": 3}, None, "none"):
+            assert from_config({"model_type": "llava", "text_config": TEXT, "vision_config": inner}).vision is None
+
+    def test_deep_inside(self) -> None:
+        text = {**QWEN2_VL, "model_type": "qwen2_5_omni_text"}
+        thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": text, "vision_config": {"num_heads": 28}}
+        ropes = from_config({"model_type": "qwen2_5_omni", "thinker_config": thinker})
+        assert ropes.rope.axes == Axes.sections((4, 2, 2))
+        assert ropes.vision is not None
+        assert ropes.vision.ropes == (Rope(128, 1e4, "half", axes=Axes.axial((64, 64))),)
+        assert ropes.vision.source == "config: thinker_config: vision_config"
+        backbone = {"model_type": "sam3_vision_model", "backbone_config": {"model_type": "sam3_vit_model"}}
+        assert tower({**TEXT, "vision_config": backbone}).ropes[0].head_dim == 64
+
+    def test_of_kimi(self) -> None:
+        """Its published files have keys of their own."""
+        inner = {"vt_hidden_size": 1152, "vt_num_attention_heads": 16}
+        whole = {"model_type": "kimi_k25", "text_config": TEXT, "vision_config": inner}
+        assert tower(whole).ropes == (Rope(72, 1e4, "half", axes=Axes.alternating((36, 36), order=(1, 0))),)
+
+    def test_of_a_flat_file(self) -> None:
+        whole = {**TEXT, "model_type": "llava", "vision_config": {"model_type": "pixtral", "head_dim": 64}}
+        assert tower(whole).ropes == (Rope(64, 1e4, "half", axes=Axes.strided((32, 32))),)
+
+
+def test_gemma_4_has_a_rope_for_each_half() -> None:
+    first, second = tower({"model_type": "gemma4_vision", "head_dim": 72}).ropes
+    assert [(rope.rotary_dim, rope.rotary_offset, rope.base) for rope in (first, second)] == [
+        (36, 0, 1e2),
+        (36, 36, 1e2),
+    ]
+    assert first.axes == Axes([0] * 18, lengths=[18, 18])
+    assert second.axes == Axes([1] * 18, lengths=[18, 18])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e3}},
+            "rope_parameters.rope_theta: it must agree with 10000",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: pixtral must have rope_type 'axial', got 'yarn'"),
+        ({"rope_parameters": {"factor": 4.0}}, "pixtral must not have keys that it does not read, got 4.0"),
+        ({"rope_scaling": [1]}, "rope_scaling: it must be an object or null"),
+        ({"rope_theta": 0.5}, "rope_theta must be a finite number greater than 1"),
+        ({"head_dim": 0}, "head_dim must be an integer at least 1"),
+        ({"head_dim": None, "hidden_size": None}, "hidden_size must be an integer"),
+        ({"head_dim": 66}, "channels must be even"),
+        ({"rope_flavour": "vanilla"}, "'rope_flavour': a key about rotation must be one that this model_type reads"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    config = {"model_type": "pixtral", "head_dim": 64, "hidden_size": 1024, "num_attention_heads": 16, **changes}
+    with pytest.raises(RopeError) as raised:
+        from_config(config)
+    assert message in str(raised.value)
+    if "hidden_size" in changes:
+        return  # inside another it is that of the class
+    whole = {"model_type": "llava", "text_config": TEXT, "vision_config": config}
+    with pytest.raises(RopeError) as raised:
+        from_config(whole)
+    assert str(raised.value).startswith("config: vision_config")
+    assert from_config(whole, text_only=True).rope.base == 5e5
+
+
+def test_a_tower_alone() -> None:
+    config = ROWS["pixtral"]["config"]
+    ropes = from_config(config)
+    assert ropes.layers == ()
+    with pytest.raises(RopeError, match=r"rope must be that of a text model, got a vision tower alone. Use \.vision"):
+        _ = ropes.rope
+    with pytest.raises(RopeError, match=r"must be those of a text model, got pixtral, a vision tower"):
+        ropes.to_hf_config(version=5)
+    for how in ({"pairing": "half"}, {"base": 1e4}):
+        with pytest.raises(RopeError, match="pairing and base must be left out, got pixtral, a vision tower"):
+            from_config(config, **how)  # type: ignore[arg-type]
+
+
+def test_explain() -> None:
+    ropes = from_config(QWEN2_VL)
+    said = ropes.facts()
+    json.dumps(said, allow_nan=False)
+    assert said["vision"]["axis_names"] == ["height", "width"]
+    assert said["vision"]["positions"].startswith("integers: row and column of each patch")
+    (rope,) = said["vision"]["ropes"]
+    assert rope["axes"] == {"count": 2, "axis": [0] * 20 + [1] * 20}
+    np.testing.assert_allclose(rope["inv_freq"], [1e4 ** (-i / 20) for i in range(20)] * 2, rtol=1e-14)
+    text = ropes.explain(5000)
+    for line in (
+        "vision tower (model_type qwen2_vl_vision; config: vision_config)",
+        "  positions         integers: row and column of each patch in the grid of patches, from 0; patches in",
+        "  axes              2 positions for each token; height: pairs 0-19; width: pairs 20-39",
+        "6.28 to 39,644 positions for a full turn",
+    ):
+        assert line in text
+    assert "at length" not in text.partition("vision tower")[2]
+    assert from_config(TEXT).facts()["vision"] is None
+    alone = from_config(ROWS["gemma4_vision"]["config"]).explain()
+    assert alone.count("\n  channels ") == 2
+
+
+# name in golden/axes.json → config
+RECORDED: dict[str, dict[str, Any]] = {
+    "qwen2-vl.vision: vision": {"model_type": "qwen2_vl_vision", "embed_dim": 1280, "num_heads": 16},
+    "qwen3.5.vision: vision": {"model_type": "qwen3_5_vision", "hidden_size": 1152, "num_heads": 16},
+    "devstral-small-2.vision: vision": {"model_type": "pixtral", "head_dim": 64},
+    "gemma-4.vision: vision": {"model_type": "gemma4_vision", "head_dim": 72},
+    "default-sam2_video: memory_attention": {
+        "model_type": "sam2_video",
+        "memory_attention_hidden_size": 256,
+        "memory_attention_num_attention_heads": 1,
+    },
+    "default-dinov3_vit: grid_14x14": {"model_type": "dinov3_vit", "hidden_size": 384, "num_attention_heads": 6},
+    "tiny-random-dinov3: grid_4x6": {"model_type": "dinov3_vit", "hidden_size": 192, "num_attention_heads": 3},
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_released_towers(name: str) -> None:
+    """Rows of golden/axes.json: one head of q; the first tokens of DINOv3 are not rotated."""
+    row = next(row for row in json.loads((GOLDEN / "axes.json").read_text())["rows"] if row["name"] == name)
+    positions = torch.tensor(row["positions"])
+    if "grid" in row:
+        centres = (positions + 0.5) / torch.tensor(row["grid"], dtype=torch.float64).unsqueeze(-1) * 2 - 1
+        positions = 2 * math.pi * centres
+    prefix = row.get("prefix", 0)
+    x = torch.from_numpy(oracle.golden_q(row["q_shape"])[:, : row["q_heads"]].copy())
+    expected = np.array(row["q_rot"], dtype=np.float32).reshape(x.shape)
+    for rope in tower(RECORDED[name]).ropes:
+        x[:, :, prefix:] = rope.at(positions)(x[:, :, prefix:].contiguous(), layout="bhsd")
+    far = [0.0] * prefix + positions.abs().amax(0).tolist()
+    bound = math.sqrt(2) * np.array([p * 2.0**-23 + 1e-6 for p in far])[:, None]
+    assert (np.abs(x.numpy() - expected) <= bound).all()
