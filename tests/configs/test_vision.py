@@ -178,7 +178,7 @@ def test_explain() -> None:
     assert said["vision"]["axis_names"] == ["height", "width"]
     assert said["vision"]["positions"].startswith("integers: row and column of each patch")
     (rope,) = said["vision"]["ropes"]
-    assert rope["axes"] == {"count": 2, "axis": [0] * 20 + [1] * 20}
+    assert rope["axes"]["axis"] == [0] * 20 + [1] * 20
     np.testing.assert_allclose(rope["inv_freq"], [1e4 ** (-i / 20) for i in range(20)] * 2, rtol=1e-14)
     text = ropes.explain(5000)
     for line in (
