@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from recording import (
     class_defaults,
     coordinates,
+    diffusion,
     files,
     frequencies,
     ggml,
@@ -42,6 +43,7 @@ GOLDEN = {
         frequencies.LENGTHS,
         released.GOLDEN,
         towers.GOLDEN,
+        diffusion.GOLDEN,
         *peers.GOLDEN,
         *coordinates.GOLDEN,
         *sources.GOLDEN,

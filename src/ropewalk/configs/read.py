@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import check_pairing, error, number, shown
-from ropewalk.configs import hf, meta, source
+from ropewalk.configs import diffusers, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.model_ropes import ModelRopes
 
@@ -31,7 +31,8 @@ def from_config(
         config: a dict, a config object with `to_dict()`, a path to a file or to a folder that holds one, or a hub id
             (`meta-llama/Llama-3.1-8B`), whose config.json is read from the local cache of `huggingface_hub`.
             Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-            (`rope_parameters`), also multimodal models and vision towers alone; Meta's params.json; a GGUF file of
+            (`rope_parameters`), also multimodal models and vision towers alone; those of
+            diffusers' transformers; Meta's params.json; a GGUF file of
             llama.cpp. Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file
             256 MiB.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
@@ -101,6 +102,12 @@ def _read(
         return gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
     values, name = source.load(config, download=download)
     values = source.without(values, ignore, name)
+    if diffusers.is_denoiser(values):
+        _refuse_factor(factor)
+        if pairing is not None or base is not None:
+            must, given = "pairing and base are for text models", shown(values["_class_name"])
+            raise error("from_config", must, f"a config of diffusers: {given}", "Leave them out.")
+        return diffusers.read(values, name)
     if meta.is_params(values):
         if pairing not in (None, "interleaved"):
             cure = "Leave it out; for weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."

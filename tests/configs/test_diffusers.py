@@ -1,0 +1,104 @@
+"""Transformers of diffusers, against what their own position classes give: golden/diffusers.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import oracle
+from each import each
+from ropewalk import Axes, Rope, RopeError, from_config
+from ropewalk.configs.diffusers import CLASSES
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+ROWS = {row["class_name"]: row for row in json.loads((GOLDEN / "diffusers.json").read_text())["rows"]}
+
+
+def test_rotated() -> None:
+    """Within what float32 products of position and frequency are off; most of them have float64."""
+
+    def check(row: dict[str, Any]) -> None:
+        ropes = from_config(row["config"])
+        positions = torch.tensor(row["positions"])
+        assert len(ropes.axis_names) == len(positions)
+        assert ropes.rope.head_dim == row["head_dim"]
+        x = torch.from_numpy(oracle.golden_q([1, 1, positions.shape[1], row["head_dim"]]).copy())
+        expected = np.array(row["q_rot"], dtype=np.float32).reshape(x.shape)
+        bound = math.sqrt(2) * np.array([p * 2.0**-23 + 1e-6 for p in positions.abs().amax(0).tolist()])[:, None]
+        assert (np.abs(ropes.rope.at(positions)(x, layout="bhsd").numpy() - expected) <= bound).all()
+        assert not np.allclose(x.numpy(), expected, atol=0.1)
+
+    each(ROWS.items(), check)
+
+
+def test_every_class_was_run() -> None:
+    assert set(ROWS) == set(CLASSES)
+
+
+def test_class_defaults_are_those_of_the_class() -> None:
+    """What the constructor has by default may be left out, as older files do."""
+
+    def check(row: dict[str, Any]) -> None:
+        left = {key: value for key, value in row["config"].items() if key in ("_class_name", CLASSES[name(row)].switch)}
+        assert from_config(left).layers == from_config(row["config"]).layers
+
+    def name(row: dict[str, Any]) -> str:
+        return str(row["class_name"])
+
+    each(ROWS.items(), check)
+
+
+FLUX = {"_class_name": "FluxTransformer2DModel", "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56],
+        "num_layers": 2, "num_single_layers": 3, "guidance_embeds": True}  # fmt: skip
+
+
+def test_flux() -> None:
+    ropes = from_config(FLUX)
+    assert ropes.layers == (Rope(128, 1e4, "interleaved", axes=Axes.axial((16, 56, 56))),) * 5
+    assert ropes.axis_names == ("image", "row", "column")
+    assert ropes.origins["positions"].startswith("integers: the ids that the pipeline makes")
+    assert "column: pairs 36-63" in ropes.explain()
+    json.dumps(ropes.facts(), allow_nan=False)
+    with pytest.raises(RopeError, match="must have been read from a config of Hugging Face"):
+        ropes.to_hf_config(version=5)
+
+
+def test_cogvideox_2b_rotates_nothing() -> None:
+    ropes = from_config({"_class_name": "CogVideoXTransformer3DModel", "use_rotary_positional_embeddings": False})
+    assert ropes.layers == (None,) * 30
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {**FLUX, "axes_dims_rope": [16, 56]},
+            "axes_dims_rope: it must be a list of 3 numbers of channels: image, row",
+        ),
+        ({**FLUX, "axes_dims_rope": [16, 56, 58]}, "axes_dims_rope: the axes must fit into the 128 channels of a head"),
+        ({**FLUX, "axes_dims_rope": [16, 55, 57]}, "Axes.axial: channels must be even"),
+        ({**FLUX, "axes_dims_rope": [16, 56, 0]}, "axes_dims_rope[2] must be an integer from 2 to"),
+        ({**FLUX, "rope_theta": 256.0}, "'rope_theta': a key about rotation must be one that this model_type reads"),
+        ({**FLUX, "num_layers": 0}, "num_layers must be an integer"),
+        ({"_class_name": "MochiTransformer3DModel"}, "got 'MochiTransformer3DModel'. Its frequencies are learned"),
+        ({"_class_name": "LTXVideoTransformer3DModel"}, "over coordinates of fractions"),
+        ({"_class_name": "FluxTransformer"}, "Did you mean 'FluxTransformer2DModel'?"),
+        ({"_class_name": "AutoencoderKL"}, "it must be a class that ropewalk knows, got 'AutoencoderKL'"),
+    ],
+)
+def test_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError) as raised:
+        from_config(config)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("how", [{"pairing": "interleaved"}, {"base": 1e4}])
+def test_nothing_is_passed(how: dict[str, Any]) -> None:
+    with pytest.raises(RopeError, match="pairing and base are for text models, got a config of diffusers"):
+        from_config(FLUX, **how)
