@@ -48,9 +48,6 @@ class Stub:
                 angles = torch.outer(torch.arange(self.max_position_embeddings).float(), self._inv_freq())
                 return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
-            @staticmethod
-            def forward_static() -> None: ...
-
             def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
                 return "by vLLM"
 
@@ -100,9 +97,11 @@ class Stub:
             MRotaryEmbedding,
             FourierRotaryEmbedding,
         ):
+            cls.__module__ = "vllm.model_executor.layers.rotary_embedding"
             setattr(package, cls.__name__, cls)
         for name in ("DynamicNTKScaling", "DynamicNTKAlpha", "Llama3", "YaRNScaling", "Gemma4"):
-            setattr(package, f"{name}RotaryEmbedding", type(f"{name}RotaryEmbedding", (RotaryEmbedding,), {}))
+            members = {"__module__": RotaryEmbedding.__module__}
+            setattr(package, f"{name}RotaryEmbedding", type(f"{name}RotaryEmbedding", (RotaryEmbedding,), members))
         package._ROPE_DICT = {}  # type: ignore[attr-defined]
         self.package: Any = package
         self.worker = type("WorkerBase", (), {})
@@ -113,7 +112,7 @@ class Stub:
             "vllm": SimpleNamespace(forward_context=self._forward_context()),
             "vllm.config": SimpleNamespace(get_current_vllm_config=lambda: config),
             "vllm.forward_context": self._forward_context(),
-            "vllm.model_executor.custom_op": SimpleNamespace(op_registry_oot=registry),
+            "vllm.model_executor.custom_op": SimpleNamespace(op_registry_oot=registry, CustomOp=CustomOp),
             "vllm.model_executor.layers.rotary_embedding": package,
             "vllm.v1.worker.worker_base": SimpleNamespace(WorkerBase=self.worker),
         }

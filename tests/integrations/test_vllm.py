@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,7 +120,7 @@ def test_layers_without_a_rope(name: str, changed: dict[str, Any], said: str) ->
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> stub_vllm.Stub:
     """vLLM with the plugin in force, engines of up to 128 tokens."""
-    monkeypatch.setenv("VLLM_PLUGINS", "other, ropewalk")
+    monkeypatch.setenv("VLLM_PLUGINS", "other,ropewalk")
     monkeypatch.setattr(layers, "LAYERS", type(layers.LAYERS)())
     made = stub_vllm.install(monkeypatch)
     vllm.register()
@@ -218,6 +220,36 @@ def test_one_rounding_in_bfloat16(stub: stub_vllm.Stub) -> None:
     layer(POSITIONS, q, k)
     exact = wanted(before, POSITIONS)
     assert torch.equal(q, exact.bfloat16()) or bool(((q.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all())
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, 48), (1, TOKENS, 48), (TOKENS, 3, HEAD)])
+def test_other_shapes_of_queries_and_positions(stub: stub_vllm.Stub, shape: tuple[int, ...]) -> None:
+    layer = made(stub)
+    q = torch.randn(shape)
+    before = q.clone().reshape(TOKENS, 48)
+    new, _ = layer.forward_native(POSITIONS[None], q)
+    assert new.shape == shape
+    layer(POSITIONS[None], q)
+    torch.testing.assert_close(q.double().reshape(TOKENS, 48), wanted(before, POSITIONS), atol=1e-6, rtol=0)
+    assert torch.equal(new, q)
+
+
+def test_a_vllm_that_has_other_attributes(stub: stub_vllm.Stub) -> None:
+    """Its layer works as it did."""
+    layer = made(stub, "Llama3RotaryEmbedding")
+    assert layer.reason.startswith("AttributeError: ")
+    assert layer(POSITIONS, torch.zeros(TOKENS, HEAD)) == "by vLLM"
+    stub.config.model_config = None
+    layer = made(stub)
+    assert "vLLM must have a model" in layer.reason
+    stub.config.additional_config = object()
+    assert "vLLM must have a model" in made(stub).reason
+
+
+def test_keyword_arguments(stub: stub_vllm.Stub) -> None:
+    numbers = {"head_size": HEAD, "rotary_dim": HEAD, "rows": 64, "base": 1e4}
+    layer = stub.package.RotaryEmbedding(**numbers, is_neox_style=True, dtype=torch.float32)
+    assert str(layer.rope) == "Rope(head_dim=16, base=10000.0, pairing='half')"
 
 
 def test_compiled(stub: stub_vllm.Stub) -> None:
@@ -337,8 +369,10 @@ def test_report(stub: stub_vllm.Stub) -> None:
     assert state["layers"] == [
         {"class": "RotaryEmbedding", "rope": "Rope(head_dim=16, base=10000.0, pairing='half')", "calls": 1}
     ]
-    assert state["left"]["FourierRotaryEmbedding"] == "ropewalk has no rope for this class"
-    assert "inv_freq[" in state["left"]["NTKScalingRotaryEmbedding"]
+    ntk, fourier = state["left"]
+    assert fourier == {"class": "FourierRotaryEmbedding", "why": "ropewalk has no rope for this class"}
+    assert ntk["class"] == "NTKScalingRotaryEmbedding"
+    assert "inv_freq[" in ntk["why"]
     json.dumps(state)  # it goes from process to process
     said = program.words([state])
     assert said.startswith("vLLM rotates through ropewalk.\n")
@@ -348,19 +382,24 @@ def test_report(stub: stub_vllm.Stub) -> None:
 
 def test_report_of_workers_that_do_not_know_the_plugin() -> None:
     def rpc(name: str) -> None:
-        raise AttributeError(f"worker has no attribute {name}")
+        raise RuntimeError(f"RPC failed: 'Worker' object has no attribute '{name}'")
 
     with pytest.raises(RopeError, match="the plugin must be in force"):
         vllm.report(SimpleNamespace(collective_rpc=rpc))
 
     def broken(name: str) -> None:
-        raise TimeoutError
+        raise TimeoutError(f"RPC call to {name} timed out.")
 
     with pytest.raises(TimeoutError):
         vllm.report(SimpleNamespace(collective_rpc=broken))
 
+    async def later(name: str) -> None: ...
 
-@pytest.mark.parametrize("names", [None, "", "other", "ropewalk2"])
+    with pytest.raises(RopeError, match=r"llm must be a vllm.LLM, got SimpleNamespace. Ask it by await llm.coll"):
+        vllm.report(SimpleNamespace(collective_rpc=later))
+
+
+@pytest.mark.parametrize("names", [None, "", "other", "ropewalk2", "other, ropewalk"])
 def test_off_unless_it_is_named(names: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if names is None:
         monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -377,6 +416,9 @@ def test_registering_again_changes_nothing(stub: stub_vllm.Stub) -> None:
     vllm.register()
     assert stub.registry == before
     assert set(before) == set(ropes.SCHEMES) - {"Phi3LongRoPEScaledRotaryEmbedding"}
+    names = os.environ["VLLM_PLUGINS"].split(",")
+    assert names[:2] == ["other", "ropewalk"]
+    assert re.fullmatch(r"ropewalk-[0-9a-f]{16}", ",".join(names[2:]))
     assert issubclass(stub.package.Phi3LongRoPEScaledRotaryEmbedding, layers.Layer)  # its name is replaced
 
 
@@ -384,7 +426,9 @@ def test_two_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "ropewalk")
     stub = stub_vllm.install(monkeypatch)
     stub.registry["RotaryEmbedding"] = dict
-    with pytest.raises(RopeError, match=r"no other plugin may replace .*, got RotaryEmbedding \(builtins\)"):
+    stub.package.MRotaryEmbedding = list
+    said = r"no other plugin may replace .*, got dict \(builtins\), list \(builtins\)"
+    with pytest.raises(RopeError, match=said):
         vllm.register()
     assert stub.registry == {"RotaryEmbedding": dict}
 
@@ -409,10 +453,11 @@ def test_the_program_says_why_not(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert said.startswith("vLLM does NOT rotate through ropewalk.")
     assert "got it not set. Set VLLM_PLUGINS=ropewalk." in said
     monkeypatch.setenv("VLLM_PLUGINS", "ropewalk")
-    idle = {"process": 7, "layers": [], "left": {"MRotaryEmbedding": "no rope"}}
+    idle = {"process": 7, "layers": [], "left": [{"class": "MRotaryEmbedding", "why": "no rope"}]}
     monkeypatch.setattr(program, "run", lambda: [idle])
     assert program.main() == 1
-    assert "got none in worker 7; left as they were: {'MRotaryEmbedding': 'no rope'}" in capsys.readouterr().err
-    monkeypatch.setattr(program, "run", lambda: [{"process": 7, "layers": [{"rope": "R", "calls": 3}], "left": {}}])
+    said = "got none in worker 7; left as they were: [{'class': 'MRotaryEmbedding', 'why': 'no rope'}]"
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr(program, "run", lambda: [{"process": 7, "layers": [{"rope": "R", "calls": 3}], "left": []}])
     assert program.main() == 0
     assert capsys.readouterr().out == "vLLM rotates through ropewalk.\nworker 7: 3 rotations by R\n"

@@ -34,7 +34,10 @@ CONFIG = {
 def run() -> list[dict[str, Any]]:
     """Start an engine with a small model, generate a few tokens without compiling, and ask its workers."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM, SamplingParams
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as e:
+        raise error(WHO, "vLLM must be installed", f"{type(e).__name__}: {e}", f"It was tried with {TRIED}.") from e
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
@@ -59,6 +62,8 @@ def words(states: list[dict[str, Any]]) -> str:
         RopeError: a worker rotated nothing through ropewalk.
     """
     lines = []
+    if not states:
+        raise error(WHO, "the engine must have a worker", "none", f"It was tried with vLLM {TRIED}.")
     for each in states:
         if not any(layer["calls"] for layer in each["layers"]):
             got = f"none in worker {each['process']}; left as they were: {each['left'] or 'none'}"
@@ -66,7 +71,8 @@ def words(states: list[dict[str, Any]]) -> str:
         lines += [
             f"worker {each['process']}: {layer['calls']} rotations by {layer['rope']}" for layer in each["layers"]
         ]
-        lines += [f"worker {each['process']}: {name} is left as it was: {why}" for name, why in each["left"].items()]
+        left = [(layer["class"], layer["why"]) for layer in each["left"]]
+        lines += [f"worker {each['process']}: {name} is left as it was: {why}" for name, why in left]
     return "\n".join(["vLLM rotates through ropewalk.", *lines])
 
 

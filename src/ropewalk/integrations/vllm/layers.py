@@ -31,8 +31,8 @@ class Layer(torch.nn.Module):
 
     `ropes` holds the rope in both pairings, by `is_neox_style`, which models change after they have built the layer,
     and for M-RoPE also the rope of text, whose positions have one axis. It is None where the layer rotates as vLLM
-    does, and `reason` says why. `rows_asked_for` is the length that vLLM was given: M-RoPE makes a longer table, and
-    forgets it.
+    does, and `reason` says why. `max_position_asked_for` is the length that vLLM was given: M-RoPE makes a longer
+    table, and forgets it.
     """
 
     vllm_name: str
@@ -44,15 +44,16 @@ class Layer(torch.nn.Module):
     _table: tuple[Tensor, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.rows_asked_for = args[2]  # get_rope passes them in order
+        if len(args) > 2 or "max_position_embeddings" in kwargs:
+            self.max_position_asked_for = args[2] if len(args) > 2 else kwargs["max_position_embeddings"]
         super().__init__(*args, **kwargs)
         try:
             override = _override()
             rope = rope_of(self.vllm_name, self, _length())
             self._compare(rope, override)
-        except RopeError as e:
-            self.reason = str(e)
-            logger.warning("%s is left as it was: %s", self.vllm_name, e)
+        except Exception as e:  # another vLLM may have other attributes: its layer works all the same
+            self.reason = str(e) if isinstance(e, RopeError) else f"{type(e).__name__}: {e}"
+            logger.warning("%s is left as it was: %s", self.vllm_name, self.reason)
         else:
             of_text = replace(rope, axes=None)
             self.ropes = {
@@ -111,8 +112,8 @@ class Layer(torch.nn.Module):
         rotation = _of_this_pass(rope, positions) if offsets is None else _made(rope, positions, offsets)
         if not self.in_place:
             return self._new(rotation, query, key)
-        q, k = self._heads(query), None if key is None else self._heads(key)
-        rotation.apply_(q, k, layout="thd")
+        tokens = positions.shape[-1] if rope.axes is not None else positions.numel()
+        rotation.apply_(self._heads(query, tokens), None if key is None else self._heads(key, tokens), layout="thd")
         return query, key
 
     def forward_native(
@@ -125,14 +126,15 @@ class Layer(torch.nn.Module):
             return done
         return self._new(_made(self._rope(self.ropes, positions), positions, offsets), query, key)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.view(x.shape[0], -1, self.head_size)
+    def _heads(self, x: Tensor, tokens: int) -> Tensor:
+        return x.view(tokens, -1, self.head_size)
 
     def _new(self, rotation: Rotation, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        q = self._heads(query)
+        tokens = rotation.cos.shape[0]
+        q = self._heads(query, tokens)
         if key is None:
             return rotation(q, layout="thd").reshape(query.shape), None
-        q, k = rotation(q, self._heads(key), layout="thd")
+        q, k = rotation(q, self._heads(key, tokens), layout="thd")
         return q.reshape(query.shape), k.reshape(key.shape)
 
     def extra_repr(self) -> str:
@@ -174,7 +176,8 @@ def _override() -> bool:
     """
     from vllm.config import get_current_vllm_config
 
-    asked = (get_current_vllm_config().additional_config or {}).get("ropewalk", {"override": False})
+    given = get_current_vllm_config().additional_config
+    asked = given.get("ropewalk", {"override": False}) if isinstance(given, dict) else {"override": False}
     if isinstance(asked, dict) and list(asked) == ["override"] and isinstance(asked["override"], bool):
         return asked["override"]
     must = 'additional_config["ropewalk"] must be {"override": True} or {"override": False}'
@@ -185,5 +188,8 @@ def _length() -> int:
     """The longest sequence that the engine will run."""
     from vllm.config import get_current_vllm_config
 
-    length: int = get_current_vllm_config().model_config.max_model_len
+    model = get_current_vllm_config().model_config
+    if model is None:
+        raise error(WHO, "vLLM must have a model", "a configuration without one", "Start an engine with a model.")
+    length: int = model.max_model_len
     return length

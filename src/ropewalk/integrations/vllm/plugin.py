@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
+import inspect
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from ropewalk._checks import error
@@ -18,15 +22,16 @@ _FUNCTIONAL = {"DeepseekScalingRotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedd
 
 
 def asked() -> bool:
-    """Whether `VLLM_PLUGINS` names ropewalk. vLLM loads every plugin that is installed where it is not set."""
-    return "ropewalk" in [name.strip() for name in os.environ.get("VLLM_PLUGINS", "").split(",")]
+    """Whether `VLLM_PLUGINS` names ropewalk, as vLLM reads it. Where it is not set, vLLM loads every plugin."""
+    return "ropewalk" in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def register() -> None:
     """Let vLLM make ropewalk's layers in the place of its own. vLLM calls it in each of its processes.
 
-    It does nothing unless `VLLM_PLUGINS` names ropewalk; that name is also part of the key of vLLM's compile cache, so
-    that a graph made without ropewalk is never run with it. A second call changes nothing.
+    It does nothing unless `VLLM_PLUGINS` names ropewalk. That variable is part of the key of vLLM's compile cache, so
+    this adds a name made of ropewalk's sources to it, which is no plugin: a graph that was compiled without
+    ropewalk, or with another one, is never run with this one. A second call changes nothing.
 
     Raises:
         RopeError: this vLLM has no such place for layers, or another plugin has taken it.
@@ -34,19 +39,23 @@ def register() -> None:
     if not asked():
         logger.info("ropewalk is installed and off. VLLM_PLUGINS=ropewalk switches it on.")
         return
-    registry, package, worker = _vllm()
+    custom_op, package, worker = _vllm()
     from ropewalk.integrations.vllm.layers import Layer
     from ropewalk.integrations.vllm.ropes import SCHEMES
 
+    _mark()
     if getattr(worker, _RPC, None) is not None:
         return
-    stand_ins = {name: _stand_in(Layer, name, getattr(package, name)) for name in SCHEMES}
-    taken = [name for name in stand_ins if name in registry]
+    registry = custom_op.op_registry_oot
+    theirs = {name: getattr(package, name) for name in SCHEMES}
+    taken = [registry.get(name, cls) for name, cls in theirs.items()]
+    taken = [cls for cls in taken if cls.__module__.partition(".")[0] != "vllm"]
     if taken:
-        got = ", ".join(f"{name} ({registry[name].__module__})" for name in taken)
+        got = ", ".join(f"{cls.__name__} ({cls.__module__})" for cls in taken)
         raise error(WHO, "no other plugin may replace vLLM's rotary layers", got, "Name one of them in VLLM_PLUGINS.")
-    for name, made in stand_ins.items():
-        if hasattr(made, "forward_static"):  # a CustomOp: vLLM looks its name up when one is made
+    for name, cls in theirs.items():
+        made = _stand_in(Layer, name, cls)
+        if issubclass(cls, custom_op.CustomOp):  # vLLM looks its name up when one is made
             registry[name] = made
         else:
             setattr(package, name, made)
@@ -57,24 +66,30 @@ def report(llm: Any) -> list[dict[str, Any]]:
     """What rotates in a running engine, for each of its workers: calls of this are safe at any time.
 
     Args:
-        llm: a `vllm.LLM`, or anything with its `collective_rpc`. A server gives the same for the method
-            "ropewalk_state" at `/collective_rpc`, which vLLM serves with `VLLM_SERVER_DEV_MODE=1`.
+        llm: a `vllm.LLM`. A server gives the same for the method "ropewalk_state" at `/collective_rpc`, which vLLM
+            serves with `VLLM_SERVER_DEV_MODE=1`, and an `AsyncLLM` for `await llm.collective_rpc("ropewalk_state")`.
 
     Returns:
         For each worker: "process" (its number), "layers" (what rotates through ropewalk: class, rope, and "calls", the
-        rotations done so far outside of compiled code), "left" (what rotates as vLLM does, and why). A layer is shared
-        by all layers of the model that have the same rope. Compiled code holds the rotation itself, and is not counted.
+        rotations done so far outside of compiled code), "left" (what rotates as vLLM does: class and "why"). A layer is
+        shared by all layers of the model that have the same rope. Compiled code holds the rotation itself, and is not
+        counted. Both are empty for a model whose rotation is no layer of vLLM (those run by transformers' own code).
 
     Raises:
-        RopeError: the plugin is not in force in the workers.
+        RopeError: the plugin is not in force in the workers, or llm is asynchronous.
     """
     try:
-        states: list[dict[str, Any]] = llm.collective_rpc(_RPC)
+        states = llm.collective_rpc(_RPC)
     except Exception as e:
-        if _RPC not in str(e):
+        if f"no attribute '{_RPC}'" not in str(e):
             raise
-        cure = "Set VLLM_PLUGINS=ropewalk before vLLM starts, and look for 'Failed to load plugin' in its log."
+        cure = "Install ropewalk beside vLLM, and name it in VLLM_PLUGINS, without blanks, before vLLM starts."
         raise error(WHO, "the plugin must be in force", "workers that do not know it", cure) from e
+    if not isinstance(states, list):
+        if inspect.iscoroutine(states):
+            states.close()
+        cure = f'Ask it by await llm.collective_rpc("{_RPC}").'
+        raise error(WHO, "llm must be a vllm.LLM", type(llm).__name__, cure)
     return states
 
 
@@ -84,10 +99,10 @@ def state() -> dict[str, Any]:
 
     _, package, _ = _vllm()
     served = [layer for layer in LAYERS if layer.rope is not None]
-    left = {layer.vllm_name: layer.reason for layer in LAYERS if layer.rope is None}
+    left = [{"class": layer.vllm_name, "why": layer.reason} for layer in LAYERS if layer.rope is None]
     for layer in package._ROPE_DICT.values():
         if not isinstance(layer, Layer):
-            left[type(layer).__name__] = "ropewalk has no rope for this class"
+            left.append({"class": type(layer).__name__, "why": "ropewalk has no rope for this class"})
     return {
         "process": os.getpid(),
         "layers": [{"class": each.vllm_name, "rope": str(each.rope), "calls": each.calls} for each in served],
@@ -95,10 +110,27 @@ def state() -> dict[str, Any]:
     }
 
 
-def _vllm() -> tuple[dict[str, Any], Any, Any]:
-    """vLLM's registry of layers from outside, its package of rotary layers, and the base class of its workers."""
+def _mark() -> None:
+    """Add a name made of ropewalk's sources to VLLM_PLUGINS, for the key of vLLM's compile cache."""
+    mark = f"ropewalk-{_sources()}"
+    names = os.environ["VLLM_PLUGINS"].split(",")
+    if mark not in names:
+        os.environ["VLLM_PLUGINS"] = ",".join([*names, mark])
+
+
+@functools.cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _vllm() -> tuple[Any, Any, Any]:
+    """vLLM's module with the registry of layers from outside, its package of rotary layers, and its workers' class."""
     try:
-        registry = importlib.import_module("vllm.model_executor.custom_op").op_registry_oot
+        custom_op = importlib.import_module("vllm.model_executor.custom_op")
+        _ = custom_op.op_registry_oot, custom_op.CustomOp
         package = importlib.import_module("vllm.model_executor.layers.rotary_embedding")
         worker = importlib.import_module("vllm.v1.worker.worker_base").WorkerBase
     except (ImportError, AttributeError) as e:
@@ -106,7 +138,7 @@ def _vllm() -> tuple[dict[str, Any], Any, Any]:
         raise error(
             WHO, must, f"{type(e).__name__}: {e}", "Install that version, or drop ropewalk from VLLM_PLUGINS."
         ) from e
-    return registry, package, worker
+    return custom_op, package, worker
 
 
 def _stand_in(layer: type, name: str, theirs: type) -> type:

@@ -97,7 +97,7 @@ def _ntk(layer: Any) -> tuple[float, schemes.Scaling]:
 def _yarn(layer: Any) -> tuple[float, schemes.Scaling]:
     scaling = schemes.YaRN(
         factor=layer.scaling_factor,
-        original_max_position_embeddings=getattr(layer, "rows_asked_for", layer.max_position_embeddings),
+        original_max_position_embeddings=getattr(layer, "max_position_asked_for", layer.max_position_embeddings),
         beta_fast=layer.beta_fast,
         beta_slow=layer.beta_slow,
         truncate=getattr(layer, "truncate", True),
