@@ -24,7 +24,7 @@ import numpy as np
 from ropewalk import RopeError, from_config
 
 GOLDEN = Path(__file__).parent / "golden"
-CONFIGS = [row["config"] for name in ("text_models", "class_defaults", "released")
+CONFIGS = [row["config"] for name in ("text_models", "class_defaults", "released", "vision_towers", "diffusers")
            for row in json.loads((GOLDEN / f"{name}.json").read_text())["rows"]]  # fmt: skip
 CONFIGS += [
     {"dim": 4096, "n_layers": 32, "n_heads": 32, "rope_theta": 500000.0, "use_scaled_rope": True, "head_dim": 128},
