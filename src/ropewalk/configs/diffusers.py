@@ -97,6 +97,9 @@ CLASSES: dict[str, Denoiser] = {
     ),
     "BriaTransformer2DModel": _BRIA,
     "BriaFiboTransformer2DModel": _BRIA,
+    "Krea2Transformer2DModel": Denoiser(
+        _IRC, _IDS, (32, 48, 48), "axes_dims_rope", _HEAD, (1000.0, "rope_theta"), {"num_layers": 28}
+    ),
     "Flux2Transformer2DModel": Denoiser(
         ("time", "height", "width", "text"),
         _IDS,
@@ -120,6 +123,7 @@ CLASSES: dict[str, Denoiser] = {
     "WanTransformer3DModel": _of_wan(40),
     "WanVACETransformer3DModel": _of_wan(40),
     "WanAnimateTransformer3DModel": _of_wan(40),
+    "ChronoEditTransformer3DModel": _of_wan(40, "rope_temporal_skip_len"),
     "SkyReelsV2Transformer3DModel": _of_wan(32),
     "HunyuanVideoTransformer3DModel": _of_hunyuan(_HUNYUAN),
     "HunyuanVideoFramepackTransformer3DModel": _of_hunyuan(_HUNYUAN),
