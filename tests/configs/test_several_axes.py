@@ -66,6 +66,18 @@ class TestSections:
         assert ropes.axis_names == ("time", "height", "width")
         assert ropes.origins["axes"] == f"{section}.mrope_section"
 
+    @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+    def test_text_model_inside(self, name: str) -> None:
+        """As transformers 5 writes it; published files have its keys at the top."""
+        text = {**QWEN2_VL, "model_type": f"{name}_text", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+        ropes = from_config({"model_type": name, "text_config": text, "vision_config": {}})
+        assert ropes.layers == (Rope(16, 1e6, "half", axes=Axes.sections((4, 2, 2))),) * 2
+        assert ropes.source == "config: text_config"
+        assert ropes.vision is not None
+        assert ropes.vision.model_type == f"{name}_vision"
+        both = from_config({**text, "model_type": name, "text_config": {**text, "num_hidden_layers": 3}})
+        assert len(both.layers) == 2
+
     def test_of_each_kind_of_layer(self) -> None:
         parameters = {
             "sliding_attention": {"rope_theta": 5e4, "mrope_section": [4, 2, 2]},

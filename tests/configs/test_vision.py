@@ -105,6 +105,11 @@ class TestWholeConfigs:
         assert ropes.vision.source == "config: thinker_config: vision_config"
         backbone = {"model_type": "sam3_vision_model", "backbone_config": {"model_type": "sam3_vit_model"}}
         assert tower({**TEXT, "vision_config": backbone}).ropes[0].head_dim == 64
+        clip = {"model_type": "clip_text_model"}
+        sam3 = from_config({"model_type": "sam3", "vision_config": backbone, "text_config": clip})
+        assert sam3.vision is not None
+        assert sam3.vision.ropes == tower(backbone).ropes == (Rope(64, 1e4, "interleaved", axes=Axes.axial((32, 32))),)
+        assert sam3.layers == ()
 
     def test_of_kimi(self) -> None:
         """Its published files have keys of their own."""

@@ -11,6 +11,7 @@ from ropewalk.configs.layer_ropes import VisionRopes
 from ropewalk.configs.vision_towers import OF_WHOLE, TOWERS, Tower
 
 _INSIDE = ("vision_config", "thinker_config", "backbone_config")  # keys of parts that are a tower, or that hold one
+_AROUND = ("sam3", "sam3_vision_model")  # models of which the tower alone rotates
 _BASES = ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta")
 _SECTIONS = ("rope_scaling", "rope_parameters")
 _LEARNED = ("num_position_embeddings", "position_embedding_size")  # of positions that are added to the patches
@@ -18,8 +19,10 @@ _TYPES = ("axial", "default", None)
 
 
 def alone(fields: Fields) -> VisionRopes | None:
-    """The ropes of a config that is a tower by its own model_type; None where it is none."""
+    """The ropes of a config that is a tower by its own model_type, or around one; None where it is none."""
     model_type = fields.get("model_type")
+    if model_type in _AROUND:
+        return inside(fields)
     row = TOWERS.get(model_type) if isinstance(model_type, str) else None
     return None if row is None else _read(fields, row, str(model_type), inside=False)
 

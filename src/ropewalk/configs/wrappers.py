@@ -41,6 +41,8 @@ _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm",
 
 # Files of these may have the keys of their text model at the top: LLaVA 1.5 by its own code, Fuyu, Step and Hunyuan.
 _FLAT = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
+# Published files of these have the keys of their text model at the top; those that transformers 5 writes, inside.
+_EITHER = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
 # A text model whose config leaves out its model_type.
 _INNER = {"deepseek_vl_v2": "deepseek_ocr_text"}
 
@@ -109,6 +111,9 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         return None
+    either = _EITHER.get(model_type)
+    if either is not None and not fields.has("num_hidden_layers") and isinstance(fields.get(either), Mapping):
+        return _part(fields, either, fields.get(either))
     if model_type not in WRAPPERS:
         return None if model_type in known or pairing_passed else _of_unknown(fields, model_type, known)
     key = WRAPPERS[model_type]
