@@ -139,5 +139,5 @@ HUNYUAN = AxesRule(
     fewest=3,
     keys=("mrope_section", "xdrope_section"),
     warning="transformers 5.23 gives the channels of a pair positions of different axes, which rotates text alone; "
-    "these axes are those of the model's first code, vLLM and llama.cpp, where each pair has one.",
+    "these axes are those of vLLM, where each pair has one.",
 )
