@@ -25,7 +25,9 @@ TOKENS = 32
 HIDDEN = """
 import importlib.metadata as metadata
 found = metadata.entry_points
-metadata.entry_points = lambda **asked: metadata.EntryPoints(e for e in found(**asked) if e.name != "ropewalk")
+def entry_points(**asked):
+    return metadata.EntryPoints(e for e in found(**asked) if e.name != "ropewalk") if asked else found()
+metadata.entry_points = entry_points
 """
 LENGTHS = (5, 17, 64, 300)
 SMALL = {

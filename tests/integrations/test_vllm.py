@@ -381,11 +381,13 @@ def test_report(stub: stub_vllm.Stub) -> None:
 
 
 def test_report_of_workers_that_do_not_know_the_plugin() -> None:
-    def rpc(name: str) -> None:
-        raise RuntimeError(f"RPC failed: 'Worker' object has no attribute '{name}'")
+    for text in ("Method '{}' is not implemented.", "RPC failed: 'Worker' object has no attribute '{}'"):
 
-    with pytest.raises(RopeError, match="the plugin must be in force"):
-        vllm.report(SimpleNamespace(collective_rpc=rpc))
+        def rpc(name: str, text: str = text) -> None:
+            raise NotImplementedError(text.format(name))
+
+        with pytest.raises(RopeError, match="the plugin must be in force"):
+            vllm.report(SimpleNamespace(collective_rpc=rpc))
 
     def broken(name: str) -> None:
         raise TimeoutError(f"RPC call to {name} timed out.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,23 +63,26 @@ class RotaryAngles(Angles):
         self.original = original
         self.width = width
         self.ropes = None if ropes is None else dict(ropes)
+        # M-RoPE gives text, whose positions have one axis, the same position on all of them.
+        self.of_text = None if ropes is None else {kind: replace(rope, axes=None) for kind, rope in ropes.items()}
         self._register_load_state_dict_pre_hook(_to_original)  # type: ignore[no-untyped-call]
         self.train(original.training)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """cos and sin of these tokens as one Rotation, twice; once where the original gives complex numbers."""
-        if position_ids.ndim > 2:
-            raise _several_axes(position_ids)
         if self.ropes is None:
             rotation = self._theirs(x, position_ids, layer_type)
         else:
-            rotation = exact(self._rope(layer_type), x, position_ids)
+            rotation = exact(self._rope(layer_type, position_ids), x, position_ids)
         return rotation if self.width == "complex" else (rotation, rotation)
 
-    def _rope(self, layer_type: str | None) -> Rope:
-        ropes = self.ropes or {}
+    def _rope(self, layer_type: str | None, position_ids: Tensor) -> Rope:
+        ropes = (self.of_text if position_ids.ndim == 2 else self.ropes) or {}
         if layer_type in ropes:
-            return ropes[layer_type]
+            rope = ropes[layer_type]
+            if position_ids.ndim == 3 and (rope.axes is None or rope.axes.count != position_ids.shape[0]):
+                raise _other_axes(rope, position_ids)
+            return rope
         must = f"the layer type must be one of {', '.join(map(shown, ropes))}"
         raise error(WHO, must, shown(layer_type), "restore(model) brings the model's own rotation back.")
 
@@ -116,10 +120,10 @@ def _to_original(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
 
 
 def exact(rope: Rope, x: Tensor, position_ids: Tensor) -> Rotation:
-    """The rotation of these tokens, on the device of x; in float64 for a model in float64."""
+    """The rotation of tokens at `[batch, seq]` or `[axes, batch, seq]`: on the device of x, float64 where x is."""
     dtype = torch.float64 if x.dtype is torch.float64 else None
-    shared = position_ids.ndim == 2 and position_ids.shape[0] == 1  # one row for all of the batch
-    return rope.at(position_ids[0] if shared else position_ids, device=x.device, dtype=dtype)
+    shared = position_ids.shape[-2] == 1  # one row for all of the batch
+    return rope.at(position_ids.squeeze(-2) if shared else position_ids, device=x.device, dtype=dtype)
 
 
 def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Rotation:
@@ -132,10 +136,11 @@ def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Ro
     return unchecked(cos.contiguous(), sin.contiguous(), pairing, 2 * cos.shape[-1], 2 * cos.shape[-1], 0, factor)
 
 
-def _several_axes(position_ids: Tensor) -> Exception:
+def _other_axes(rope: Rope, position_ids: Tensor) -> Exception:
+    axes = "" if rope.axes is None else f" or [{rope.axes.count}, batch, seq]"
     return error(
         WHO,
-        "position_ids must be [batch, seq]: tokens of several axes are not supported yet",
+        f"position_ids must be [batch, seq]{axes}",
         f"shape {tuple(position_ids.shape)}",
         "restore(model) brings the model's own rotation back.",
     )

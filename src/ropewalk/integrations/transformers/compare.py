@@ -80,15 +80,54 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
         x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # their tables are cast to its dtype
         returned = module(x, positions, **of_type)
         now, _ = frequencies(module, kind)
-        cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
-        found = width_of(returned if isinstance(returned, Tensor) else cos, now.numel())
+        if hasattr(module, "recomposition_frequencies"):  # it may write them in another order than it keeps them in
+            now = now.sort(descending=True).values
+        found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
         angles, factor = positions[..., None].double() * now.double(), factor_of(module, kind)
-        drift = (1e-5 + positions[..., None] * 2.0**-22) * max(1.0, factor)  # of float32 products
-        near = found is not None and all(
-            bool(((narrowed(got, found).double() - factor * wanted).abs() <= drift).all())
-            for got, wanted in ((cos, angles.cos()), (sin, angles.sin()))
-        )
+        near = found is not None and _are_near(returned, angles, factor, found)
     return found if near else None
+
+
+def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> bool:
+    """Whether tables are those of these float64 angles, up to the drift of float32 products."""
+    cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
+    drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
+    return all(
+        bool(((narrowed(got, found).double() - factor * wanted).abs() <= drift).all())
+        for got, wanted in ((cos, angles.cos()), (sin, angles.sin()))
+    )
+
+
+def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width: Width) -> None:
+    """Raise unless each pair turns by the position on the axis that the rope gives it.
+
+    Raises:
+        RopeError: the module takes another; or it shares its channels out over axes, and its config says nothing of it.
+    """
+    sections = getattr(module, "mrope_section", None)
+    if rope.axes is None:
+        if sections:
+            must, got = (
+                f"the config must say the axes of {name}",
+                f"mrope_section {shown(sections)} in the module alone",
+            )
+            raise error(WHO, must, got, "Use angles='theirs'.")
+        return
+    module = copy.deepcopy(module)
+    device, axes = frequencies(module, kind)[0].device, rope.axes
+    rows = torch.tensor(_POSITIONS, device=device)
+    positions = torch.stack([rows.roll(axis + 1) for axis in range(axes.count)])[:, None]  # [axes, 1, tokens]
+    rope = rope.at_length(int(positions.max()) + 1)
+    of_pair = positions[list(axes.axis)].movedim(0, -1).double()  # [1, tokens, pairs]
+    of_type = {} if kind is None else {"layer_type": kind}
+    with torch.no_grad():
+        x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
+        returned = module(x, positions, **of_type)
+    angles = of_pair * torch.from_numpy(rope.inv_freq).to(device)
+    cast = rounded_to(frequencies(module, kind)[0])
+    if cast is torch.float32 and not _are_near(returned, angles, factor_of(module, kind), width):
+        must = f"the pairs of {name} must turn by the axes that its config means ({axes})"
+        raise error(WHO, must, "other ones", "Use angles='theirs'.")
 
 
 def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rope]) -> Rope:
@@ -151,6 +190,8 @@ def _off(built: Tensor, rope: Rope) -> str:
     if built.shape != wanted.shape:
         return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
     theirs = built.detach().to("cpu", torch.float64)
+    if rope.axes is not None:  # kept in another order than they are written (Ernie 4.5 VL); `check_axes` sees to that
+        theirs, wanted = theirs.sort(descending=True).values, wanted.sort(descending=True).values
     info = torch.finfo(rounded_to(built))
     relative = max(_FLOAT32, info.eps)
     off = (theirs - wanted).abs()

@@ -73,7 +73,7 @@ def accelerate(
 
     Raises:
         RopeError: the model is accelerated already; it has no rotary module, or rotates in a way that no `Rotation`
-            describes (several axes, the other direction); its numbers are not those of its config. Nothing is changed.
+            describes (the other direction); its numbers are not those of its config. Nothing is changed.
     """
     _check_model(model)
     choice(WHO, "angles", angles, ("exact", "theirs"))

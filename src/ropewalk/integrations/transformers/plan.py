@@ -16,7 +16,6 @@ from ropewalk.integrations.transformers import compare, own_tables
 from ropewalk.integrations.transformers.angles import Angles, RotaryAngles
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import Place, functions_of, original
-from ropewalk.integrations.transformers.not_served import check_one_axis
 from ropewalk.integrations.transformers.probe import Form, Width, probe
 from ropewalk.rope import Rope
 
@@ -69,7 +68,6 @@ def _rotary(
     read: ModelRopes | None,
     length: int | None,
 ) -> Iterable[Rope]:
-    check_one_axis(name, module)
     # Those of the model around it, and not of a tower beside it whose function takes the same tables.
     near = functions_of(model.get_submodule(name.rpartition(".")[0]))
     places = {place: function for place, function in places.items() if place in near} or places
@@ -82,6 +80,8 @@ def _rotary(
         ropes = {kind: compare.matching(name, module, kind, _of_kind(read, kind)) for kind in kinds}
         found = list(ropes.values())
         _check_channels(name, forms, found)
+        for kind, rope in ropes.items():
+            compare.check_axes(name, module, kind, rope, width)
         if length is not None:
             ropes = {kind: rope.at_length(length) for kind, rope in ropes.items()}
         result.ropes.update((name if kind is None else f"{name}:{kind}", rope) for kind, rope in ropes.items())
@@ -124,7 +124,7 @@ def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, 
         WHO,
         f"the model's code must call a function that turns q and k by the cos and sin of {name}",
         ", ".join(".".join(place) for place in places) or "code without such a function",
-        "Its function turns otherwise (the other way, several axes, other pairs): this model is not served.",
+        "Its function turns otherwise (the other way, other pairs): this model is not served.",
     )
 
 

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def report(llm: Any) -> list[dict[str, Any]]:
     try:
         states = llm.collective_rpc(_RPC)
     except Exception as e:
-        if f"no attribute '{_RPC}'" not in str(e):
+        if not re.search(rf"'{_RPC}' is not implemented|no attribute '{_RPC}'", str(e)):  # in one process, in several
             raise
         cure = "Install ropewalk beside vLLM, and name it in VLLM_PLUGINS, without blanks, before vLLM starts."
         raise error(WHO, "the plugin must be in force", "workers that do not know it", cure) from e
