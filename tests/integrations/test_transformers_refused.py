@@ -255,3 +255,9 @@ class TestChanged:
         around = nn.Module()
         around.model, around.config = llama, {"lr": 1}
         refused(around, "of a module around a model, the model inside")
+
+    def test_attention_of_an_adapter_that_rotates_by_itself(self, llama: Any) -> None:
+        """PEFT's adaption prompts."""
+        adapted = type("AdaptedAttention", (nn.Module,), {"__module__": "peft.tuners.adaption_prompt.layer"})
+        llama.model.layers[1].self_attn = adapted()
+        refused(llama, "attention must be the model's own, got model.layers.1.self_attn, AdaptedAttention of PEFT")

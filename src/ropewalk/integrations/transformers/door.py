@@ -132,7 +132,7 @@ def _check_model(model: object) -> None:
         if type(module).__module__.startswith("peft.tuners.adaption_prompt"):
             cure = "Take LoRA, IA3, prompt or prefix tuning; those work."
             must = "attention must be the model's own"
-            raise error(WHO, must, f"{name}, a {type(module).__name__} of PEFT, which rotates by itself", cure)
+            raise error(WHO, must, f"{name}, {type(module).__name__} of PEFT, which rotates by itself", cure)
 
 
 def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:
