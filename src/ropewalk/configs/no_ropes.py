@@ -37,7 +37,10 @@ NO_ROPES: dict[str, Architecture] = {
     **{name: _without(name, instead) for instead, names in _INSTEAD.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
     "nanochat": refused("nanochat", "It rotates the other way, by minus the angle: negate the positions yourself."),
-    "vjepa2": refused("vjepa2", "It pairs channels with cos and sin of others, which is no rotation."),
+    "vjepa2": refused(
+        "vjepa2",
+        "It pairs channels with cos and sin of others, which is no rotation; docs/several-axes.md writes it out.",
+    ),
     "mistral_large4_text": refused(
         "mistral_large4", "Its frequencies come from the checkpoint: a learned factor for each pair."
     ),
