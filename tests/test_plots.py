@@ -15,6 +15,7 @@ import pytest
 
 import ropewalk
 from ropewalk import plots, schemes
+from ropewalk.plots import turns
 
 LLAMA3 = schemes.Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = ropewalk.Rope(head_dim=128, base=500_000.0, pairing="half", scaling=LLAMA3)
@@ -136,7 +137,7 @@ def test_a_rope_with_axes_turns_as_text():
     rope = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((8, 8)))
     one = ropewalk.Rope(8, 1e4, "half")
     for pair in range(8):
-        several, wanted = (plots._turned_unit_vector(*given, tokens=5) for given in ((rope, pair), (one, pair % 4)))
+        several, wanted = (turns._turned_unit_vector(*given, tokens=5) for given in ((rope, pair), (one, pair % 4)))
         np.testing.assert_allclose(several, wanted)
 
 

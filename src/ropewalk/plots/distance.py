@@ -1,0 +1,91 @@
+"""What distance does to a score."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ropewalk import Rope, _checks
+from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, scheme
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_DISTANCES = 2000
+
+
+def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
+    """What distance does to a score: the bound of the RoPE paper, and the score of an actual q and k.
+
+    With h_i what pair i adds to the score at distance 0 (a complex number), and h = 0 after the last pair, the score
+    divided by the number of pairs is at most max |h_{i+1} − h_i| times mean |S_j|, S_j = Σ_{i<j} e^(𝒾·distance·θ_i).
+    The picture shows mean |S_j| and an actual score, that of q = k, all ones, over its value at distance 0: mean
+    cos(distance·θ_i). There h = 1 in every pair, the largest step is 1, and both are in the same units. The bound is
+    only a bound and does not fall steadily; dots mark the largest rise among the distances drawn.
+
+    Args:
+        rope: any rope. Its attention factor is left out.
+        longest: greatest distance, in tokens, at least 1.
+
+    Returns:
+        A Figure: above, both over distance (tokens, log axis from 1 on); below, the score alone, larger. At most
+        2000 distances are drawn, all of them up to about a hundred.
+
+    Raises:
+        RopeError: longest is out of range, or matplotlib is missing.
+
+    Source: Su et al. 2021, arXiv:2104.09864, section 3.4.3 and figure 2.
+    """
+    _checks.integer("plots.decay", "longest", longest, at_least=1, at_most=2**31 - 1)
+    figure = blank(height=7.5)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_decay(upper, lower, rope.inv_freq, _distances(longest))
+    figure.suptitle(
+        f"Score and distance ({len(rope.inv_freq)} pairs, base {rope.base:,.10g}, {scheme(rope)})\n"
+        "The bound only limits scores from above; neither it nor the score has to fall steadily"
+    )
+    return figure
+
+
+def _distances(longest: int) -> np.ndarray:
+    """0, and whole distances evenly spread over the logarithm from 1 to longest: int64, ascending, in tokens."""
+    spread = np.geomspace(1, longest, _MOST_DISTANCES - 1).round().astype(np.int64)
+    return np.unique(np.append(spread, 0))
+
+
+def _bound_and_score(speed: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean |S_j| and mean cosine at each distance, float64 `[distances]`; speed `[pairs]`, radians per token."""
+    turns = np.exp(1j * np.outer(distance, speed))
+    return np.abs(turns.cumsum(axis=1)).mean(axis=1), turns.real.mean(axis=1)
+
+
+def _draw_decay(upper: Axes, lower: Axes, speed: np.ndarray, distance: np.ndarray) -> None:
+    bound, score = _bound_and_score(speed, distance)
+    upper.plot(distance, bound, color=BLUE, linewidth=1, label="upper bound: mean |S| × largest step (here 1)")
+    for axes in (upper, lower):
+        axes.plot(
+            distance, score, color=ORANGE, linewidth=1, label="score of q = k, all ones (1 at distance 0; same units)"
+        )
+    lower.axhline(0, color=GREY, linewidth=1)
+    for axes, values in ((upper, bound), (lower, score)):
+        _mark_largest_rise(axes, distance, values)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="upper right")
+    upper.set_ylabel("bound and score, per pair (dimensionless)")
+    lower.set(ylabel="score, per pair (dimensionless)", xlim=(0, distance[-1]))
+    lower.set_xscale("symlog", linthresh=1)
+    lower.set_xlabel(f"distance between q and k (tokens; {len(distance):,} distances drawn)")
+
+
+def _mark_largest_rise(axes: Axes, distance: np.ndarray, values: np.ndarray) -> None:
+    """Two dots: the lowest value so far and the later one that is farthest above it; none if values only fall."""
+    lowest = np.minimum.accumulate(values)
+    high = int(np.argmax(values - lowest))
+    low = int(np.argmin(values[: high + 1]))
+    if high == low:
+        return
+    start, end = (f"{values[i]:.2f} at {distance[i]:,}" for i in (low, high))
+    text = f"largest rise drawn: from {start} to {end} tokens"
+    axes.plot(distance[[low, high]], values[[low, high]], "o", color="black", markersize=6, label=text)

@@ -1,0 +1,75 @@
+"""The empty figure, its file, and what all pictures have in common: colours, and the name of a scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ropewalk import Rope, _checks
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = ("png", "svg", "pdf")
+BLUE, ORANGE, GREY = "tab:blue", "tab:orange", "0.45"
+
+
+def blank(*, height: float) -> Figure:
+    """An empty figure 1000 pixels wide; height in units of 100 pixels.
+
+    Raises:
+        RopeError: matplotlib is missing, or MPLBACKEND names a backend that it does not know.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError as e:
+        fix = 'Run pip install "ropewalk[plots]".'
+        raise _checks.error("plots", "matplotlib must be installed", "no such package", fix) from e
+    except ValueError as e:  # matplotlib refuses MPLBACKEND when it is imported, though a picture needs no backend
+        raise _checks.error("plots", "matplotlib must accept its settings", str(e), "Unset MPLBACKEND.") from e
+    return matplotlib.figure.Figure(figsize=(10.0, height), dpi=100, layout="constrained")
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG, SVG or PDF, as the suffix of path says; an existing file is overwritten.
+
+    Raises:
+        RopeError: the folder does not exist, the suffix is another one, or the file cannot be written.
+    """
+    path = check_path(path)
+    try:
+        figure.savefig(path)
+    except OSError as e:
+        got = f"{str(path)!r} ({e.strerror})"
+        raise _checks.error("plots.save", "path must be writable", got, "Pass another.") from e
+
+
+def check_path(path: str | Path) -> Path:
+    """The path, if a picture can be written there.
+
+    Raises:
+        RopeError: the folder does not exist, or the suffix is not one of `FORMATS`.
+    """
+    path = Path(path)
+    if path.suffix.lower().removeprefix(".") not in FORMATS:
+        listed = ", ".join("." + name for name in FORMATS)
+        must = f"path must end in one of {listed}"
+        raise _checks.error("plots.save", must, repr(str(path)), "Change the file's name.")
+    if not path.parent.is_dir():
+        raise _checks.error("plots.save", "the folder of path must exist", repr(str(path.parent)), "Create it first.")
+    return path
+
+
+def scheme(rope: Rope) -> str:
+    """What a title says of the scaling."""
+    return "no scaling" if rope.scaling is None else rope.scaling.label
+
+
+def colours(count: int) -> np.ndarray:
+    """RGBA colours `[count, 4]` from dark to light, in the order of positions."""
+    import matplotlib
+
+    spread: np.ndarray = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, count))
+    return spread

@@ -1,0 +1,104 @@
+"""What a turn looks like: one pair, and all pairs of a head."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ropewalk import Rope, _checks
+from ropewalk.plots.figure import GREY, blank, colours
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
+    """The vector (1, 0) in one pair of channels, turned by the rope at positions 0, 1, 2, …
+
+    Args:
+        rope: any rope; the library itself turns the vector.
+        pair: which pair, from 0 to rotary_dim // 2 − 1.
+        tokens: how many positions, from 1 to 16.
+
+    Returns:
+        A Figure: one arrow for each position and the unit circle; both axes dimensionless, of equal scale.
+
+    Raises:
+        RopeError: pair or tokens is out of range, or matplotlib is missing.
+    """
+    _checks.integer("plots.rotated_vector", "pair", pair, at_least=0, at_most=rope.rotary_dim // 2 - 1)
+    _checks.integer("plots.rotated_vector", "tokens", tokens, at_least=1, at_most=16)
+    figure = blank(height=7.0)
+    axes = figure.subplots()
+    speed = rope.inv_freq[pair]
+    turn = np.linspace(0, 2 * math.pi, 361)
+    axes.plot(np.cos(turn), np.sin(turn), color=GREY, linewidth=1, label="unit circle")
+    shades = colours(tokens)
+    for position, (x, y) in enumerate(_turned_unit_vector(rope, pair, tokens)):
+        label = f"position {position}: {position * speed:.4g} rad"
+        axes.quiver(
+            0, 0, x, y, angles="xy", scale_units="xy", scale=1, width=0.008, color=shades[position], label=label
+        )
+        axes.annotate(str(position), (1.1 * x, 1.1 * y), ha="center", va="center", fontsize=13, color=shades[position])
+    limit = 1.25 * max(1.0, rope.attention_factor)
+    axes.set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal")
+    axes.set_xlabel("first channel of the pair (dimensionless)")
+    axes.set_ylabel("second channel of the pair (dimensionless)")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    factor = "" if rope.attention_factor == 1.0 else f", times the attention factor {rope.attention_factor:.4g}"
+    axes.set_title(f"(1, 0) turned by its position: pair {pair}, {speed:.4g} rad per token{factor}")
+    return figure
+
+
+def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
+    """All pairs of a head at once: cos(position · inverse frequency) as colours, so that fast and slow pairs show.
+
+    Args:
+        rope: any rope.
+        tokens: how many positions from 0 on, from 2 to 4096.
+
+    Returns:
+        A Figure: colour is the cosine (without attention factor) over position (tokens) and pair index; on the right
+        the wavelength of some pairs. A line shows where each pair has made its first full turn.
+
+    Raises:
+        RopeError: tokens is out of range, or matplotlib is missing.
+    """
+    _checks.integer("plots.pairs", "tokens", tokens, at_least=2, at_most=4096)
+    figure = blank(height=6.5)
+    axes = figure.subplots()
+    speed, wavelength = rope.inv_freq, rope.wavelength
+    cosines = np.cos(np.outer(speed, np.arange(tokens)))
+    image = axes.imshow(cosines, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-1, vmax=1)
+    first_turn = np.where(wavelength < tokens, wavelength, np.nan)
+    axes.plot(first_turn, np.arange(len(speed)), color="black", linewidth=2, label="first full turn (one wavelength)")
+    axes.set(xlim=(-0.5, tokens - 0.5), ylim=(len(speed) - 0.5, -0.5))
+    axes.set_xlabel("position (tokens)")
+    axes.set_ylabel("pair index (0 turns fastest)")
+    right = axes.secondary_yaxis("right")
+    shown = np.unique(np.linspace(0, len(speed) - 1, min(9, len(speed))).round().astype(int))
+    right.set_yticks(shown, [f"{wavelength[i]:,.{0 if wavelength[i] >= 100 else 1}f}" for i in shown])
+    right.set_ylabel("wavelength (tokens per full turn)")
+    figure.colorbar(image, ax=axes, label="cos(position · inverse frequency), dimensionless", pad=0.02)
+    axes.legend(loc="lower right")
+    slow = int((wavelength >= tokens).sum())
+    axes.set_title(f"The {len(speed)} pairs of a head over {tokens:,} tokens: {slow} make less than one full turn")
+    return figure
+
+
+def _turned_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
+    """(1, 0) in one pair, turned by the rope at positions 0 … tokens − 1: float64 `[tokens, 2]`."""
+    import torch
+
+    half = rope.pairing == "half"
+    first = rope.rotary_offset + (pair if half else 2 * pair)
+    second = first + (rope.rotary_dim // 2 if half else 1)
+    x = torch.zeros(tokens, 1, rope.head_dim, dtype=torch.float64)
+    x[..., first] = 1.0
+    positions = torch.arange(tokens)
+    positions = positions if rope.axes is None else positions.expand(rope.axes.count, -1)  # as text
+    turned = rope.at(positions, dtype=torch.float64)(x, layout="thd")
+    return turned[:, 0, [first, second]].numpy()
