@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -259,6 +260,114 @@ def test_decay_marks_nothing_where_nothing_rises():
 
 def test_decay_says_that_the_bound_is_only_a_bound():
     assert "neither it nor the score has to fall steadily" in plots.decay(LLAMA).get_suptitle()
+
+
+# --- angle_field ------------------------------------------------------------------------------------------------------
+
+AXIAL = ropewalk.Rope(16, 100.0, "half", axes=ropewalk.Axes.axial((8, 8)))  # four pairs for each axis: 100^(-i/4)
+MROPE = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.interleaved((4, 2, 2)))
+
+
+def panels(figure):
+    """The panel of each pair, by its number, in the order drawn."""
+    titled = {re.match(r"pair (\d+): axis (\d)", axes.get_title()): axes for axes in figure.axes}
+    return {int(found[1]): (int(found[2]), axes) for found, axes in titled.items() if found}
+
+
+def cosines(figure, pair):
+    (image,) = panels(figure)[pair][1].images
+    assert image.get_clim() == (-1, 1)
+    return np.asarray(image.get_array())
+
+
+def test_angle_field_shows_the_cosine_of_each_patch():
+    figure = plots.angle_field(AXIAL, 3, 5)
+    assert {pair: axis for pair, (axis, _) in panels(figure).items()} == {i: i // 4 for i in range(8)}
+    for pair in range(8):
+        w = 100.0 ** (-(pair % 4) / 4)
+        expected = [[math.cos((row if pair < 4 else column) * w) for column in range(5)] for row in range(3)]
+        np.testing.assert_allclose(cosines(figure, pair), expected, atol=1e-12)
+    assert "wavelength 6.3" in panels(figure)[4][1].get_title()
+    assert "wavelength 199" in panels(figure)[3][1].get_title()
+
+
+def test_angle_field_is_what_the_rope_rotates_by():
+    from ropewalk import positions
+
+    figure = plots.angle_field(MROPE, 4, 3, pairs=range(8))
+    cos = MROPE.at(positions.grid(4, 3, order="0hw")).cos.double()
+    for pair in range(8):
+        np.testing.assert_allclose(cosines(figure, pair).ravel(), cos[:, pair], atol=1e-6)
+
+
+def test_angle_field_takes_positions():
+    import torch
+
+    from ropewalk import positions
+
+    centres = 2 * math.pi * positions.mesh(positions.axis(2), positions.axis(3))
+    for given in (centres, centres.numpy(), centres.tolist()):
+        figure = plots.angle_field(AXIAL, 2, 3, pairs=[1, 6], positions=given)
+        for pair, places in ((1, [[-0.5] * 3, [0.5] * 3]), (6, [[-2 / 3, 0, 2 / 3]] * 2)):
+            w = 100.0 ** (-(pair % 4) / 4)
+            expected = np.cos(2 * math.pi * w * np.array(places))
+            np.testing.assert_allclose(cosines(figure, pair), expected, atol=1e-6)
+    flux2 = ropewalk.Rope(16, 2000.0, "interleaved", axes=ropewalk.Axes.axial((4, 4, 4, 4)))
+    figure = plots.angle_field(flux2, 2, 3, positions=torch.ones(4, 6, dtype=torch.int64))
+    assert [axis for axis, _ in panels(figure).values()] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_angle_field_chooses_the_fastest_pairs_of_each_axis():
+    wide = ropewalk.Rope(128, 1e4, "half", axes=ropewalk.Axes.time_last((20, 22, 22)))
+    assert list(panels(plots.angle_field(wide, 2, 2))) == [44, 45, 0, 2, 1, 3]
+    unused = ropewalk.Rope(8, 1e4, "half", axes=ropewalk.Axes([1, 1, 2, 1]))
+    assert list(panels(plots.angle_field(unused, 2, 2))) == [0, 1, 2]
+    rising = ropewalk.Rope(
+        16, 1e4, "half", axes=ropewalk.Axes([0, 0, 0, 0, 0, 1, 1, 1], [7, 6, 5, 4, 3, 2, 1, 0], [8, 8])
+    )
+    assert list(panels(plots.angle_field(rising, 2, 2))) == [4, 3, 2, 1, 7, 6, 5]
+
+
+def test_angle_field_frames_have_the_colours_of_inv_freq():
+    strip = plots.inv_freq(MROPE).axes[0]
+    for axis, panel in panels(plots.angle_field(MROPE, 2, 2, pairs=range(8))).values():
+        assert panel.spines["left"].get_edgecolor() == tuple(line(strip, f"axis {axis}").get_color())
+
+
+def test_angle_field_has_title_and_units(tmp_path):
+    figure = plots.angle_field(MROPE, 14, 14, pairs=[1, 2, 3, 4, 5])
+    assert figure.get_suptitle() == "Angles of 5 of 8 pairs over 14 × 14 patches"
+    assert figure.get_supxlabel() == "column (patches)"
+    assert figure.get_supylabel() == "row (patches)"
+    assert any("cos(angle), dimensionless" in axes.get_ylabel() for axes in figure.axes)
+    plots.save(figure, tmp_path / "field.png")
+    assert struct.unpack(">I", (tmp_path / "field.png").read_bytes()[16:20]) == (1000,)
+
+
+@pytest.mark.parametrize(
+    ("rope", "given", "message"),
+    [
+        (PLAIN, {}, "rope must have axes, got a rope of one axis"),
+        (AXIAL, {"height": 0}, "height must be an integer from 1 to 512, got 0"),
+        (AXIAL, {"width": 513}, "width must be an integer from 1 to 512, got 513"),
+        (AXIAL, {"pairs": [8]}, "pairs must be an integer from 0 to 7, got 8"),
+        (AXIAL, {"pairs": [-1]}, "pairs must be an integer from 0 to 7, got -1"),
+        (AXIAL, {"pairs": []}, r"pairs must be a list of 1 to 16 pairs, got \[\]"),
+        (AXIAL, {"pairs": [0] * 17}, "pairs must be a list of 1 to 16 pairs"),
+        (AXIAL, {"pairs": 3}, "pairs must be a list of 1 to 16 pairs, got 3"),
+        (AXIAL, {"positions": np.zeros((3, 6))}, r"positions must have shape \[2, 6\], .*, got shape \(3, 6\)"),
+        (AXIAL, {"positions": np.full((2, 6), np.nan)}, "positions must be finite"),
+        (AXIAL, {"positions": "rows"}, "positions must be numbers, got"),
+        (
+            ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((4, 4, 4, 4))),
+            {},
+            "rope must have two axes or three where no positions are given, got 4",
+        ),
+    ],
+)
+def test_angle_field_refuses(rope, given, message):
+    with pytest.raises(ropewalk.RopeError, match=rf"plots\.angle_field: {message}"):
+        plots.angle_field(rope, **{"height": 2, "width": 3, **given})
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------

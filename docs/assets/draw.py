@@ -1,4 +1,6 @@
-"""Draw the pictures of docs/schemes/: inverse frequency before and after each scheme, one SVG each beside this file.
+"""Draw the pictures of docs/schemes/, inverse frequency before and after each scheme, and that of docs/several-axes.md.
+
+Each is an SVG beside this file.
 
 Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are committed, and building the site draws
 nothing. Needs `pip install "ropewalk[plots]"`:
@@ -12,11 +14,13 @@ drawing it again changes nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
+from matplotlib.figure import Figure
 
-from ropewalk import Rope, plots
+from ropewalk import Axes, Rope, plots
 from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proportional, YaRN
 
 HERE = Path(__file__).parent
@@ -52,14 +56,22 @@ def ropes() -> dict[str, Rope]:
     }
 
 
-def main() -> None:
-    """Draw all of them; fail if one is too large to commit."""
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ropewalk"})
+def pictures() -> Iterator[tuple[str, Figure]]:
+    """Name and figure of each picture."""
     for name, rope in ropes().items():
-        path = HERE / f"{name}.svg"
         figure = plots.inv_freq(rope)
         for line in figure.axes[0].lines:
             line.set_markevery(max(1, rope.rotary_dim // 128))  # a dot for each of up to 64 pairs
+        yield name, figure
+    qwen = Rope(80, 10_000.0, "half", axes=Axes.axial((40, 40)))
+    yield "angle-field", plots.angle_field(qwen, 14, 14, pairs=[0, 1, 2, 4, 20, 21, 22, 24])
+
+
+def main() -> None:
+    """Draw all of them; fail if one is too large to commit."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ropewalk"})
+    for name, figure in pictures():
+        path = HERE / f"{name}.svg"
         figure.savefig(path, metadata={"Date": None})
         # Indentation is a fifth of the file.
         lines = path.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Pictures of a rope: how fast its pairs turn, what a turn looks like, and what distance does to a score.
+"""Pictures of a rope: how fast its pairs turn, what a turn looks like, an image too, and what distance does to a score.
 
 Each function takes a Rope (`times_copy` a benchmark's rows) and returns a matplotlib Figure, 1000 pixels wide; `save`
 writes it. No pyplot and no global state, so no display is needed. matplotlib comes with
@@ -8,6 +8,7 @@ writes it. No pyplot and no global state, so no display is needed. matplotlib co
 from __future__ import annotations
 
 from ropewalk.plots.distance import decay as decay
+from ropewalk.plots.field import angle_field as angle_field
 from ropewalk.plots.figure import FORMATS as FORMATS
 from ropewalk.plots.figure import blank as blank
 from ropewalk.plots.figure import check_path as check_path

@@ -1,0 +1,118 @@
+"""How the pairs of a rope with several axes see an image: the angle of each patch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ropewalk import Rope, _checks
+from ropewalk.plots.figure import blank, colours
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
+
+_WHO = "plots.angle_field"
+_COLUMNS, _MOST_PAIRS, _MOST_PATCHES = 4, 16, 512
+
+
+def angle_field(
+    rope: Rope, height: int, width: int, *, pairs: Sequence[int] | None = None, positions: ArrayLike | None = None
+) -> Figure:
+    """The angle of each patch of an image, for a few pairs of a head: stripes across the axis that the pair listens to.
+
+    Args:
+        rope: a rope with axes.
+        height, width: patches in a column and in a row of patches, from 1 to 512.
+        pairs: which pairs, 1 to 16 of them; None for those of each axis that turn fastest, about 8 in all.
+        positions: what `rope.at` would get, `[axes, height · width]`, row-major: an array, or a tensor on the CPU. None
+            for rows and columns from 0 on the last two axes, and 0 on an axis before them (time, image).
+
+    Returns:
+        A Figure: a panel for each pair, whose colour is the cosine of the angle (dimensionless, without attention
+        factor) over row and column (patches); above it the axis and the wavelength, in units of positions. Its frame
+        has the colour that the axis has in `inv_freq`.
+
+    Raises:
+        RopeError: the rope has no axes, or neither two nor three and no positions are given; a number is out of range;
+            positions have another shape or are not finite; matplotlib is missing.
+
+    Example:
+        >>> import ropewalk
+        >>> rope = ropewalk.Rope(64, 10_000.0, "half", axes=ropewalk.Axes.axial((32, 32)))
+        >>> figure = ropewalk.plots.angle_field(rope, 14, 14, pairs=[0, 4, 16, 20])
+        >>> figure.axes[1].get_title()
+        'pair 4: axis 0\\nwavelength 62.8'
+    """
+    if rope.axes is None:
+        raise _checks.error(_WHO, "rope must have axes", "a rope of one axis", "Draw plots.pairs.")
+    for name, size in (("height", height), ("width", width)):
+        _checks.integer(_WHO, name, size, at_least=1, at_most=_MOST_PATCHES)
+    count = rope.axes.count
+    places = _grid(count, height, width) if positions is None else _given(positions, (count, height * width))
+    shown = _fastest(rope.axes.axis, count, rope.inv_freq) if pairs is None else _checked(pairs, rope.rotary_dim // 2)
+    columns = min(_COLUMNS, len(shown))
+    lines = math.ceil(len(shown) / columns)
+    figure = blank(height=1.2 + lines * (0.7 + 7.6 / columns * min(height / width, 2.0)))
+    grid = figure.subplots(lines, columns, squeeze=False).ravel()
+    of_axis = colours(count)
+    for panel, pair in zip(grid, shown, strict=False):
+        axis, wavelength = rope.axes.axis[pair], rope.wavelength[pair]
+        cosines = np.cos(places[axis] * rope.inv_freq[pair]).reshape(height, width)
+        image = panel.imshow(cosines, interpolation="nearest", cmap="RdBu_r", vmin=-1, vmax=1)
+        panel.set_title(f"pair {pair}: axis {axis}\nwavelength {wavelength:,.{0 if wavelength >= 100 else 1}f}")
+        panel.locator_params(integer=True)
+        for edge in panel.spines.values():
+            edge.set(color=of_axis[axis], linewidth=3)
+    for panel in grid[len(shown) :]:
+        panel.set_axis_off()
+    figure.supxlabel("column (patches)")
+    figure.supylabel("row (patches)")
+    figure.colorbar(image, ax=list(grid), label="cos(angle), dimensionless", shrink=0.8, pad=0.02)
+    figure.suptitle(f"Angles of {len(shown)} of {rope.rotary_dim // 2} pairs over {height} × {width} patches")
+    return figure
+
+
+def _grid(count: int, height: int, width: int) -> np.ndarray:
+    """Row and column of each patch on the last two axes, float64 `[count, height · width]`; 0 on one before them."""
+    if count not in (2, 3):
+        fix = 'Pass e.g. positions=ropewalk.positions.grid(height, width, order="0hw0").'
+        raise _checks.error(_WHO, "rope must have two axes or three where no positions are given", str(count), fix)
+    row, column = np.indices((height, width)).reshape(2, -1)
+    return np.stack((*[np.zeros_like(row)] * (count - 2), row, column)).astype(np.float64)
+
+
+def _given(positions: ArrayLike, shape: tuple[int, int]) -> np.ndarray:
+    """The positions as float64, if they are finite and of this shape."""
+    try:
+        places = np.asarray(positions, dtype=np.float64)
+    except (TypeError, ValueError) as e:
+        fix = "Pass a tensor on the CPU, or an array."
+        raise _checks.error(_WHO, "positions must be numbers", _checks.described(positions), fix) from e
+    if places.shape != shape:
+        must = f"positions must have shape {list(shape)}, [axes, height · width]"
+        raise _checks.error(_WHO, must, f"shape {places.shape}", "Leave out tokens that are no patches.")
+    if not np.isfinite(places).all():
+        raise _checks.error(_WHO, "positions must be finite", "nan or inf", "Look for what made them so.")
+    return places
+
+
+def _fastest(axis: Sequence[int], count: int, speed: np.ndarray) -> list[int]:
+    """The pairs of each axis that turn fastest, about 8 in all, one axis after another."""
+    chosen: list[int] = []
+    for one in range(count):
+        (pairs,) = np.nonzero(np.equal(axis, one))
+        fastest = pairs[np.argsort(-speed[pairs], kind="stable")]
+        chosen += fastest[: max(1, 8 // count)].tolist()
+    return chosen
+
+
+def _checked(pairs: Sequence[int], count: int) -> list[int]:
+    """The pairs that were asked for, of count."""
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not 1 <= len(pairs) <= _MOST_PAIRS:
+        must = f"pairs must be a list of 1 to {_MOST_PAIRS} pairs"
+        raise _checks.error(_WHO, must, _checks.shown(pairs), "Pass e.g. pairs=[0, 4].")
+    return [_checks.integer(_WHO, "pairs", pair, at_least=0, at_most=count - 1) for pair in pairs]
