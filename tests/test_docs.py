@@ -178,8 +178,10 @@ def test_the_pages_that_teach_are_executed() -> None:
         "attention.md",
         "transformers.md",
         "schemes/yarn.md",
+        "coming-from/diffusers.md",
         "coming-from/llama-cpp.md",
         "coming-from/meta.md",
+        "coming-from/timm.md",
         "coming-from/transformers.md",
         "coming-from/vllm.md",
     ):
