@@ -125,9 +125,17 @@ def test_compiled_in_one_graph() -> None:
         assert relative(compiled(input_ids=ids, position_ids=places(16))[0], wanted) <= NEAR
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_was_cast(name: str) -> None:
+    said = accelerate(built(name).to(torch.bfloat16))
+    assert all(rope.axes is not None for rope in said.ropes.values())
+
+
 class TestRefused:
-    def test_sections_of_another_order(self) -> None:
-        model = built("qwen2_vl_text")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_sections_of_another_order(self, dtype: torch.dtype) -> None:
+        """Also in a model that was cast, whose frequencies are rounded."""
+        model = built("qwen2_vl_text").to(dtype)
         model.rotary_emb.mrope_section = [3, 3, 2]
         with pytest.raises(
             RopeError, match=r"rotary_emb must turn by the axes that its config means .*sections\(\(2, 3"

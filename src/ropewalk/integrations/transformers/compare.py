@@ -79,13 +79,18 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
         tokens = len(_POSITIONS)
         x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # their tables are cast to its dtype
         returned = module(x, positions, **of_type)
-        now, _ = frequencies(module, kind)
-        if hasattr(module, "recomposition_frequencies"):  # it may write them in another order than it keeps them in
-            now = now.sort(descending=True).values
+        now = _as_written(module, kind)
         found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
-        angles, factor = positions[..., None].double() * now.double(), factor_of(module, kind)
+        angles, factor = positions[..., None].double() * now, factor_of(module, kind)
         near = found is not None and _are_near(returned, angles, factor, found)
     return found if near else None
+
+
+def _as_written(module: nn.Module, kind: str | None) -> Tensor:
+    """The frequencies in use, float64, in the order of the pairs in the tables."""
+    now, _ = frequencies(module, kind)
+    # With axes it may keep them in another order than it writes them in (Ernie 4.5 VL).
+    return now.double().sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now.double()
 
 
 def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> bool:
@@ -117,15 +122,12 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
     device, axes = frequencies(module, kind)[0].device, rope.axes
     rows = torch.tensor(_POSITIONS, device=device)
     positions = torch.stack([rows.roll(axis + 1) for axis in range(axes.count)])[:, None]  # [axes, 1, tokens]
-    rope = rope.at_length(int(positions.max()) + 1)
     of_pair = positions[list(axes.axis)].movedim(0, -1).double()  # [1, tokens, pairs]
     of_type = {} if kind is None else {"layer_type": kind}
     with torch.no_grad():
         x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
         returned = module(x, positions, **of_type)
-    angles = of_pair * torch.from_numpy(rope.inv_freq).to(device)
-    cast = rounded_to(frequencies(module, kind)[0])
-    if cast is torch.float32 and not _are_near(returned, angles, factor_of(module, kind), width):
+    if not _are_near(returned, of_pair * _as_written(module, kind), factor_of(module, kind), width):
         must = f"the pairs of {name} must turn by the axes that its config means ({axes})"
         raise error(WHO, must, "other ones", "Use angles='theirs'.")
 

@@ -19,6 +19,7 @@ TRIED = "0.32.0"  # the version with which this was tried
 logger = logging.getLogger("vllm.ropewalk")
 
 _RPC = "ropewalk_state"
+# Their own code for the CPU returns new tensors; that of the others rotates in place.
 _FUNCTIONAL = {"DeepseekScalingRotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding", "MRotaryEmbedding"}
 
 
