@@ -533,7 +533,7 @@ MUTANTS = [
     Mutant("params.json: any pairing", "configs/read.py", 'if pairing not in (None, "interleaved"):', "if False:"),
     Mutant("cli: encoding", "programs/cli.py", 'stream.reconfigure(errors="backslashreplace")', "pass"),
     Mutant("cli: closed pipe", "programs/cli.py", "        except BrokenPipeError:  # nobody reads on: click ends in silence, with exit status 1\n            raise\n", ""),
-    Mutant("cli: plot path", "programs/cli.py", "    plots.check_path(plot)\n", ""),
+    Mutant("cli: plot path", "programs/commands/explain.py", "    plots.check_path(plot)\n", ""),
     Mutant("plots: backend", "plots/figure.py", "except ValueError as e:  # matplotlib", "except KeyError as e:  # matplotlib"),
     # the files of the lab
     Mutant("moment shapes not compared", CHECKPOINT, "        if kinds[name] != kind:\n", "        if False:\n"),

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 import ropewalk
 from ropewalk.programs import cli
+from ropewalk.programs.commands import doctor
 
 CONFIG = Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json"
 PNG = b"\x89PNG"
@@ -97,7 +98,7 @@ def test_doctor_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_says_what_is_not_installed() -> None:
-    assert cli._version("no-such-package-of-ours") == "not installed"
+    assert doctor._version("no-such-package-of-ours") == "not installed"
 
 
 def test_demo_hands_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""`ropewalk bench`: timings of the rotation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import click
+from click.core import ParameterSource
+
+from ropewalk import _checks
+
+
+@click.command()
+@click.option(
+    "--tokens", type=click.IntRange(1, 2**20), multiple=True, help="A size; may be repeated. [1 128 1024 4096]"
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), multiple=True, help="May be repeated. [both]")
+@click.option("--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True)
+@click.option("--backward/--no-backward", default=True, show_default=True, help="Also forward and backward together.")
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also under torch.compile.")
+@click.option(
+    "--only",
+    multiple=True,
+    help="Only contenders with this in their name, beside copy_, which is always measured; may be repeated.",
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Of PyTorch and ONNX Runtime. [as PyTorch finds]")
+@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Samples of each contender.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=30.0,
+    show_default=True,
+    help="No round begins later, after the third.",
+)
+@click.option(
+    "--stream",
+    type=click.IntRange(min=0),
+    help="Tokens of a long sequence in chunks, 0 for none. [1000000; 0 with --quick]",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="At most 5 rounds and 5 seconds for a table, no long sequence unless --stream says one.",
+)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything as JSON.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time over that of copy_.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="cuda: on a GPU of NVIDIA or AMD. Its cases are fixed; of the options above it takes --backward, --compile, "
+    "--only, --rounds, --seconds and --json.",
+)
+@click.option("--rehearse", is_flag=True, help="With --device cuda: small, on the CPU, to see that it works.")
+@click.pass_context
+def bench(
+    context: click.Context,
+    tokens: tuple[int, ...],
+    dtype: tuple[str, ...],
+    layout: Literal["bshd", "bhsd"],
+    backward: bool,
+    compiled: bool,
+    only: tuple[str, ...],
+    threads: int | None,
+    rounds: int,
+    seconds: float,
+    stream: int | None,
+    quick: bool,
+    json_file: Path | None,
+    plot_file: Path | None,
+    device: Literal["cpu", "cuda"],
+    rehearse: bool,
+) -> None:
+    """Time the rotation against a copy, the usual code and other libraries; only what is right is timed.
+
+    On this CPU, unless --device cuda is passed.
+    """
+    _refuse_what_has_no_effect(context, device)
+    from ropewalk.programs import bench as the_bench
+
+    if device == "cuda":
+        on_gpu = the_bench.GpuSettings(
+            backward=backward, compiled=compiled, only=only, rounds=rounds, seconds=seconds, rehearse=rehearse
+        )
+        the_bench.run_on_gpu(on_gpu, click.echo, json_file=json_file)
+        return
+    settings = the_bench.Settings(
+        tokens=tokens or the_bench.Settings.tokens,
+        dtypes=dtype or the_bench.Settings.dtypes,
+        layout=layout,
+        backward=backward,
+        compiled=compiled,
+        only=only,
+        threads=threads,
+        rounds=min(rounds, 5) if quick else rounds,
+        seconds=min(seconds, 5.0) if quick else seconds,
+        stream=stream if stream is not None else 0 if quick else the_bench.Settings.stream,
+    )
+    the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
+
+
+_NO_EFFECT = {"cpu": ("rehearse",), "cuda": ("tokens", "dtype", "layout", "threads", "stream", "quick", "plot_file")}
+
+
+def _refuse_what_has_no_effect(context: click.Context, device: str) -> None:
+    """Of the options of `bench`, on this device."""
+    for option in context.command.params:
+        name, flag = str(option.name), option.opts[0]
+        if name in _NO_EFFECT[device] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            cure = "It has no effect there: leave it out, or pass another --device."
+            raise _checks.error("bench", f"{flag} must be left out with --device {device}", flag, cure)

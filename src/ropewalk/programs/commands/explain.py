@@ -1,0 +1,74 @@
+"""`ropewalk explain`: what a config means for rotation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+import ropewalk
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--length", type=click.IntRange(min=1), help="Also say what holds for sequences of so many tokens.")
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
+@click.option("--base", type=float, help="For a config that states no base.")
+@click.option("--factor", type=float, help="For Meta's params.json, which does not carry it: 8 or 32.")
+@click.option(
+    "--text-only",
+    is_flag=True,
+    help="The rope of text tokens (M-RoPE), without the vision tower; no effect on models of one axis.",
+)
+@click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
+@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw inverse frequencies before and after.")
+def explain(
+    source: Path,
+    length: int | None,
+    pairing: str | None,
+    base: float | None,
+    factor: float | None,
+    text_only: bool,
+    ignore: tuple[str, ...],
+    download: bool,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Say what the config SOURCE means for rotation.
+
+    SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
+    meta-llama/Llama-3.1-8B.
+    """
+    ropes = ropewalk.from_config(
+        source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+    )
+    pictures = [] if plot is None else _pictures(ropes, length, plot)
+    facts = ropes.facts(length)
+    click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
+    for rope, layers, path in pictures:
+        from ropewalk import plots
+
+        plots.save(plots.inv_freq(rope), path)
+        click.echo(f"drew {path}: {layers}", err=as_json)
+
+
+def _pictures(ropes: ropewalk.ModelRopes, length: int | None, plot: Path) -> list[tuple[ropewalk.Rope, str, Path]]:
+    """What to draw and where: one picture for each distinct rope, numbered where there are several."""
+    from ropewalk import plots
+
+    plots.check_path(plot)
+    groups = [(rope, layers) for rope, layers in ropes.groups() if rope is not None]
+    if not groups:
+        raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
+    if length is None and not all(rope.is_static for rope, _ in groups):
+        raise click.ClickException("--plot: the frequencies depend on the length. Pass --length N too.")
+    drawn = [
+        (rope if length is None else rope.at_length(length), f"layer {rows[0]} and {len(rows) - 1} more")
+        for rope, rows in groups
+    ]
+    if len(drawn) == 1:
+        return [(*drawn[0], plot)]
+    return [(*one, plot.with_stem(f"{plot.stem}-{i}")) for i, one in enumerate(drawn, start=1)]

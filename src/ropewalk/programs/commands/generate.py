@@ -1,0 +1,26 @@
+"""`ropewalk generate`: text from a model of the lab."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--prompt", default="def ", show_default=True, help="What the text begins with.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="How many bytes to make.")
+@click.option(
+    "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the likeliest byte."
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of what is drawn.")
+def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
+    """Text from a prompt by the CHECKPOINT of a text model of the lab, and tokens per second."""
+    from ropewalk.lab import generate as the_generator
+
+    def write(text: str) -> None:
+        click.echo(text, nl=False)
+
+    speed = the_generator.run(checkpoint, prompt, tokens=tokens, temperature=temperature, seed=seed, write=write)
+    click.echo(speed, err=True)
