@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ropewalk.attention.attend import AttendingCache as AttendingCache
     from ropewalk.attention.attend import TwoPass as TwoPass
     from ropewalk.attention.cache_step import CacheStep as CacheStep
-    from ropewalk.attention.cache_step import LayerCache as LayerCache
     from ropewalk.attention.kv_cache import KVCache as KVCache
+    from ropewalk.attention.layer_cache import LayerCache as LayerCache
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
     from ropewalk.axes import Axes as Axes
     from ropewalk.configs import ModelRopes as ModelRopes
@@ -48,7 +48,7 @@ _HOME = {
     "CacheStep": "attention.cache_step",
     "DynamicNTK": "schemes",
     "KVCache": "attention.kv_cache",
-    "LayerCache": "attention.cache_step",
+    "LayerCache": "attention.layer_cache",
     "LearnedRope": "learned",
     "Llama3": "schemes",
     "LongRoPE": "schemes",

@@ -1,4 +1,4 @@
-"""One forward pass with a KVCache: where its tokens are, which keys they see, and what each layer stores."""
+"""One forward pass with a KVCache: where its tokens are and which keys they see."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass, check_mask, check_rotation, joined, rotate_and_attend
+from ropewalk.attention.attend import TwoPass, check_rotation
+from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.slots import Slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -200,146 +200,3 @@ class CacheStep:
         length, position = self._following
         self._cache.length.copy_(length)
         self._cache.position.copy_(position)
-
-
-class LayerCache:
-    """One layer's keys and values in one forward pass. Made by `CacheStep.layer`, for `RotaryAttention`.
-
-    Attributes:
-        step: the `CacheStep` of this forward pass.
-    """
-
-    def __init__(self, step: CacheStep, index: int) -> None:
-        self.step = step
-        self._keys, self._values = step._cache.keys[index], step._cache.values[index]
-        self._progress = step._progress.layers[index]
-        self._is_last = index == step._cache.num_layers - 1
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        rotation: Rotation | TwoPass | None = None,
-        mask: Tensor | BlockMask | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Rotate, append, and attend over all keys that the new tokens may see.
-
-        Args:
-            q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
-            k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
-            rotation: what q and k are rotated by: `step.rotation(rope)`, `rope.at(step.positions)`, or
-                `SelfExtend.at(step.positions, step.key_positions)`. None: they are used as they are, rotated already or
-                of a layer that does not rotate.
-            mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1, for
-                the keys of `step.key_positions`. It is joined with `step.mask`, which alone counts when it is None.
-            scale: of the scores; head_dim^(−1/2) when None.
-
-        Returns:
-            `[batch, seq, heads, head_dim]`.
-
-        Raises:
-            RopeError: as `append`; or q, rotation or mask does not fit this step. Nothing is stored then.
-        """
-        batch, _, kv_heads, head_dim = self._keys.shape
-        seq = self.step.order.shape[1]
-        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
-            raise _checks.error(
-                "KVCache",
-                f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads",
-                f"{tuple(q.shape)}",
-                "Build the cache for this model and batch, and call step with the length of these tokens.",
-            )
-        if rotation is not None:
-            self.step._check_rotation(rotation)
-        if mask is not None:
-            if not isinstance(mask, Tensor):
-                must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
-                raise _checks.error("KVCache", must, got, "Pass a dense mask, for the keys of step.key_positions.")
-            check_mask("KVCache", mask, q, self.step.key_positions.shape[1])
-        return rotate_and_attend(
-            q,
-            k,
-            v,
-            rotation=rotation,
-            mask=joined(mask, self.step.mask),
-            scale=head_dim**-0.5 if scale is None else scale,
-            append=self.append,
-        )
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the new tokens, once, and return all that these tokens may see.
-
-        For those who attend themselves; `attend` calls it. The last layer must be the last to append: then the cache
-        counts the tokens.
-
-        Args:
-            k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
-            v: values of the same shape.
-
-        Returns:
-            Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `CacheStep.key_positions`: views of the
-            cache, or new tensors.
-
-        Raises:
-            RopeError: shape, dtype or device is not that of the cache and of this step, or a gradient is wanted; this
-                layer has appended already; the step is not the newest of its cache; this is the last layer, and
-                another one has not appended. Nothing is stored then.
-        """
-        batch, slots, heads, head_dim = self._keys.shape
-        wanted = (batch, self.step.order.shape[1], heads, head_dim)
-        for name, new in (("k", k), ("v", v)):
-            if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
-                fix = "Build the cache for this model and batch, and call step with the length of these tokens."
-                if new.shape == wanted and new.device == self._keys.device:
-                    fix = f"Build the cache with dtype={new.dtype}, in which the model makes keys here (see autocast)."
-                raise _checks.error(
-                    "KVCache",
-                    f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
-                    f"{tuple(new.shape)} in {new.dtype} on {new.device}",
-                    fix,
-                )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise _checks.error(
-                "KVCache",
-                "gradients cannot pass through a cache",
-                "keys or values that require one",
-                "Run under torch.no_grad() or torch.inference_mode().",
-            )
-        self._check_turn()
-        kept = self._keys[:, : slots - 1], self._values[:, : slots - 1]
-        if self.step._beside:
-            kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
-        self._keys.index_put_((self.step._row, self.step._slot), k)
-        self._values.index_put_((self.step._row, self.step._slot), v)
-        self._progress.stored = True
-        if self._is_last:
-            self.step._commit()
-        return kept
-
-    def _check_turn(self) -> None:
-        """Raise unless this layer is due."""
-        progress = self.step._progress
-        if self._progress.stored:
-            raise _checks.error(
-                "KVCache",
-                "each layer must append once in a step",
-                "a layer that has appended already",
-                "Pass step.layer(i) with another i to each layer, and call cache.step(seq) for each forward pass.",
-            )
-        if progress.outdated:
-            raise _checks.error(
-                "KVCache",
-                "a step must be the newest of its cache, without a shift, reset or rollback after it",
-                "an outdated one",
-                "Call step = cache.step(seq) for each forward pass, and use it before anything else changes the cache.",
-            )
-        if self._is_last and progress.stored() != len(progress.layers) - 1:
-            raise _checks.error(
-                "KVCache",
-                f"all of {len(progress.layers)} layers must append, the last one last",
-                f"the last one after {progress.stored()} others",
-                "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",
-            )
