@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ropewalk._checks import RopeError as RopeError
     from ropewalk.attention import masks as masks
     from ropewalk.attention.attend import AttendingCache as AttendingCache
-    from ropewalk.attention.attend import TwoPass as TwoPass
     from ropewalk.attention.cache_step import CacheStep as CacheStep
     from ropewalk.attention.kv_cache import KVCache as KVCache
     from ropewalk.attention.layer_cache import LayerCache as LayerCache
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
+    from ropewalk.attention.two_pass import TwoPass as TwoPass
     from ropewalk.axes import Axes as Axes
     from ropewalk.configs import ModelRopes as ModelRopes
     from ropewalk.configs import QueryScale as QueryScale
@@ -63,7 +63,7 @@ _HOME = {
     "RotaryEmbedding": "nn",
     "Rotation": "rotation.api",
     "SelfExtend": "attention.self_extend",
-    "TwoPass": "attention.attend",
+    "TwoPass": "attention.two_pass",
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",

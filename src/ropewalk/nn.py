@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -11,7 +9,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
-from ropewalk.attention.attend import AttendingCache, TwoPass
+from ropewalk.attention import masks
+from ropewalk.attention.attend import AttendingCache
+from ropewalk.attention.layer_cache import LayerCache
+from ropewalk.attention.mask_tensors import causal as causal_mask
+from ropewalk.attention.mask_tensors import check_mask, joined
+from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -65,7 +68,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class RotaryAttention(torch.nn.Module):
-    """Causal multi-head attention as in Llama: q, k and v projected, q and k rotated, attention, projected back.
+    """Multi-head attention as in Llama: q, k and v projected, q and k rotated, attention, projected back.
 
     Parameters have the names of Hugging Face's Llama attention (`q_proj`, `k_proj`, `v_proj`, `o_proj`; `q_norm`,
     `k_norm` as in Qwen 3), so its weights load as they are. The rope is not part of it: whoever runs the layers makes
@@ -80,6 +83,10 @@ class RotaryAttention(torch.nn.Module):
         o_bias: whether the projection of the output has one (with bias: `attention_bias` of Hugging Face's Llama).
         qk_norm: ε of an RMSNorm over the channels of each head of q and k, before rotation (Qwen 3); None: none.
         softmax_factor: multiplies the softmax scale head_dim^(−1/2), dimensionless: `ModelRopes.softmax_factor`.
+        causal: whether a token sees only the tokens before it and itself. False for encoders, which have no cache.
+        window: a token sees itself and the window − 1 tokens before it, and with causal False also the window − 1 after
+            it; None: all. With a `KVCache` that keeps more tokens, those that are too old are masked.
+        dropout: probability with which each attention weight is set to 0 in training mode, 0 ≤ dropout ≤ 1.
 
     Raises:
         RopeError: a number is impossible, or heads do not divide.
@@ -102,6 +109,9 @@ class RotaryAttention(torch.nn.Module):
         o_bias: bool = False,
         qk_norm: float | None = None,
         softmax_factor: float = 1.0,
+        causal: bool = True,
+        window: int | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         who = "RotaryAttention"
@@ -130,6 +140,9 @@ class RotaryAttention(torch.nn.Module):
             else _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
         )
         self.softmax_factor = _checks.number(who, "softmax_factor", softmax_factor, above=0.0)
+        self.causal = bool(causal)
+        self.window = None if window is None else _checks.length(who, "window", window)
+        self.dropout = _checks.number(who, "dropout", dropout, at_least=0.0, at_most=1.0)
         kv_width = self.num_kv_heads * self.head_dim
         self.q_proj = torch.nn.Linear(hidden_size, self.num_heads * self.head_dim, bias=bias)
         self.k_proj = torch.nn.Linear(hidden_size, kv_width, bias=bias)
@@ -149,7 +162,7 @@ class RotaryAttention(torch.nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: AttendingCache | None = None,
     ) -> Tensor:
-        """Attention of each token to those before it and itself.
+        """Attention of each token to those that it sees: those before it and itself, unless causal is False.
 
         Args:
             x: `[batch, seq, hidden_size]`.
@@ -159,7 +172,8 @@ class RotaryAttention(torch.nn.Module):
             mask: narrows causality: bool (True: seen) or additive in the dtype of x (any under autocast, which casts
                 it), four axes `[batch, heads, seq, keys]`, each of full size or 1; fewer axes could be read in more
                 than one way and are refused. See `masks` for packed documents, sliding windows and padding. Or a
-                `BlockMask` for FlexAttention, used as it is, which must be causal itself: `masks.packed_blocks`.
+                `BlockMask` for FlexAttention, used as it is, which says causality and window itself, such as
+                `masks.packed_blocks`.
             cache: `step.layer(i)` of a `KVCache`, for the tokens of x, in the dtype of x or of autocast. The keys of
                 mask are then those of `step.key_positions`, and mask is a tensor. Or any other `AttendingCache`, which
                 rotates, stores and attends as it likes.
@@ -180,10 +194,12 @@ class RotaryAttention(torch.nn.Module):
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast makes some norms float32
         if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
             mask = mask.to(q.dtype)
-        attend = self._attend if cache is None else cache.attend
         scale = self.head_dim**-0.5 * self.softmax_factor
-        attended = attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
-        if cache is not None:
+        if cache is None:
+            attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+        else:
+            mask = self._within(cache, mask)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
             attention.check_attended("RotaryAttention", cache, attended, q, v)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
@@ -200,10 +216,49 @@ class RotaryAttention(torch.nn.Module):
     ) -> Tensor:
         """Without a cache: over the keys of these tokens. Where plain causality is all, no mask says it."""
         if isinstance(mask, Tensor):
-            attention.check_mask("RotaryAttention", mask, q, k.shape[1])
-        if isinstance(mask, Tensor) or isinstance(rotation, TwoPass):
-            mask = attention.joined(cast("Tensor | None", mask), attention.causal(q.shape[1], q.device))
-        return attention.rotate_and_attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+            check_mask("RotaryAttention", mask, q, k.shape[1])
+        if not isinstance(mask, BlockMask):
+            seen = self._seen(q.shape[1], q.device, dense=mask is not None or isinstance(rotation, TwoPass))
+            mask = mask if seen is None else joined(mask, seen)
+        return attention.rotate_and_attend(
+            q,
+            k,
+            v,
+            rotation=rotation,
+            mask=mask,
+            scale=scale,
+            causal=self.causal,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+    def _seen(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
+        """bool `[1, 1, seq, seq]`: what causality and the window leave; None where plain causality, or nothing, is all.
+
+        Args:
+            seq: tokens.
+            device: where.
+            dense: whether causality has to be part of a mask.
+        """
+        if self.window is not None and seq > self.window:
+            window = masks.sliding_window(seq, self.window, device=device)
+            return window if self.causal else window | window.mT
+        if not self.causal:
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if dense else None
+        return causal_mask(seq, seq, device) if dense else None
+
+    def _within(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
+        """The user's mask, joined with the window of this layer where the cache keeps more."""
+        if self.window is None or isinstance(mask, BlockMask):
+            return mask
+        if not isinstance(cache, LayerCache):
+            raise _checks.error(
+                "RotaryAttention",
+                "a cache of your own applies its window itself, so that window must be None",
+                f"window={self.window} and a {type(cache).__name__}",
+                "Build the layer without a window, or use a KVCache.",
+            )
+        within = cache.step.within(self.window)
+        return mask if within is None else joined(mask, within)
 
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"
@@ -218,6 +273,13 @@ class RotaryAttention(torch.nn.Module):
                 "cache must be one layer of a step of a KVCache, another cache with such a method attend, or None",
                 _checks.shown(cache),
                 "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
+            )
+        if cache is not None and (not self.causal or (self.training and self.dropout)):
+            raise _checks.error(
+                who,
+                "with a cache, attention must be causal and without dropout",
+                "causal=False" if not self.causal else f"dropout={self.dropout} in training mode",
+                "A cache is for generation: build the layer with causal=True, and call eval() before it.",
             )
         if mask is None or isinstance(mask, Tensor):
             return

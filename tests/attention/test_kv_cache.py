@@ -542,3 +542,50 @@ def test_refuses_arguments() -> None:
     for ropes in ([rope, rope], ["half"], None):
         with pytest.raises(RopeError, match=r"KVCache\.shift: rope must be a Rope, or one or None for each"):
             cache.shift(ropes, 1)  # type: ignore[arg-type]
+
+
+class TestReorder:
+    """Beam search: each row goes on from what another one holds."""
+
+    @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}, {"window": 3, "sinks": 1}])
+    @pytest.mark.parametrize("rows", [[2, 0, 0], [1, 1, 2]])
+    def test_as_if_the_texts_had_stood_there(self, size: dict[str, int], rows: list[int]) -> None:
+        rope, turn = ROPES["default"]
+        x = torch.randn(3, 9, HIDDEN, dtype=torch.float64)
+        cache = cache_of(3, **size)
+        run(cache, x[:, :5], rope)
+        cache.reorder(torch.tensor(rows))
+        after = torch.cat([x[rows, :5], torch.randn(3, 4, HIDDEN, dtype=torch.float64)], dim=1)
+        out = torch.cat([run(cache, after[:, i : i + 1], rope) for i in range(5, 9)], dim=1)
+        wanted = torch.stack([in_one_piece(row, turn, *distances(9, size))[5:] for row in after])
+        torch.testing.assert_close(out, wanted, **EXACT)
+
+    def test_rows_of_other_lengths(self) -> None:
+        cache, k = KVCache(1, 2, 1, 2, capacity=4), torch.ones(2, 3, 1, 2)
+        cache.step(3, attention_mask=torch.tensor([[1, 1, 1], [0, 0, 1]])).layer(0).append(k, k)
+        outdated = cache.step(1)
+        cache.reorder(torch.tensor([1, 0]))
+        assert cache.length.tolist() == cache.position.tolist() == [1, 3]
+        assert cache.step(1).key_positions.tolist() == [[0, 1, 2**62, 2**62], [0, 1, 2, 3]]
+        with pytest.raises(RopeError, match="a step must be the newest of its cache"):
+            outdated.layer(0).append(k[:, :1], k[:, :1])
+
+    @pytest.mark.parametrize(
+        ("rows", "got"),
+        [
+            ([0, 1], r"\[0, 1\]"),
+            (torch.tensor([0]), r"torch.int64 of shape \(1,\)"),
+            (torch.tensor([0, 1], dtype=torch.int32), r"torch.int32 of shape \(2,\)"),
+            (torch.tensor([0, 2]), "rows up to 2"),
+            (torch.tensor([-1, 0]), "rows from -1"),
+        ],
+    )
+    def test_refused(self, rows: Any, got: str) -> None:
+        with pytest.raises(RopeError, match=rf"KVCache.reorder: rows must be an int64 tensor \[batch\] .*got {got}\."):
+            KVCache(1, 2, 1, 2, capacity=4).reorder(rows)
+
+    def test_not_between_layers(self) -> None:
+        cache, k = KVCache(2, 1, 1, 2, capacity=4), torch.ones(1, 1, 1, 2)
+        cache.step(1).layer(0).append(k, k)
+        with pytest.raises(RopeError, match=r"KVCache.reorder: every layer must have appended"):
+            cache.reorder(torch.tensor([0]))

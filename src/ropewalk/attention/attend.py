@@ -1,8 +1,7 @@
-"""Attention over rotated queries and keys: PyTorch's kernels, or in two passes where pairs differ in rotation."""
+"""Attention over rotated queries and keys by PyTorch's kernels, and what `RotaryAttention` asks of a cache."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -11,61 +10,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ropewalk import _checks
+from ropewalk.attention.mask_tensors import causal as causal_mask
+from ropewalk.attention.mask_tensors import check_mask
+from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
-
-
-class TwoPass:
-    """Two rotations of the same tokens; each pair of query and key has the scores of one of them.
-
-    For distances that no single rotation gives: Self-Extend, and attention sinks. Made once for each forward pass by
-    `SelfExtend.at` or `CacheStep.rotation`, and handed to every layer in the place of a `Rotation`.
-
-        score = far_queries(q) · far_keys(near(k))   where far
-                near(q) · near(k)                    elsewhere
-
-    Args:
-        near: rotates the new queries and keys. A cache holds keys that are rotated so.
-        far_queries: rotates the new queries for far keys.
-        far_keys: moves all keys, already rotated by near, for the far pass; None where they stay.
-        far: bool, broadcastable to `[batch, heads, seq, keys]`: True for the pairs of the far pass.
-    """
-
-    __slots__ = ("far", "far_keys", "far_queries", "near")
-
-    def __init__(self, near: Rotation, far_queries: Rotation, far_keys: Rotation | None, far: Tensor) -> None:
-        self.near, self.far_queries, self.far_keys, self.far = near, far_queries, far_keys, far
-
-    def attend(self, q: Tensor, q_far: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float) -> Tensor:
-        """Softmax over the merged scores, times v.
-
-        Args:
-            q, q_far: queries rotated by near and by far_queries, `[batch, seq, heads, head_dim]`.
-            k, v: all keys, rotated by near, and values, `[batch, keys, kv_heads, head_dim]`.
-            mask: bool (True: seen) or additive in the dtype of q: `[batch, heads, seq, keys]`, each axis full or 1.
-            scale: of the scores.
-
-        Returns:
-            `[batch, seq, heads, head_dim]`. Softmax in float32, or float64 for float64 tensors. 0 for a query that
-            sees nothing, as PyTorch's attention has it.
-
-        Raises:
-            RopeError: mask has another dtype or shape.
-        """
-        check_mask("TwoPass.attend", mask, q, k.shape[1])
-        k_far = k if self.far_keys is None else self.far_keys(k, layout="bshd")
-        scores = torch.where(self.far, _scores(q_far, k_far), _scores(q, k)) * scale
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        blind = scores.amax(-1, keepdim=True) == -math.inf
-        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0).to(v.dtype)
-        batch, _, seq, keys = weights.shape
-        return torch.einsum("bhgqk,bkhd->bqhgd", weights.view(batch, v.shape[2], -1, seq, keys), v).flatten(2, 3)
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """`[batch, heads, seq, keys]`; head i of q meets head i // (heads / kv_heads) of k."""
-    batch, seq, _, head_dim = q.shape
-    return torch.einsum("bqhgd,bkhd->bhgqk", q.reshape(batch, seq, k.shape[2], -1, head_dim), k).flatten(1, 2)
 
 
 class AttendingCache(Protocol):
@@ -114,6 +62,8 @@ def rotate_and_attend(
     mask: Tensor | BlockMask | None,
     scale: float,
     append: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    causal: bool = True,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Attention over dense keys, in one pass or two, as the rotation wants it.
 
@@ -123,6 +73,7 @@ def rotate_and_attend(
         mask: as in `attend`; a tensor where rotation has two passes.
         scale: of the scores.
         append: stores the rotated keys and the values and returns all keys and values; None: these are all.
+        causal, dropout: as in `attend`.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
@@ -133,57 +84,108 @@ def rotate_and_attend(
         k, v = append(k, v)
     if isinstance(rotation, TwoPass):
         q_far = rotation.far_queries(q, layout="bshd")
-        return rotation.attend(q_near, q_far, k, v, mask=cast(Tensor, mask), scale=scale)
-    return attend(q_near, k, v, mask=mask, scale=scale)
+        return rotation.attend(q_near, q_far, k, v, mask=cast(Tensor, mask), scale=scale, dropout=dropout)
+    return attend(q_near, k, v, mask=mask, scale=scale, causal=causal, dropout=dropout)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | BlockMask | None, scale: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | BlockMask | None,
+    scale: float,
+    causal: bool = True,
+    dropout: float = 0.0,
+) -> Tensor:
     """PyTorch's attention: FlexAttention for a BlockMask, scaled_dot_product_attention for the rest.
 
     Args:
         q: rotated queries, `[batch, seq, heads, head_dim]`.
         k, v: rotated keys, and values, `[batch, keys, kv_heads, head_dim]`.
         mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1; or a
-            BlockMask. None is causal, for as many keys as queries.
+            BlockMask. It says everything, causality included.
         scale: of the scores.
+        causal: without a mask, each query sees the keys up to its own, where the last query is that of the last key.
+            False: every query sees every key.
+        dropout: probability with which each weight is set to 0; not with a BlockMask.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
 
     Raises:
-        RopeError: mask is a tensor that has not four axes. What else does not fit, PyTorch refuses.
+        RopeError: mask is a tensor that has not four axes, or a BlockMask with dropout. What else does not fit, PyTorch
+            refuses.
     """
     if isinstance(mask, Tensor) and mask.ndim != 4:
         check_mask("attend", mask, q, k.shape[1])
-    grouped = q.shape[2] != k.shape[2]  # said only where it is so: some kernels refuse it
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if mask is None or isinstance(mask, Tensor):
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
+    seq, keys, heads, kv_heads = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    if mask is not None and not isinstance(mask, Tensor):
+        if dropout:
+            must, fix = "dropout must be 0 with a BlockMask", "FlexAttention has none. Pass a dense mask."
+            raise _checks.error("attend", must, str(dropout), fix)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=heads != kv_heads).transpose(1, 2)
+    triangle = mask is None and causal and seq > 1
+    if triangle and seq != keys:
+        mask, triangle = causal_mask(seq, keys, q.device), False
+    if not triangle and _as_rows(q, kv_heads):
+        return _attend_rows(q, k, v, mask=mask, scale=scale, dropout=dropout)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=triangle,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=heads != kv_heads,  # said only where it is so: some kernels refuse it
+    ).transpose(1, 2)
+
+
+def _as_rows(q: Tensor, kv_heads: int) -> bool:
+    """Whether few queries go into PyTorch's kernel as rows of their key head.
+
+    PyTorch's kernel for CPUs reads the keys again for each head of queries, and takes a single row the slow way in
+    bfloat16. Measured on 2 cores over 1,024 keys, 8 key heads of 128 channels, PyTorch 2.13, milliseconds as heads and
+    as rows:
+
+        heads, queries, batch    float32        bfloat16       float16
+        32, 1, 1                 1.0   1.1       7.0   0.8      6.5   2.0
+        32, 1, 8                21    16        56     7.3
+        32, 4, 8                68    53        14     9.3
+        32, 16, 8               99    86        28    23
+        16, 1, 1                 0.65  0.59      3.4   0.66     3.2   1.6
+        8 to 1 key head, 1, 8    1.6   0.58      7.3   0.64
+        8, 1, 1 (no groups)      0.32  1.0       1.7   0.8      2.1   1.9
+
+    Beyond 16 queries the gain is lost in the noise, and a mask would have to be repeated for each head of the group.
+    """
+    seq, heads = q.shape[1], q.shape[2]
+    if heads != kv_heads:
+        return seq <= 16
+    return seq == 1 and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """`attend` with the queries of a group as rows of their key head; without groups, each query twice."""
+    batch, seq, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    if heads == kv_heads:
+        rows = q.transpose(1, 2).expand(batch, heads, 2, head_dim)
     else:
-        attended = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped)
-    return attended.transpose(1, 2)
-
-
-def causal(seq: int, device: torch.device) -> Tensor:
-    """bool `[1, 1, seq, seq]`: each token sees those before it and itself."""
-    return torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device).tril()
-
-
-def joined(mask: Tensor | None, seen: Tensor) -> Tensor:
-    """The user's mask, bool or additive, where `seen` allows it."""
-    if mask is None:
-        return seen
-    return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -math.inf)
-
-
-# What a mask with fewer axes may mean. Where batch, heads and seq are equal its shape cannot tell.
-_FIXES = {
-    2: "Write mask[None, None] if its axes are [seq, keys]; masks.padding(mask) or mask[:, None, None, :] if they are "
-    "[batch, keys].",
-    3: "Write mask[None] if its axes are [heads, seq, keys]; mask[:, None] if they are [batch, seq, keys].",
-}
+        rows = q.transpose(1, 2).reshape(batch, kv_heads, group * seq, head_dim)
+        if mask is not None and mask.shape[1] != 1:
+            mask = mask.expand(-1, -1, seq, -1).reshape(mask.shape[0], kv_heads, group * seq, mask.shape[3])
+        elif mask is not None and mask.shape[2] != 1:
+            mask = mask.expand(-1, group, -1, -1).reshape(mask.shape[0], 1, group * seq, mask.shape[3])
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout, scale=scale
+    )
+    if heads == kv_heads:
+        return attended[:, :, :1].transpose(1, 2)
+    return attended.reshape(batch, heads, seq, head_dim).transpose(1, 2)
 
 
 def check_rotation(who: str, rotation: object) -> None:
@@ -206,38 +208,4 @@ def check_attended(who: str, cache: object, attended: object, q: Tensor, v: Tens
             f"attend of {type(cache).__name__} must return {shape} in {v.dtype}",
             _checks.described(attended),
             "AttendingCache says what a cache must do.",
-        )
-
-
-def check_mask(who: str, mask: Tensor, q: Tensor, keys: int) -> None:
-    """Raise unless mask is bool or of the dtype of q, with the axes `[batch, heads, seq, keys]`, each full or 1.
-
-    Args:
-        who: who speaks in the message.
-        mask: of attention.
-        q: queries `[batch, seq, heads, head_dim]`.
-        keys: how many each query meets.
-    """
-    shape = (q.shape[0], q.shape[2], q.shape[1], keys)
-    if mask.ndim != 4:
-        raise _checks.error(
-            who,
-            f"mask must have four axes [batch, heads, seq, keys] = {list(shape)}, each of that size or 1",
-            f"shape {tuple(mask.shape)}",
-            _FIXES.get(mask.ndim, "Give it the missing axes, of size 1."),
-        )
-    if mask.dtype not in (torch.bool, q.dtype):
-        raise _checks.error(
-            who,
-            f"mask must be bool (True: seen) or {q.dtype} (added to the scores)",
-            str(mask.dtype),
-            "Make a mask of 0 and 1 bool; give an additive one the dtype of q and k.",
-        )
-    # Not `have in (1, want)`: traced with a dynamic `want`, Dynamo calls that false even where they are equal.
-    if not all(have == 1 or have == want for have, want in zip(mask.shape, shape, strict=True)):
-        raise _checks.error(
-            who,
-            f"mask must fit [batch, heads, seq, keys] = {list(shape)}",
-            f"shape {tuple(mask.shape)}",
-            "Give each axis that size, or 1 where all are alike.",
         )

@@ -11,6 +11,24 @@ from ropewalk import _checks
 from ropewalk.rope import Rope
 
 
+def size(who: str, capacity: int | None, window: int | None, sinks: int) -> None:
+    """Raise unless either capacity or window is given, and sinks only with window."""
+    if (capacity is None) == (window is None) or (window is None and sinks):
+        raise _checks.error(
+            who,
+            "either capacity or window must be given, and sinks only with window",
+            f"capacity={capacity}, window={window}, sinks={sinks}",
+            "capacity keeps every token; window lets old ones go, all but the sinks.",
+        )
+
+
+def dtype(who: str, given: object) -> None:
+    """Raise unless keys and values can have this dtype."""
+    if given not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        must = "dtype must be float16, bfloat16, float32 or float64"
+        raise _checks.error(who, must, str(given), "Pass that of the model, or of autocast.")
+
+
 def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
     """bool `[batch, seq]`: which of the new tokens of `KVCache.step` are no padding."""
     shape = (length.shape[0], seq)
@@ -54,11 +72,19 @@ def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
     return (given if given.ndim == 3 else given.expand(batch, seq)).clone()
 
 
-def room(capacity: int | None, total: Tensor) -> None:
-    """Raise if a row of total tokens `[batch]` does not fit; on the CPU only, outside torch.compile."""
-    if capacity is None or torch.compiler.is_compiling() or total.device.type != "cpu":
+def known(lengths: Tensor) -> tuple[int, int] | None:
+    """The smallest and the largest of lengths `[batch]`; None where reading waits for a device or breaks a graph."""
+    if torch.compiler.is_compiling() or lengths.device.type != "cpu":
+        return None
+    smallest, largest = torch.aminmax(lengths)
+    return int(smallest), int(largest)
+
+
+def room(capacity: int | None, total: tuple[int, int] | None) -> None:
+    """Raise if a row does not fit, where the smallest and largest number of tokens is known."""
+    if capacity is None or total is None:
         return
-    longest = int(total.max())
+    longest = total[1]
     if longest > capacity:
         raise _checks.error(
             "KVCache.step",
@@ -115,8 +141,21 @@ def chosen(rows: Tensor | Sequence[int], length: Tensor) -> Tensor:
         return rows.to(length.device)
     if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
         raise _checks.error(who, must, _checks.described(rows), fix)
-    if rows.is_cpu and not torch.compiler.is_compiling() and len(rows):
-        first, last = int(rows.min()), int(rows.max())
-        if first < 0 or last >= batch:
-            raise _checks.error(who, must, f"rows from {first}" if first < 0 else f"rows up to {last}", fix)
+    _there(who, rows, batch, must, fix)
     return torch.zeros_like(length, dtype=torch.bool).index_fill_(0, rows.to(length), True)
+
+
+def sources(rows: Tensor, length: Tensor) -> None:
+    """Raise unless rows are those that `KVCache.reorder` takes: int64 `[batch]`."""
+    who, batch = "KVCache.reorder", length.shape[0]
+    must = f"rows must be an int64 tensor [batch] = [{batch}] of row numbers from 0 to {batch - 1}"
+    fix = "Pass for each row the one whose tokens it takes, e.g. the beams that go on."
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.shape != (batch,):
+        raise _checks.error(who, must, _checks.described(rows), fix)
+    _there(who, rows, batch, must, fix)
+
+
+def _there(who: str, rows: Tensor, batch: int, must: str, fix: str) -> None:
+    """Raise if a row number is outside of the batch; on the CPU only, outside torch.compile."""
+    if len(rows) and (among := known(rows)) is not None and (among[0] < 0 or among[1] >= batch):
+        raise _checks.error(who, must, f"rows from {among[0]}" if among[0] < 0 else f"rows up to {among[1]}", fix)

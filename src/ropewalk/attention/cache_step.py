@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass, check_rotation
+from ropewalk.attention.attend import check_rotation
 from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.slots import Slots
+from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -25,6 +26,7 @@ class Store(Protocol):
     values: list[Tensor]
     length: Tensor
     position: Tensor
+    window: int | None
     sinks: int
     _key_positions: Tensor
     _slots: Slots
@@ -93,7 +95,7 @@ class CacheStep:
             before it.
         key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
             Of a token with several axes, the largest.
-        mask: bool `[batch, 1, seq, keys]`, True for what is seen. Padding sees everything.
+        causal: whether plain causality over the filled slots is all that mask says, as far as the cache knows.
     """
 
     def __init__(
@@ -104,13 +106,17 @@ class CacheStep:
         order: Tensor,
         key_positions: Tensor,
         key_order: Tensor | None,
-        mask: Tensor,
+        padding: Tensor | None,
+        causal: bool,
+        filled: slice,
         slot: Tensor,
         beside: bool,
         following: tuple[Tensor, Tensor],
         progress: Progress,
     ) -> None:
-        self.positions, self.order, self.key_positions, self.mask = positions, order, key_positions, mask
+        self.positions, self.order, self.key_positions, self.causal = positions, order, key_positions, causal
+        self._padding, self._filled = padding, filled
+        self._mask: Tensor | None = None
         self._place = one_of_each(positions)
         self._key_order = key_order
         self._cache, self._slot, self._beside, self._progress = cache, slot, beside, progress
@@ -125,6 +131,50 @@ class CacheStep:
         A mask that goes by the order of tokens compares `order` with it.
         """
         return self._cache._slots.order(self._following[0]) if self._key_order is None else self._key_order
+
+    @property
+    def mask(self) -> Tensor:
+        """What is seen, bool `[batch, 1, seq, keys]`, True for what is. Padding sees everything."""
+        if self._mask is None:
+            slots, order = self._cache._slots, self.order[:, :, None]
+            if self._key_order is None:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
+                mask = torch.arange(slots.count, device=order.device) <= order
+            else:
+                distance = order - self._key_order[:, None, :]
+                in_window = distance < slots.ring
+                if slots.sinks:
+                    in_window = in_window | (self._key_order < slots.sinks)[:, None]
+                mask = (distance >= 0) & in_window
+            if self._padding is not None:
+                mask = mask | self._padding[:, :, None]  # a row that sees nothing gives nan
+            mask = mask[:, None]
+            if torch.compiler.is_compiling():
+                return mask
+            self._mask = mask
+        return self._mask
+
+    def within(self, window: int) -> Tensor | None:
+        """Which keys are less than window tokens back, bool `[batch, 1, seq, keys]`; None where all that are seen are.
+
+        For a layer with a window in a cache that keeps more.
+
+        Args:
+            window: tokens that each token sees, itself included.
+
+        Raises:
+            RopeError: the cache has a shorter window.
+        """
+        held = self._cache.window
+        if held is not None and held < window:
+            raise _checks.error(
+                "KVCache",
+                f"the window of a cache must not be shorter than that of the layer, {window}",
+                f"window={held}",
+                "Build a cache of its own for the layers of this window.",
+            )
+        if window == held:
+            return None
+        return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
         """`rope.at(positions)`; in a cache with sinks, with the distance to them counted inside the cache.

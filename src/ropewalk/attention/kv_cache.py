@@ -11,6 +11,7 @@ everything that changes positions afterwards is a rotation on top, exact because
 Who sees whom goes by the order of tokens (`slots`), and rotation by their position: two numbers.
 
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
+On the CPU lengths are read outside of torch.compile, and attention leaves out the slots that no row has filled.
 
 `step` only plans. The cache counts the new tokens when the last layer has stored them, so a forward pass that raises
 leaves the cache as it was.
@@ -100,16 +101,8 @@ class KVCache:
         num_kv_heads = _checks.integer(who, "num_kv_heads", num_kv_heads, at_least=1)
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
         self.sinks = _checks.integer(who, "sinks", sinks, at_least=0)
-        if (capacity is None) == (window is None) or (window is None and self.sinks):
-            raise _checks.error(
-                who,
-                "either capacity or window must be given, and sinks only with window",
-                f"capacity={capacity}, window={window}, sinks={sinks}",
-                "capacity keeps every token; window lets old ones go, all but the sinks.",
-            )
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            must = "dtype must be float16, bfloat16, float32 or float64"
-            raise _checks.error(who, must, str(dtype), "Pass that of the model, or of autocast.")
+        cache_checks.size(who, capacity, window, self.sinks)
+        cache_checks.dtype(who, dtype)
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
         self._slots = Slots(self.capacity, self.window, self.sinks)
@@ -163,7 +156,11 @@ class KVCache:
         if at is not None:
             self._forget(at, added)
         order, total = self.length[:, None] + after, self.length + added
-        cache_checks.room(self.capacity, total)
+        # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
+        # window, they are attended beside what was cached before, and written afterwards.
+        beside = self._slots.evicts and seq > 1
+        held = cache_checks.known(self.length if beside else total)
+        cache_checks.room(self.capacity, held)
         if given is None:
             given, following = self.position[:, None] + after, self.position + added
             place = given
@@ -172,20 +169,12 @@ class KVCache:
             largest = place.masked_fill(~real, -EMPTY).amax(1)
             following = torch.where(added > 0, largest + 1, self.position)
         slot = self._slots.of(order, real, total)
-        # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
-        # window, they are attended beside what was cached before, and written afterwards.
-        beside = self._slots.evicts and seq > 1
         count, key_order = self._slots.count, None
         if beside:
             key_order = torch.cat([self._slots.order(self.length), order.masked_fill(~real, EMPTY)], dim=1)
             key_positions = torch.cat([self._key_positions[:, :count], place.masked_fill(~real, EMPTY)], dim=1)
-            distance = order[:, :, None] - key_order[:, None, :]
-            in_window = distance < self._slots.ring
-            mask = (distance >= 0) & (in_window | (key_order < self.sinks)[:, None] if self.sinks else in_window)
-        else:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
+        else:
             key_positions = self._key_positions.scatter(1, slot, place)[:, :count]
-            mask = torch.arange(count, device=order.device) <= order[:, :, None]
-        mask = mask | ~real[:, :, None]  # padding sees everything: a row that sees nothing gives nan
         moved_on = before is not None and before.moves_on and at is None and positions is None
         progress = Progress(
             self.num_layers,
@@ -201,7 +190,9 @@ class KVCache:
             order=order,
             key_positions=key_positions,
             key_order=key_order,  # None: worked out for those who ask, which spares a decode step the time
-            mask=mask[:, None],
+            padding=None if attention_mask is None else ~real,
+            causal=attention_mask is None and self._slots.causal(seq, held, beside=beside),
+            filled=self._slots.filled(held, beside=beside),
             slot=slot,
             beside=beside,
             following=(total, following),
@@ -270,6 +261,27 @@ class KVCache:
         self.position.masked_fill_(chosen, 0)
         self._key_positions.masked_fill_(chosen[:, None], EMPTY)
 
+    def reorder(self, rows: Tensor) -> None:
+        """Let each row go on from what another one holds: row i takes the tokens of row `rows[i]`.
+
+        For beam search, after it has chosen which beams go on: rows may come several times, and others not at all.
+
+        Args:
+            rows: int64 `[batch]`, row numbers on the device of the cache.
+
+        Raises:
+            RopeError: rows is something else, or a row is not there (found only on the CPU outside torch.compile); the
+                step before stopped between layers (see `rollback`).
+        """
+        self._finished("KVCache.reorder")
+        cache_checks.sources(rows, self.length)
+        filled = self._slots.filled(cache_checks.known(self.length), beside=False)
+        self._drop()
+        for tensor in (*self.keys, *self.values):
+            tensor[:, filled] = tensor[:, filled].index_select(0, rows)
+        for tensor in (self._key_positions, self.length, self.position):
+            tensor.copy_(tensor.index_select(0, rows))
+
     def rollback(self) -> None:
         """Drop a step whose forward pass stopped between layers: the cache is as it was before that step.
 
@@ -328,7 +340,7 @@ class KVCache:
         # By order: the first token at or after `at` goes, and whatever came later goes with it, wherever it is.
         first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
         length = torch.minimum(self.length, first)
-        cache_checks.room(self.capacity, length + added)
+        cache_checks.room(self.capacity, cache_checks.known(length + added))
         self.length.copy_(length)
         self.position.copy_(at)
         self._key_positions[:, :count].masked_fill_(slot >= length[:, None], EMPTY)

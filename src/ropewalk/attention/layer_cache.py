@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass, check_mask, joined, rotate_and_attend
+from ropewalk.attention.attend import rotate_and_attend
+from ropewalk.attention.mask_tensors import check_mask, joined
+from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
 
 
@@ -18,14 +20,19 @@ class Step(Protocol):
 
     order: Tensor
     key_positions: Tensor
-    mask: Tensor
+    causal: bool
     _cache: Any
     _slot: Tensor
     _row: Tensor
     _beside: bool
+    _filled: slice
     _progress: Any
 
+    @property
+    def mask(self) -> Tensor: ...
+
     def _check_rotation(self, rotation: Rotation | TwoPass) -> None: ...
+    def within(self, window: int) -> Tensor | None: ...
     def _commit(self) -> None: ...
 
 
@@ -86,14 +93,20 @@ class LayerCache:
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
                 raise _checks.error("KVCache", must, got, "Pass a dense mask, for the keys of step.key_positions.")
             check_mask("KVCache", mask, q, self.step.key_positions.shape[1])
+        step, seen, filled = self.step, None, slice(None)
+        if not torch.compiler.is_compiling():  # a compiled layer has one graph, whatever the cache holds
+            filled = step._filled
+            rotation = rotation.only(filled) if isinstance(rotation, TwoPass) else rotation
+        if mask is not None or isinstance(rotation, TwoPass) or torch.compiler.is_compiling() or not step.causal:
+            seen = joined(mask, step.mask)[..., filled]
         return rotate_and_attend(
             q,
             k,
             v,
             rotation=rotation,
-            mask=joined(mask, self.step.mask),
+            mask=seen,
             scale=head_dim**-0.5 if scale is None else scale,
-            append=self.append,
+            append=lambda k, v: self._append(k, v, filled),
         )
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +128,10 @@ class LayerCache:
                 layer has appended already; the step is not the newest of its cache; this is the last layer, and
                 another one has not appended. Nothing is stored then.
         """
+        return self._append(k, v, slice(None))
+
+    def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
+        """`append`, and of the keys and values those in `filled`."""
         batch, slots, heads, head_dim = self._keys.shape
         wanted = (batch, self.step.order.shape[1], heads, head_dim)
         for name, new in (("k", k), ("v", v)):
@@ -136,9 +153,11 @@ class LayerCache:
                 "Run under torch.no_grad() or torch.inference_mode().",
             )
         self._check_turn()
-        kept = self._keys[:, : slots - 1], self._values[:, : slots - 1]
-        if self.step._beside:
+        kept = self._keys[:, : slots - 1][:, filled], self._values[:, : slots - 1][:, filled]
+        if self.step._beside and filled.start is None:
             kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
+        elif self.step._beside:  # nothing was cached before
+            kept = k, v
         self._keys.index_put_((self.step._row, self.step._slot), k)
         self._values.index_put_((self.step._row, self.step._slot), v)
         self._progress.stored = True

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.attention.attend import TwoPass
+from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope import Rope
 
 

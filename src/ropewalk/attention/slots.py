@@ -64,3 +64,27 @@ class Slots:
         if not self.sinks:
             return in_ring
         return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
+
+    def filled(self, held: tuple[int, int] | None, *, beside: bool) -> slice:
+        """The keys of a forward pass that some row can see, as far as that is known.
+
+        Args:
+            held: the smallest and the largest number of tokens in a row; None where they are not known.
+            beside: whether new keys stand behind all slots, and held is without them. Then cached keys are all or none.
+        """
+        if held is None or (beside and held[1] > 0):
+            return slice(None)
+        return slice(self.count, None) if beside else slice(min(self.count, max(held[1], 1)))
+
+    def causal(self, seq: int, held: tuple[int, int] | None, *, beside: bool) -> bool:
+        """Whether plain causality over the filled slots is all that holds, where no new token is padding.
+
+        So it is for one token in rows of equal length, which see all keys, and for the first tokens of every row.
+
+        Args:
+            seq: new tokens of each row.
+            held, beside: as in `filled`.
+        """
+        if held is None or held[0] != held[1]:
+            return False
+        return held[1] == 0 and seq <= self.ring if beside else seq in (1, held[1])

@@ -1,0 +1,282 @@
+"""Ways into PyTorch's kernels: heads as rows, causality without a mask; windows, encoders, dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attention_oracle as written_out
+import oracle
+from attention_oracle import Turn
+from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, masks
+from ropewalk.attention.attend import attend
+
+HIDDEN, HEAD_DIM = 24, 8
+ROPE = Rope(HEAD_DIM, 1e4, "half")
+TURN = Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
+ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True) -> Tensor:
+    """Softmax attention in float64, head by head; the last query is that of the last key."""
+    q, k, v = (x.double() for x in (q, k, v))
+    (batch, seq, heads, _), keys, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
+    out = torch.zeros_like(q)
+    for b in range(batch):
+        for h in range(heads):
+            scores = q[b, :, h] @ k[b, :, h // group].T
+            if mask is None:
+                seen = torch.ones(seq, keys, dtype=torch.bool).tril(keys - seq if causal else keys)
+            else:
+                seen = mask.expand(batch, heads, seq, keys)[b, h]
+            scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen.double()
+            out[b, :, h] = scores.softmax(-1) @ v[b, :, h // group]
+    return out
+
+
+def tensors(seq: int, heads: int, kv_heads: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seq + 10 * heads + kv_heads)
+    q = torch.randn(2, seq, heads, 16, generator=draw, dtype=torch.float64).div(4).to(dtype)
+    k, v = (torch.randn(2, keys + 1, kv_heads, 16, generator=draw, dtype=torch.float64).to(dtype) for _ in range(2))
+    return q, k[:, :keys], v[:, :keys]  # as a cache holds them
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("seq", [1, 3, 17])
+class TestRows:
+    """One query and few, with and without groups: as rows of the key head or as heads."""
+
+    def same(self, seq: int, heads: int, kv_heads: int, dtype: torch.dtype, mask: Tensor | None) -> None:
+        q, k, v = tensors(seq, heads, kv_heads, 20, dtype)
+        ours = attend(q, k, v, mask=mask, scale=1.0)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), by_hand(q, k, v, mask), rtol=0, atol=ROUNDING[dtype])
+
+    def test_causal(self, seq: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+        self.same(seq, heads, kv_heads, dtype, None)
+
+    @pytest.mark.parametrize("axes", [(1, 1, 1), (2, 1, 1), (2, 1, 0), (1, 4, 1), (2, 4, 0), (1, 4, 0)])
+    def test_masks(self, seq: int, heads: int, kv_heads: int, dtype: torch.dtype, axes: tuple[int, int, int]) -> None:
+        draw = torch.Generator().manual_seed(5)
+        mask = torch.rand(axes[0], axes[1], axes[2] or seq, 20, generator=draw) < 0.6
+        mask[..., 0] = True
+        self.same(seq, heads, kv_heads, dtype, mask)
+        self.same(seq, heads, kv_heads, dtype, torch.randn(mask.shape, generator=draw).to(dtype))
+
+
+@pytest.mark.parametrize("seq", [1, 3, 20])
+def test_not_causal(seq: int) -> None:
+    q, k, v = tensors(seq, 4, 2, 20, torch.float64)
+    torch.testing.assert_close(
+        attend(q, k, v, mask=None, scale=1.0, causal=False), by_hand(q, k, v, None, causal=False), **EXACT
+    )
+
+
+def test_gradients_of_rows() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(2, 4, 2, 5, torch.float64))
+    direction = torch.randn(q.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    ours = torch.autograd.grad(attend(q, k, v, mask=None, scale=1.0), (q, k, v), direction)
+    copies = [x.detach().requires_grad_() for x in (q, k, v)]
+    theirs = torch.autograd.grad(by_hand_in_one(*copies), copies, direction)
+    torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+def by_hand_in_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`by_hand` without writing into a tensor, for its gradients."""
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    heads = []
+    for h in range(q.shape[2]):
+        scores = q[:, :, h] @ k[:, :, h // 2].mT
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, :, h // 2])
+    return torch.stack(heads, dim=2)
+
+
+def test_compiled_rows() -> None:
+    q, k, v = tensors(1, 4, 2, 20, torch.float64)
+    mask = torch.arange(20).lt(7)[None, None, None]
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v, mask=mask, scale=1.0), by_hand(q, k, v, mask), **EXACT)
+
+
+def layer(**options: Any) -> RotaryAttention:
+    torch.manual_seed(0)
+    return RotaryAttention(HIDDEN, 4, num_kv_heads=2, head_dim=HEAD_DIM, **options).double()
+
+
+def reference(made: RotaryAttention, x: Tensor, seen: Tensor) -> Tensor:
+    return written_out.attention(
+        x,
+        dict(made.named_parameters()),
+        heads=4,
+        kv_heads=2,
+        turn=TURN,
+        at=written_out.pairs(torch.arange(x.shape[1])),
+        seen=seen,
+    )
+
+
+def hidden(seq: int) -> Tensor:
+    return torch.randn(2, seq, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def seen_within(seq: int, window: int, *, causal: bool = True) -> Tensor:
+    return torch.tensor([[abs(i - j) < window and (j <= i or not causal) for j in range(seq)] for i in range(seq)])
+
+
+class TestEncoder:
+    def test_everything_is_seen(self) -> None:
+        made, x = layer(causal=False), hidden(6)
+        ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
+        torch.testing.assert_close(ours, reference(made, x, torch.ones(6, 6, dtype=torch.bool)), **EXACT)
+
+    def test_window_on_both_sides(self) -> None:
+        made, x = layer(causal=False, window=3), hidden(6)
+        ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
+        torch.testing.assert_close(ours, reference(made, x, seen_within(6, 3, causal=False)), **EXACT)
+
+    def test_mask_alone_counts(self) -> None:
+        made, x = layer(causal=False), hidden(6)
+        real = torch.tensor([[1, 1, 1, 1, 0, 1]] * 2)
+        ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64), mask=masks.padding(real))
+        torch.testing.assert_close(ours, reference(made, x, (real[0] > 0).expand(6, 6)), **EXACT)
+
+    def test_two_passes(self) -> None:
+        """All within the neighbour window, so that nothing is grouped: plain attention over everything."""
+        made, x = layer(causal=False), hidden(6)
+        ours = made(x, SelfExtend(ROPE, 2, 12).at(torch.arange(6)[None], dtype=torch.float64))
+        torch.testing.assert_close(ours, reference(made, x, torch.ones(6, 6, dtype=torch.bool)), **EXACT)
+
+    def test_has_no_cache(self) -> None:
+        step = KVCache(1, 2, 2, HEAD_DIM, capacity=6, dtype=torch.float64).step(2)
+        with torch.no_grad(), pytest.raises(RopeError, match=r"must be causal and without dropout, got causal=False\."):
+            layer(causal=False)(hidden(2), step.rotation(ROPE), cache=step.layer(0))
+
+
+class TestWindow:
+    @pytest.mark.parametrize("window", [1, 3, 6, 9])
+    def test_without_a_cache(self, window: int) -> None:
+        made, x = layer(window=window), hidden(6)
+        ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
+        torch.testing.assert_close(ours, reference(made, x, seen_within(6, window)), **EXACT)
+
+    @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}, {"window": 5}])
+    def test_with_a_cache(self, size: dict[str, int]) -> None:
+        """The window of the layer counts, whatever more the cache keeps."""
+        made, x = layer(window=3), hidden(9)
+        cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
+        pieces = []
+        with torch.no_grad():
+            for start, stop in ((0, 5), (5, 6), (6, 8), (8, 9)):
+                step = cache.step(stop - start)
+                rotation = step.rotation(ROPE, dtype=torch.float64)
+                pieces.append(made(x[:, start:stop], rotation, cache=step.layer(0)))
+        torch.testing.assert_close(torch.cat(pieces, dim=1), reference(made, x, seen_within(9, 3)), **EXACT)
+
+    def test_with_a_cache_and_a_mask(self) -> None:
+        made, x = layer(window=3), hidden(6)
+        cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, capacity=6)
+        step = cache.step(6)
+        second = torch.arange(6).ne(1)[None, None, None]
+        with torch.no_grad():
+            ours = made(x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0), mask=second)
+        seen = seen_within(6, 3) & second[0, 0]
+        rows = [0, 2, 3, 4, 5]  # query 1 would see key 0 too
+        torch.testing.assert_close(ours[:, rows], reference(made, x, seen)[:, rows], **EXACT)
+
+    def test_a_shorter_cache_is_refused(self) -> None:
+        step = KVCache(1, 2, 2, HEAD_DIM, window=2, dtype=torch.float64).step(2)
+        with torch.no_grad(), pytest.raises(RopeError, match=r"must not be shorter than .* layer, 3, got window=2\."):
+            layer(window=3)(hidden(2), step.rotation(ROPE), cache=step.layer(0))
+
+    def test_a_cache_of_ones_own_is_refused(self) -> None:
+        class Own:
+            def attend(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+                return q
+
+        with pytest.raises(RopeError, match=r"window must be None, got window=3 and a Own\."):
+            layer(window=3)(hidden(2), None, cache=Own())
+
+    @pytest.mark.parametrize("window", [0, 1.5, True])
+    def test_refused(self, window: Any) -> None:
+        with pytest.raises(RopeError, match="RotaryAttention: window must be"):
+            layer(window=window)
+
+
+class TestDropout:
+    """With v = 1 each weight counts alone: what comes out is the sum of the weights that are left, over 1 − p."""
+
+    def outputs(self, made: RotaryAttention, rotation: Any) -> Tensor:
+        torch.nn.init.zeros_(made.v_proj.weight)
+        torch.nn.init.ones_(made.v_proj.bias)
+        torch.nn.init.eye_(made.o_proj.weight)
+        torch.manual_seed(2)
+        return made(hidden(64), rotation)[..., 0].detach()
+
+    @pytest.mark.parametrize("window", [None, 16])
+    @pytest.mark.parametrize("extended", [False, True])
+    def test_in_training(self, extended: bool, window: int | None) -> None:
+        made = layer(dropout=0.5, bias=True, window=window)
+        rope = SelfExtend(ROPE, 2, 4) if extended else ROPE
+        rotation = rope.at(torch.arange(64)[None], dtype=torch.float64)
+        out = self.outputs(made, rotation)
+        assert (out[:, 0] == 0).any() or (out[:, 0] == 2).any()  # the first token sees itself alone
+        assert 0.8 < float(out.mean()) < 1.2
+        assert float(out.std()) > 0.05
+        torch.testing.assert_close(self.outputs(made.eval(), rotation), torch.ones_like(out), rtol=0, atol=1e-12)
+
+    def test_refused(self) -> None:
+        step = KVCache(1, 2, 2, HEAD_DIM, capacity=6, dtype=torch.float64).step(2)
+        made = layer(dropout=0.1)
+        with torch.no_grad(), pytest.raises(RopeError, match=r"without dropout, got dropout=0.1 in training mode\."):
+            made(hidden(2), step.rotation(ROPE), cache=step.layer(0))
+        with torch.no_grad():
+            made.eval()(hidden(2), step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
+        blocks = masks.sliding_window_blocks(2, 2)
+        with pytest.raises(RopeError, match=r"attend: dropout must be 0 with a BlockMask, got 0.1\."):
+            made.train()(hidden(2), ROPE.at(torch.arange(2)[None]), mask=blocks)
+        with pytest.raises(
+            RopeError, match="RotaryAttention: dropout must be a finite number of at least 0 and at most 1"
+        ):
+            layer(dropout=1.5)
+
+
+class TestOnlyWhatIsFilled:
+    """On the CPU attention reads the slots that some row has filled; the others may hold anything, nan included."""
+
+    @pytest.mark.parametrize("size", [{"capacity": 50}, {"window": 20}, {"window": 20, "sinks": 2}])
+    @pytest.mark.parametrize("ragged", [False, True])
+    def test_empty_slots_are_not_read(self, size: dict[str, int], ragged: bool) -> None:
+        cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
+        for tensor in (*cache.keys, *cache.values):
+            tensor[:, 9:] = torch.nan
+        made, x = layer(), hidden(9)
+        real = torch.ones(2, 5, dtype=torch.int64)
+        real[0, 0] = 0 if ragged else 1
+        with torch.no_grad():
+            for start, stop in ((0, 5), (5, 6), (6, 9)):
+                if start == 6 and "window" in size:  # several tokens beside a ring: all of it is read, masked
+                    break
+                step = cache.step(stop - start, attention_mask=real if start == 0 else None)
+                rotation = step.rotation(ROPE, dtype=torch.float64)
+                out = made(x[:, start:stop], rotation, cache=step.layer(0))
+                assert not out[1].isnan().any()
+                assert not out[0, int(start == 0 and ragged) :].isnan().any()
+
+    @pytest.mark.parametrize("size", [{"capacity": 50}, {"window": 4}])
+    def test_first_tokens_need_no_mask(self, size: dict[str, int]) -> None:
+        cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
+        step = cache.step(4)
+        assert step.causal
+        assert step.mask.shape[-1] == step.key_positions.shape[1]  # shapes do not depend on what is held
+        made, x = layer(), hidden(4)
+        with torch.no_grad():
+            out = made(x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
+        torch.testing.assert_close(out, reference(made, x, written_out.causal(4)), **EXACT)
+        assert cache.step(1).causal
+        assert not cache.step(2).causal
+        assert not cache.step(1, attention_mask=torch.tensor([[1], [0]])).causal
