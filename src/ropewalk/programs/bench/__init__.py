@@ -1,5 +1,7 @@
 """Ours against a copy, the usual code and other libraries, in one process and in turn; only what is right is timed."""
 
+from ropewalk.programs.bench.decode import DecodeSettings as DecodeSettings
+from ropewalk.programs.bench.decode import run_decode as run_decode
 from ropewalk.programs.bench.on_gpu import GpuSettings as GpuSettings
 from ropewalk.programs.bench.on_gpu import run_on_gpu as run_on_gpu
 from ropewalk.programs.bench.run import Settings as Settings

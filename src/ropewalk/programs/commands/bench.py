@@ -53,6 +53,12 @@ from ropewalk import _checks
     help="cuda: on a GPU of NVIDIA or AMD. Its cases are fixed; of the options above it takes --backward, --compile, "
     "--only, --rounds, --seconds and --json.",
 )
+@click.option(
+    "--decode",
+    is_flag=True,
+    help="Instead: tokens per second of a small Qwen 3 while it decodes, against the caches of transformers. Of the "
+    "options above it takes --dtype, --threads, --rounds and --json.",
+)
 @click.option("--rehearse", is_flag=True, help="With --device cuda: small, on the CPU, to see that it works.")
 @click.pass_context
 def bench(
@@ -71,14 +77,22 @@ def bench(
     json_file: Path | None,
     plot_file: Path | None,
     device: Literal["cpu", "cuda"],
+    decode: bool,
     rehearse: bool,
 ) -> None:
     """Time the rotation against a copy, the usual code and other libraries; only what is right is timed.
 
     On this CPU, unless --device cuda is passed.
     """
-    _refuse_what_has_no_effect(context, device)
+    _refuse_what_has_no_effect(context, "--decode" if decode else f"--device {device}")
     from ropewalk.programs import bench as the_bench
+
+    if decode:
+        decoded = the_bench.DecodeSettings(
+            dtypes=dtype or the_bench.DecodeSettings.dtypes, rounds=rounds, threads=threads
+        )
+        the_bench.run_decode(decoded, click.echo, json_file=json_file)
+        return
 
     if device == "cuda":
         on_gpu = the_bench.GpuSettings(
@@ -101,13 +115,18 @@ def bench(
     the_bench.run(settings, click.echo, json_file=json_file, plot_file=plot_file)
 
 
-_NO_EFFECT = {"cpu": ("rehearse",), "cuda": ("tokens", "dtype", "layout", "threads", "stream", "quick", "plot_file")}
+_SIZES = ("tokens", "layout", "stream", "quick", "plot_file")
+_NO_EFFECT = {
+    "--device cpu": ("rehearse",),
+    "--device cuda": (*_SIZES, "dtype", "threads"),
+    "--decode": (*_SIZES, "backward", "compiled", "only", "seconds", "device", "rehearse"),
+}
 
 
-def _refuse_what_has_no_effect(context: click.Context, device: str) -> None:
-    """Of the options of `bench`, on this device."""
+def _refuse_what_has_no_effect(context: click.Context, measured: str) -> None:
+    """Of the options of `bench`, with this one."""
     for option in context.command.params:
         name, flag = str(option.name), option.opts[0]
-        if name in _NO_EFFECT[device] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            cure = "It has no effect there: leave it out, or pass another --device."
-            raise _checks.error("bench", f"{flag} must be left out with --device {device}", flag, cure)
+        if name in _NO_EFFECT[measured] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            cure = "It has no effect there: leave it out, or measure something else."
+            raise _checks.error("bench", f"{flag} must be left out with {measured}", flag, cure)
