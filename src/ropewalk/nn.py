@@ -239,7 +239,7 @@ class RotaryAttention(torch.nn.Module):
             device: where.
             dense: whether causality has to be part of a mask.
         """
-        if self.window is not None and seq > self.window:
+        if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
             window = masks.sliding_window(seq, self.window, device=device)
             return window if self.causal else window | window.mT
         if not self.causal:

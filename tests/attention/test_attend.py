@@ -280,3 +280,29 @@ class TestOnlyWhatIsFilled:
         assert cache.step(1).causal
         assert not cache.step(2).causal
         assert not cache.step(1, attention_mask=torch.tensor([[1], [0]])).causal
+
+
+class Exported(torch.nn.Module):
+    def __init__(self, made: RotaryAttention) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = self.made(x, ROPE.at(at, dtype=torch.float64), mask=mask)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["causal", "mask", "window"])
+def test_one_graph_for_any_number_of_tokens(kind: str) -> None:
+    """No number of tokens at which another way is taken may be left in a graph with a dynamic length."""
+
+    def arguments(seq: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        mask = torch.ones(2, 1, seq, seq, dtype=torch.bool) if kind == "mask" else None
+        return hidden(seq), torch.arange(seq).expand(2, -1).contiguous(), mask
+
+    made = Exported(layer(window=5 if kind == "window" else None))
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = {"x": {1: length}, "at": {1: length}, "mask": {2: length, 3: length} if kind == "mask" else None}
+    graph = torch.export.export(made, arguments(20), dynamic_shapes=shapes).module()
+    for seq in (3, 40):
+        torch.testing.assert_close(graph(*arguments(seq)), made(*arguments(seq)), **EXACT)

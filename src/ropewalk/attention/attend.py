@@ -126,7 +126,7 @@ def attend(
             raise _checks.error("attend", must, str(dropout), fix)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=heads != kv_heads).transpose(1, 2)
-    triangle = mask is None and causal and seq > 1
+    triangle = mask is None and causal and not _few(seq, 1)
     if triangle and seq != keys:
         mask, triangle = causal_mask(seq, keys, q.device), False
     if not triangle and _as_rows(q, kv_heads):
@@ -163,8 +163,13 @@ def _as_rows(q: Tensor, kv_heads: int) -> bool:
     """
     seq, heads = q.shape[1], q.shape[2]
     if heads != kv_heads:
-        return seq <= 16
-    return seq == 1 and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+        return _few(seq, 16)
+    return _few(seq, 1) and q.dtype == torch.bfloat16 and q.device.type == "cpu"
+
+
+def _few(seq: int, most: int) -> bool:
+    """Whether there are at most so many queries; not while a graph for any number of them is traced."""
+    return not isinstance(seq, torch.SymInt) and seq <= most
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
