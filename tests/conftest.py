@@ -29,6 +29,8 @@ SLOW = (
     "integrations/test_transformers_peft.py",
     "integrations/test_transformers_processes.py",
     "integrations/test_transformers_table.py::test_model",
+    "integrations/test_transformers_table.py::test_tower",
+    "integrations/test_transformers_vision.py::test_compiled",
     "kernels/test_backend.py",
     "kernels/test_build.py",
     "kernels/test_c.py",

@@ -1,6 +1,7 @@
 """Measure every model of tests/tiny_models.py before and after `accelerate`, and write docs/transformers-models.md.
 
     python tools/transformers_table.py              all models: about five minutes
+    python tools/transformers_table.py towers       the vision towers of tests/tiny_towers.py alone: half a minute
     python tools/transformers_table.py llama phi3   only these, printed and not written
 
 The same measurements are tests: tests/integrations/test_transformers_table.py holds the bounds.
@@ -8,6 +9,7 @@ The same measurements are tests: tests/integrations/test_transformers_table.py h
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,17 @@ float32, before and after [`accelerate`](transformers.md). `tools/transformers_t
 Compiled with `fullgraph=True`, in a process that has not seen the model before: {compiled}.
 
 """
+TOWER_COLUMNS = ("tower", "function", "rope", "near", "theirs, to the bit", "gradients", "undone")
+TOWERS_AT = "\n## Vision towers\n"
+_TOWERS_HEAD = (
+    TOWERS_AT
+    + """
+{count} towers, each with random weights in float32, given images of several sizes, several images packed, and video
+where it has it. The columns say the same of the last hidden states, **near** at the positions of these images, none of
+which is beyond 8; the rope names the order of its axes as `Axes` does.
+
+"""
+)
 
 
 def head(count: int) -> str:
@@ -70,6 +83,25 @@ def cells(row: Any) -> list[str]:
         said(row.theirs_equal),
         f"{row.gradient:.0e}",
         said(row.greedy),
+        said(row.undone),
+    ]
+
+
+def towers_head(count: int) -> str:
+    """What stands above the table of towers."""
+    return _TOWERS_HEAD.format(count=count)
+
+
+def tower_cells(row: Any) -> list[str]:
+    """One line of the table of towers."""
+    ropes = [f"{short(rope)}, {' '.join(re.findall(r'Axes.([a-z]+)', rope)) or 'one axis'}" for rope in row.ropes]
+    return [
+        f"`{row.name}`",
+        f"`{row.function}`",
+        "; ".join(ropes),
+        f"{row.near:.0e}",
+        said(row.theirs_equal),
+        f"{row.gradient:.0e}",
         said(row.undone),
     ]
 
@@ -98,6 +130,18 @@ def line(values: list[str] | tuple[str, ...]) -> str:
     return f"| {' | '.join(values)} |"
 
 
+def towers() -> str:
+    """The section of the page on towers, measured."""
+    from tiny_towers import TOWERS
+    from tower_checks import measure
+
+    lines = [line(TOWER_COLUMNS), line(["---"] * len(TOWER_COLUMNS))]
+    for name in sorted(TOWERS):
+        lines.append(line(tower_cells(measure(name))))
+        print(lines[-1], flush=True)
+    return towers_head(len(TOWERS)) + "\n".join(lines) + "\n"
+
+
 def main(names: list[str]) -> None:
     import transformers
 
@@ -105,13 +149,16 @@ def main(names: list[str]) -> None:
     from tiny_models import MODELS
 
     transformers.logging.set_verbosity_error()
+    if names == ["towers"]:
+        PAGE.write_text(PAGE.read_text("utf-8").partition(TOWERS_AT)[0] + towers(), "utf-8")
+        return
     lines = [line(COLUMNS), line(["---"] * len(COLUMNS))]
     for name in names or MODELS:
         lines.append(line(cells(measure(name))))
         print(lines[-1], flush=True)
     if not names:
         count = len({name.partition(":")[0] for name in MODELS})
-        PAGE.write_text(head(count) + "\n".join(lines) + "\n", "utf-8")
+        PAGE.write_text(head(count) + "\n".join(lines) + "\n" + towers(), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The module that stands where a model's rotary module stood, and gives a Rotation for cos and sin."""
+"""The modules that stand where a model's rotary module stood, and give a Rotation for cos and sin."""
 
 from __future__ import annotations
 
@@ -38,15 +38,50 @@ class Angles(nn.Module):
             install(place, form)
 
 
-class RotaryAngles(Angles):
-    """In the place of a rotary module: called as it was, it returns a Rotation where cos and sin were.
+class ModuleAngles(Angles):
+    """In the place of a module of the model's own.
 
     What is asked of it and it does not have (`inv_freq`, `attention_scaling`, `config`) is the original's, and so is
     its state_dict.
 
     Args:
-        original: the model's own module.
+        original: that module.
         width: how its tables are written.
+    """
+
+    def __init__(self, original: nn.Module, width: Width, forms: Mapping[Place, Form], pairing: Pairing) -> None:
+        super().__init__(forms, pairing)
+        self.original = original
+        self.width = width
+        self._register_load_state_dict_pre_hook(_to_original)  # type: ignore[no-untyped-call]
+        self.train(original.training)
+
+    def as_returned(self, rotation: Any) -> Any:
+        """cos and sin as one Rotation, twice; once where the original gives complex numbers."""
+        return rotation if self.width == "complex" else (rotation, rotation)
+
+    def tables(self, returned: Any) -> tuple[Tensor, Tensor]:
+        """What the original returned, as cos and sin with one column for each pair."""
+        cos, sin = (returned.real, returned.imag) if self.width == "complex" else returned
+        return narrowed(cos, self.width), narrowed(sin, self.width)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "original":
+                raise
+            return getattr(self.original, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's, so that nothing of ours is saved."""
+        return self.original.state_dict(*args, **kwargs)
+
+
+class RotaryAngles(ModuleAngles):
+    """In the place of the rotary module of a text model: called as it was, with tokens and their positions.
+
+    Args:
         ropes: layer type → `Rope`; None → the rope of a module that is called without one. None for the original's
             own angles.
     """
@@ -59,22 +94,18 @@ class RotaryAngles(Angles):
         forms: Mapping[Place, Form],
         pairing: Pairing,
     ) -> None:
-        super().__init__(forms, pairing)
-        self.original = original
-        self.width = width
+        super().__init__(original, width, forms, pairing)
         self.ropes = None if ropes is None else dict(ropes)
         # M-RoPE gives text, whose positions have one axis, the same position on all of them.
         self.of_text = None if ropes is None else {kind: replace(rope, axes=None) for kind, rope in ropes.items()}
-        self._register_load_state_dict_pre_hook(_to_original)  # type: ignore[no-untyped-call]
-        self.train(original.training)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """cos and sin of these tokens as one Rotation, twice; once where the original gives complex numbers."""
+        """The rotation of these tokens, as the original returns its tables."""
         if self.ropes is None:
             rotation = self._theirs(x, position_ids, layer_type)
         else:
             rotation = exact(self._rope(layer_type, position_ids), x, position_ids)
-        return rotation if self.width == "complex" else (rotation, rotation)
+        return self.as_returned(rotation)
 
     def _rope(self, layer_type: str | None, position_ids: Tensor) -> Rope:
         ropes = (self.of_text if position_ids.ndim == 2 else self.ropes) or {}
@@ -92,20 +123,7 @@ class RotaryAngles(Angles):
         returned = self.original(probe, position_ids, **of_type)
         name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
         factor = getattr(self.original, name, 1.0)
-        cos, sin = (returned.real, returned.imag) if self.width == "complex" else returned
-        return from_tables(narrowed(cos, self.width), narrowed(sin, self.width), self.pairing, factor)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "original":
-                raise
-            return getattr(self.original, name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's, so that nothing of ours is saved."""
-        return self.original.state_dict(*args, **kwargs)
+        return from_tables(*self.tables(returned), self.pairing, factor)
 
     def extra_repr(self) -> str:
         if self.ropes is None:
@@ -121,9 +139,13 @@ def _to_original(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
 
 def exact(rope: Rope, x: Tensor, position_ids: Tensor) -> Rotation:
     """The rotation of tokens at `[batch, seq]` or `[axes, batch, seq]`: on the device of x, float64 where x is."""
-    dtype = torch.float64 if x.dtype is torch.float64 else None
     shared = position_ids.shape[-2] == 1  # one row for all of the batch
-    return rope.at(position_ids.squeeze(-2) if shared else position_ids, device=x.device, dtype=dtype)
+    return rope.at(position_ids.squeeze(-2) if shared else position_ids, device=x.device, dtype=dtype_for(x))
+
+
+def dtype_for(x: Tensor) -> torch.dtype | None:
+    """The dtype of the tables that rotate what x becomes."""
+    return torch.float64 if x.dtype is torch.float64 else None
 
 
 def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Rotation:

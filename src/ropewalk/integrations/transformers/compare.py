@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -120,8 +121,7 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
         return
     module = copy.deepcopy(module)
     device, axes = frequencies(module, kind)[0].device, rope.axes
-    rows = torch.tensor(_POSITIONS, device=device)
-    positions = torch.stack([rows.roll(axis + 1) for axis in range(axes.count)])[:, None]  # [axes, 1, tokens]
+    positions = places(axes.count, device)[:, None]  # [axes, 1, tokens]
     of_pair = positions[list(axes.axis)].movedim(0, -1).double()  # [1, tokens, pairs]
     of_type = {} if kind is None else {"layer_type": kind}
     with torch.no_grad():
@@ -129,6 +129,35 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
         returned = module(x, positions, **of_type)
     if not _are_near(returned, of_pair * _as_written(module, kind), factor_of(module, kind), width):
         must = f"the pairs of {name} must turn by the axes that its config means ({axes})"
+        raise error(WHO, must, "other ones", "Use angles='theirs'.")
+
+
+def places(axes: int, device: torch.device) -> Tensor:
+    """Positions near and far, another on each axis: `[axes, tokens]`."""
+    rows = torch.tensor(_POSITIONS, device=device)
+    return torch.stack([rows.roll(axis + 1) for axis in range(axes)])
+
+
+def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positions: Tensor, width: Width) -> None:
+    """Raise unless tables `[..., tokens, columns]` are those of the rope's axes and of the module's own frequencies.
+
+    Args:
+        returned: what the module gave for positions `[axes, tokens]`.
+
+    Raises:
+        RopeError: they are those of another angle; or the module has other frequencies than the rope.
+    """
+    values, index = np.unique(rope.inv_freq, return_inverse=True)
+    if module._buffers.get("inv_freq") is not None:  # rounded, where the tower was cast
+        matching(name, module, None, [rope])
+        values = frequencies(module, None)[0].detach().to("cpu", torch.float64).sort().values.numpy()
+    axis = [0] * len(index) if rope.axes is None else list(rope.axes.axis)
+    angles = positions[axis].T.cpu().double() * torch.from_numpy(values[index])
+    tables = [each.cpu().flatten(0, -2) for each in ((returned,) if width == "complex" else returned)]
+    fit = all(narrowed(table, width).shape == angles.shape for table in tables)
+    given = tables[0] if width == "complex" else tables
+    if not (fit and _are_near(given, angles, factor_of(module, None), width)):
+        must = f"the pairs of {name} must turn by the axes that its config means ({rope.axes})"
         raise error(WHO, must, "other ones", "Use angles='theirs'.")
 
 
@@ -189,6 +218,8 @@ def difference(rope: Rope, built: Tensor, factor: float) -> str:
 def _off(built: Tensor, rope: Rope) -> str:
     """In what frequencies differ from those of a static rope; "" where they agree."""
     wanted = torch.from_numpy(rope.inv_freq)
+    if rope.axes is not None and built.shape != wanted.shape:
+        wanted = torch.from_numpy(np.unique(rope.inv_freq))  # kept once for all axes
     if built.shape != wanted.shape:
         return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
     theirs = built.detach().to("cpu", torch.float64)

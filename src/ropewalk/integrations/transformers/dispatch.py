@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
-from ropewalk.integrations.transformers.probe import Form, in_order, signature_of
+from ropewalk._layout import AXES
+from ropewalk.integrations.transformers.probe import Form, behind_prefix, in_order, signature_of
 from ropewalk.rotation.api import Rotation, unchecked
 
 Place = tuple[str, str]
@@ -80,10 +81,11 @@ def install(place: Place, form: Form) -> None:
 def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """A function that rotates where it is given a Rotation for its tables, and calls `function` for anything else."""
     names, at, layouts = form.names, form.at, dict(form.layouts)
+    kind: Any = Rotation if form.parts == 1 else tuple  # of Rotations, one for each part of a head
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        rotation = args[at] if len(args) > at else kwargs.get(names[at])
-        if type(rotation) is not Rotation:
+        rotation: Any = args[at] if len(args) > at else kwargs.get(names[at])
+        if type(rotation) is not kind:
             return function(*args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         axis = given.get("unsqueeze_dim", form.unsqueeze_dim)
@@ -94,8 +96,14 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
                 shown(axis),
                 "restore(model) brings the model's own rotation back.",
             )
-        layout = layouts[axis]
         q = given[names[0]]
+        layout = "thd" if q.ndim == 3 and layouts[axis] == "bshd" else layouts[axis]
+        if form.parts > 1:
+            for part in rotation:
+                q = part(q, layout=layout)
+            return q
+        if form.prefix:
+            rotation = behind_prefix(rotation, q.shape[AXES[layout][1]])
         turning = _for_heads(rotation, q, form)
         if at == 1:
             return in_order(turning(q, layout=layout), form.order, turning)

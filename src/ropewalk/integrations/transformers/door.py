@@ -10,7 +10,7 @@ from torch import nn
 
 from ropewalk._checks import choice, error, shown
 from ropewalk.integrations.transformers import own_tables
-from ropewalk.integrations.transformers.angles import Angles, RotaryAngles
+from ropewalk.integrations.transformers.angles import Angles, ModuleAngles
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import install
 from ropewalk.integrations.transformers.not_served import check_served
@@ -24,8 +24,8 @@ class Accelerated:
 
     Args:
         angles: "exact" or "theirs".
-        ropes: name of a replaced module, with its layer type after a colon → the `Rope` whose angles it gives; empty
-            with angles="theirs".
+        ropes: name of a replaced module, with its layer type after a colon (the number of the part of a head, where
+            parts turn by themselves) → the `Rope` whose angles it gives; empty with angles="theirs".
         modules: the names of what was replaced.
         functions: the functions that rotate through ropewalk now.
         left_alone: rotary modules that still rotate as they did, and why.
@@ -59,7 +59,8 @@ def accelerate(
 
     Its rotary module is replaced by one that gives a `Rotation` where cos and sin were, and the function in its
     modeling file that rotates is replaced by one that hands everything but a `Rotation` to the original: other models
-    of the file compute what they did. Weights, state_dict and config stay as they are; nothing of it is saved.
+    of the file compute what they did. Weights, state_dict and config stay as they are; nothing of it is saved. Vision
+    towers are served as text models are; one that cannot be is left alone, and named with the reason.
 
     Args:
         model: a model of transformers 5, with its weights loaded; also inside a model of PEFT.
@@ -113,7 +114,7 @@ def restore(model: nn.Module) -> str:
     if not stand_ins:
         raise error("restore", "the model must be accelerated", "one that is not", "There is nothing to undo.")
     for new in stand_ins.values():
-        if isinstance(new, RotaryAngles):
+        if isinstance(new, ModuleAngles):
             _replace(model, new, new.original)
         else:
             for owner in model.modules():
@@ -136,7 +137,7 @@ def _check_model(model: object) -> None:
 
 
 def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:
-    if isinstance(new, RotaryAngles):
+    if isinstance(new, ModuleAngles):
         _replace(model, old, new)
     else:
         del old._buffers[own_tables.NAME]

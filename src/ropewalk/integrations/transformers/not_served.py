@@ -1,4 +1,4 @@
-"""Models that are refused by name, with the reason."""
+"""Models that are refused by name, and vision towers that are left alone, with the reason."""
 
 from __future__ import annotations
 
@@ -10,6 +10,23 @@ _REASONS = {
     "deepseek_v4": "It turns the values too, and turns the attention's output back with minus sin.",
     "nanochat": "It turns q and k the other way, by minus the angle.",
 }
+
+_KEYS_OF_FRAMES = "Its keys are those of several frames: its function repeats the tables, and leaves out the last keys."
+_LEARNED_CLASS = "It puts the learned angles of the class token before those of the patches."
+_TOWERS = {
+    "edgetam_video": _KEYS_OF_FRAMES,
+    "mlcd": _LEARNED_CLASS,
+    "mlcd_vision_model": _LEARNED_CLASS,
+    "sam2_video": _KEYS_OF_FRAMES,
+    "sam3_tracker_video": _KEYS_OF_FRAMES,
+}
+
+
+def check_tower_served(model_type: str) -> None:
+    """Raise for a vision tower that is not served; the message says why."""
+    if model_type in _TOWERS:
+        must = "the tower must rotate q and k by the tables of their own tokens"
+        raise error("accelerate", must, shown(model_type), _TOWERS[model_type])
 
 
 def check_served(config: Any) -> None:

@@ -12,11 +12,12 @@ from ropewalk._checks import RopeError, error, within
 from ropewalk._layout import Pairing
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import from_config
-from ropewalk.integrations.transformers import compare, own_tables
+from ropewalk.integrations.transformers import compare, own_tables, towers
 from ropewalk.integrations.transformers.angles import Angles, RotaryAngles
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import Place, functions_of, original
 from ropewalk.integrations.transformers.probe import Form, Width, probe
+from ropewalk.integrations.transformers.tower_angles import TowerAngles
 from ropewalk.rope import Rope
 
 
@@ -32,15 +33,20 @@ class Plan:
 
 
 def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
-    """Every rotary module and table of the text model, compared with the config.
+    """Every rotary module and table of the text model and of vision towers, compared with the config.
+
+    A tower that cannot be served is left alone, and named with the reason.
 
     Raises:
         RopeError: something is not as it must be; the message names it.
     """
     result, configs, places = Plan(), _Configs(model.config), functions_of(model)
     ropes: list[Rope] = []
+    found: dict[str, type[TowerAngles]] = {}
     for name, module in model.named_modules():
-        if compare.is_rotary(module):
+        if (kind := towers.kind_of(module)) is not None:
+            found[name] = kind
+        elif compare.is_rotary(module):
             config = compare.own_config(module, configs.text)
             if configs.is_text(config):
                 ropes += _rotary(
@@ -50,6 +56,8 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
                 result.left_alone.append(f"{name}: it is not of the text model")
         elif own_tables.has_table(module):
             ropes += _table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
+    for name, kind in found.items():
+        _tower(result, model, name, kind, configs if exact else None)
     if not result.stand_ins:
         got = "; ".join(result.left_alone) or type(model).__name__
         cure = "A model without rotary positions, or one that makes its angles elsewhere, is not served."
@@ -107,6 +115,21 @@ def _table(
     return [] if rope is None else [rope]
 
 
+def _tower(result: Plan, model: nn.Module, name: str, kind: type[TowerAngles], configs: _Configs | None) -> None:
+    module = model.get_submodule(name)
+    try:
+        ropes = None if configs is None else configs.tower_of(module.config)
+        new = towers.stand_in(model, name, kind, ropes, result.forms)
+    except RopeError as e:
+        result.left_alone.append(f"{name}: {e}")
+        return
+    if ropes is not None:
+        names = [name] if len(ropes) == 1 else [f"{name}:{part}" for part in range(len(ropes))]
+        result.ropes.update(zip(names, ropes, strict=True))
+    result.stand_ins[name] = (module, new)
+    result.forms.update(new.forms)
+
+
 def _main_pairing(forms: Mapping[Place, Form]) -> Pairing:
     return next(iter(forms.values())).pairing
 
@@ -162,6 +185,11 @@ class _Configs:
     def is_text(self, config: Any) -> bool:
         """Whether this is the config of the text model, or of the other half of an encoder and decoder."""
         return type(config) is type(self.text)
+
+    def tower_of(self, config: Any) -> tuple[Rope, ...]:
+        """The ropes of a tower's config."""
+        vision = self.ropes_of(config).vision
+        return () if vision is None else vision.ropes
 
     def ropes_of(self, config: Any) -> ModelRopes:
         if id(config) not in self.read:

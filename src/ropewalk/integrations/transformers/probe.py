@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._layout import AXES, Layout, Pairing
-from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.api import Rotation, unchecked
 
 Width = Literal["halves", "twice", "half", "complex"]
 """How a model writes its tables: each half of the columns the same, each column twice, one column for each pair, or one
@@ -27,12 +27,15 @@ class Form:
     Args:
         names: the parameters, in order.
         at: which parameter is the first table; those before it are the tensors.
-        layouts: the value of `unsqueeze_dim` (None where there is no such parameter) → the layout of the tensors.
+        layouts: the value of `unsqueeze_dim` (None where there is no such parameter) → the layout of the tensors; of
+            those without a batch axis, the same letters without b.
         unsqueeze_dim: the value when the caller leaves it out.
         pairing: which channels it pairs.
         order: "same" writes each channel where it was read; "half" reads pairs interleaved and writes them in halves.
         whole: which channels of a head wider than the tables turn: "first", "last", or None where that is an error.
         alone: what it returns for q without k: "q", "pair" (q and None), or None where that is an error.
+        prefix: whether the tokens before those of the tables stay as they are (class and register tokens).
+        parts: into how many equal parts it splits a head; each turns by itself, with its part of the tables (Gemma 4).
     """
 
     names: tuple[str, ...]
@@ -43,11 +46,17 @@ class Form:
     order: Literal["same", "half"]
     whole: Literal["first", "last"] | None
     alone: Literal["q", "pair"] | None
+    prefix: bool = False
+    parts: int = 1
 
 
 # Every size another, so that no axis is taken for its neighbour.
-_BATCH, _TOKENS, _HEADS, _PAIRS, _REST = 2, 5, 3, 4, 6
+_BATCH, _TOKENS, _HEADS, _PAIRS, _REST, _PREFIX = 2, 5, 3, 4, 6, 2
 _TOLERANCE = 1e-5  # float32 numbers of size 1; another pairing, order or direction is off by about 1
+
+
+_COMPLEX = ("freqs_cis", "freqs_ci")  # names of a table of complex numbers
+_NO_EFFECT = {"position_ids", "unsqueeze_dim", "kwargs"}  # parameters that are known, or that no function reads
 
 
 def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
@@ -57,47 +66,72 @@ def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
         names = tuple(inspect.signature(called).parameters)
     except (TypeError, ValueError):
         return None
-    tables = [names.index(name) for name in ("cos", "sin", "freqs_cis") if name in names]
-    expected = 1 if "freqs_cis" in names else 2
+    tables = [names.index(name) for name in ("cos", "sin", *_COMPLEX) if name in names]
+    expected = 1 if _is_complex(names) else 2
     at = min(tables, default=0)
     if len(tables) != expected or not 1 <= at <= 2 or max(tables) != at + expected - 1:
         return None
     return names, at
 
 
-def probe(function: Callable[..., Any], width: Width) -> Form | None:
-    """How `function` turns, given tables of this width; None if it does not rotate pairs by plus the angle."""
+@dataclass(frozen=True)
+class _Call:
+    """A way to call a function: all but the tensors and the numbers.
+
+    Args:
+        axis: the `unsqueeze_dim` that is passed; None where there is no such parameter.
+        shared: whether the tables are `[tokens, columns]`, the same for all rows of the batch, as towers have them.
+    """
+
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    at: int
+    width: Width
+    axis: int | None
+    shared: bool
+    parts: int
+
+
+def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, parts: int = 1) -> Form | None:
+    """How `function` turns, given tables of this width; None if it does not rotate pairs by plus the angle.
+
+    Args:
+        shared: whether its tables have no batch axis, as those of vision towers.
+        parts: into how many parts it splits a head.
+    """
     known = signature_of(function)
-    if known is None or (width == "complex") != ("freqs_cis" in known[0]):
+    if known is None or (width == "complex") != _is_complex(known[0]):
         return None
     names, at = known
+    tables = 1 if width == "complex" else 2
+    if shared and set(names[at + tables :]) - _NO_EFFECT:
+        return None  # a parameter that may change what it does (the memory attention of SAM 2 and 3)
     has_axis = "unsqueeze_dim" in names
+    axes = (None,) if not has_axis else (0, 1) if shared else (1, 2)
     with torch.no_grad():
         found = [
-            (axis, *how)
-            for axis in ((1, 2) if has_axis else (None,))
-            if (how := _turned_as(function, names, at, width, axis)) is not None
+            (call, how)
+            for call in (_Call(function, names, at, width, axis, shared, parts) for axis in axes)
+            if (how := _turned_as(call)) is not None
         ]
-        if not found or len({how[2:] for how in found}) != 1:
+        if not found or len({how[1:] for _, how in found}) != 1:
             return None
-        layouts = tuple((axis, layout) for axis, layout, *_ in found)
-        _, _, pairing, order, whole = found[0]
-        alone = _alone(function, names, width, layouts[0]) if at == 2 else None
+        layouts = tuple((call.axis, layout) for call, (layout, *_) in found)
+        call, (_, pairing, order, whole, prefix) = found[0]
+        alone = _alone(call, layouts[0][1]) if at == 2 else None
     default = _default_axis(function) if has_axis else None
-    return Form(names, at, layouts, default, pairing, order, whole, alone)
+    return Form(names, at, layouts, default, pairing, order, whole, alone, prefix, parts)
 
 
-def _turned_as(
-    function: Callable[..., Any], names: tuple[str, ...], at: int, width: Width, axis: int | None
-) -> tuple[Layout, Pairing, Any, Any] | None:
-    """Layout, pairing, order and channels of a wider head, with this unsqueeze_dim."""
-    slice_only = [how for how in _ways(0) if _does(function, names, at, width, axis, how, 0)]
+def _turned_as(call: _Call) -> tuple[Layout, Pairing, Any, Any, bool] | None:
+    """Layout, pairing, order, channels of a wider head, and whether the first tokens may have no table."""
+    slice_only = [how for how in _ways(0) if _does(call, how)]
     if len(slice_only) != 1:
         return None
     layout, pairing, order, _ = slice_only[0]
-    wider = [how for how in _ways(_REST) if _does(function, names, at, width, axis, how, _REST)]
+    wider = [how for how in _ways(_REST) if _does(call, how, rest=_REST)]
     whole = next((w for this, turns, writes, w in wider if (this, turns, writes) == (layout, pairing, order)), None)
-    return layout, pairing, order, whole
+    return layout, pairing, order, whole, call.shared and _does(call, slice_only[0], prefix=_PREFIX)
 
 
 def _ways(rest: int) -> Iterator[tuple[Layout, Pairing, str, str | None]]:
@@ -108,37 +142,45 @@ def _ways(rest: int) -> Iterator[tuple[Layout, Pairing, str, str | None]]:
             yield layout, pairing, order, whole  # type: ignore[misc]
 
 
-def _does(
-    function: Callable[..., Any],
-    names: tuple[str, ...],
-    at: int,
-    width: Width,
-    axis: int | None,
-    how: tuple[Layout, Pairing, str, str | None],
-    rest: int,
-) -> bool:
-    """Whether the function turns a head with `rest` more channels than the tables have in this way."""
+def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: int = 0, prefix: int = 0) -> bool:
+    """Whether the function turns in this way: a head with `rest` more channels than the tables have, and the tokens
+    behind the first `prefix`."""
     layout, pairing, order, whole = how
-    tensors = [_numbers(_shape(layout, heads, rest), n) for n, heads in enumerate((_HEADS, _HEADS - 1)[:at])]
-    cos, sin = _angles()
-    given: dict[str, Any] = dict(zip(names, tensors, strict=False)) | _tables(names, cos, sin, width)
-    if axis is not None:
-        given["unsqueeze_dim"] = axis
+    shapes = [_shape(layout, heads, rest, prefix) for heads in (_HEADS, _HEADS - 1)[: call.at]]
+    tensors = [_numbers(shape, n) for n, shape in enumerate(shapes)]
+    cos, sin = _angles(call)
+    given: dict[str, Any] = dict(zip(call.names, tensors, strict=False)) | _tables(call, cos, sin)
     try:
-        returned = function(**given)
+        returned = call.function(**given)
     except Exception:  # whatever their function raises where the shapes do not fit
         return False
     results = [returned] if isinstance(returned, Tensor) else returned
-    offset = rest if whole == "last" else 0
-    rotation = Rotation(cos, sin, pairing=pairing, head_dim=2 * _PAIRS + rest, rotary_offset=offset)
-    if not isinstance(results, (list, tuple)) or len(results) != at:
+    if not isinstance(results, (list, tuple)) or len(results) != call.at:
         return False
-    return all(
-        isinstance(result, Tensor)
-        and result.shape == x.shape
-        and torch.allclose(result, in_order(rotation(x, layout=layout), order, rotation), atol=_TOLERANCE)
-        for x, result in zip(tensors, results, strict=True)
-    )
+    rotations = []
+    for part, tables in enumerate(zip(cos.chunk(call.parts, -1), sin.chunk(call.parts, -1), strict=True)):
+        offset = part * 2 * tables[0].shape[-1] + (rest if whole == "last" else 0)
+        rotation = Rotation(*tables, pairing=pairing, head_dim=2 * _PAIRS + rest, rotary_offset=offset)
+        rotations.append(behind_prefix(rotation, _TOKENS + prefix) if prefix else rotation)
+    for x, result in zip(tensors, results, strict=True):
+        if not isinstance(result, Tensor) or result.shape != x.shape:
+            return False
+        for rotation in rotations:
+            x = in_order(rotation(x, layout=layout), order, rotation)
+        if not torch.allclose(result, x, atol=_TOLERANCE):
+            return False
+    return True
+
+
+def behind_prefix(rotation: Rotation, tokens: int) -> Rotation:
+    """The rotation of so many tokens, of which the last ones have these tables `[seq, pairs]`; the others stay."""
+    cos, sin = rotation.cos, rotation.sin
+    missing = tokens - cos.shape[0]
+    if missing <= 0:
+        return rotation
+    cos, sin = (torch.cat((t.new_full((missing, t.shape[1]), at), t)) for t, at in ((cos, 1.0), (sin, 0.0)))
+    same = rotation.pairing, rotation.head_dim, rotation.rotary_dim, rotation.rotary_offset, rotation.attention_factor
+    return unchecked(cos, sin, *same, False)
 
 
 def in_order(x: Tensor, order: str, rotation: Rotation) -> Tensor:
@@ -150,18 +192,18 @@ def in_order(x: Tensor, order: str, rotation: Rotation) -> Tensor:
     return turned if rotation.rotary_dim == x.shape[-1] else torch.cat((x[..., :start], turned, x[..., end:]), dim=-1)
 
 
-def _alone(
-    function: Callable[..., Any], names: tuple[str, ...], width: Width, known: tuple[int | None, Layout]
-) -> Literal["q", "pair"] | None:
-    cos, sin = _angles()
-    axis, layout = known
-    given: dict[str, Any] = {names[0]: _numbers(_shape(layout, _HEADS, 0), 0), names[1]: None}
-    given |= _tables(names, cos, sin, width) | ({} if axis is None else {"unsqueeze_dim": axis})
+def _alone(call: _Call, layout: Layout) -> Literal["q", "pair"] | None:
+    q = _numbers(_shape(layout, _HEADS), 0)
+    given: dict[str, Any] = {call.names[0]: q, call.names[1]: None} | _tables(call, *_angles(call))
     try:
-        returned = function(**given)
+        returned = call.function(**given)
     except Exception:
         return None
     return "q" if isinstance(returned, Tensor) else "pair"
+
+
+def _is_complex(names: tuple[str, ...]) -> bool:
+    return any(name in names for name in _COMPLEX)
 
 
 def _default_axis(function: Any) -> int | None:
@@ -170,10 +212,10 @@ def _default_axis(function: Any) -> int | None:
     return None if default is inspect.Parameter.empty else default
 
 
-def _shape(layout: Layout, heads: int, rest: int) -> list[int]:
+def _shape(layout: Layout, heads: int, rest: int = 0, prefix: int = 0) -> list[int]:
     _, tokens, at_heads, _ = AXES[layout]
     shape = [_BATCH, 0, 0, 2 * _PAIRS + rest]
-    shape[tokens], shape[at_heads] = _TOKENS, heads
+    shape[tokens], shape[at_heads] = _TOKENS + prefix, heads
     return shape
 
 
@@ -183,15 +225,21 @@ def _numbers(shape: list[int], seed: int) -> Tensor:
     return torch.sin(0.1 + 0.7 * n + seed).reshape(shape)
 
 
-def _angles() -> tuple[Tensor, Tensor]:
-    angles = 1.0 + _numbers([_BATCH, _TOKENS, _PAIRS], 2)  # between 0 and 2: plus and minus differ
+def _angles(call: _Call) -> tuple[Tensor, Tensor]:
+    batch = [] if call.shared else [_BATCH]
+    angles = 1.0 + _numbers([*batch, _TOKENS, _PAIRS], 2)  # between 0 and 2: plus and minus differ
     return angles.cos(), angles.sin()
 
 
-def _tables(names: tuple[str, ...], cos: Tensor, sin: Tensor, width: Width) -> dict[str, Tensor]:
-    if width == "complex":
-        return {"freqs_cis": torch.complex(cos, sin)}
-    return {"cos": widened(cos, width), "sin": widened(sin, width)}
+def _tables(call: _Call, cos: Tensor, sin: Tensor) -> dict[str, Any]:
+    """The arguments beside the tensors."""
+    given: dict[str, Any] = {} if call.axis is None else {"unsqueeze_dim": call.axis}
+    if call.width == "complex":
+        return given | {call.names[call.at]: torch.complex(cos, sin)}
+    if call.parts > 1:  # it counts the axes of the positions
+        given["position_ids"] = torch.zeros(_BATCH, _TOKENS, call.parts)
+    columns = [torch.cat([widened(t, call.width) for t in table.chunk(call.parts, -1)], -1) for table in (cos, sin)]
+    return given | {"cos": columns[0], "sin": columns[1]}
 
 
 def widened(table: Tensor, width: Width) -> Tensor:

@@ -1,0 +1,234 @@
+"""The modules that stand where the rotary module of a vision tower stood: one for each way to say positions."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk._checks import described, error
+from ropewalk._layout import Pairing
+from ropewalk.integrations.transformers.angles import WHO, ModuleAngles, dtype_for
+from ropewalk.integrations.transformers.dispatch import Place
+from ropewalk.integrations.transformers.probe import Form, Width
+from ropewalk.rope import Rope
+from ropewalk.rotation.api import Rotation, unchecked
+
+PERMUTE = "permute_input_for_window_attn"
+
+
+class TowerAngles(ModuleAngles):
+    """What the stand-ins of towers have in common.
+
+    Args:
+        ropes: whose angles are taken: one; or one for each part of a head, where parts turn by themselves, and then
+            there is a tuple of Rotations where cos and sin were. None for the angles of the original.
+        in_windows: whether the tower puts the tables in the order of its windows before it rotates.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        width: Width,
+        ropes: tuple[Rope, ...] | None,
+        forms: Mapping[Place, Form],
+        pairing: Pairing,
+        *,
+        in_windows: bool,
+    ) -> None:
+        super().__init__(original, width, forms, pairing)
+        self.ropes = ropes
+        self.in_windows = in_windows
+        self.parts = next(iter(forms.values())).parts
+
+    @classmethod
+    def replaces(cls, module: nn.Module) -> bool:
+        """Whether this is for such a module."""
+        raise NotImplementedError
+
+    @classmethod
+    def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+        """What the original is called with for a comparison, and which positions `[axes, tokens]` that means.
+
+        Args:
+            rows: positions for those that are given some, another on each axis: `[axes, tokens]`.
+        """
+        raise NotImplementedError
+
+    def exact(self, x: Tensor, positions: Tensor) -> Any:
+        """The rotation of what x becomes at these positions, in the place of the tables."""
+        return self._in_place([rope.at(positions, device=x.device, dtype=dtype_for(x)) for rope in self.ropes or ()])
+
+    def theirs(self, *given: Any) -> Any:
+        """The rotation by the tables that the original gives."""
+        returned = self.original(*given)
+        columns = 2 * self.tables(returned)[0].shape[-1]
+        size = columns // self.parts
+        made = []
+        for part, each in enumerate(in_parts(returned, self.parts)):
+            cos, sin = self.tables(each)
+            if cos.dtype is not torch.float32:
+                must = "the tower's own tables must be float32"
+                raise error(WHO, must, described(cos), "Use angles='exact'.")
+            if self.parts == 1:
+                cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
+            tables = cos.contiguous(), sin.contiguous()
+            made.append(unchecked(*tables, self.pairing, columns, size, part * size, 1.0, False))
+        return self._in_place(made)
+
+    def _in_place(self, rotations: list[Rotation]) -> Any:
+        if len(rotations) > 1:
+            return self.as_returned(tuple(rotations))
+        return self.as_returned(Blocks(rotations[0]) if self.in_windows else rotations[0])
+
+    def extra_repr(self) -> str:
+        return "the model's own angles" if self.ropes is None else "; ".join(map(str, self.ropes))
+
+
+def in_parts(returned: Any, parts: int) -> list[Any]:
+    """What an original returned, for each part of a head."""
+    if isinstance(returned, Tensor):
+        return [returned]
+    cos, sin = (table.chunk(parts, dim=-1) for table in returned)
+    return list(zip(cos, sin, strict=True))
+
+
+class GridAngles(TowerAngles):
+    """Given the positions of the patches, `[tokens, axes]`: integers, or floats (SAM 3)."""
+
+    @classmethod
+    def replaces(cls, module: nn.Module) -> bool:
+        return _has_frequencies(module) and _parameters(module) == ["x", "position_ids"]
+
+    @classmethod
+    def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+        return (torch.zeros(rows.shape[1], 1, device=rows.device), rows.T), rows
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        """The rotation of these patches, as the original returns its tables."""
+        if self.ropes is None:
+            return self.theirs(x[..., :1].float(), position_ids)
+        if position_ids.is_floating_point():
+            position_ids = position_ids.float()  # a buffer that was cast with the model
+        return self.exact(x, position_ids.movedim(-1, 0))
+
+
+class BatchAngles(GridAngles):
+    """Given the positions of the patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
+
+    @classmethod
+    def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+        (x, positions), _ = super().sample(original, rows)
+        return (x[None], positions[None]), rows
+
+
+class CentreAngles(TowerAngles):
+    """Given the pixels: the centres of patches, from −1 to 1 along each side, times 2π (DINOv3).
+
+    The tower's own function says them, and in training the shift, jitter and rescale of its config.
+    """
+
+    @classmethod
+    def replaces(cls, module: nn.Module) -> bool:
+        return (
+            _has_frequencies(module)
+            and _parameters(module) == ["pixel_values"]
+            and all(callable(function) for function in _of_centres(module))
+        )
+
+    @classmethod
+    def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+        height, width = _sides(original)
+        pixels = torch.zeros(1, 1, 1, 1, device=rows.device).expand(1, 1, 3 * height, 5 * width)
+        return (pixels,), _centres(original, pixels, augmented=False)
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        """The rotation of the patches of these images, as the original returns its tables."""
+        if self.ropes is None:
+            return self.theirs(pixel_values[:1, :1].float())
+        return self.exact(pixel_values, _centres(self.original, pixel_values, augmented=self.original.training))
+
+
+class FixedAngles(TowerAngles):
+    """Given nothing: patches of an image of one size, and the class token at the end (Llama 4)."""
+
+    @classmethod
+    def replaces(cls, module: nn.Module) -> bool:
+        return module._buffers.get("freqs_ci") is not None and _parameters(module) == ["hidden_states"]
+
+    @classmethod
+    def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+        return (rows,), _of_fixed(original, rows.device)
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        """The rotation of the tower's tokens, as the original returns its table."""
+        if self.ropes is None:
+            return self.theirs(hidden_states)
+        return self.exact(hidden_states, _of_fixed(self.original, hidden_states.device))
+
+
+class Blocks:
+    """Tables that a tower puts in the order of its windows, by blocks of patches that are merged later.
+
+    Its method reshapes them to blocks, takes blocks by their numbers, and reshapes them to patches: then they are the
+    Rotation of these patches.
+    """
+
+    def __init__(self, rotation: Rotation, size: int = 1) -> None:
+        self.rotation, self.size = rotation, size
+
+    def reshape(self, *shape: int) -> Blocks | Rotation:
+        """`[blocks, patches of each, -1]`, or `[patches, -1]`."""
+        return Blocks(self.rotation, shape[1]) if len(shape) == 3 else self.rotation
+
+    def __getitem__(self, index: tuple[Tensor, slice, slice]) -> Blocks:
+        blocks = index[0]
+        rows = blocks[:, None] * self.size + torch.arange(self.size, device=blocks.device)
+        return Blocks(self.rotation[rows.flatten()], self.size)
+
+
+def _has_frequencies(module: nn.Module) -> bool:
+    return module._buffers.get("inv_freq") is not None
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _of_centres(original: nn.Module) -> tuple[Any, Any]:
+    """The functions of its file for the centres of patches, and for their augmentation."""
+    names = inspect.unwrap(type(original).forward).__globals__
+    return names.get("get_patches_center_coordinates"), names.get("augment_patches_center_coordinates")
+
+
+def _sides(original: nn.Module) -> tuple[int, int]:
+    """Height and width of a patch, in pixels."""
+    patch: Any = original.config.patch_size  # type: ignore[union-attr]
+    return (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
+
+
+def _centres(original: nn.Module, pixels: Tensor, *, augmented: bool) -> Tensor:
+    """`[axes, patches]`: float64; float32 in training, whose random numbers are those of the tower's own code."""
+    height, width = _sides(original)
+    centres, augment = _of_centres(original)
+    dtype = torch.float32 if augmented else torch.float64
+    places: Tensor = centres(pixels.shape[-2] // height, pixels.shape[-1] // width, dtype=dtype, device=pixels.device)
+    if augmented:
+        config: Any = original.config
+        places = augment(
+            places, shift=config.pos_embed_shift, jitter=config.pos_embed_jitter, rescale=config.pos_embed_rescale
+        )
+    return 2 * math.pi * places.T
+
+
+def _of_fixed(original: nn.Module, device: torch.device) -> Tensor:
+    """`[axes, tokens]`: columns and rows from 1, and 0 for the class token."""
+    config: Any = original.config
+    patches = torch.arange((config.image_size // config.patch_size) ** 2, device=device)
+    side = config.image_size // config.patch_size
+    places = torch.stack((patches % side, torch.div(patches, side, rounding_mode="floor"))) + 1
+    return torch.nn.functional.pad(places, (0, 1))

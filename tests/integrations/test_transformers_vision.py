@@ -1,0 +1,314 @@
+"""Vision towers of transformers: images of several sizes, several images packed, and video."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+import tiny_models
+import tiny_towers
+from model_checks import NEAR, relative
+from ropewalk import Rope, RopeError
+from ropewalk.integrations.transformers import accelerate, compare, dispatch, restore
+from ropewalk.integrations.transformers.not_served import check_tower_served
+from ropewalk.integrations.transformers.probe import probe
+from tower_checks import check, exact_tables, measure, rotary
+from turning import turns
+
+pytest.importorskip("transformers", "5.23")
+# One of each way: packed, in windows, three axes, every other pair, [batch, tokens] with a layout of its own, centres
+# and prefix tokens, floats and a module in each layer, a table, and halves of a head.
+WAYS = (
+    "qwen2_vl_vision",
+    "qwen2_5_vl_vision",
+    "minimax_m3_vl_vision",
+    "kimi_k25_vision",
+    "pixtral",
+    "dinov3_vit",
+    "sam3_vit_model",
+    "llama4_vision_model",
+    "gemma4_vision",
+)
+GIVEN_POSITIONS = sorted(
+    set(tiny_towers.TOWERS) - {"dinov3_vit", "eomt_dinov3", "sapiens2", "llama4_vision_model"} | {"gemma4_vision"}
+)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way(name: str) -> None:
+    """The others are in the table."""
+    check(measure(name))
+
+
+def given_positions(module: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin that a stand-in makes for `[axes, tokens]`; those of all parts of a head."""
+    ids, x = positions.T, torch.zeros(positions.shape[1], 64)
+    made = module(x, ids) if type(module).__name__ == "GridAngles" else module(x[None], ids[None])
+    first = made[0] if isinstance(made, tuple) else made
+    first = getattr(first, "rotation", first)  # before the order of windows
+    parts = first if isinstance(first, tuple) else (first,)
+    return tuple(torch.cat([getattr(part, t).squeeze(0) for part in parts], -1) for t in ("cos", "sin"))  # type: ignore
+
+
+@pytest.mark.parametrize("name", GIVEN_POSITIONS)
+def test_the_angle_of_each_pair(name: str) -> None:
+    """By mpmath, at positions where float32 products drift."""
+    model = tiny_towers.build(name)
+    positions = torch.tensor([[99_999, 3, 8], [70_001, 65_537, 0], [2, 131_071, 5]])
+    positions = positions if name == "minimax_m3_vl_vision" else positions[:2]
+    exact = exact_tables(name, positions)
+    said = accelerate(model)
+    module = model.get_submodule(said.modules[0])
+    for ours, wanted in zip(given_positions(module, positions), exact, strict=True):
+        torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=3.1e-8)
+    restore(model)
+    accelerate(model, angles="theirs")
+    theirs = given_positions(model.get_submodule(said.modules[0]), positions)
+    assert (theirs[0].double() - exact[0]).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("name", ["dinov3_vit", "llama4_vision_model"])
+def test_the_angles_of_towers_that_are_given_none(name: str) -> None:
+    """In float64, where transformers is near in its own float32."""
+    model, [given, *_] = tiny_towers.build(name), tiny_towers.calls(name)
+    [rotary_module] = rotary(model)
+    pixels = given["pixel_values"]
+    theirs = rotary_module(pixels)
+    said = accelerate(model)
+    returned = model.get_submodule(said.modules[0])(pixels.double())
+    rotation = returned if name == "llama4_vision_model" else returned[0]
+    assert rotation.cos.dtype is torch.float64
+    if name == "llama4_vision_model":
+        places = torch.cartesian_prod(torch.arange(8), torch.arange(8)).T.flip(0) + 1
+        cos, sin = exact_tables(name, torch.nn.functional.pad(places, (0, 1)))
+        theirs = theirs[:, 0].real, theirs[:, 0].imag
+    else:
+        rows, columns = torch.meshgrid(torch.arange(4.0).double(), torch.arange(6.0).double(), indexing="ij")
+        places = [2 * torch.pi * (2 * (i.flatten() + 0.5) / n - 1) for i, n in ((rows, 4), (columns, 6))]
+        inv_freq = torch.tensor([float(w) for w in oracle.inv_freq(100.0, 8)], dtype=torch.float64)
+        angles = torch.cat([place[:, None] * inv_freq for place in places], dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        theirs = tuple(table[:, :8] for table in theirs)
+    torch.testing.assert_close(rotation.cos, cos, rtol=0, atol=1e-14)
+    torch.testing.assert_close(rotation.sin, sin, rtol=0, atol=1e-14)
+    torch.testing.assert_close(theirs[0].double(), cos, rtol=0, atol=4e-6)
+
+
+@torch.no_grad()
+def test_training_of_dinov3_draws_the_same_numbers() -> None:
+    """Shift, jitter and rescale of the coordinates."""
+    changes = {"pos_embed_shift": 0.3, "pos_embed_jitter": 1.2, "pos_embed_rescale": 2.0}
+    model, [given, *_] = tiny_towers.build("dinov3_vit", **changes), tiny_towers.calls("dinov3_vit")
+    still = tiny_towers.output(model, given)
+    model.train()
+    found = []
+    for _ in range(2):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(3)
+            found.append(tiny_towers.output(model, given))
+        if len(found) == 1:
+            accelerate(model)
+    assert relative(found[0], still) > 0.1
+    assert relative(found[1], found[0]) <= NEAR
+    model.eval()
+    assert relative(tiny_towers.output(model, given), still) <= NEAR
+
+
+@pytest.mark.parametrize("name", ["dinov3_vit", "sam3_vit_model", "llama4_vision_model", "qwen2_5_vl_vision"])
+def test_compiled(name: str) -> None:
+    """In one graph, where transformers' own code has one."""
+    model, [*_, given] = tiny_towers.build(name), tiny_towers.calls(name)
+    accelerate(model)
+    with torch.no_grad():
+        wanted = tiny_towers.output(model, given)
+        compiled = torch.compile(model, fullgraph=name != "qwen2_5_vl_vision", backend="aot_eager")
+        assert relative(tiny_towers.output(compiled, given), wanted) <= NEAR
+
+
+@pytest.mark.parametrize("name", sorted(set(WAYS) - {"llama4_vision_model"}))  # whose complex table becomes real
+def test_a_tower_that_was_cast(name: str) -> None:
+    """Nearer to the same weights in float32 than transformers, whose frequencies were rounded; or as near."""
+    model, [given, *_] = tiny_towers.build(name).to(torch.bfloat16), tiny_towers.calls(name)
+    given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in given.items()}
+    exact = copy.deepcopy(model).float()
+    said = accelerate(exact)
+    assert said.ropes == accelerate(copy.deepcopy(model)).ropes
+    with torch.no_grad():
+        wanted = tiny_towers.output(exact, {k: v.float() if v.is_floating_point() else v for k, v in given.items()})
+        theirs = tiny_towers.output(model, given).float()
+        accelerate(model)
+        ours = tiny_towers.output(model, given).float()
+    assert (ours - wanted).norm() <= 1.1 * (theirs - wanted).norm()
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl_vision", "dinov3_vit", "llama4_vision_model", "gemma4_vision"])
+def test_copies_pickles_and_state(name: str) -> None:
+    model, [given, *_] = tiny_towers.build(name), tiny_towers.calls(name)
+    keys, plain = list(model.state_dict()), tiny_towers.output(model, given)
+    accelerate(model)
+    expected = tiny_towers.output(model, given)
+    assert list(model.state_dict()) == keys
+    model.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(tiny_towers.output(other, given), expected)
+        restore(other)
+        assert torch.equal(tiny_towers.output(other, given), plain)
+
+
+def whole(tower: str = "pixtral") -> Any:
+    """LLaVA with a text model and a tower."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    text = tiny_models.config("mistral")
+    config = LlavaConfig(vision_config=tiny_towers.config(tower), text_config=text, image_token_index=99)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return LlavaForConditionalGeneration(config).eval()
+
+
+class TestWhole:
+    @torch.no_grad()
+    def test_text_and_tower(self) -> None:
+        model = whole()
+        ids = torch.cat((torch.tensor([1, 5]), torch.full((24,), 99), torch.tensor([7, 8])))[None]
+        given = {
+            "input_ids": ids,
+            "pixel_values": tiny_towers.numbers(1, 3, 16, 24),
+            "vision_feature_select_strategy": "full",
+        }
+        given["image_sizes"] = torch.tensor([[16, 24]])
+        expected = model(**given).logits
+        said = accelerate(model)
+        assert said.modules == (
+            "model.language_model.rotary_emb",
+            "model.vision_tower.patch_positional_embedding",
+        )
+        assert [place.split(".")[2] for place in said.functions] == ["mistral", "pixtral"]
+        assert not said.left_alone
+        assert relative(model(**given).logits, expected) <= NEAR
+        assert restore(model) == (
+            "rotates as transformers does: "
+            "model.vision_tower.patch_positional_embedding, model.language_model.rotary_emb"
+        )
+        assert torch.equal(model(**given).logits, expected)
+
+    def test_frequencies_that_were_changed(self) -> None:
+        """The text model is served, and the tower named."""
+        model = whole()
+        model.model.vision_tower.patch_positional_embedding.inv_freq.mul_(0.5)
+        said = accelerate(model)
+        assert said.modules == ("model.language_model.rotary_emb",)
+        [left] = said.left_alone
+        assert "patch_positional_embedding must have the frequencies with which it was built, got inv_freq" in left
+        restore(model)
+        assert len(accelerate(model, angles="theirs").modules) == 2
+
+    def test_a_config_that_cannot_be_read(self) -> None:
+        model = whole()
+        model.model.vision_tower.config.rope_parameters["factor"] = 2.0
+        assert "must not have keys that it does not read, got 2.0" in accelerate(model).left_alone[0]
+
+    def test_learned_angles_of_the_class_token(self) -> None:
+        said = str(accelerate(whole("mlcd_vision_model")))
+        assert "left as it was: model.vision_tower.vision_rotary_embedding: " in said
+        assert "got 'mlcd_vision_model'. It puts the learned angles of the class token before" in said
+
+
+class TestLeftAlone:
+    @pytest.mark.parametrize("name", ["sam2_video", "sam3_tracker_video", "edgetam_video"])
+    def test_keys_of_several_frames(self, name: str) -> None:
+        with pytest.raises(RopeError, match=f"got '{name}'. Its keys are those of several frames"):
+            check_tower_served(name)
+
+    def refused(self, model: Any, message: str, **options: Any) -> None:
+        before = {name: id(module) for name, module in model.named_modules()}
+        with pytest.raises(RopeError, match=message):
+            accelerate(model, **options)
+        assert {name: id(module) for name, module in model.named_modules()} == before
+
+    @pytest.mark.parametrize("name", ["qwen2_vl_vision", "kimi_k25_vision", "gemma4_vision"])
+    def test_axes_of_another_order(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_towers.build(name)
+        [module] = rotary(model)
+        theirs = type(module).forward
+        monkeypatch.setattr(
+            type(module), "forward", lambda self, x, position_ids: theirs(self, x, position_ids.flip(-1))
+        )
+        self.refused(model, "must turn by the axes that its config means")
+        accelerate(model, angles="theirs")
+
+    def test_a_table_that_was_changed(self) -> None:
+        model = tiny_towers.build("llama4_vision_model")
+        model.rotary_embedding.freqs_ci[3] *= 1j
+        self.refused(model, "pairs of rotary_embedding must turn by the axes")
+
+    def test_a_function_that_may_do_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import transformers.models.sam3.modeling_sam3 as file
+
+        plain = dispatch.original(file.apply_rotary_pos_emb_2d)
+
+        def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, repeat: int = 1) -> Any:
+            return plain(q, k, cos.repeat(1, repeat, 1), sin.repeat(1, repeat, 1))
+
+        monkeypatch.setattr(file, "apply_rotary_pos_emb_2d", function)
+        self.refused(
+            tiny_towers.build("sam3_vit_model"), "code must call functions that turn q and k by the cos and sin"
+        )
+
+    def test_another_pairing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import transformers.models.pixtral.modeling_pixtral as file
+
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
+        self.refused(
+            tiny_towers.build("pixtral"), "must turn the channels that its config means .* got .*: interleaved"
+        )
+
+    def test_on_the_meta_device(self) -> None:
+        self.refused(
+            tiny_towers.build("dinov3_vit").to("meta"), "must have its numbers, got a model on the meta device"
+        )
+
+    def test_code_of_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_towers.build("qwen2_vl_vision")
+        monkeypatch.setattr(type(model.rotary_pos_emb), "recomposition_frequencies", lambda self, freq: freq.no)
+        self.refused(model, "must take what that of transformers 5.23 takes, got AttributeError")
+
+
+class TestProbe:
+    """Against functions of this test, with tables that have no batch axis."""
+
+    @pytest.mark.parametrize("pairing", ["half", "interleaved"])
+    def test_shared_tables(self, pairing: Any) -> None:
+        form = probe(turns(pairing), "halves", shared=True)
+        assert form is not None
+        assert dict(form.layouts) == {0: "bhsd", 1: "bshd"}
+        assert (form.pairing, form.prefix, form.parts) == (pairing, False, 1)
+
+    def test_tokens_before_those_of_the_tables(self) -> None:
+        def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+            n = q.shape[-2] - cos.shape[-2]
+            turned = turns("half")(q[..., n:, :], k[..., n:, :], cos, sin, unsqueeze_dim=0)
+            made = (torch.cat((x[..., :n, :], part), dim=-2) for x, part in zip((q, k), turned, strict=True))
+            return next(made), next(made)
+
+        form = probe(apply_rope, "halves", shared=True)
+        assert form is not None
+        assert (form.layouts, form.prefix) == (((None, "bhsd"),), True)
+        q, k = torch.randn(2, 3, 7, 8), torch.randn(2, 1, 7, 8)
+        rotation = Rope(8, 10_000.0, "half").at(torch.arange(5))
+        cos, sin = oracle.cos_sin(range(5), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
+        tables = [torch.from_numpy(t).float().repeat(1, 2) for t in (cos, sin)]
+        got = dispatch.dispatcher(apply_rope, form)(q, k, rotation, rotation)
+        assert all(map(torch.equal, got, apply_rope(q, k, *tables)))
+
+    def test_frequencies_kept_once(self) -> None:
+        """A tower's module has those of one axis."""
+        [module] = rotary(tiny_towers.build("qwen2_vl_vision"))
+        [rope] = accelerate(tiny_towers.build("qwen2_vl_vision")).ropes.values()
+        assert compare.matching("it", module, None, [rope]) == rope
