@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -144,7 +145,11 @@ def test_a_tower_that_was_cast(name: str) -> None:
         theirs = tiny_towers.output(model, given).float()
         accelerate(model)
         ours = tiny_towers.output(model, given).float()
+        restore(model)
+        accelerate(model, angles="theirs")
+        in_float32 = tiny_towers.output(model, given).float()
     assert (ours - wanted).norm() <= 1.1 * (theirs - wanted).norm()
+    assert (in_float32 - wanted).norm() <= 1.1 * (theirs - wanted).norm()
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl_vision", "dinov3_vit", "llama4_vision_model", "gemma4_vision"])
@@ -240,13 +245,13 @@ class TestLeftAlone:
         monkeypatch.setattr(
             type(module), "forward", lambda self, x, position_ids: theirs(self, x, position_ids.flip(-1))
         )
-        self.refused(model, "must turn by the axes that its config means")
+        self.refused(model, "must rotate by the axes that its config means")
         accelerate(model, angles="theirs")
 
     def test_a_table_that_was_changed(self) -> None:
         model = tiny_towers.build("llama4_vision_model")
         model.rotary_embedding.freqs_ci[3] *= 1j
-        self.refused(model, "pairs of rotary_embedding must turn by the axes")
+        self.refused(model, "pairs of rotary_embedding must rotate by the axes")
 
     def test_a_function_that_may_do_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import transformers.models.sam3.modeling_sam3 as file
@@ -258,7 +263,7 @@ class TestLeftAlone:
 
         monkeypatch.setattr(file, "apply_rotary_pos_emb_2d", function)
         self.refused(
-            tiny_towers.build("sam3_vit_model"), "code must call functions that turn q and k by the cos and sin"
+            tiny_towers.build("sam3_vit_model"), "code must call functions that rotate q and k by the cos and sin"
         )
 
     def test_another_pairing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +271,19 @@ class TestLeftAlone:
 
         monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
         self.refused(
-            tiny_towers.build("pixtral"), "must turn the channels that its config means .* got .*: interleaved"
+            tiny_towers.build("pixtral"), "must rotate the channels that its config means .* got .*: interleaved"
         )
+
+    def test_a_function_that_rotates_in_another_way_already(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For another model of the file."""
+        import transformers.models.pixtral.modeling_pixtral as file
+
+        model = tiny_towers.build("pixtral")
+        accelerate(model)
+        restore(model)
+        form = dataclasses.replace(file.apply_rotary_pos_emb.ropewalk_form, unsqueeze_dim=2)
+        monkeypatch.setattr(file.apply_rotary_pos_emb, "ropewalk_form", form)
+        self.refused(model, "code must call functions that rotate q and k by the cos and sin")
 
     def test_on_the_meta_device(self) -> None:
         self.refused(

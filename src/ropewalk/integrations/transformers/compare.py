@@ -157,7 +157,7 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
     fit = all(narrowed(table, width).shape == angles.shape for table in tables)
     given = tables[0] if width == "complex" else tables
     if not (fit and _are_near(given, angles, factor_of(module, None), width)):
-        must = f"the pairs of {name} must turn by the axes that its config means ({rope.axes})"
+        must = f"the pairs of {name} must rotate by the axes that its config means ({rope.axes})"
         raise error(WHO, must, "other ones", "Use angles='theirs'.")
 
 

@@ -25,7 +25,7 @@ class Accelerated:
     Args:
         angles: "exact" or "theirs".
         ropes: name of a replaced module, with its layer type after a colon (the number of the part of a head, where
-            parts turn by themselves) → the `Rope` whose angles it gives; empty with angles="theirs".
+            parts rotate by themselves) → the `Rope` whose angles it gives; empty with angles="theirs".
         modules: the names of what was replaced.
         functions: the functions that rotate through ropewalk now.
         left_alone: rotary modules that still rotate as they did, and why.

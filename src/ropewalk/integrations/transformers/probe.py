@@ -35,7 +35,7 @@ class Form:
         whole: which channels of a head wider than the tables turn: "first", "last", or None where that is an error.
         alone: what it returns for q without k: "q", "pair" (q and None), or None where that is an error.
         prefix: whether the tokens before those of the tables stay as they are (class and register tokens).
-        parts: into how many equal parts it splits a head; each turns by itself, with its part of the tables (Gemma 4).
+        parts: into how many equal parts it splits a head; each rotates by itself, with its part of the tables.
     """
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ class _Call:
 
 
 def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, parts: int = 1) -> Form | None:
-    """How `function` turns, given tables of this width; None if it does not rotate pairs by plus the angle.
+    """How `function` rotates, given tables of this width; None if it does not rotate pairs by plus the angle.
 
     Args:
         shared: whether its tables have no batch axis, as those of vision towers.
@@ -143,7 +143,7 @@ def _ways(rest: int) -> Iterator[tuple[Layout, Pairing, str, str | None]]:
 
 
 def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: int = 0, prefix: int = 0) -> bool:
-    """Whether the function turns in this way: a head with `rest` more channels than the tables have, and the tokens
+    """Whether the function rotates in this way: a head with `rest` more channels than the tables have, and the tokens
     behind the first `prefix`."""
     layout, pairing, order, whole = how
     shapes = [_shape(layout, heads, rest, prefix) for heads in (_HEADS, _HEADS - 1)[: call.at]]

@@ -25,7 +25,7 @@ class TowerAngles(ModuleAngles):
     """What the stand-ins of towers have in common.
 
     Args:
-        ropes: whose angles are taken: one; or one for each part of a head, where parts turn by themselves, and then
+        ropes: whose angles are taken: one; or one for each part of a head, where parts rotate by themselves, and then
             there is a tuple of Rotations where cos and sin were. None for the angles of the original.
         in_windows: whether the tower puts the tables in the order of its windows before it rotates.
     """

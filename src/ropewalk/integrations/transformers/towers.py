@@ -70,7 +70,7 @@ def stand_in(
 
 
 def _parts(module: nn.Module) -> int:
-    """In how many parts a head turns, of whatever size."""
+    """How many parts of a head rotate by themselves, whatever its size."""
     row = TOWERS[_model_type(module)]
     return len(row.ropes(96, row.base))
 
@@ -109,7 +109,7 @@ def _width(name: str, returned: Any, parts: int) -> Width:
 def _forms(
     name: str, places: Mapping[Place, Any], width: Width, parts: int, installed: Mapping[Place, Form]
 ) -> dict[Place, Form]:
-    """The functions of the tower's code, all of which must turn by tables of this width."""
+    """The functions of the tower's code, all of which must rotate by tables of this width."""
     forms = {
         place: probe(original(function), width, shared=parts == 1, parts=parts) for place, function in places.items()
     }
@@ -118,14 +118,14 @@ def _forms(
         return known
     raise error(
         WHO,
-        f"the tower's code must call functions that turn q and k by the cos and sin of {name}",
+        f"the tower's code must call functions that rotate q and k by the cos and sin of {name}",
         ", ".join(".".join(place) for place in places) or "code without such a function",
-        "It turns otherwise, or other tokens: this tower is not served.",
+        "It rotates in another way, or other tokens: this tower is not served.",
     )
 
 
 def _other(place: Place, form: Form, installed: Mapping[Place, Form]) -> bool:
-    """Whether the function turns, or is going to turn, in another way."""
+    """Whether the function rotates in another way already, or is going to for the text model."""
     now = getattr(importlib.import_module(place[0]), place[1])
     return installed.get(place, form) != form or getattr(now, "ropewalk_form", form) != form
 
@@ -135,5 +135,5 @@ def _check_channels(name: str, forms: Mapping[Place, Form], rope: Rope) -> None:
         sliced = form.parts == 1 and rope.rotary_dim < rope.head_dim
         if form.pairing != rope.pairing or form.order != "same" or (sliced and form.whole != "first"):
             how = f"{'.'.join(place)}: {form.pairing}, order {form.order}, of wider heads {form.whole}"
-            must = f"{name} must turn the channels that its config means ({rope})"
+            must = f"{name} must rotate the channels that its config means ({rope})"
             raise error(WHO, must, how, "Use angles='theirs'.")
