@@ -57,6 +57,16 @@ def test_class_defaults_are_those_of_the_class() -> None:
 FLUX = {"_class_name": "FluxTransformer2DModel", "attention_head_dim": 128, "axes_dims_rope": [16, 56, 56],
         "num_layers": 2, "num_single_layers": 3, "guidance_embeds": True}  # fmt: skip
 
+LUMINA = {"_class_name": "Lumina2Transformer2DModel", "hidden_size": 48, "num_attention_heads": 2}
+COGVIDEOX = {"_class_name": "CogVideoXTransformer3DModel", "use_rotary_positional_embeddings": True}
+
+
+def test_the_size_of_a_head_is_that_of_the_config() -> None:
+    ropes = from_config({**LUMINA, "axes_dim_rope": [8, 8, 8]})
+    assert ropes.rope == Rope(24, 1e4, "interleaved", axes=Axes.axial((8, 8, 8)))
+    assert ropes.origins["head_dim"] == "hidden_size / num_attention_heads"
+    assert from_config(FLUX).origins["head_dim"] == "attention_head_dim"
+
 
 def test_flux() -> None:
     ropes = from_config(FLUX)
@@ -81,7 +91,27 @@ def test_cogvideox_2b_rotates_nothing() -> None:
             {**FLUX, "axes_dims_rope": [16, 56]},
             "axes_dims_rope: it must be a list of 3 numbers of channels: image, row",
         ),
-        ({**FLUX, "axes_dims_rope": [16, 56, 58]}, "axes_dims_rope: the axes must fit into the 128 channels of a head"),
+        (
+            {**FLUX, "axes_dims_rope": [16, 56, 58]},
+            "axes_dims_rope: the channels of the axes must add up to the 128 of a head, attention_head_dim, "
+            "got [16, 56, 58], which add up to 130. Are both from the same model?",
+        ),
+        ({**FLUX, "axes_dims_rope": [16, 56, 40]}, "got [16, 56, 40], which add up to 112."),
+        ({**FLUX, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 10]}, "the 32 of a head, attention_head_dim"),
+        ({**FLUX, "attention_head_dim": 96, "axes_dims_rope": None}, "got [16, 56, 56] of its class, which add"),
+        ({**FLUX, "axes_dims_rope": None, "attention_head_dim": 1}, "attention_head_dim must be an integer from 2 to"),
+        ({**LUMINA, "axes_dim_rope": [8, 8, 4]}, "the 24 of a head, hidden_size / num_attention_heads, got [8, 8, 4]"),
+        ({**LUMINA, "num_attention_heads": 5}, "hidden_size: it must be a multiple of num_attention_heads=5, got 48"),
+        ({"_class_name": "ZImageTransformer2DModel", "axes_dims": [32, 48, 32]}, "the 128 of a head, dim / n_heads"),
+        (
+            {"_class_name": "HunyuanVideoTransformer3DModel", "rope_axes_dim": [16, 56, 40]},
+            "rope_axes_dim: the channel",
+        ),
+        (
+            {**COGVIDEOX, "attention_head_dim": 68},
+            "attention_head_dim: the channels of the axes must add up to the 68 of a head, attention_head_dim, "
+            "got [17, 24, 24] of its class, which add up to 65.",
+        ),
         ({**FLUX, "axes_dims_rope": [16, 55, 57]}, "Axes.axial: channels must be even"),
         ({**FLUX, "axes_dims_rope": [16, 56, 0]}, "axes_dims_rope[2] must be an integer from 2 to"),
         ({**FLUX, "rope_theta": 256.0}, "'rope_theta': a key about rotation must be one that this model_type reads"),

@@ -33,7 +33,8 @@ class Denoiser:
         positions: what they hold, in words.
         channels: channels of each axis where a config does not say them, or from the size of a head.
         key: key of the channels of each axis; "" where the size of a head says them.
-        head: key of the size of a head, and that of its class; "" where the channels say it.
+        head: key of the size of a head, and that of its class; or the keys of the width of the model and of its number
+            of heads, and those of its class.
         base: that of its class, and its key where it has one.
         layers: keys of numbers of layers, which are added, and those of its class.
         switch: key without which nothing rotates; "" where there is none.
@@ -44,7 +45,7 @@ class Denoiser:
     positions: str
     channels: tuple[int, ...] | Callable[[int], tuple[int, ...]]
     key: str
-    head: tuple[str, int]
+    head: Mapping[str, int]
     base: tuple[float, str]
     layers: Mapping[str, int]
     switch: str = ""
@@ -62,7 +63,7 @@ def _cogvideox(head_dim: int) -> tuple[int, ...]:
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
 
-_HEAD = ("attention_head_dim", 128)
+_HEAD = {"attention_head_dim": 128}
 _BOTH = {"num_layers": 19, "num_single_layers": 38}
 _FLUX = Denoiser(_IRC, _IDS, (16, 56, 56), "axes_dims_rope", _HEAD, (10_000.0, ""), _BOTH)
 _BRIA = Denoiser(
@@ -135,7 +136,7 @@ CLASSES: dict[str, Denoiser] = {
         "rotated",
         _cogvideox,
         "",
-        ("attention_head_dim", 64),
+        {"attention_head_dim": 64},
         (10_000.0, ""),
         {"num_layers": 30},
         switch="use_rotary_positional_embeddings",
@@ -146,7 +147,7 @@ CLASSES: dict[str, Denoiser] = {
         "its row and column",
         (32, 32, 32),
         "axes_dim_rope",
-        ("", 0),
+        {"hidden_size": 2304, "num_attention_heads": 24},
         (10_000.0, ""),
         {"num_layers": 26},
     ),
@@ -156,7 +157,7 @@ CLASSES: dict[str, Denoiser] = {
         "column",
         (32, 48, 48),
         "axes_dims",
-        ("", 0),
+        {"dim": 3840, "n_heads": 30},
         (256.0, "rope_theta"),
         {"n_layers": 30},
     ),
@@ -191,24 +192,39 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     if row.switch and not fields.boolean(row.switch, False):
         origins["rope"] = f"{row.switch} is not true, so nothing rotates"
         return ModelRopes((None,) * layers, name, source, origins=origins)
-    key, head_dim = row.head
-    head_dim = fields.size(key, at_most=MAX_HEAD_DIM) if key and fields.has(key) else head_dim
+    head_dim, of_head = _head(fields, row)
     channels = _channels(fields, row, head_dim)
-    if key and sum(channels) > head_dim:
+    if sum(channels) != head_dim:
+        must = f"the channels of the axes must add up to the {head_dim} of a head, {of_head}"
+        got = f"{list(channels)}{'' if fields.has(row.key) else ' of its class'}, which add up to {sum(channels)}"
         raise fields.error(
-            row.key or key, f"the axes must fit into the {head_dim} channels of a head", str(channels), ""
+            row.key or of_head, must, got, "Are both from the same model? Its own code needs them equal."
         )
-    origins["axes"] = row.key or key
+    origins["head_dim"] = of_head
+    origins["axes"] = row.key or of_head
     base, key = row.base
     origins["base"] = f"implied by {name}"
     if key and fields.has(key):
         base, origins["base"] = fields.base(key, fields.get(key), None), key
     warnings = strays.refuse(fields, {}, (*row.known, row.key))
     with fields.named():
-        rope = Rope(head_dim or sum(channels), base, "interleaved", rotary_dim=sum(channels), axes=Axes.axial(channels))
+        rope = Rope(head_dim, base, "interleaved", axes=Axes.axial(channels))
     return ModelRopes(
         (rope,) * layers, name, source, axis_names=row.axis_names, origins=origins, warnings=tuple(warnings)
     )
+
+
+def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
+    """Channels of a head, and the keys that say them."""
+    sizes = {key: fields.size(key) if fields.has(key) else own for key, own in row.head.items()}
+    if len(sizes) == 1:
+        ((key, size),) = sizes.items()
+        return integer(fields.source, key, size, at_least=2, at_most=MAX_HEAD_DIM), key
+    width, heads = sizes
+    if sizes[width] % sizes[heads]:
+        must, cure = f"it must be a multiple of {heads}={sizes[heads]}", "Are both from the same model?"
+        raise fields.error(width, must, str(sizes[width]), cure)
+    return sizes[width] // sizes[heads], f"{width} / {heads}"
 
 
 def _channels(fields: Fields, row: Denoiser, head_dim: int) -> tuple[int, ...]:
