@@ -116,10 +116,14 @@ def test_cogvideox_2b_rotates_nothing() -> None:
         ({**FLUX, "axes_dims_rope": [16, 56, 0]}, "axes_dims_rope[2] must be an integer from 2 to"),
         ({**FLUX, "rope_theta": 256.0}, "'rope_theta': a key about rotation must be one that this model_type reads"),
         ({**FLUX, "num_layers": 0}, "num_layers must be an integer"),
-        ({"_class_name": "MochiTransformer3DModel"}, "got 'MochiTransformer3DModel'. Its frequencies are learned"),
-        ({"_class_name": "LTXVideoTransformer3DModel"}, "over coordinates of fractions"),
-        ({"_class_name": "FluxTransformer"}, "Did you mean 'FluxTransformer2DModel'?"),
-        ({"_class_name": "AutoencoderKL"}, "it must be a class that ropewalk knows, got 'AutoencoderKL'"),
+        (
+            {"_class_name": "MochiTransformer3DModel"},
+            "put its pos_frequencies into LearnedRope.projected(...).inv_freq",
+        ),
+        ({"_class_name": "LTXVideoTransformer3DModel"}, "run over the whole width of the model, so that each head"),
+        ({"_class_name": "LTX2VideoTransformer3DModel"}, "run over the whole width of the model, so that each head"),
+        ({"_class_name": "FluxPipeline"}, "got 'FluxPipeline'. It is a pipeline: pass the folder of its transformer"),
+        ({"_class_name": "Mine", "transformer": ["diffusers", "X"]}, "transformer/ beside model_index.json"),
     ],
 )
 def test_refused(config: dict[str, Any], message: str) -> None:
@@ -132,3 +136,39 @@ def test_refused(config: dict[str, Any], message: str) -> None:
 def test_nothing_is_passed(how: dict[str, Any]) -> None:
     with pytest.raises(RopeError, match="pairing and base are for text models, got a config of diffusers"):
         from_config(FLUX, **how)
+
+
+def test_it_has_no_text() -> None:
+    with pytest.raises(RopeError, match="text_only is for text models, got a config of diffusers: 'FluxTransformer2DM"):
+        from_config(FLUX, text_only=True)
+
+
+def test_a_misspelt_class_is_recognised() -> None:
+    def meant(name: str) -> str:
+        with pytest.raises(RopeError, match="_class_name: it must be a transformer that ropewalk knows") as raised:
+            from_config({"_class_name": name})
+        return str(raised.value).partition("Did you mean ")[2].strip("'?")
+
+    for name in ("FluxTransformer", "FluxTransfomer2DModel", "fluxTransformer2DModel", "FluxxTransformer2DModel"):
+        assert meant(name) == "FluxTransformer2DModel"
+    assert meant("HunyuanVideoTransformer2DModel") == "HunyuanVideoTransformer3DModel"
+    # Other models of diffusers 0.42.1, some of them very near to one that is known.
+    others = (
+        "BriaFibo2Transformer2DModel CogView4Transformer2DModel CosmosTransformer3DModel EasyAnimateTransformer3DModel "
+        "ErnieImageTransformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel SanaTransformer2DModel "
+        "SanaVideoTransformer3DModel Transformer2DModel WanAnimate2Transformer3DModel AutoencoderKL"
+    )
+    assert {meant(name) for name in others.split()} == {""}
+
+
+def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(
+        json.dumps({"_class_name": "FluxPipeline", "_diffusers_version": "0.42.1"})
+    )
+    with pytest.raises(
+        RopeError, match=r"model_index\.json: _class_name: .* It is a pipeline: pass the folder of its tr"
+    ):
+        from_config(tmp_path)
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(FLUX))
+    assert from_config(tmp_path / "transformer").layers == from_config(FLUX).layers

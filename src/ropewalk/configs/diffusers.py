@@ -7,6 +7,7 @@ Source: models/transformers of diffusers 0.42.1, whose position classes were run
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -164,10 +165,15 @@ CLASSES: dict[str, Denoiser] = {
 }
 """_class_name → row."""
 
+_PER_HEAD = (
+    "Its frequencies run over the whole width of the model, so that each head has others, and a Rope has the "
+    "same for all: hand its tables, head by head, to Rotation(..., per_head=True)."
+)
 _REFUSED = {
-    "MochiTransformer3DModel": "Its frequencies are learned, a projection of the coordinates in the checkpoint.",
-    "LTXVideoTransformer3DModel": "Its frequencies rise from 1 to the base, times π/2, over coordinates of fractions: "
-    "not supported yet.",
+    "MochiTransformer3DModel": "Its frequencies are learned and stand in the checkpoint, not in the config: put its "
+    "pos_frequencies into LearnedRope.projected(...).inv_freq, as docs/learned.md shows.",
+    "LTXVideoTransformer3DModel": _PER_HEAD,
+    "LTX2VideoTransformer3DModel": _PER_HEAD,
 }
 
 
@@ -182,10 +188,8 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     name = fields.get("_class_name")
     row = CLASSES.get(name)
     if row is None:
-        must = "it must be a class that ropewalk knows"
-        raise fields.error(
-            "_class_name", must, shown(name), _REFUSED.get(name) or f"No other is.{nearest(name, CLASSES)}"
-        )
+        must = "it must be a transformer that ropewalk knows"
+        raise fields.error("_class_name", must, shown(name), _REFUSED.get(name) or _hint(name, values))
     origins = {"pairing": f"_class_name {name} (diffusers 0.42.1)", "positions": row.positions}
     layers = sum(fields.layers((key,)) if fields.has(key) else default for key, default in row.layers.items())
     origins["layers"] = " + ".join(row.layers)
@@ -212,6 +216,24 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     return ModelRopes(
         (rope,) * layers, name, source, axis_names=row.axis_names, origins=origins, warnings=tuple(warnings)
     )
+
+
+def _hint(name: str, values: Mapping[str, Any]) -> str:
+    """What to pass in place of a pipeline; or the class whose name was misspelt: another number is another model."""
+    if name.endswith("Pipeline") or "transformer" in values:
+        return "It is a pipeline: pass the folder of its transformer, transformer/ beside model_index.json."
+    ours = _stem(name)
+    likely = [k for k in CLASSES if _digits(_stem(k)) == _digits(ours) and nearest(ours, [_stem(k)], likeness=0.85)]
+    return f"Its own code says how it rotates; build a Rope by hand.{nearest(name, likely)}"
+
+
+def _stem(name: str) -> str:
+    """flux of FluxTransformer2DModel."""
+    return re.sub(r"trans\w*$", "", name.lower())
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
 
 
 def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:

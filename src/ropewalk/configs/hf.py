@@ -36,6 +36,9 @@ def read(
         if pairing is not None or base is not None:
             must, cure = "pairing and base must be left out", "The row of the tower says them."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
+        if text_only:
+            must, cure = "text_only must be left out", "Nothing is left of it without the tower."
+            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
         return ModelRopes((), tower.model_type, source, vision=tower)
     ropes = _read_text(fields, pairing=pairing, base=base, text_only=text_only)
     return ropes if text_only else dataclasses.replace(ropes, vision=vision.inside(fields))

@@ -40,7 +40,8 @@ def from_config(
         factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1 and
             3.2 Vision, 32 in 3.2 1B and 3B).
         text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use. The vision
-            tower is left out. It has no other effect, so that it can be passed for all of many.
+            tower is left out. It has no effect on a text model of one axis; of a vision tower alone or a config of
+            diffusers nothing would be left, and it is an error.
         ignore: keys to read past, as if the file did not have them: for a key about rotation that ropewalk does not
             know and that the model's own code does not read. "a.b" is b inside a. Each becomes a warning.
         download: whether to download the config.json of a hub id that is not in the cache.
@@ -107,6 +108,9 @@ def _read(
         if pairing is not None or base is not None:
             must, given = "pairing and base are for text models", shown(values["_class_name"])
             raise error("from_config", must, f"a config of diffusers: {given}", "Leave them out.")
+        if text_only:
+            must, given = "text_only is for text models", shown(values["_class_name"])
+            raise error("from_config", must, f"a config of diffusers: {given}", "Leave it out.")
         return diffusers.read(values, name)
     if meta.is_params(values):
         if pairing not in (None, "interleaved"):

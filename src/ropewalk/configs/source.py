@@ -17,6 +17,11 @@ _MAX_BYTES = 2 * 2**20
 # Labels and their numbers, twice 21,841, are the most values; and no config is nested nearly so deep.
 _MAX_VALUES = 2**18
 _MAX_DEPTH = 100
+_IN_FOLDER = (
+    "config.json",
+    "params.json",
+    "model_index.json",
+)  # the last is that of a pipeline, which says what to pass
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
@@ -45,7 +50,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
             if hub.is_id(path):
                 path = hub.config_path(path.as_posix(), download=download)
             if path.is_dir():
-                path = path / ("params.json" if _only_params(path) else "config.json")
+                path = path / next((name for name in _IN_FOLDER if (path / name).is_file()), _IN_FOLDER[0])
             content = _read(path)
         except (OSError, ValueError) as e:
             if isinstance(e, RopeError):
@@ -161,11 +166,6 @@ def _path(source: str | os.PathLike[Any]) -> Path:
         return Path(os.fsdecode(source))
     except Exception as e:
         raise error("from_config", "source must be a path", shown(e), "Pass a string.") from e
-
-
-def _only_params(folder: Path) -> bool:
-    """Whether a folder is Meta's: a params.json and no config.json."""
-    return (folder / "params.json").is_file() and not (folder / "config.json").exists()
 
 
 def _read(path: Path) -> bytes:

@@ -19,7 +19,7 @@ import ropewalk
 @click.option(
     "--text-only",
     is_flag=True,
-    help="The rope of text tokens (M-RoPE), without the vision tower; no effect on models of one axis.",
+    help="The rope of text tokens (M-RoPE), without the vision tower; no effect on text models of one axis.",
 )
 @click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
