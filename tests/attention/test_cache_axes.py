@@ -120,6 +120,26 @@ def test_positions_of_another_shape(shape: tuple[int, ...]) -> None:
         cache_of(2, capacity=20).step(4, positions=torch.zeros(shape, dtype=torch.int64))
 
 
+def test_floats_go_to_rope_at() -> None:
+    """The error says how, and that gives what one pass gives."""
+    torch.manual_seed(0)
+    places, cache, x = PROMPTS + 0.5, cache_of(2, capacity=20), torch.randn(2, 16, HIDDEN, dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(
+            RopeError, match=rf"positions must be integers, int64, got {dtype} of shape \(3, 2, 4\)\. Leave"
+        ):
+            cache.step(4, positions=places[..., :4].to(dtype))
+    outputs = []
+    for piece in (slice(0, 5), slice(5, 15), slice(15, 16)):
+        step, out = cache.step(piece.stop - piece.start), x[:, piece]
+        rotation = ROPE.at(places[..., piece].double(), dtype=torch.float64)
+        with torch.no_grad():
+            for i, layer in enumerate(MODEL):
+                out = out + layer(out, rotation, cache=step.layer(i))
+        outputs.append(out)
+    assert_whole(outputs, [x], places)
+
+
 def test_a_rope_of_another_number_of_axes() -> None:
     step = cache_of(2, capacity=20).step(16, positions=PROMPTS)
     with pytest.raises(RopeError, match=r"must have shape \[2, seq\] or \[2, batch, seq\], got shape \(3, 2, 16\)"):

@@ -56,6 +56,14 @@ def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
             "Build the cache with sinks=0, or with capacity.",
         )
     batch, seq = real.shape
+    if isinstance(given, Tensor) and given.is_floating_point():
+        raise _checks.error(
+            "KVCache.step",
+            "positions must be integers, int64",
+            _checks.described(given),
+            "Leave positions out, since the cache goes by the order of tokens, and pass rope.at(positions), of shape "
+            "[axes, batch, seq] or [batch, seq], in place of step.rotation(rope).",
+        )
     if (
         not isinstance(given, Tensor)
         or given.dtype != torch.int64

@@ -140,7 +140,8 @@ class KVCache:
                 need not grow. None: consecutive, from `at` or `KVCache.position`, and the same on every axis. They
                 decide rotation alone. Who sees whom, windows and slots go by the order of tokens. Afterwards
                 `KVCache.position` is the largest of those of real tokens + 1, on whatever axis. Not with sinks, whose
-                distances are counted in tokens.
+                distances are counted in tokens. With as many rows as axes, `[axes, seq]` is taken for `[batch, seq]`:
+                pass three dimensions. Floats go to `Rope.at`, in place of `CacheStep.rotation`.
 
         Raises:
             RopeError: a shape or dtype does not fit; at with a window, or positions with sinks; in the step before,
