@@ -18,6 +18,7 @@ from ropewalk.configs.model_ropes import VisionRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.vision_towers import OF_WHOLE, TOWERS
 from ropewalk.configs.wrappers import WRAPPERS
+from ropewalk.positions import grid
 from test_docs import ROOT, blocks_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -93,8 +94,31 @@ class TestWholeConfigs:
         assert tower({**QWEN2_VL, "vision_config": inner}).ropes == (AXIAL_80,)
 
     def test_towers_that_are_not_described(self) -> None:
-        for inner in ({"model_type": "clip_vision_model", "hidden_size": 8}, {"depth": 3}, None, "none"):
-            assert from_config({"model_type": "llava", "text_config": TEXT, "vision_config": inner}).vision is None
+        for inner in ({"model_type": "clip_vision_model", "hidden_size": 8}, {"depth": 3}, None):
+            ropes = from_config({"model_type": "llava", "text_config": TEXT, "vision_config": inner})
+            assert ropes.vision is None
+            assert not any("tower" in warning for warning in ropes.warnings)
+
+    def test_a_tower_with_a_rope_that_is_not_described(self) -> None:
+        for name in ("my_tower", None):
+            inner = {"model_type": name, "hidden_size": 8, "rope_theta": 1e4, "rope_scaling": None}
+            whole = {"model_type": "llava", "text_config": TEXT, "vision_config": inner}
+            ropes = from_config(whole)
+            assert ropes.vision is None
+            assert (
+                f"vision_config: {name!r} is no tower that ropewalk knows; its rope_theta was not read."
+                in ropes.warnings
+            )
+            assert not any("rope_theta was not" in warning for warning in from_config(whole, text_only=True).warnings)
+
+    @pytest.mark.parametrize("inner", [[1], "none", 3, True])
+    def test_a_tower_that_is_no_object(self, inner: object) -> None:
+        whole = {"model_type": "llava", "text_config": TEXT, "vision_config": inner}
+        with pytest.raises(
+            RopeError, match=r"vision_config: it must be an object or null, got .*text_only=True leaves"
+        ):
+            from_config(whole)
+        assert from_config(whole, text_only=True).rope.base == 5e5
 
     def test_deep_inside(self) -> None:
         text = {**QWEN2_VL, "model_type": "qwen2_5_omni_text"}
@@ -198,8 +222,72 @@ def test_explain() -> None:
         assert line in text
     assert "at length" not in text.partition("vision tower")[2]
     assert from_config(TEXT).facts()["vision"] is None
-    alone = from_config(ROWS["gemma4_vision"]["config"]).explain()
+    assert from_config(ROWS["pixtral"]["config"]).explain().count("vision tower, rope") == 0
+    alone = from_config({"model_type": "gemma4_vision", "head_dim": 72}).explain()
     assert alone.count("\n  channels ") == 2
+    first, second = alone.split("vision tower, rope ")[1:]
+    assert first.startswith("1 of 2, which are applied one after another\n  scheme ")
+    assert "channels          0 to 35 of 72 rotate" in first
+    assert second.startswith("2 of 2, which are applied one after another\n  scheme ")
+    assert "channels          36 to 71 of 72 rotate" in second
+    assert "\nwhere each value came from" not in alone
+    assert alone.partition("where each value of the vision tower came from\n")[2].splitlines() == [
+        "  pairing, axes  implied by model_type gemma4_vision (transformers 5.23 models/gemma4)",
+        "  head_dim       head_dim",
+        "  base           implied by model_type gemma4_vision",
+    ]
+
+
+def test_where_each_value_came_from() -> None:
+    def origins(config: dict[str, Any]) -> dict[str, str]:
+        said = tower(config).origins
+        assert set(said) == {"pairing, axes", "head_dim", "base"}
+        return {key: said[key] for key in ("head_dim", "base")}
+
+    of_class = "(1280, that of the class)"
+    assert origins(QWEN2_VL) == {"head_dim": "embed_dim / num_heads", "base": "implied by model_type qwen2_vl_vision"}
+    assert origins({**TEXT, "vision_config": {"model_type": "qwen2_vl_vision"}})["head_dim"] == (
+        f"embed_dim {of_class} / num_heads (16, that of the class)"
+    )
+    one = {**TEXT, "vision_config": {"model_type": "qwen2_vl_vision", "num_heads": 20}}
+    assert origins(one)["head_dim"] == f"embed_dim {of_class} / num_heads"
+    assert origins({"model_type": "gemma4_vision"})["head_dim"] == "64, that of the class of gemma4_vision"
+    pixtral = {"model_type": "pixtral", "head_dim": 64, "rope_parameters": {"rope_theta": 1e3}}
+    assert origins(pixtral) == {"head_dim": "head_dim", "base": "rope_parameters.rope_theta"}
+    memory = {"memory_attention_hidden_size": 256, "memory_attention_num_attention_heads": 1}
+    halved = {"model_type": "sam2_video", **memory, "memory_attention_downsample_rate": 2}
+    assert origins(halved)["head_dim"] == " / ".join([*memory, "memory_attention_downsample_rate"])
+    said = from_config(QWEN2_VL).explain()
+    assert said.index("\nwhere each value came from") < said.index("\nwhere each value of the vision tower came from")
+    assert json.loads(json.dumps(from_config(QWEN2_VL).facts()))["vision"]["origins"] == tower(QWEN2_VL).origins
+
+
+def test_models_of_several_that_are_refused() -> None:
+    for name, reason in (
+        ("sam3_video", r"config\['detector_config'\] for the vision tower and config\['tracker_config'\] for"),
+        (
+            "efficientloftr",
+            r"before they are split into heads.* Rope\(256, 10000\.0, \"interleaved\", axes=Axes\.alternating",
+        ),
+    ):
+        for how in ({}, {"pairing": "half"}):
+            with pytest.raises(RopeError, match=reason):
+                from_config({"model_type": name, "hidden_size": 256, "num_attention_heads": 8}, **how)  # type: ignore[arg-type]
+
+
+def test_the_rope_that_is_named_for_efficientloftr() -> None:
+    """Against its own code; positions are below 8."""
+    pytest.importorskip("transformers", "5.23")
+    from transformers import EfficientLoFTRConfig
+    from transformers.models.efficientloftr import modeling_efficientloftr as theirs
+
+    config = EfficientLoFTRConfig()
+    cos, sin = theirs.EfficientLoFTRRotaryEmbedding(config)(torch.zeros(1, 256, 20, 28))
+    q = torch.from_numpy(oracle.golden_q([1, 35, 1, 256]).copy())
+    expected, _ = theirs.apply_rotary_pos_emb(q, q, cos.flatten(1, 2), sin.flatten(1, 2), unsqueeze_dim=2)
+    rope = Rope(256, 1e4, "interleaved", axes=Axes.alternating((128, 128)))
+    ours = rope.at(grid(5, 7, start=1))(q, layout="bshd")
+    torch.testing.assert_close(ours, expected, rtol=0, atol=math.sqrt(2) * (7 * 2.0**-23 + 1e-6))
 
 
 # name in golden/axes.json → config

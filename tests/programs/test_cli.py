@@ -149,6 +149,23 @@ def test_explain_draws_each_rope_of_a_model(tmp_path: Path) -> None:
     assert "no layer rotates" in nothing.stderr
 
 
+def test_explain_draws_the_ropes_of_a_tower(tmp_path: Path) -> None:
+    tower = {"model_type": "gemma4_vision", "head_dim": 72}
+    path = tmp_path / "tower.json"
+    path.write_text(json.dumps(tower))
+    ran = run("explain", path, "--plot", tmp_path / "a.png")
+    assert ran.exit_code == 0, ran.output
+    assert {p.name for p in tmp_path.glob("*.png")} == {"a-1.png", "a-2.png"}
+    assert "a-2.png: vision tower, rope 2 of 2" in ran.stdout
+    ran = run("explain", write(tmp_path, vision_config={"model_type": "pixtral"}), "--plot", tmp_path / "b.png")
+    assert ran.exit_code == 0, ran.output
+    assert [line.rpartition("b-")[2] for line in ran.stdout.splitlines() if line.startswith("drew ")] == [
+        "1.png: layer 0 and 1 more",
+        "2.png: vision tower",
+    ]
+    assert run("explain", path, "--length", 7, "--plot", tmp_path / "c.png").exit_code == 0
+
+
 def test_explain_of_params_json(tmp_path: Path) -> None:
     path = tmp_path / "params.json"
     path.write_text(

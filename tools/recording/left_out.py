@@ -16,7 +16,7 @@ WITHOUT_ROPE = """
 OTHERS = """
     EvollaModel autoformer bark blt bridgetower_vision_model canary chameleon_vqgan clvp
     cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision dia dots3_note_audio_encoder
-    edgetam_video_mask_decoder edgetam_video_prompt_encoder efficientloftr
+    edgetam_video_mask_decoder edgetam_video_prompt_encoder
     funnel gemma3n_audio gemma3n_vision gemma4_audio
     gemma4_unified_audio gemma4_unified_vision glm_image_vision
     glm_image_vqmodel glmga hunyuan_vl_vision idefics_perciever idefics_vision informer
@@ -30,7 +30,7 @@ OTHERS = """
     rag
     sam2_video_mask_decoder sam2_video_prompt_encoder sam3 sam3_detr_decoder sam3_detr_encoder sam3_geometry_encoder
     sam3_mask_decoder sam3_tracker_video_mask_decoder sam3_tracker_video_prompt_encoder
-    sam3_video sam3_vision_model sapiens2_head siglip2 t5gemma t5gemma2 t5gemma2_encoder
+    sam3_vision_model sapiens2_head siglip2 t5gemma t5gemma2 t5gemma2_encoder
     time_series_transformer timm_wrapper unlimited_ocr_sam_vision_model unlimited_ocr_vision video_llama_3
 
 """

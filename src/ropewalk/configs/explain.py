@@ -45,7 +45,7 @@ def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
 def _vision_facts(vision: VisionRopes) -> dict[str, Any]:
     facts = {name: getattr(vision, name) for name in ("model_type", "source", "positions")}
     ropes = [_rope_facts(rope, None, None) for rope in vision.ropes]
-    return {**facts, "axis_names": list(vision.axis_names), "ropes": ropes}
+    return {**facts, "axis_names": list(vision.axis_names), "ropes": ropes, "origins": dict(vision.origins)}
 
 
 def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str, Any]:
@@ -101,19 +101,29 @@ def text(said: dict[str, Any]) -> str:
         lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, said)]
     lines += [] if said["vision"] is None else _vision_lines(said["vision"])
     lines += _beside_lines(said)
-    lines += ["", "where each value came from"]
-    width = max(map(len, said["origins"]), default=0)
-    lines += [f"  {name:<{width}}  {where}" for name, where in said["origins"].items()]
+    if said["origins"] or said["vision"] is None:
+        lines += _origin_lines("where each value came from", said["origins"])
+    if said["vision"] is not None:
+        lines += _origin_lines("where each value of the vision tower came from", said["vision"]["origins"])
     if said["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in said["warnings"])]
     return "\n".join(map(printable, lines))  # names in a file may hold escape sequences of terminals
 
 
+def _origin_lines(heading: str, origins: dict[str, str]) -> list[str]:
+    width = max(map(len, origins), default=0)
+    return ["", heading, *(f"  {name:<{width}}  {where}" for name, where in origins.items())]
+
+
 def _vision_lines(vision: dict[str, Any]) -> list[str]:
     lines = ["", f"vision tower (model_type {vision['model_type']}; {vision['source']})"]
-    for rope in vision["ropes"]:
+    lines += [f"  {'positions':<16}  {vision['positions']}"]
+    count = len(vision["ropes"])
+    for number, rope in enumerate(vision["ropes"], 1):
+        if count > 1:
+            lines += ["", f"vision tower, rope {number} of {count}, which are applied one after another"]
         lines += _rope_lines(rope, {**vision, "trained_length": None, "length": None})
-    return [*lines, f"  {'positions':<16}  {vision['positions']}"]
+    return lines
 
 
 def _beside_lines(said: dict[str, Any]) -> list[str]:

@@ -41,7 +41,9 @@ def read(
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
         return ModelRopes((), tower.model_type, source, vision=tower)
     ropes = _read_text(fields, pairing=pairing, base=base, text_only=text_only)
-    return ropes if text_only else dataclasses.replace(ropes, vision=vision.inside(fields))
+    warnings: list[str] = []
+    tower = None if text_only else vision.inside(fields, warnings)
+    return dataclasses.replace(ropes, vision=tower, warnings=(*ropes.warnings, *warnings))
 
 
 def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:

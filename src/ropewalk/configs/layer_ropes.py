@@ -44,6 +44,7 @@ class VisionRopes:
         positions: what they hold, in words; tokens that are not rotated are named.
         model_type: the tower, as its config names it or the whole config implies.
         source: the file, or what else was read.
+        origins: name of a value → where it came from, in words.
     """
 
     ropes: tuple[Rope, ...]
@@ -51,6 +52,7 @@ class VisionRopes:
     positions: str
     model_type: str
     source: str
+    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

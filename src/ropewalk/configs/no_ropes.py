@@ -41,6 +41,16 @@ NO_ROPES: dict[str, Architecture] = {
         "vjepa2",
         "It pairs channels with cos and sin of others, which is no rotation; docs/several-axes.md writes it out.",
     ),
+    "efficientloftr": refused(
+        "efficientloftr",
+        "It rotates q and k before they are split into heads, by rows and columns in turn: as one head of the whole "
+        'width, Rope(256, 10000.0, "interleaved", axes=Axes.alternating((128, 128))) at grid(height, width, start=1).',
+    ),
+    "sam3_video": refused(
+        "sam3_video",
+        "It holds two models that rotate: pass config['detector_config'] for the vision tower and "
+        "config['tracker_config'] for the attention to memory.",
+    ),
     "mistral_large4_text": refused(
         "mistral_large4", "Its frequencies come from the checkpoint: a learned factor for each pair."
     ),

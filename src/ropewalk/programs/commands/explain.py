@@ -56,19 +56,20 @@ def explain(
 
 
 def _pictures(ropes: ropewalk.ModelRopes, length: int | None, plot: Path) -> list[tuple[ropewalk.Rope, str, Path]]:
-    """What to draw and where: one picture for each distinct rope, numbered where there are several."""
+    """What to draw and where: one picture for each rope, those of the tower last, numbered where there are several."""
     from ropewalk import plots
 
     plots.check_path(plot)
-    groups = [(rope, layers) for rope, layers in ropes.groups() if rope is not None]
-    if not groups:
+    drawn = [(rope, f"layer {rows[0]} and {len(rows) - 1} more") for rope, rows in ropes.groups() if rope is not None]
+    towers = () if ropes.vision is None else ropes.vision.ropes
+    for number, rope in enumerate(towers, start=1):
+        drawn.append((rope, f"vision tower, rope {number} of {len(towers)}" if len(towers) > 1 else "vision tower"))
+    if not drawn:
         raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
-    if length is None and not all(rope.is_static for rope, _ in groups):
+    if length is None and not all(rope.is_static for rope, _ in drawn):
         raise click.ClickException("--plot: the frequencies depend on the length. Pass --length N too.")
-    drawn = [
-        (rope if length is None else rope.at_length(length), f"layer {rows[0]} and {len(rows) - 1} more")
-        for rope, rows in groups
-    ]
+    if length is not None:
+        drawn = [(rope.at_length(length), said) for rope, said in drawn]
     if len(drawn) == 1:
         return [(*drawn[0], plot)]
     return [(*one, plot.with_stem(f"{plot.stem}-{i}")) for i, one in enumerate(drawn, start=1)]
