@@ -269,7 +269,11 @@ def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int
     assert ropes.layers == (dataclasses.replace(HALF, axes=axes),) * 2
     assert ropes.axis_names == ("time", "height", "width", "fourth row")[: axes.count]
     assert ropes.origins["axes"].endswith(SECTIONS)
-    assert [("fourth row of positions" in warning) for warning in ropes.warnings] == [True] * (3 in axis)
+    said = [f"covers {sum(sections)} pairs of the 8 that rotate: llama.cpp"] * (sum(sections) != 8)
+    said += ["a fourth row of positions, and fills it with 0"] * (3 in axis)
+    assert len(ropes.warnings) == len(said)
+    assert all(words in warning for words, warning in zip(said, ropes.warnings, strict=True))
+    assert not any("pairs of the 8" in warning for warning in text.warnings)
 
 
 def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
@@ -364,8 +368,13 @@ def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> N
         ),
         ("qwen2vl", {}, "qwen2vl.rope.dimension_sections: it must be a list of 4 numbers of pairs, got None"),
         ("qwen2vl", {SECTIONS: [8, 0, 0]}, "it must be a list of 4 numbers of pairs, got (8, 0, 0)"),
-        ("qwen2vl", {SECTIONS: [2, 2, 2, 2]}, "some pairs must have an axis, and none the fourth"),
-        ("qwen2vl", {SECTIONS: [0, 0, 0, 0]}, "some pairs must have an axis, and none the fourth"),
+        (
+            "qwen2vl",
+            {SECTIONS: [2, 2, 2, 2]},
+            "no pair may have a fourth axis, got (2, 2, 2, 2). What its fourth row of positions holds is not described",
+        ),
+        ("hunyuan_vl", {SECTIONS: [2, 2, 2, 2]}, "no pair may have a fourth axis"),
+        ("qwen2vl", {SECTIONS: [0, 0, 0, 0]}, "some pairs must have an axis, got (0, 0, 0, 0)"),
     ],
 )
 def test_refusals(path: Path, architecture: str, keys: dict[str, Any], message: str) -> None:

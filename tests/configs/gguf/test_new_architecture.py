@@ -101,7 +101,7 @@ def test_explain_says_where_it_came_from(path: Path) -> None:
         ({"rope.frq_base": 1e4}, "llama.cpp reads for madeup"),
         ({"rope.scaling.alpha": 1000.0}, "madeup.rope.scaling.alpha: it must not be given for madeup"),
         ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier: it must not be given for madeup"),
-        ({"rope.dimension_sections": [2, 2, 2, 0]}, "Positions with several axes"),
+        ({"rope.dimension_sections": [2, 2, 2, 0]}, "architectures with several axes alone"),
         ({"attention.key_length_mla": 24}, "Multi-head latent attention"),
         ({"is_near": [True, False]}, "with an entry for each of the 5 layers, got 2 entries"),
     ],

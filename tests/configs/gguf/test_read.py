@@ -356,7 +356,7 @@ BOTH = {SHORT: ONES, LONG: ONES}
             "llama.rope.freq_base_swa: it must agree with rope.freq_base=500000",
         ),
         ({"rope.dimension_count_swa": 8}, {}, "gpt-oss", "not supported yet"),
-        ({"rope.dimension_sections": [4, 2, 2, 0]}, {}, "llama", "Positions with several axes: not supported yet"),
+        ({"rope.dimension_sections": [4, 2, 2, 0]}, {}, "llama", "got (4, 2, 2, 0). llama.cpp reads it for arch"),
         ({"attention.rope_pattern": [1, 0, 1]}, {}, "llama", "layers do not all rotate alike"),
         ({"attention.key_length_mla": 192}, {}, "llama", "Multi-head latent attention: not supported yet"),
         ({}, {}, "deci", "'deci'. Its layers do not all rotate alike: not supported yet."),

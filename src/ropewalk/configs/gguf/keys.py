@@ -30,7 +30,8 @@ _OF_SOME = {
     HEAD_MLA: "Multi-head latent attention: not supported yet.",
     ROPE_PATTERN: NOT_ALL_LAYERS,
     "attention.compress_rope_freq_base": NOT_ALL_LAYERS,
-    SECTIONS: "Positions with several axes: not supported yet.",
+    SECTIONS: "llama.cpp reads it for architectures with several axes alone, such as qwen2vl, qwen3vl, glm4 and "
+    "hunyuan_vl: is general.architecture right? If it means nothing, name the key in ignore=(...) of from_config.",
 }
 # Values of keys that change nothing even where they are not read.
 _NEUTRAL = {

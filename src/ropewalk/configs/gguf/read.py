@@ -124,8 +124,11 @@ class _Reader:
             raise fields.error(key, "it must be a list of 4 numbers of pairs", shown(value), "Convert the model anew.")
         if axes == "mrope if sections" and not (value[0] and value[1]):
             return None
-        if value[3] or not any(value):
-            raise fields.error(key, "some pairs must have an axis, and none the fourth", shown(value), "Is it right?")
+        if not any(value):
+            raise fields.error(key, "some pairs must have an axis", shown(value), "Convert the model anew.")
+        if value[3]:
+            cure = "What its fourth row of positions holds is not described: read the model's config.json instead."
+            raise fields.error(key, "no pair may have a fourth axis", shown(value), cure)
         if self.text_only:
             self.keys.warnings.append(TEXT_ONLY)
         return value
@@ -134,7 +137,16 @@ class _Reader:
         """The row of positions that each pair takes; a warning where ggml has a fourth one that it fills with 0."""
         if self.sections is None:
             return None
-        axes = axes_of(self.sections, rotary_dim // 2, in_turn=self.row.axes == "imrope")
+        pairs, covered = rotary_dim // 2, sum(self.sections)
+        axes = axes_of(self.sections, pairs, in_turn=self.row.axes == "imrope")
+        if covered != pairs and not self.text_only:
+            after = (
+                f"begins anew with pair {covered}" if covered < pairs else f"leaves out what is beyond pair {pairs - 1}"
+            )
+            self.keys.warnings.append(
+                f"{self.keys.key(SECTIONS)} = {list(self.sections)} covers {covered} pairs of the {pairs} that rotate: "
+                f"llama.cpp {after}. The model's own code may not."
+            )
         fourth = [i for i, a in enumerate(axes.axis) if a == 3]
         if fourth and self.text_only:
             self.keys.warnings.append(
