@@ -344,9 +344,59 @@ def test_angle_field_has_title_and_units(tmp_path):
     assert struct.unpack(">I", (tmp_path / "field.png").read_bytes()[16:20]) == (1000,)
 
 
+def test_angle_field_of_learned_frequencies():
+    """The sum over both axes, in float64, written out."""
+    import torch
+
+    from ropewalk import positions
+
+    torch.manual_seed(0)
+    mixed = ropewalk.LearnedRope.mixed(head_dim=16, heads=3, pairing="interleaved")
+    speed = mixed.inv_freq.tolist()
+    figure = plots.angle_field(mixed, 3, 5, head=2, pairs=range(8), positions=positions.grid(3, 5, order="wh"))
+    for pair, panel in enumerate(figure.axes[:8]):
+        x, y = (axis[2][pair] for axis in speed)
+        expected = [[math.cos(column * x + row * y) for column in range(5)] for row in range(3)]
+        np.testing.assert_allclose(np.asarray(panel.images[0].get_array()), expected, atol=1e-12)
+        assert panel.get_title().startswith(
+            f"pair {pair}: {x:.3g}, {y:.3g}\nwavelength {2 * math.pi / math.hypot(x, y):,.1f}"
+        )
+    shared = ropewalk.LearnedRope(mixed.inv_freq[:, 0].detach(), pairing="half")
+    fastest = plots.angle_field(shared, 2, 2, positions=positions.grid(2, 2, order="wh")).axes[:8]
+    assert [panel.get_title().split(":")[0] for panel in fastest] == [f"pair {i}" for i in (0, 4, 1, 5, 2, 6, 3, 7)]
+    still = ropewalk.LearnedRope.projected(16, 3, pairing="interleaved", axes=2)
+    title = plots.angle_field(still, 2, 2, head=0, pairs=[0], positions=positions.grid(2, 2)).axes[0].get_title()
+    assert title == "pair 0: 0, 0\nwavelength inf"
+
+
+def test_pictures_name_the_axes():
+    names = ("time", "row", "column")
+    axes = plots.inv_freq(MROPE, axis_names=names).axes[0]
+    assert [label for label in lines(axes) if label != "no scaling"] == list(names)
+    assert axes.get_ylabel() == "inverse frequency (radians per position)"
+    assert axes.child_axes[0].get_ylabel() == "wavelength (positions per full turn)"
+    assert plots.inv_freq(PLAIN).axes[0].child_axes[0].get_ylabel() == "wavelength (tokens per full turn)"
+    figure = plots.angle_field(AXIAL, 2, 2, pairs=[0, 4], axis_names=("row", "column"))
+    assert [panel.get_title().split("\n")[0] for panel in figure.axes[:2]] == ["pair 0: row", "pair 4: column"]
+    for rope, wrong in ((MROPE, ("row", "column")), (PLAIN, ("row",)), (MROPE, "row")):
+        with pytest.raises(ropewalk.RopeError, match=r"plots\.inv_freq: axis_names must be a name for each of the"):
+            plots.inv_freq(rope, axis_names=wrong)
+
+
+LEARNED = ropewalk.LearnedRope.projected(head_dim=16, heads=3, pairing="interleaved", axes=2)
+
+
 @pytest.mark.parametrize(
     ("rope", "given", "message"),
     [
+        (LEARNED, {"head": 0}, "positions must be given for a LearnedRope"),
+        (LEARNED, {}, "head must be given where heads have frequencies of their own"),
+        (LEARNED, {"head": 3, "positions": np.zeros((2, 6))}, "head must be an integer from 0 to 2, got 3"),
+        (LEARNED, {"head": 0, "axis_names": ("x", "y")}, r"axis_names must be \(\) for a LearnedRope"),
+        (ropewalk.LearnedRope.from_rope(PLAIN), {}, "rope must have axes, got a LearnedRope of one axis"),
+        (AXIAL, {"head": 0}, "head must be None for a Rope"),
+        (AXIAL, {"axis_names": ("x",)}, "axis_names must be a name for each of the 2 axes"),
+        (None, {}, "rope must be a Rope with axes or a LearnedRope, got None"),
         (PLAIN, {}, "rope must have axes, got a rope of one axis"),
         (AXIAL, {"height": 0}, "height must be an integer from 1 to 512, got 0"),
         (AXIAL, {"width": 513}, "width must be an integer from 1 to 512, got 513"),
@@ -390,6 +440,14 @@ def test_every_figure_has_title_legend_and_units(function, across, up):
     for axes in panels:
         assert up in axes.get_ylabel()
         assert axes.get_legend().get_texts()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_other_figure_is_of_a_rope(function):
+    with pytest.raises(
+        ropewalk.RopeError, match=rf"plots\.{function.__name__}: rope must be a Rope, got .*angle_field"
+    ):
+        function(LEARNED)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import attention_oracle as written_out
 import oracle
 from cache_model import EXACT, HEAD_DIM, HIDDEN, MODEL, cache_of, in_one_piece, run
-from ropewalk import Axes, KVCache, Rope, RopeError, SelfExtend
+from ropewalk import Axes, KVCache, LearnedRope, Rope, RopeError, SelfExtend
 
 AXES = Axes.sections((1, 1, 1))
 ROPE = Rope(HEAD_DIM, 1e2, "half", axes=AXES)
@@ -146,6 +146,21 @@ def test_a_rope_of_another_number_of_axes() -> None:
         step.rotation(Rope(HEAD_DIM, 1e2, "half", axes=Axes.sections((1, 2))))
     with pytest.raises(RopeError, match="build the Rope with axes"):
         step.rotation(Rope(HEAD_DIM, 1e2, "half"))
+
+
+@torch.no_grad()
+def test_a_step_rotates_by_a_rope() -> None:
+    step = cache_of(2, capacity=20).step(16)
+    learned = LearnedRope.from_rope(ROPE)
+    for rope in (learned, SelfExtend(Rope(HEAD_DIM, 1e2, "half"), group=4, window=8), None):
+        with pytest.raises(
+            RopeError, match=r"CacheStep\.rotation: rope must be a Rope, got .*learned\(step\.positions\)"
+        ):
+            step.rotation(rope)  # type: ignore[arg-type]
+    rotation, x = learned(step.positions.expand(3, -1, -1), dtype=torch.float64), torch.randn(2, 16, HIDDEN).double()
+    ours = MODEL[0](x, rotation, cache=step.layer(0))
+    theirs = MODEL[0](x, step.rotation(ROPE, dtype=torch.float64), cache=cache_of(2, capacity=20).step(16).layer(0))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_rows_are_not_taken_for_axes() -> None:

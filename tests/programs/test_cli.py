@@ -163,6 +163,11 @@ def test_explain_draws_the_ropes_of_a_tower(tmp_path: Path) -> None:
         "1.png: layer 0 and 1 more",
         "2.png: vision tower",
     ]
+    field = {"model_type": "qwen2_vl", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    field |= {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+    path.write_text(json.dumps({**field, "vision_config": {"depth": 2}}))
+    assert run("explain", path, "--plot", tmp_path / "d.svg").exit_code == 0
+    assert "<!-- width -->" in (tmp_path / "d-1.svg").read_text()
     assert run("explain", path, "--length", 7, "--plot", tmp_path / "c.png").exit_code == 0
 
 

@@ -183,7 +183,13 @@ class CacheStep:
         as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
 
         Where rope has several axes and the positions of the step do not, these are text: the same on every axis.
+
+        Raises:
+            RopeError: rope is no Rope, or has another number of axes.
         """
+        if not isinstance(rope, Rope):
+            fix = "Of a LearnedRope use learned(step.positions), of SelfExtend its at(positions, key_positions)."
+            raise _checks.error("CacheStep.rotation", "rope must be a Rope", _checks.shown(rope), fix)
         near = rope.at(_on_axes(rope, self.positions), dtype=dtype)
         sinks = self._cache.sinks
         if not sinks:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ropewalk import Rope, _checks
-from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, scheme
+from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, check_rope, scheme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,10 +34,11 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
         2000 distances are drawn, all of them up to about a hundred.
 
     Raises:
-        RopeError: longest is out of range, or matplotlib is missing.
+        RopeError: rope is no Rope, longest is out of range, or matplotlib is missing.
 
     Source: Su et al. 2021, arXiv:2104.09864, section 3.4.3 and figure 2.
     """
+    check_rope("plots.decay", rope)
     _checks.integer("plots.decay", "longest", longest, at_least=1, at_most=2**31 - 1)
     figure = blank(height=7.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,22 @@ def check_path(path: str | Path) -> Path:
     if not path.parent.is_dir():
         raise _checks.error("plots.save", "the folder of path must exist", repr(str(path.parent)), "Create it first.")
     return path
+
+
+def check_rope(who: str, rope: object) -> None:
+    """Raise unless it is a Rope."""
+    if not isinstance(rope, Rope):
+        fix = "plots.angle_field draws a LearnedRope; of a model, pass one of its ropes."
+        raise _checks.error(who, "rope must be a Rope", _checks.shown(rope), fix)
+
+
+def names_of(who: str, rope: Rope, axis_names: Sequence[str]) -> list[str]:
+    """What the axes of a rope are called: `axis_names`, or `axis 0` and so on."""
+    count = 0 if rope.axes is None else rope.axes.count
+    if isinstance(axis_names, str) or len(axis_names) not in (0, count):
+        must = f"axis_names must be a name for each of the {count} axes of the rope, or none"
+        raise _checks.error(who, must, _checks.shown(axis_names), "Pass .axis_names of what from_config returned.")
+    return list(axis_names) or [f"axis {a}" for a in range(count)]
 
 
 def scheme(rope: Rope) -> str:

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ropewalk import Rope
-from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, colours, scheme
+from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, check_rope, colours, names_of, scheme
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import ArrayLike
 
 
-def inv_freq(rope: Rope) -> Figure:
+def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
     """Speed of each pair before and after scaling, and the trained length where the scheme knows it.
 
     Args:
         rope: any rope with a scaling or without.
+        axis_names: what its axes are, for the legend: `.axis_names` of a model's ropes or of its tower.
 
     Returns:
         A Figure: inverse frequency (radians per token, log axis) over pair index; on the right the wavelength in
         tokens. "Before" is the same Rope with scaling None. Idle pairs (inverse frequency 0) are not drawn. Where the
-        rope has several axes, the colour of a pair's marker says to which of them it listens.
+        rope has several axes, the colour of a pair's marker says to which of them it listens, and the units are
+        positions in place of tokens.
 
     Raises:
-        RopeError: matplotlib is missing.
+        RopeError: rope is no Rope, axis_names are not those of its axes, or matplotlib is missing.
     """
+    check_rope("plots.inv_freq", rope)
+    names = names_of("plots.inv_freq", rope, axis_names)
+    unit = "token" if rope.axes is None else "position"
     figure = blank(height=6.0)
     axes = figure.subplots()
     before, after = dataclasses.replace(rope, scaling=None).inv_freq, rope.inv_freq
@@ -43,16 +49,16 @@ def inv_freq(rope: Rope) -> Figure:
         of_each = np.array(rope.axes.axis)
         for axis, colour in enumerate(colours(rope.axes.count)):
             (pairs,) = np.nonzero((of_each == axis) & (after > 0))
-            axes.plot(pairs, after[pairs], "s", color=colour, zorder=3, label=f"axis {axis}")
+            axes.plot(pairs, after[pairs], "s", color=colour, zorder=3, label=names[axis])
     trained = None if rope.scaling is None else rope.scaling.trained_length(None)
     if trained is not None:
         label = f"one turn within the trained length of {trained:,} tokens"
         axes.axhline(2 * math.pi / trained, color=ORANGE, label=label)
     axes.set_xlabel("pair index (0 turns fastest)")
     axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel("inverse frequency (radians per token)")
+    axes.set_ylabel(f"inverse frequency (radians per {unit})")
     tokens = axes.secondary_yaxis("right", functions=(_wavelength, _wavelength))
-    tokens.set_ylabel("wavelength (tokens per full turn)")
+    tokens.set_ylabel(f"wavelength ({unit}s per full turn)")
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(f"How fast each of the {len(after)} pairs turns (base {rope.base:,.10g}, {scheme(rope)})")

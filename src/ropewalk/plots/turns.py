@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ropewalk import Rope, _checks
-from ropewalk.plots.figure import GREY, blank, colours
+from ropewalk.plots.figure import GREY, blank, check_rope, colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,8 +26,9 @@ def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
         A Figure: one arrow for each position and the unit circle; both axes dimensionless, of equal scale.
 
     Raises:
-        RopeError: pair or tokens is out of range, or matplotlib is missing.
+        RopeError: rope is no Rope, pair or tokens is out of range, or matplotlib is missing.
     """
+    check_rope("plots.rotated_vector", rope)
     _checks.integer("plots.rotated_vector", "pair", pair, at_least=0, at_most=rope.rotary_dim // 2 - 1)
     _checks.integer("plots.rotated_vector", "tokens", tokens, at_least=1, at_most=16)
     figure = blank(height=7.0)
@@ -65,8 +66,9 @@ def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
         the wavelength of some pairs. A line shows where each pair has made its first full turn.
 
     Raises:
-        RopeError: tokens is out of range, or matplotlib is missing.
+        RopeError: rope is no Rope, tokens is out of range, or matplotlib is missing.
     """
+    check_rope("plots.pairs", rope)
     _checks.integer("plots.pairs", "tokens", tokens, at_least=2, at_most=4096)
     figure = blank(height=6.5)
     axes = figure.subplots()

@@ -48,28 +48,36 @@ def explain(
     pictures = [] if plot is None else _pictures(ropes, length, plot)
     facts = ropes.facts(length)
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
-    for rope, layers, path in pictures:
+    for rope, names, layers, path in pictures:
         from ropewalk import plots
 
-        plots.save(plots.inv_freq(rope), path)
+        plots.save(plots.inv_freq(rope, axis_names=names), path)
         click.echo(f"drew {path}: {layers}", err=as_json)
 
 
-def _pictures(ropes: ropewalk.ModelRopes, length: int | None, plot: Path) -> list[tuple[ropewalk.Rope, str, Path]]:
-    """What to draw and where: one picture for each rope, those of the tower last, numbered where there are several."""
+def _pictures(
+    ropes: ropewalk.ModelRopes, length: int | None, plot: Path
+) -> list[tuple[ropewalk.Rope, tuple[str, ...], str, Path]]:
+    """Each rope with the names of its axes, what it is, and where to draw it: the tower's last, numbered if several."""
     from ropewalk import plots
 
     plots.check_path(plot)
-    drawn = [(rope, f"layer {rows[0]} and {len(rows) - 1} more") for rope, rows in ropes.groups() if rope is not None]
-    towers = () if ropes.vision is None else ropes.vision.ropes
-    for number, rope in enumerate(towers, start=1):
-        drawn.append((rope, f"vision tower, rope {number} of {len(towers)}" if len(towers) > 1 else "vision tower"))
+    drawn = [
+        (rope, () if rope.axes is None else ropes.axis_names, f"layer {rows[0]} and {len(rows) - 1} more")
+        for rope, rows in ropes.groups()
+        if rope is not None
+    ]
+    if ropes.vision is not None:
+        count = len(ropes.vision.ropes)
+        for number, rope in enumerate(ropes.vision.ropes, start=1):
+            said = f"vision tower, rope {number} of {count}" if count > 1 else "vision tower"
+            drawn.append((rope, ropes.vision.axis_names, said))
     if not drawn:
         raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
-    if length is None and not all(rope.is_static for rope, _ in drawn):
+    if length is None and not all(rope.is_static for rope, _, _ in drawn):
         raise click.ClickException("--plot: the frequencies depend on the length. Pass --length N too.")
     if length is not None:
-        drawn = [(rope.at_length(length), said) for rope, said in drawn]
+        drawn = [(rope.at_length(length), names, said) for rope, names, said in drawn]
     if len(drawn) == 1:
         return [(*drawn[0], plot)]
     return [(*one, plot.with_stem(f"{plot.stem}-{i}")) for i, one in enumerate(drawn, start=1)]
