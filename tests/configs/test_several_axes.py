@@ -139,6 +139,22 @@ class TestSections:
         if "agree" not in message:  # the sections do not matter to text
             assert from_config(config, text_only=True).rope.axes is None
 
+    @pytest.mark.parametrize(
+        ("model_type", "how"),
+        [("llama", {}), ("brand_new", {"pairing": "half"}), ("brand_new", {"pairing": "interleaved"})],
+    )
+    def test_of_a_model_of_one_axis(self, model_type: str, how: dict[str, str]) -> None:
+        """Reading past sections would read a model of several axes as text: that is said first."""
+        for key, value in (("mrope_section", [4, 2, 2]), ("xdrope_section", [4, 2, 2]), ("mrope_interleaved", True)):
+            config = {**QWEN2_VL, "model_type": model_type, "rope_scaling": {"rope_type": "default", key: value}}
+            with pytest.raises(RopeError) as raised:
+                from_config(config, **how)  # type: ignore[arg-type]
+            said = str(raised.value)
+            assert f"rope_scaling.{key}: tokens of this model_type must have one position each, as ropewalk" in said
+            assert "over several: build Rope(..., axes=Axes.sections(...)) by hand" in said
+            assert said.endswith(f"If you run text alone, pass ignore=('rope_scaling.{key}',).")
+            assert from_config(config, **how, ignore=(f"rope_scaling.{key}",)).rope.axes is None  # type: ignore[arg-type]
+
     def test_what_writing_refuses(self) -> None:
         config = {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
         with pytest.raises(

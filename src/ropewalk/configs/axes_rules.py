@@ -13,6 +13,8 @@ from ropewalk.axes import Axes
 from ropewalk.configs.fields import Fields, Given
 
 _FLAGS = ("mrope_interleaved", "interleaved")
+KEYS = frozenset({"mrope_section", "xdrope_section", *_FLAGS})
+"""Keys by which a config shares pairs out."""
 THW = ("time", "height", "width")
 TEXT_ONLY = "text only: positions of images and video have several axes and are not described."
 """What `from_config(text_only=True)` warns of."""

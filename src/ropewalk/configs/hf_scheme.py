@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, cast
 
 from ropewalk._checks import RopeError, nearest, shown, within
+from ropewalk.configs import axes_rules
 from ropewalk.configs.fields import Fields, Given
 from ropewalk.schemes import SCHEMES, Scaling, build
 
@@ -76,6 +77,14 @@ def _parameters(
             continue
         elif key in idle:
             warnings.append(f"{g.where} has no effect: it {idle[key]}.")
+        elif key in axes_rules.KEYS:
+            must = "tokens of this model_type must have one position each, as ropewalk reads it"
+            cure = (
+                "The key shares the pairs out over several: build Rope(..., axes=Axes.sections(...)) by hand, or "
+                "Axes.interleaved(...) where they stand in turn. If you run text alone, pass "
+                f"ignore=({fields.path + g.where!r},)."
+            )
+            raise fields.error(g.where, must, shown(g.value), cure)
         else:
             missing = "" if "rope_type" in given else " Is rope_type missing?"
             raise fields.error(
