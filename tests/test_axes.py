@@ -238,6 +238,21 @@ def test_positions_of_another_shape(positions: torch.Tensor, shape: str) -> None
         rope(OF_64["Qwen2-VL"]).tables(positions.long().numpy() if positions.ndim != 4 else [[1, 2]])
 
 
+@pytest.mark.parametrize(
+    ("shape", "cure"),
+    [((7, 3), "The axes stand first: pass positions.T."), ((2, 7, 3), "pass positions.permute(2, 0, 1).")],
+)
+def test_axes_that_stand_last(shape: tuple[int, ...], cure: str) -> None:
+    made, ids = rope(OF_64["Qwen2-VL"]), torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(RopeError) as raised:
+        made.at(ids)
+    assert str(raised.value).endswith(cure)
+    first = ids.T if ids.ndim == 2 else ids.permute(2, 0, 1)
+    assert made.at(first).cos.shape == (*shape[:-1], 64)
+    with pytest.raises(RopeError, match=r"Pass a row for each axis; text has the same in all: positions\.expand\(3"):
+        made.at(torch.arange(7))
+
+
 def test_one_axis_says_where_several_go() -> None:
     with pytest.raises(RopeError, match=r"positions must have shape \[seq\] or .* build the Rope with axes"):
         rope(None).at(torch.zeros(3, 2, 5))
@@ -271,6 +286,10 @@ class TestShift:
     def test_no_shift(self, delta: Any) -> None:
         with pytest.raises(RopeError, match=r"Rope\.shift: delta(\[\d\])? (of a rope with 3 axes )?must"):
             rope(OF_64["Qwen2-VL"]).shift(delta)
+
+    def test_a_list_of_shifts(self) -> None:
+        with pytest.raises(RopeError, match=r"with 3 axes must be a tuple of 3 ints, got \[1, 2, 3\]"):
+            rope(OF_64["Qwen2-VL"]).shift([1, 2, 3])  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         "delta", [torch.tensor(1), torch.tensor([1, 2]), torch.zeros(3), torch.ones(3, 1, 1, 1).int()]

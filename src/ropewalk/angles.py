@@ -64,8 +64,16 @@ def check_positions(positions: Tensor, axes: int | None) -> None:
             who,
             f"positions of a rope with axes must have shape [{axes}, seq] or [{axes}, batch, seq]",
             f"shape {tuple(positions.shape)}",
-            f"Pass a row for each axis; text has the same in all: positions.expand({axes}, *positions.shape).",
+            _cure_of_shape(positions, axes),
         )
+
+
+def _cure_of_shape(positions: Tensor, axes: int) -> str:
+    """What to pass: ids of diffusers have the axes last."""
+    if positions.ndim in (2, 3) and positions.shape[-1] == axes:
+        turned = "positions.T" if positions.ndim == 2 else "positions.permute(2, 0, 1)"
+        return f"The axes stand first: pass {turned}."
+    return f"Pass a row for each axis; text has the same in all: positions.expand({axes}, *positions.shape)."
 
 
 def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | str | None, axes: int | None) -> Tensor:
@@ -85,7 +93,10 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
     if axes is None:
         return _full(delta, "delta", device)
     if not isinstance(delta, tuple) or len(delta) != axes:
-        must, cure = f"delta of a rope with {axes} axes must have an int for each", "Text moves by the same in all."
+        must, cure = (
+            f"delta of a rope with {axes} axes must be a tuple of {axes} ints",
+            "Text moves by the same in all.",
+        )
         raise _checks.error(who, must, _checks.shown(delta), cure)
     return torch.stack([_full(along, f"delta[{i}]", device) for i, along in enumerate(delta)])
 

@@ -62,6 +62,8 @@ def grid(
     order = known[:-1] if order is None else order
     if not isinstance(order, str) or not order or any(letter not in known for letter in order):
         fix = "Pass frames for an axis t." if frames is None else "Pass e.g. order='thw'."
+        if isinstance(order, str) and len(order) <= 9 and set("xy") & set(order):
+            fix = f"x is w, the column, and y is h, the row: {order.replace('x', 'w').replace('y', 'h')!r}."
         raise _checks.error(_GRID, f"order must be a string of the letters {known!r}", _checks.shown(order), fix)
     first = _start(start, order)
     sizes = {"t": 1 if frames is None else frames, "h": height, "w": width}

@@ -97,6 +97,9 @@ def mrope(
         >>> mrope([Text(2), Image(2, 2), Text(1)]).delta
         -2
     """
+    if isinstance(rule, str) and rule in _SERVED:
+        must, fix = "rule must be the name of a rule, not of a model", f"Pass {_SERVED[rule]}."
+        raise _checks.error(_WHO, must, _checks.shown(rule), fix)
     _checks.choice(_WHO, "rule", rule, RULES)
     ruled = RULES[rule]
     _check_segments(_WHO, segments, (Text, Markers, Image, Video))
@@ -275,3 +278,14 @@ RULES: dict[str, _Rule] = {
     "qwen2_5_omni": _Rule(torch.int64, _seconds_first, moves_by_size=False, weave=_in_turns, chunks=True),
     "qwen3_omni": _Rule(torch.float32, _not_whole, moves_by_size=False, weave=_by_time),
 }
+
+_AS_QWEN2_VL = (
+    "qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v glm_ocr glm_image ernie4_5_vl_moe "
+    "paddleocr_vl cohere_compass cosmos3_edge"
+)
+_SERVED = {
+    **dict.fromkeys(_AS_QWEN2_VL.split(), "rule='qwen2_vl', which serves it"),
+    "qwen3_omni_moe": "rule='qwen3_omni', which serves it",
+    "hunyuan_vl": "its segments to positions.xdrope",
+}
+"""model_type → what serves it, as docs/positions.md lists them."""
