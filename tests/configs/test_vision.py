@@ -155,6 +155,7 @@ def test_gemma_4_has_a_rope_for_each_half() -> None:
     ]
     assert first.axes == Axes([0] * 18, lengths=[18, 18])
     assert second.axes == Axes([1] * 18, lengths=[18, 18])
+    assert [repr(one.axes) for one in (first, second)] == ["Axes.sections((18, 0))", "Axes.sections((0, 18))"]
 
 
 @pytest.mark.parametrize(

@@ -218,8 +218,8 @@ def qwen_image(row: str) -> None:
 
 
 def qwen_image_text(row: str) -> None:
-    same(call(row, tokens=6, behind=2), part("diffusers", QWEN, 26, 32))
-    same(call(row, tokens=6, behind=2), part("diffusers", LAYERED, 46, 52))
+    same(call(row, tokens=6, after=2), part("diffusers", QWEN, 26, 32))
+    same(call(row, tokens=6, after=2), part("diffusers", LAYERED, 46, 52))
 
 
 def lumina2_image(row: str) -> None:
@@ -267,7 +267,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "Cosmos, fps frames a second": from_diffusers("cosmos 3x2x5 16 fps", h=2, w=5, frames=3, fps=16),
     "Qwen-Image, image or layer i": qwen_image,
     "Qwen-Image, text": qwen_image_text,
-    "Lumina 2, image behind tokens of text": lumina2_image,
+    "Lumina 2, image after tokens of text": lumina2_image,
     "Lumina 2, text": lumina2_text,
     "Mochi": from_diffusers("mochi 3x4x7", h=4, w=7, frames=3),
     "LTX, fps frames a second": from_diffusers("ltx 4x2x5 25 fps", math.pi / 2, h=2, w=5, frames=4, fps=25),

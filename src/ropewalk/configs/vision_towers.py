@@ -88,7 +88,7 @@ def _gemma4(head_dim: int, base: float) -> tuple[Rope, ...]:
             "half",
             rotary_dim=half,
             rotary_offset=axis * half,
-            axes=Axes((axis,) * pairs, lengths=(pairs, pairs)),
+            axes=Axes.sections((pairs, 0) if axis == 0 else (0, pairs)),
         )
         for axis in (0, 1)
     )

@@ -15,14 +15,14 @@ _STILL, _PADDED = "positions.still", "positions.padded"
 
 
 def still(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
-    """The same with tokens that do not rotate in front or behind: CLS, registers, a prefix, object pointers.
+    """The same with tokens that do not rotate before or after them: CLS, registers, a prefix, object pointers.
 
     They are at 0 on every axis, where the angle of each pair is 0. The attention factor of a rope (YaRN, LongRoPE) is
     in cos and sin at position 0 too; leave such tokens out of q and k instead, as one does to save their rotation.
 
     Args:
         positions: of the tokens that rotate; `[..., tokens]`, e.g. `[axes, tokens]`.
-        before, after: tokens in front and behind, at least 0.
+        before, after: tokens before and after, at least 0.
 
     Returns:
         `[..., before + tokens + after]`, dtype and device of positions.

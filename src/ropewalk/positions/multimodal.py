@@ -1,7 +1,7 @@
 """Positions of text, images and videos in one sequence: time, row and column of each token (M-RoPE).
 
 Text moves on by one on all three axes. An image is a box: its corner stands where the text before it ended, and rows
-and columns count from there. The models differ in where the text behind a box goes on, in how time is counted, and in
+and columns count from there. The models differ in where the text after a box continues, in how time is counted, and in
 how sound stands between frames; `RULES` says it for each.
 """
 
@@ -44,8 +44,8 @@ class _Rule:
     time: Callable[[Tensor, Tensor, float], Tensor]
     """The place of each frame in time, of its number, the seconds of a frame (float32) and positions per second."""
     moves_by_size: bool
-    """Behind a box, text goes on at its corner + the larger of rows and columns, whatever its time. Otherwise it goes
-    on behind the largest position of the box on any axis."""
+    """After a box, text goes on at its corner + the larger of rows and columns, whatever its time. Otherwise it goes
+    on after the largest position of the box on any axis."""
     weave: Callable[[Tensor, Tensor, Tensor, int], list[Tensor]] | None = None
     """Positions of frames and of sound in the order of their tokens, in pieces; of them, where both start, and
     positions in a chunk."""
@@ -66,8 +66,8 @@ def mrope(
     Args:
         segments: what the row is made of, in order: `Text`, `Image`, `Video`, `Markers`; without padding.
         rule: "qwen2_vl": also Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and others, as transformers 5 has them. The text
-            behind a video goes on behind its rows and columns, even where its time is further.
-            "qwen2_5_omni": the text goes on behind the latest time, as in vLLM for Qwen2-VL and Qwen2.5-VL too.
+            after a video goes on after its rows and columns, even where its time is further.
+            "qwen2_5_omni": the text goes on after the latest time, as in vLLM for Qwen2-VL and Qwen2.5-VL too.
             "qwen3_omni": the same, and time is not cut off to integers.
         per_second: positions per second, greater than 0, for videos with seconds (`tokens_per_second`,
             `position_id_per_seconds`); None where time counts frames.
