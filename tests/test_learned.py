@@ -413,3 +413,48 @@ class TestTraining:
         begun = LearnedRope.mixed(HEAD_DIM, HEADS, pairing="interleaved", generator=torch.Generator().manual_seed(0))
         assert not torch.equal(one[1], begun.inv_freq)
         assert torch.equal(trained(0, learn=False)[1], begun.inv_freq)
+
+
+class TestResetParameters:
+    ROPE = Rope(head_dim=16, base=1e4, pairing="half", axes=Axes.sections((3, 3, 2)))
+
+    def test_of_a_module_made_on_the_meta_device(self) -> None:
+        makers: list[Callable[[], LearnedRope]] = [
+            lambda: LearnedRope.from_rope(self.ROPE, dtype=torch.float64),
+            lambda: LearnedRope.from_rope(self.ROPE, heads=2),
+            lambda: LearnedRope.mixed(16, 3, pairing="half", base=20.0),
+            lambda: LearnedRope.projected(16, 3, pairing="half"),
+        ]
+        for maker in makers:
+            torch.manual_seed(3)
+            wanted = maker()
+            with torch.device("meta"):
+                made = maker()
+            assert made.inv_freq.is_meta
+            made.to_empty(device="cpu")
+            with torch.no_grad():
+                made.inv_freq.fill_(math.nan)
+            torch.manual_seed(3)
+            copy.deepcopy(pickle.loads(pickle.dumps(made))).reset_parameters()
+            torch.manual_seed(3)
+            kept = made.inv_freq
+            made.reset_parameters()
+            assert made.inv_freq is kept
+            assert kept.requires_grad
+            assert torch.equal(kept, wanted.inv_freq)
+            assert list(made.state_dict()) == ["inv_freq"]
+
+    def test_gives_what_the_rope_has(self) -> None:
+        learned = LearnedRope.from_rope(self.ROPE, dtype=torch.float64)
+        with torch.no_grad():
+            learned.inv_freq.add_(1.0)
+        learned.reset_parameters()
+        speeds = [float(w) for w in oracle.inv_freq(1e4, 16)]
+        assert learned.inv_freq.sum(0).tolist() == pytest.approx(speeds, rel=1e-15)
+        assert torch.equal(learned.inv_freq.argmax(0), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]))
+
+    def test_of_frequencies_that_were_passed(self) -> None:
+        with pytest.raises(
+            RopeError, match=r"reset_parameters: the module must come from from_rope, mixed or projected"
+        ):
+            learned("one axis").reset_parameters()
