@@ -94,7 +94,7 @@ def towers_head(count: int) -> str:
 
 def tower_cells(row: Any) -> list[str]:
     """One line of the table of towers."""
-    ropes = [f"{short(rope)}, {' '.join(re.findall(r'Axes.([a-z]+)', rope)) or 'one axis'}" for rope in row.ropes]
+    ropes = [f"{short(rope)}, {pattern(rope)}" for rope in row.ropes]
     return [
         f"`{row.name}`",
         f"`{row.function}`",
@@ -114,6 +114,12 @@ def fixed_cells(row: Any) -> dict[int, str]:
 
 def said(value: bool | None) -> str:
     return "–" if value is None else "yes" if value else "no"
+
+
+def pattern(rope: str) -> str:
+    """How the pairs of a tower's rope are shared out, where they listen to more than one axis."""
+    found = re.search(r"Axes\.([a-z]+)\(\(([\d, ]+)\)", rope)
+    return found[1] if found and "0" not in found[2].split(", ") else "one axis"
 
 
 def short(rope: str) -> str:

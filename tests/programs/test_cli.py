@@ -192,9 +192,9 @@ def test_explain_text_only(tmp_path: Path) -> None:
 
 
 def test_text_only_has_no_effect_on_models_of_one_axis(config: Path) -> None:
-    """So that a script can pass it for every model; the help says so."""
+    """So that a script can pass it for every text model; the help says so."""
     assert run("explain", config, "--text-only").stdout == run("explain", config).stdout
-    assert "no effect on models of one axis" in " ".join(run("explain", "--help").stdout.split())
+    assert "no effect on text models of one axis" in " ".join(run("explain", "--help").stdout.split())
 
 
 def process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[bytes]:
