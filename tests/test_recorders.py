@@ -149,6 +149,8 @@ def test_a_peer_needs_its_package_or_its_source(tmp_path: Path, capsys: pytest.C
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert record_golden.main(["llama2c", "--source", str(tmp_path)]) == 0
     assert f"{tmp_path} has no run.c at 350e04fe35433e6d2941dce5a1f53308f87058eb" in capsys.readouterr().out
+    assert record_golden.main(["rules_of_llama_cpp", "default", "--source", str(tmp_path)]) == 0
+    assert "default: give a clone of llama.cpp, or the copy in llama-cpp-python's source" in capsys.readouterr().out
     assert record_golden.main(["ggml", "--source", str(tmp_path)]) == 0
     assert f"{tmp_path} is at no commit, and not at d99724f2b141fed9e1a9f402213506c081433465" in capsys.readouterr().out
 
@@ -158,7 +160,10 @@ def test_only_the_named_functions_of_a_source_run() -> None:
     assert sources.run(code, ("twice",))["twice"](4) == 8
 
 
-@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune"])
+ENGINES = [f"rules_of_{name}" for name in ("transformers", "vllm", "sglang", "mlx_lm", "exllamav3")]
+
+
+@pytest.mark.parametrize("name", ["rotary_embedding_torch", "mlx", "torchtune", *ENGINES])
 def test_rows_of_a_package_bit_for_bit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     golden = record_golden.GOLDEN[name]
     if files.installed(golden.package) != json.loads((FOLDER / golden.path).read_text())["peer"]["version"]:
@@ -232,7 +237,9 @@ def test_every_golden_file_has_a_recorder_or_a_reason() -> None:
     """A file that no recorder makes is named with its reason in the part of the README on recording again."""
     recorded = {golden.path for golden in record_golden.GOLDEN.values()}
     said = (FOLDER / "README.md").read_text().partition("## Recording again")[2]
-    for path in [*FOLDER.glob("*.json"), FOLDER / "models", *(FOLDER / "peers").glob("*.json")]:
+    folders = ("peers", "engines", "engine_rules")
+    inside = [path for folder in folders for path in (FOLDER / folder).glob("*.json")]
+    for path in [*FOLDER.glob("*.json"), FOLDER / "models", *inside]:
         name = str(path.relative_to(FOLDER))
         assert f"`{name}`" in said or f"`{name}/`" in said, name
         assert name in recorded or f"`{name}`: no recorder" in said, name

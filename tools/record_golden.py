@@ -21,10 +21,12 @@ from recording import (
     class_defaults,
     coordinates,
     diffusion,
+    engines,
     files,
     frequencies,
     ggml,
     learned,
+    llama_cpp,
     peers,
     released,
     rotated,
@@ -48,6 +50,8 @@ GOLDEN = {
         *coordinates.GOLDEN,
         *sources.GOLDEN,
         ggml.GOLDEN,
+        *engines.GOLDEN,
+        llama_cpp.GOLDEN,
         learned.GOLDEN,
     )
 }

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import diff as diff
     from ropewalk import formats as formats
     from ropewalk import plots as plots
     from ropewalk import positions as positions
@@ -69,6 +70,7 @@ _HOME = {
     "from_config": "configs",
 }
 _MODULES = {
+    "diff": "diff",
     "formats": "formats",
     "masks": "attention.masks",
     "plots": "plots",
@@ -101,6 +103,7 @@ __all__ = [
     "VisionRopes",
     "YaRN",
     "backends",
+    "diff",
     "formats",
     "from_config",
     "masks",

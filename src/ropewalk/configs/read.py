@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ropewalk._checks import check_pairing, error, number, shown
-from ropewalk.configs import diffusers, hf, meta, source
+from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.engines import Asked
+from ropewalk.engines import engine as engine_named
 
 
 def from_config(
@@ -21,6 +23,7 @@ def from_config(
     text_only: bool = False,
     ignore: Collection[str] = (),
     download: bool = False,
+    engine: str | None = None,
 ) -> ModelRopes:
     """What a model's config means for rotation.
 
@@ -45,12 +48,16 @@ def from_config(
         ignore: keys to read past, as if the file did not have them: for a key about rotation that ropewalk does not
             know and that the model's own code does not read. "a.b" is b inside a. Each becomes a warning.
         download: whether to download the config.json of a hub id that is not in the cache.
+        engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3": the ropes with the numbers that
+            this engine makes of a Hugging Face config, also where they are not what the model means. What it ignores
+            is among the warnings. The pairing is that of the config's own weights, which llama.cpp's converter permutes
+            for some models. None: what the config means.
 
     Returns:
         `ModelRopes`: `.rope`, `.layers`, `.vision`, `.explain()`.
 
     Raises:
-        RopeError: the config cannot be read, or does not have one clear meaning.
+        RopeError: the config cannot be read, or does not have one clear meaning; `engine` does not run it.
 
     Example:
         >>> ropes = from_config(
@@ -76,9 +83,50 @@ def from_config(
     if not isinstance(download, bool):
         raise error("from_config", "download must be True or False", shown(download), "Pass a boolean.")
     ignored = _keys(ignore)
-    ropes = _read(config, pairing, base, factor, text_only, ignored, download)
+    if engine is None:
+        ropes = _read(config, pairing, base, factor, text_only, ignored, download)
+    else:
+        asked = engine_named("from_config", engine)
+        _refuse_factor(factor)
+        ropes, aside = _for_engines(config, pairing, base, text_only, ignored, download)
+        ropes = engine_ropes.with_numbers_of(asked, ropes, aside)
     warnings = [f"{key}: ignored, as asked; what it means in the model's own code is not described." for key in ignored]
     return replace(ropes, warnings=(*ropes.warnings, *warnings)) if ignored else ropes
+
+
+def ropes_to_ask(
+    config: Any,
+    *,
+    pairing: str | None = None,
+    base: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> tuple[ModelRopes, list[tuple[Asked, list[int]]]]:
+    """What a Hugging Face config means for text, and each rope of it as the rules of engines are asked about it.
+
+    Args and errors: as in `from_config`.
+
+    Returns:
+        The ropes, and each distinct one with what the config says of it and with its layers.
+    """
+    ropes, aside = _for_engines(config, pairing, base, True, _keys(ignore), download)
+    return ropes, engine_ropes.asked(ropes, aside)
+
+
+def _for_engines(
+    config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
+) -> tuple[ModelRopes, dict[str, Any]]:
+    """The ropes, read past the keys that only engines read; and those keys with their values."""
+    who, must = "from_config", "engines are compared on a config of Hugging Face"
+    if source.gguf_path(config) is not None:
+        raise error(who, must, "a GGUF file", "llama.cpp alone reads it. Pass the config.json that it was made from.")
+    values, name = source.load(config, download=download)
+    values = source.without(values, ignore, name)
+    if diffusers.is_denoiser(values) or meta.is_params(values):
+        raise error(name, must, "another one", "No other config is read by several engines.")
+    aside = engine_ropes.set_aside(values)
+    values = source.without(values, tuple(aside), name)
+    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only), aside
 
 
 def _keys(ignore: object) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ writes it. No pyplot and no global state, so no display is needed. matplotlib co
 
 from __future__ import annotations
 
+from ropewalk.plots.differences import differences as differences
 from ropewalk.plots.distance import decay as decay
 from ropewalk.plots.field import angle_field as angle_field
 from ropewalk.plots.figure import FORMATS as FORMATS

@@ -42,7 +42,7 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
     _checks.integer("plots.decay", "longest", longest, at_least=1, at_most=2**31 - 1)
     figure = blank(height=7.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _draw_decay(upper, lower, rope.inv_freq, _distances(longest))
+    _draw_decay(upper, lower, rope.inv_freq, distances(longest))
     figure.suptitle(
         f"Score and distance ({len(rope.inv_freq)} pairs, base {rope.base:,.10g}, {scheme(rope)})\n"
         "The bound only limits scores from above; neither it nor the score has to fall steadily"
@@ -50,7 +50,7 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
     return figure
 
 
-def _distances(longest: int) -> np.ndarray:
+def distances(longest: int) -> np.ndarray:
     """0, and whole distances evenly spread over the logarithm from 1 to longest: int64, ascending, in tokens."""
     spread = np.geomspace(1, longest, _MOST_DISTANCES - 1).round().astype(np.int64)
     return np.unique(np.append(spread, 0))

@@ -181,7 +181,7 @@ class YaRN(Scheme):
         if self.attention_factor is not None:
             warnings.append("attention_factor is given, so mscale and mscale_all_dim do not change cos and sin.")
         elif not (self.mscale and self.mscale_all_dim):
-            warnings.append("mscale and mscale_all_dim count only together; SGLang and mlx-lm use one alone.")
+            warnings.append("mscale and mscale_all_dim count only together; mlx-lm uses one alone, SGLang a 0.")
         elif self.mscale == self.mscale_all_dim:
-            warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1; llama.cpp may differ.")
+            warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1; engines differ.")
         return warnings

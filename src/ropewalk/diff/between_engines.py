@@ -1,0 +1,176 @@
+"""What engines make of one config, and how far apart they are: first as data, then in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.read import ropes_to_ask
+from ropewalk.diff.apart import apart
+from ropewalk.diff.words import engines_text
+from ropewalk.engines import ENGINES, Answer, Asked, engine
+from ropewalk.rope import Rope
+
+
+@dataclass(frozen=True)
+class EngineDiff:
+    """What engines make of one config.
+
+    Args:
+        facts: everything, as plain data that is ready for JSON.
+        ropes: for each row of `facts["ropes"]`, engine → its static rope, for the shortest sequence at which they
+            differ, which is `row["drawn_at"]`; engines that refuse the config are left out.
+    """
+
+    facts: Mapping[str, Any]
+    ropes: tuple[Mapping[str, Rope], ...] = field(repr=False)
+
+    @property
+    def agree(self) -> bool:
+        """Whether every engine runs the config, and all with the same numbers."""
+        return bool(self.facts["agree"])
+
+    def text(self) -> str:
+        """In plain words."""
+        return engines_text(self.facts)
+
+
+def engines(
+    source: Any,
+    *,
+    length: int | None = None,
+    names: Collection[str] = (),
+    pairing: str | None = None,
+    base: float | None = None,
+    ignore: Collection[str] = (),
+    download: bool = False,
+) -> EngineDiff:
+    """What engines make of one config of Hugging Face, and how far apart they are.
+
+    The rules are those of the engines' functions for frequencies, at the versions that the result names. Whether an
+    engine has the model at all is not asked. Where tokens have several positions, text is compared.
+
+    Args:
+        source: as in `from_config`; not a GGUF file, nor Meta's params.json.
+        length: tokens that the engines are set to, and the longest sequence compared; None: what the config says, or
+            twice that where the frequencies change only beyond.
+        names: engines, of "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" and "exllamav3"; none is all. The
+            first that runs the config is what the others are compared with.
+        pairing, base, ignore, download: as in `from_config`.
+
+    Returns:
+        An `EngineDiff`: `.text()` in plain words, `.facts` as data.
+
+    Raises:
+        RopeError: the config cannot be read, an engine is unknown, or the length must be said.
+    """
+    if isinstance(names, str) or not isinstance(names, Collection):
+        fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
+        raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
+    chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
+    ropes, asked = ropes_to_ask(source, pairing=pairing, base=base, ignore=ignore, download=download)
+    if not ropes.layers:
+        must, cure = "the config must be that of a text model", "Pass the config of the whole model."
+        raise _checks.error(ropes.source, must, "a vision tower alone", cure)
+    setting = _setting(ropes, length)
+    rows, kept = [], []
+    for each, layers in asked:
+        answers = {one.name: one.answer(each) for one in chosen}
+        row, static = _row(each, layers, answers, ropes, setting)
+        rows.append(row)
+        kept.append(static)
+    facts = {
+        "source": ropes.source,
+        "model_type": ropes.model_type,
+        "layers": len(ropes.layers),
+        "max_position_embeddings": ropes.max_position_embeddings,
+        "trained_length": ropes.trained_length,
+        "length": setting,
+        "engines": [{"name": one.name, "version": one.version, "table": one.table} for one in chosen],
+        "ropes": rows,
+        "query_scale": _query_scale(ropes, chosen),
+        "agree": all(row["agree"] for row in rows) and not _query_scale(ropes, chosen),
+        "warnings": list(ropes.warnings),
+    }
+    return EngineDiff(facts, tuple(kept))
+
+
+def _setting(ropes: ModelRopes, length: int | None) -> int:
+    if length is not None:
+        return _checks.length("diff.engines", "length", length)
+    known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
+    if not known:
+        must, cure = "the length must be said, since the config does not say it", "Pass length=N (--length N)."
+        raise _checks.error(ropes.source, must, "none", cure)
+    changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
+    return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)
+
+
+def _row(
+    asked: Asked, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
+) -> tuple[dict[str, Any], dict[str, Rope]]:
+    """The facts of one rope, and the engines' ropes where they differ first."""
+    made = [answer.rope for answer in (*answers.values(), Answer(asked.rope)) if answer.rope is not None]
+    changing = any(not rope.is_static for rope in made)
+    short = min(ropes.trained_length or setting, setting)
+    sequences = sorted({short, setting}) if changing else [setting]
+    reference = next((name for name, answer in answers.items() if answer.rope is not None), None)
+    compared = [_at(answers, reference, sequence, setting) for sequence in sequences]
+    refused = [name for name, answer in answers.items() if answer.rope is None]
+    row: dict[str, Any] = {
+        "layers": layers,
+        "scheme": "default" if asked.rope.scaling is None else asked.rope.scaling.rope_type,
+        "compared_with": reference,
+        "engines": [
+            {
+                "name": name,
+                "refused": answer.refused or None,
+                "decided_by": answer.decided_by,
+                "seen": answer.seen,
+                "source": answer.source,
+                "notes": list(answer.notes),
+            }
+            for name, answer in answers.items()
+        ],
+        "at": [{"sequence": n, "engines": found} for n, found in zip(sequences, compared, strict=True)],
+        "agree": not refused and all(one["apart"]["same"] for found in compared for one in found.values()),
+    }
+    differ = (
+        n
+        for n, found in zip(sequences, compared, strict=True)
+        if any(not one["apart"]["same"] for one in found.values())
+    )
+    row["drawn_at"] = next(differ, setting)
+    static = {name: answer.at(row["drawn_at"], setting) for name, answer in answers.items()}
+    return row, {name: rope for name, rope in static.items() if rope is not None}
+
+
+def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int) -> dict[str, dict[str, Any]]:
+    """What each engine that runs the config has at a length, and how far from the reference."""
+    if reference is None:
+        return {}
+    ropes = {name: answer.at(sequence, setting) for name, answer in answers.items()}
+    first = ropes[reference]
+    known: dict[Rope, dict[str, Any]] = {}
+    found = {}
+    for name, rope in ropes.items():
+        if rope is None or first is None:
+            continue
+        if rope not in known:
+            known[rope] = apart(first, rope, sequence).facts()
+        found[name] = {
+            "attention_factor": rope.attention_factor,
+            "inv_freq": rope.inv_freq.tolist(),
+            "apart": known[rope],
+        }
+    return found
+
+
+def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
+    """Engine → why it does not scale q by its position, where the config says so."""
+    if ropes.query_scale is None or not ropes.query_scale.beta:
+        return {}
+    return {one.name: one.query_scale for one in chosen if one.query_scale}

@@ -1,0 +1,139 @@
+"""The facts of a comparison as lines for a terminal. The text says nothing that the facts do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ropewalk._checks import printable
+from ropewalk.configs.explain import ranges
+
+
+def engines_text(facts: Mapping[str, Any]) -> str:
+    """What engines make of one config."""
+    lines = [f"{facts['source']} (model_type {facts['model_type']})", "", _verdict(facts)]
+    for row in facts["ropes"]:
+        lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
+        lines += [line for at in row["at"] for line in _table(at, row, facts)]
+        lines += _refusals(row)
+        lines += _notes(row, facts)
+    if facts["query_scale"]:
+        lines += ["", "the query scale (llama_4_scaling_beta)"]
+        lines += [f"  {name} does not apply it: {why}" for name, why in facts["query_scale"].items()]
+    lines += ["", "how cos and sin are made"]
+    width = max(len(_named(one)) for one in facts["engines"])
+    lines += [f"  {_named(one):<{width}}  {one['table']}" for one in facts["engines"]]
+    if facts["warnings"]:
+        lines += ["", "warnings", *(f"  ! {warning}" for warning in facts["warnings"])]
+    return "\n".join(map(printable, lines))
+
+
+def layers(numbers: list[int], count: int) -> str:
+    """`layers 0-31 of 32`."""
+    return f"layer{'' if len(numbers) == 1 else 's'} {ranges(numbers)} of {count}"
+
+
+def _named(one: Mapping[str, Any]) -> str:
+    return f"{one['name']} {one['version']}"
+
+
+def _verdict(facts: Mapping[str, Any]) -> str:
+    if not facts["ropes"]:
+        return "No layer rotates, so there is nothing to compare."
+    if facts["agree"] and len(facts["engines"]) == 1:
+        return f"{facts['engines'][0]['name']} runs this config; no other engine was asked about."
+    if facts["agree"]:
+        return f"All {len(facts['engines'])} engines rotate alike, up to {facts['length']:,} tokens."
+    others: dict[str, list[str]] = {}
+    for one in facts["engines"]:
+        others.setdefault(_state(one["name"], facts), []).append(one["name"])
+    first = next((row["compared_with"] for row in facts["ropes"] if row["compared_with"]), None)
+    parts = []
+    if alike := [name for name in others.get("same", []) if name != first]:
+        parts.append(f"{_listed(alike)} rotate{'s' if len(alike) == 1 else ''} as {first} does")
+    if differ := others.get("differs"):
+        parts.append(f"{_listed(differ)} differ{'s' if len(differ) == 1 else ''} from {first}")
+    if refuse := others.get("refuses"):
+        parts.append(f"{_listed(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config")
+    return f"{'; '.join(parts)}. The engines are set to {facts['length']:,} tokens."
+
+
+def _state(name: str, facts: Mapping[str, Any]) -> str:
+    if any(one["name"] == name and one["refused"] for row in facts["ropes"] for one in row["engines"]):
+        return "refuses"
+    compared = [at["engines"][name] for row in facts["ropes"] for at in row["at"]]
+    return "same" if all(one["apart"]["same"] for one in compared) and name not in facts["query_scale"] else "differs"
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterable[str]:
+    if not at["engines"]:
+        return []
+    head = ("engine", "attention factor", "frequencies", "scores, up to")
+    version = {one["name"]: _named(one) for one in facts["engines"]}
+    cells = [
+        (
+            version[name],
+            f"{one['attention_factor']:.6g}",
+            *(("", "") if name == row["compared_with"] else (frequencies(one["apart"]), scores(one["apart"]))),
+        )
+        for name, one in at["engines"].items()
+    ]
+    widths = [max(len(line[i]) for line in (head, *cells)) for i in range(4)]
+    lines = [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
+        for line in (head, *cells)
+    ]
+    title = f"  a sequence of {at['sequence']:,} tokens, against {row['compared_with']}:"
+    return ["", title, *(line.rstrip() for line in lines)]
+
+
+def frequencies(apart: Mapping[str, Any]) -> str:
+    """How far frequencies are apart."""
+    found = apart["inv_freq"]
+    if not found["pairs_that_differ"]:
+        return "same"
+    side = "slower" if found["slower"] else "faster"
+    by = "one of them stands still" if found["times"] is None else f"{_times(found['times'])} {side}"
+    many = found["pairs_that_differ"]
+    return f"{many} pair{'' if many == 1 else 's'} differ{'s' if many == 1 else ''}, pair {found['pair']} {by}"
+
+
+def _times(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:.3g} %" if ratio < 1.5 else f"{ratio:.4g} times"
+
+
+def scores(apart: Mapping[str, Any]) -> str:
+    """How far scores are apart."""
+    if apart["same"]:
+        return "same"
+    found, ratio = apart["scores"], apart["attention_factor_ratio"] ** 2
+    if not apart["inv_freq"]["pairs_that_differ"]:
+        return f"{ratio:.4g} times"
+    return f"{found['largest_change']:.3g} at distance {found['at_distance']:,}"
+
+
+def _refusals(row: Mapping[str, Any]) -> list[str]:
+    return [f"  {one['name']} does not run it: {one['refused']}." for one in row["engines"] if one["refused"]]
+
+
+_DECIDED = {
+    "nothing": "",
+    "the call": " The length of each call decides.",
+    "the setting": " The length that the engine is set to decides.",
+}
+
+
+def _notes(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    version = {one["name"]: _named(one) for one in facts["engines"]}
+    lines = []
+    for one in row["engines"]:
+        if one["refused"]:
+            continue
+        seen = "run" if one["seen"] == "run" else "read, not run"
+        said = " ".join(one["notes"]) + _DECIDED[one["decided_by"]]
+        lines.append(f"  {version[one['name']]} ({one['source']}; {seen}): {said.strip() or 'As the config says.'}")
+    return ["", "  what each does", *lines] if lines else []

@@ -1,0 +1,89 @@
+"""What changed between two configs, as lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ropewalk._checks import printable
+from ropewalk.diff.words import frequencies, layers, scores
+
+
+def configs_text(facts: Mapping[str, Any]) -> str:
+    """What changed from the first config to the second."""
+    first, second = facts["first"], facts["second"]
+    lines = [f"first:  {_named(first)}", f"second: {_named(second)}", "", _verdict(facts)]
+    for row in facts["layers"]:
+        lines += ["", layers(row["layers"], min(facts["layer_counts"]))]
+        lines += [f"  {_changed(one)}" for one in row["changed"]]
+        lines += [_compared(found) for found in row["at"]]
+    if facts["beside"]:
+        lines += ["", "beside the rotation", *(f"  {_changed(one)}" for one in facts["beside"])]
+    lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
+    for name in ("first", "second"):
+        lines += [f"  ! {name}: {warning}" for warning in facts[name]["warnings"]]
+    return "\n".join(map(printable, lines))
+
+
+def _named(about: Mapping[str, Any]) -> str:
+    length = about["max_position_embeddings"]
+    said = "" if length is None else f", {length:,} positions"
+    return f"{about['source']} (model_type {about['model_type']}{said})"
+
+
+def _verdict(facts: Mapping[str, Any]) -> str:
+    if facts["same"]:
+        return f"The same: every layer rotates alike, up to {facts['length']:,} tokens and beyond."
+    parts = []
+    one, other = facts["layer_counts"]
+    if one != other:
+        parts.append(f"{one} layers and {other}")
+    if facts["layers"]:
+        count = sum(len(row["layers"]) for row in facts["layers"])
+        parts.append(f"{count} of {min(one, other)} layers rotate otherwise")
+    if facts["beside"]:
+        parts.append("the attention differs beside the rotation")
+    return f"Not the same: {', '.join(parts)}."
+
+
+def _changed(one: Mapping[str, Any]) -> str:
+    what, first, second = one["what"], one["first"], one["second"]
+    if what == "rotates":
+        return "it rotates in the first only" if first else "it rotates in the second only"
+    if what == "scaling":
+        return f"scaling: {_scheme(first)} → {_scheme(second)}"
+    return f"{what}: {_plain(first)} → {_plain(second)}"
+
+
+def _scheme(facts: Mapping[str, Any]) -> str:
+    parameters = ", ".join(f"{key} {_plain(v)}" for key, v in facts.items() if key != "rope_type" and v is not None)
+    return f"{facts['rope_type']} ({parameters})" if parameters else str(facts["rope_type"])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, list | tuple) and len(value) > 4:
+        return f"[{len(value)} numbers]"
+    return "none" if value is None else str(value)
+
+
+def _compared(found: Mapping[str, Any]) -> str:
+    ratio = found["attention_factor_ratio"]
+    factor = "same" if abs(ratio - 1) < 1e-9 else f"{ratio:.6g} times"
+    return (
+        f"  at {found['sequence']:,} tokens: frequencies {frequencies(found)}; attention factor {factor}; "
+        f"scores {'' if found['same'] else 'up to '}{scores(found)}"
+    )
+
+
+def _weights(facts: Mapping[str, Any]) -> str:
+    if facts["permute"]:
+        return f"must be permuted (q and k): {facts['why']}."
+    return f"{'fit as they are' if facts['fit'] else 'do not fit'}: {facts['why']}."
+
+
+def _kv_cache(facts: Mapping[str, Any]) -> str:
+    if facts["rescale"] is not None:
+        return f"fits after the rotated channels of its keys are multiplied by {facts['rescale']:.6g}: {facts['why']}."
+    return f"{'fits as it is' if facts['fit'] else 'does not fit'}: {facts['why']}."

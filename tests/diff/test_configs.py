@@ -1,0 +1,193 @@
+"""`diff` of two configs: what changed, and whether weights and KV caches still fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ropewalk import RopeError, diff, from_config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 4,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 4096,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+def changed(found: diff.ConfigDiff) -> dict[str, tuple[Any, Any]]:
+    return {one["what"]: (one["first"], one["second"]) for row in found.facts["layers"] for one in row["changed"]}
+
+
+def test_another_base() -> None:
+    found = diff.configs(LLAMA, {**LLAMA, "rope_theta": 1_000_000.0})
+    assert changed(found) == {"base": (10_000.0, 1_000_000.0)}
+    [row] = found.facts["layers"]
+    assert row["layers"] == [0, 1, 2, 3]
+    assert row["at"][-1]["inv_freq"]["times"] == pytest.approx(100 ** (63 / 64), rel=1e-12)
+    assert row["at"][-1]["inv_freq"]["slower"]
+    assert found.facts["weights"]["fit"]
+    assert not found.facts["kv_cache"]["fit"]
+    text = found.text()
+    assert "Not the same: 4 of 4 layers rotate otherwise." in text
+    assert "base: 10000 → 1000000" in text
+    assert "weights   fit as they are: the channels are the same, and turn at other speeds." in text
+    assert "KV cache  does not fit: the stored keys were rotated by other angles." in text
+
+
+def test_another_scaling() -> None:
+    found = diff.configs(LLAMA, {**LLAMA, "rope_scaling": YARN, "max_position_embeddings": 16_384})
+    first, second = changed(found)["scaling"]
+    assert first == {"rope_type": "default"}
+    assert second["rope_type"] == "yarn"
+    assert "scaling: default → yarn (factor 4, original_max_position_embeddings 4096" in found.text()
+    [row] = found.facts["layers"]
+    assert [at["sequence"] for at in row["at"]] == [4096, 16_384]
+    assert row["at"][0]["attention_factor_ratio"] == pytest.approx(1 + 0.1 * math.log(4), rel=1e-12)
+    assert not found.facts["kv_cache"]["fit"]
+
+
+def test_an_attention_factor_alone() -> None:
+    second = {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.0}}
+    found = diff.configs({**LLAMA, "rope_scaling": YARN}, second)
+    ratio = 1 / (1 + 0.1 * math.log(4))
+    assert found.facts["kv_cache"] == {
+        "fit": False,
+        "rescale": pytest.approx(ratio, rel=1e-12),
+        "why": "the attention factor differs, and no angle",
+    }
+    assert "KV cache  fits after the rotated channels of its keys are multiplied by 0.878249" in found.text()
+    assert "weights   fit as they are: only the attention factor differs." in found.text()
+
+
+def test_another_pairing() -> None:
+    mine = {**LLAMA, "model_type": "mine"}
+    half, interleaved = (from_config(mine, pairing=pairing) for pairing in ("half", "interleaved"))
+    assert half.layers != interleaved.layers
+    meta = {"dim": 4096, "n_heads": 32, "n_layers": 4, "rope_theta": 10_000.0, "norm_eps": 1e-5, "vocab_size": 8}
+    found = diff.configs(LLAMA, meta)
+    assert changed(found) == {"pairing": ("half", "interleaved")}
+    assert found.facts["weights"] == {"fit": False, "permute": True, "why": "the pairings differ"}
+    assert "weights   must be permuted (q and k): the pairings differ." in found.text()
+    assert "KV cache  does not fit: the channels of the stored keys are in another order." in found.text()
+    assert all(at["same"] for at in found.facts["layers"][0]["at"])  # the angles are
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {**LLAMA, "rope_scaling": None},
+        {**LLAMA, "rope_scaling": {"rope_type": "default"}},
+        {**LLAMA, "rope_scaling": {"type": "linear", "factor": 1.0}},
+        {**LLAMA, "head_dim": 128, "partial_rotary_factor": None},
+        {**LLAMA, "model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        from_config(LLAMA).to_hf_config(version=5),
+    ],
+)
+def test_other_keys_of_the_same_meaning(second: dict[str, Any]) -> None:
+    found = diff.configs(LLAMA, second)
+    assert found.same
+    assert found.facts["layers"] == []
+    assert "The same: every layer rotates alike" in found.text()
+    assert "KV cache  fits as it is: the keys are rotated alike." in found.text()
+
+
+def test_two_spellings_of_one_scheme() -> None:
+    """The names of transformers 4 and 5, and what YaRN would compute said outright."""
+    older = {**LLAMA, "rope_scaling": {"type": "yarn", **{k: v for k, v in YARN.items() if k != "rope_type"}}}
+    newer = from_config(older).to_hf_config(version=5)
+    assert "rope_scaling" not in newer
+    assert diff.configs(older, newer).same
+    outright = {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1 + 0.1 * math.log(4), "beta_fast": 32}}
+    assert diff.configs(older, outright).same
+
+
+def test_schemes_that_depend_on_the_length() -> None:
+    """The same one is the same at every length; another list shows where it is used."""
+    lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
+    first = {**LLAMA, "max_position_embeddings": 16_384, "rope_scaling": {"rope_type": "longrope", **lists}}
+    second = {**first, "rope_scaling": {**first["rope_scaling"], "long_factor": [8.0] * 64}}
+    same = diff.configs(first, dict(first))
+    assert same.same
+    assert same.facts["kv_cache"]["why"] == "the keys are rotated alike, where both run at one length"
+    found = diff.configs(first, second)
+    assert [at["same"] for at in found.facts["layers"][0]["at"]] == [True, False]
+    assert not found.same
+    assert "long_factor [64 numbers]" in found.text()
+    assert diff.configs(first, second, length=4096).facts["layers"]  # the same there, and not beyond
+
+
+def test_another_size_of_the_head() -> None:
+    found = diff.configs(LLAMA, {**LLAMA, "head_dim": 64})
+    assert changed(found)["head_dim"] == (128, 64)
+    assert found.facts["weights"]["why"] == "the sizes of a head differ"
+    assert not found.facts["weights"]["fit"]
+    assert found.ropes == ({},)
+
+
+def test_another_number_of_layers() -> None:
+    found = diff.configs(LLAMA, {**LLAMA, "num_hidden_layers": 5})
+    assert "Not the same: 4 layers and 5." in found.text()
+    assert not found.facts["weights"]["fit"]
+    assert not found.facts["kv_cache"]["fit"]
+
+
+def test_layers_that_do_not_rotate() -> None:
+    smol = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0]}
+    found = diff.configs({**smol, "no_rope_layers": [1, 1, 1, 1]}, smol)
+    [row] = found.facts["layers"]
+    assert row["layers"] == [3]
+    assert "it rotates in the first only" in found.text()
+    assert found.facts["weights"]["why"] == "other channels rotate, so the model must have been trained so"
+
+
+def test_a_query_scale() -> None:
+    scaling = {**YARN, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6}
+    ministral = {**LLAMA, "model_type": "ministral3", "head_dim": 128, "rope_parameters": scaling}
+    del ministral["rope_theta"]
+    other = {**ministral, "rope_parameters": {**scaling, "llama_4_scaling_beta": 0.2}}
+    found = diff.configs(ministral, other)
+    assert not found.same
+    assert [one["what"] for one in found.facts["beside"]] == ["query_scale"]
+    assert found.facts["kv_cache"]["fit"]  # it is on q alone
+    assert "beside the rotation" in found.text()
+
+
+class TestArguments:
+    def test_a_key_to_ignore_that_one_of_them_has(self, tmp_path: Path) -> None:
+        odd = {**LLAMA, "rope_scaling": {**YARN, "my_yarn_key": 1}}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(odd))
+        with pytest.raises(RopeError, match="my_yarn_key"):
+            diff.configs(LLAMA, path)
+        assert not diff.configs(LLAMA, path, ignore=("rope_scaling.my_yarn_key",)).same
+        with pytest.raises(RopeError, match="every key to ignore must be in one of the configs"):
+            diff.configs(LLAMA, path, ignore=("rope_scaling.my_yarn_key", "rope_scaling.no"))
+        with pytest.raises(RopeError, match="ignore must be a collection of keys"):
+            diff.configs(LLAMA, path, ignore="rope_scaling.my_yarn_key")
+
+    def test_no_length(self) -> None:
+        config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+        with pytest.raises(RopeError, match="the length must be said, since neither config says it"):
+            diff.configs(config, config)
+        assert diff.configs(config, config, length=100).same
+        with pytest.raises(RopeError, match="length"):
+            diff.configs(config, config, length=-1)
+
+    def test_a_vision_tower(self) -> None:
+        towers = json.loads((Path(__file__).parents[1] / "golden" / "vision_towers.json").read_text())["rows"]
+        tower = next(row["config"] for row in towers if row["config"]["model_type"] == "pixtral")
+        with pytest.raises(RopeError, match="the config must be that of a text model, got a vision tower alone"):
+            diff.configs(LLAMA, tower)
+
+
+def test_all_facts_are_json() -> None:
+    found = diff.configs(LLAMA, {**LLAMA, "rope_scaling": YARN}).facts
+    assert json.loads(json.dumps(found, allow_nan=False)) == found

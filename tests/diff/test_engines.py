@@ -1,0 +1,470 @@
+"""`diff` of one config: the tables that were measured elsewhere, whole engines, refusals, and what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+
+import oracle
+from each import each
+from ropewalk import LongRoPE, Rope, RopeError, YaRN, diff, from_config
+from ropewalk.diff.apart import apart
+from ropewalk.engines import ENGINES
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = {row["name"]: row for row in json.loads((GOLDEN / "text_models.json").read_text())["rows"]}
+NAMES = [engine.name for engine in ENGINES.values()]
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 2,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 131_072,
+}
+
+
+def scaled(**parameters: Any) -> dict[str, Any]:
+    return {**LLAMA, "rope_scaling": parameters}
+
+
+def yarn(**more: Any) -> dict[str, Any]:
+    return scaled(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, **more)
+
+
+def phi(**more: Any) -> dict[str, Any]:
+    """Phi-3's LongRoPE with short lists that double each pair, and long ones that slow it by ten."""
+    lists = {"short_factor": [2.0] * 64, "long_factor": [10.0] * 64}
+    scaling = {"rope_type": "longrope", "original_max_position_embeddings": 4096, **lists, **more}
+    return {**LLAMA, "model_type": "phi3", "rope_scaling": scaling}
+
+
+# transformers, vLLM, SGLang, llama.cpp, mlx-lm, exllamav3: the multiplier of cos and sin, as their
+# code rotates; llama.cpp through its converter for Llama.
+M, HALF, SOLE = 1.3465736, 0.6732868, 1.2450275
+YARN_TABLE = {
+    "nothing": ({}, (M, M, M, M, M, M)),
+    "attention_factor 1": ({"attention_factor": 1.0}, (1, 1, M, M, M, 1)),
+    "both mscales 1": ({"mscale": 1.0, "mscale_all_dim": 1.0}, (1, 1, 1, M, 1, M)),
+    "mscale alone": ({"mscale": 0.707}, (M, M, M, M, SOLE, M)),
+    "mscale_all_dim 0": ({"mscale": 0.707, "mscale_all_dim": 0}, (M, M, SOLE, M, SOLE, M)),
+    "attn_factor": ({"attn_factor": 0.5}, (M, M, HALF, M, M, M)),
+}
+
+
+@pytest.mark.parametrize("case", YARN_TABLE)
+def test_attention_factors_of_yarn(case: str) -> None:
+    more, wanted = YARN_TABLE[case]
+    [row] = diff.engines(yarn(**more)).facts["ropes"]
+    found = {name: one["attention_factor"] for name, one in row["at"][-1]["engines"].items()}
+    assert found == {name: pytest.approx(value, rel=1e-6) for name, value in zip(NAMES, wanted, strict=True)}
+
+
+def test_who_honours_truncate() -> None:
+    """gpt-oss: every other engine rounds the ends of the ramp, which changes frequencies by up to 43 %."""
+    [row] = diff.engines(yarn(truncate=False)).facts["ropes"]
+    same = {name for name, one in row["at"][0]["engines"].items() if one["apart"]["same"]}
+    assert same == {"transformers", "vLLM", "SGLang", "exllamav3"}
+    notes = {one["name"]: one["notes"] for one in row["engines"]}
+    assert notes["mlx-lm"] == ["It ignores truncate."]
+    assert notes["transformers"] == []
+
+
+LONGROPE_TABLE = [  # sequence, what the engine is set to, engines that take the long list
+    (4096, 4096, {"mlx-lm"}),
+    (100, 131_072, {"vLLM", "llama.cpp", "mlx-lm", "exllamav3"}),
+    (4097, 131_072, {"transformers", "vLLM", "llama.cpp", "mlx-lm", "exllamav3"}),  # SGLang: positions > 4096
+    (4098, 131_072, {"transformers", "vLLM", "SGLang", "llama.cpp", "mlx-lm", "exllamav3"}),
+]
+
+
+@pytest.mark.parametrize(("sequence", "setting", "wanted"), LONGROPE_TABLE)
+def test_when_longrope_is_long(sequence: int, setting: int, wanted: set[str]) -> None:
+    from ropewalk.configs.read import ropes_to_ask
+
+    [(asked, _)] = ropes_to_ask(phi())[1]
+    fastest = {}
+    for engine in ENGINES.values():
+        rope = engine.answer(asked).at(sequence, setting)
+        assert rope is not None
+        fastest[engine.name] = rope.inv_freq[0]
+        assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-12)
+    assert {name for name, w in fastest.items() if w == 0.1} == wanted
+    assert {name for name, w in fastest.items() if w == 0.5} == set(NAMES) - wanted
+
+
+def test_phimoe_never_takes_the_long_list_in_transformers() -> None:
+    config = {**phi(short_mscale=1.1, long_mscale=1.3), "model_type": "phimoe"}
+    rope = from_config(config, engine="transformers").rope
+    assert [rope.at_length(n).inv_freq[0] for n in (64, 131_072)] == [0.5, 0.5]
+    assert [rope.at_length(n).attention_factor for n in (64, 131_072)] == [1.1, 1.3]
+
+
+WHOLE = json.loads((GOLDEN / "engines" / "vllm.json").read_text())["rows"]
+
+
+def test_the_column_of_vllm_is_that_of_the_engine() -> None:
+    """Every rotary module that vLLM built for released configs: frequencies, attention factor, pairing, channels."""
+    models = sorted({row["model"] for row in WHOLE})
+    assert len(models) == 32
+
+    def check(model: str) -> None:
+        rows = [row for row in WHOLE if row["model"] == model]
+        length = rows[0]["max_model_len"]
+        ropes = from_config(MODELS[model]["config"], engine="vllm", text_only=True)
+        found = {rope.at_length(length) for rope in ropes.layers if rope is not None}
+        matched = {rope: [row for row in rows if agrees(rope, row)] for rope in found}
+        assert all(matched.values()), found
+        assert all(any(row in ours for ours in matched.values()) for row in rows)
+
+    each(((model, model) for model in models), check)
+
+
+def agrees(rope: Rope, row: dict[str, Any]) -> bool:
+    frequencies = np.float32(row["inv_freq"]).astype(float) / row.get("positions_divided_by", 1.0)
+    return (
+        rope.rotary_dim == row["rotary_dim"]
+        and rope.pairing == ("half" if row.get("is_neox_style", True) else "interleaved")
+        and math.isclose(rope.attention_factor, row["attention_factor_from_cache"], rel_tol=1e-7)
+        and np.allclose(rope.inv_freq, frequencies, rtol=5e-7, atol=0)
+    )
+
+
+def test_the_column_of_transformers_is_that_of_its_models() -> None:
+    """Each case of the models that were run: the frequencies after the forward pass, and the attention factor."""
+
+    count: list[str] = []
+
+    def check(row: dict[str, Any]) -> None:
+        ropes = from_config(row["config"], engine="transformers", text_only=True)
+        for case in row["cases"]:
+            rope = ropes.layers[case.get("layer_idx", 0)]
+            if rope is None or case.get("inv_freq") is None or "indexer" in case["id"]:
+                continue
+            count.append(case["id"])
+            static = rope.at_length(max(max(p) if isinstance(p, list) else p for p in case["positions"]) + 1)
+            np.testing.assert_allclose(static.inv_freq, case["inv_freq"], rtol=6e-7, atol=0)
+            assert static.attention_factor == pytest.approx(case["attention_scaling"], rel=1e-6)
+
+    each(MODELS.items(), check)
+    assert len(count) > 70
+
+
+class TestRefusals:
+    def test_an_integer_as_linear_factor(self) -> None:
+        found = diff.engines(scaled(rope_type="linear", factor=4))
+        [row] = found.facts["ropes"]
+        refused = {one["name"]: one["refused"] for one in row["engines"] if one["refused"]}
+        assert set(refused) == {"vLLM", "SGLang"}
+        assert "Write 4.0" in refused["vLLM"]
+        assert not found.agree
+        assert "vLLM and SGLang do not run this config" in found.text()
+        assert diff.engines(scaled(rope_type="linear", factor=4.0)).agree
+
+    @pytest.mark.parametrize("key", [{"attn_factor": 0.0}, {"extrapolation_factor": 1.5}, {"attn_factor": "much"}])
+    def test_keys_of_sglang_out_of_range(self, key: dict[str, Any]) -> None:
+        [row] = diff.engines(yarn(**key), length=4096).facts["ropes"]
+        refused = {one["name"]: one["refused"] for one in row["engines"] if one["refused"]}
+        assert set(refused) == {"SGLang"}
+        assert refused["SGLang"].endswith("not described")
+
+    def test_dynamic_ntk(self) -> None:
+        config = {**scaled(rope_type="dynamic", factor=4.0), "max_position_embeddings": 2048}
+        found = diff.engines(config)
+        [row] = found.facts["ropes"]
+        assert found.facts["length"] == 4096  # it changes beyond 2048 only
+        assert [at["sequence"] for at in row["at"]] == [2048, 4096]
+        assert [one["name"] for one in row["engines"] if one["refused"]] == ["exllamav3"]
+        same = [{name for name, one in at["engines"].items() if one["apart"]["same"]} for at in row["at"]]
+        assert same == [{"transformers", "vLLM", "llama.cpp", "mlx-lm"}, {"transformers", "mlx-lm"}]
+
+    def test_longrope_of_a_pairing_that_two_classes_do_not_take(self) -> None:
+        config = {**phi(), "model_type": "mine"}
+        [row] = diff.engines(config, pairing="interleaved").facts["ropes"]
+        assert [one["name"] for one in row["engines"] if one["refused"]] == ["vLLM", "SGLang", "mlx-lm"]
+
+    def test_an_older_name_of_longrope_in_mlx_lm(self) -> None:
+        for model, refused in (("phi3", []), ("llama", ["mlx-lm"])):
+            config = {**phi(rope_type=None, type="su"), "model_type": model}
+            [row] = diff.engines(config).facts["ropes"]
+            assert [one["name"] for one in row["engines"] if one["refused"]] == refused
+
+    def test_longrope_of_a_model_that_llama_cpp_has_no_lists_for(self) -> None:
+        rope = from_config({**phi(), "model_type": "llama"}, engine="llama.cpp").rope
+        assert rope == from_config(LLAMA).rope
+
+    def test_a_scaling_that_only_the_own_code_of_a_model_knows(self) -> None:
+        telechat = {"model_type": "telechat", "n_head": 4, "n_layer": 1, "hidden_size": 256, "training_seqlen": 32_768}
+        [row] = diff.engines(telechat, length=8192).facts["ropes"]
+        assert {one["refused"] for one in row["engines"]} == {
+            "no rope section of the config states the scaling, but the model's own code: not described"
+        }
+
+    def test_from_config_says_who_refuses_and_why(self) -> None:
+        with pytest.raises(RopeError, match=r"config: exllamav3 1\.6\.5 must run the config, got Unknown rope_type"):
+            from_config({**scaled(rope_type="dynamic", factor=4.0)}, engine="exllamav3")
+
+    def test_the_first_that_runs_is_compared_with(self) -> None:
+        dynamic = {**scaled(rope_type="dynamic", factor=4.0), "max_position_embeddings": 2048}
+        found = diff.engines(dynamic, names=("exllamav3", "sglang", "mlx-lm"))
+        assert [row["compared_with"] for row in found.facts["ropes"]] == ["SGLang"]
+        nobody = diff.engines(dynamic, names=("exllamav3",))
+        assert nobody.facts["ropes"][0]["compared_with"] is None
+        assert "exllamav3 does not run this config" in nobody.text()
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"names": "vllm"}, r"names must be a collection, got 'vllm'\. Pass a tuple, e\.g\. names=\('vllm',\)"),
+            ({"names": ("tgi",)}, "engine must be one of 'transformers', 'vllm', .*, got 'tgi'"),
+            ({"length": 0}, "length"),
+        ],
+    )
+    def test_arguments(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(RopeError, match=message):
+            diff.engines(yarn(), **arguments)
+
+    def test_configs_that_one_program_reads(self, tmp_path: Path) -> None:
+        meta = {"dim": 64, "n_heads": 2, "n_layers": 1, "rope_theta": 1e4, "vocab_size": 8, "norm_eps": 1e-5}
+        with pytest.raises(RopeError, match="engines are compared on a config of Hugging Face, got another one"):
+            diff.engines(meta)
+        (tmp_path / "m.gguf").write_bytes(b"GGUF")
+        with pytest.raises(RopeError, match=r"got a GGUF file\. llama\.cpp alone reads it"):
+            from_config(tmp_path / "m.gguf", engine="vllm")
+        with pytest.raises(RopeError, match=r"factor is for Meta's params\.json only"):
+            from_config(yarn(), engine="vllm", factor=8.0)
+        with pytest.raises(RopeError, match="engine must be one of"):
+            from_config(yarn(), engine=3)  # type: ignore[arg-type]
+
+    def test_a_vision_tower(self) -> None:
+        towers = json.loads((GOLDEN / "vision_towers.json").read_text())["rows"]
+        tower = next(row["config"] for row in towers if row["config"]["model_type"] == "pixtral")
+        with pytest.raises(RopeError, match="the config must be that of a text model, got a vision tower alone"):
+            diff.engines(tower)
+
+    def test_a_model_that_does_not_rotate(self) -> None:
+        smol = {**LLAMA, "model_type": "smollm3", "no_rope_layers": [0, 0]}
+        found = diff.engines(smol)
+        assert found.facts["ropes"] == []
+        assert "No layer rotates, so there is nothing to compare." in found.text()
+
+    def test_a_config_without_a_length(self) -> None:
+        config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+        with pytest.raises(RopeError, match="the length must be said, since the config does not say it"):
+            diff.engines(config)
+        assert diff.engines(config, length=4096).agree
+
+
+class TestNumbersOfAnEngine:
+    def test_schemes_stay_what_they_are_where_they_can(self) -> None:
+        assert from_config(yarn(), engine="vllm").rope == from_config(yarn()).rope
+        rope = from_config(yarn(attention_factor=1.0, truncate=False), engine="mlx-lm").rope
+        assert rope.scaling == YaRN(32.0, 4096, attention_factor=1 + 0.1 * math.log(32))
+
+    def test_extrapolation_factor_is_no_scheme(self) -> None:
+        """SGLang keeps half of what YaRN would keep of each speed; by the formula, in mpmath."""
+        rope = from_config(yarn(extrapolation_factor=0.5), engine="sglang").rope
+        low, high = 20, 46  # floor and ceil of the pairs that turn 32 times and once
+        assert oracle_yarn_ends() == (low, high)
+        for i, w in enumerate(rope.inv_freq):
+            plain = mpmath.mpf(10_000) ** (-mpmath.mpf(i) / 64)
+            kept = (1 - min(max(mpmath.mpf(i - low) / (high - low), 0), 1)) / 2
+            assert w == pytest.approx(float(plain / 32 * (1 - kept) + plain * kept), rel=1e-14)
+
+    def test_what_is_ignored_is_a_warning(self) -> None:
+        ropes = from_config(yarn(attn_factor=0.5), engine="llama.cpp")
+        wanted = "llama.cpp 0c1e57098: It ignores attn_factor: not written, not read or overwritten for this model."
+        assert wanted in ropes.warnings
+        assert "mlx-lm 0.32.2: It ignores attn_factor." in from_config(yarn(attn_factor=0.5), engine="mlx-lm").warnings
+
+    def test_without_an_engine_such_a_key_is_an_error(self) -> None:
+        with pytest.raises(RopeError, match=r"rope_scaling\.attn_factor"):
+            from_config(yarn(attn_factor=0.5))
+
+    def test_longrope_keeps_its_switch(self) -> None:
+        rope = from_config(phi(), engine="vllm").rope
+        assert isinstance(rope.scaling, LongRoPE)
+        assert rope.at_length(131_072).inv_freq[0] == 0.1
+        with_length = [w for w in from_config(phi(), engine="vllm").warnings if "max_model_len" in w]
+        assert with_length
+
+    def test_yarn_with_several_axes(self) -> None:
+        """vLLM computes the ends of the ramp from four times the length."""
+        config = {**yarn(mrope_section=[16, 24, 24]), "model_type": "qwen2_vl_text"}
+        rope = from_config(config, engine="vllm", text_only=True).rope
+        assert rope.scaling == YaRN(32.0, 4 * 4096)
+
+    def test_a_query_scale_that_vllm_does_not_read(self) -> None:
+        config = MODELS["devstral-small-2-24b"]["config"]
+        assert from_config(config, text_only=True).query_scale is not None
+        ropes = from_config(config, engine="vllm", text_only=True)
+        assert ropes.query_scale is None
+        assert any("does not scale q by its position" in warning for warning in ropes.warnings)
+        assert from_config(config, engine="sglang", text_only=True).query_scale is not None
+        assert "vLLM does not apply it" in diff.engines(config).text()
+
+    def test_exllamav3_takes_the_factor_from_the_lengths(self) -> None:
+        """Qwen 2.5's documented YaRN: 32,768 positions and a factor of 4, which is no scaling there."""
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+        config = {**LLAMA, "max_position_embeddings": 32_768, "rope_scaling": scaling}
+        rope = from_config(config, engine="exllamav3").rope
+        assert rope.attention_factor == 1.0
+        np.testing.assert_allclose(rope.inv_freq, from_config(LLAMA).rope.inv_freq, rtol=1e-15, atol=0)
+        assert "the config's 4 does not count" in diff.engines(config).text()
+
+    def test_a_second_rope_of_the_layers(self) -> None:
+        ropes = from_config(MODELS["deepseek-v3.2"]["config"], engine="vllm")
+        assert set(ropes.others) == {"indexer"}
+
+
+def oracle_yarn_ends() -> tuple[int, int]:
+    def index(turns: int) -> mpmath.mpf:
+        return 128 * mpmath.log(4096 / (turns * 2 * mpmath.pi)) / (2 * mpmath.log(10_000))
+
+    return int(mpmath.floor(index(32))), int(mpmath.ceil(index(1)))
+
+
+ODD = (math.nan, math.inf, -1, 0, 0.5, 1e308, 10**400, True, "x", [], {}, None, [1.0] * 64)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_but_numbers_or_rope_errors(engine: str) -> None:
+    """Every key of four schemes with values that nobody means."""
+    keys = {
+        "yarn": ("attn_factor", "extrapolation_factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast"),
+        "dynamic": ("max_trained_positions", "factor", "alpha"),
+        "longrope": ("attention_factor", "short_mscale", "factor", "long_factor"),
+        "linear": ("factor",),
+    }
+    plain = {
+        "yarn": yarn()["rope_scaling"],
+        "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+        "longrope": phi()["rope_scaling"],
+        "linear": {"rope_type": "linear", "factor": 4.0},
+    }
+    count = 0
+    for scheme, names in keys.items():
+        for name, value in itertools.product(names, ODD):
+            for model in ("llama", "phi3", "deepseek_v3"):
+                sizes = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 64} if model == "deepseek_v3" else {}
+                config = {**LLAMA, **sizes, "model_type": model, "rope_scaling": {**plain[scheme], name: value}}
+                with contextlib.suppress(RopeError):
+                    rope = from_config(config, engine=engine).rope.at_length(131_072)
+                    assert np.isfinite(rope.inv_freq).all()
+                    count += 1
+    assert count > 30
+
+
+class TestApart:
+    A = Rope(8, 10_000.0, "half")
+
+    def test_nothing(self) -> None:
+        found = apart(self.A, Rope(8, 10_000.0, "half"), 1000)
+        assert (found.same, found.times, found.pairs, found.score) == (True, 1.0, 0, 0.0)
+
+    def test_an_attention_factor_alone(self) -> None:
+        b = Rope(8, 10_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=2.0))
+        found = apart(self.A, b, 1000)
+        assert not found.same
+        assert (found.times, found.attention, found.score, found.distance) == (1.0, 2.0, 3.0, 0)
+
+    def test_another_base(self) -> None:
+        """The worst distance by trying each in mpmath."""
+        b = Rope(8, 20_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=1.5))
+        found = apart(self.A, b, 60)
+        assert (found.pair, found.pairs, found.slower) == (3, 3, True)
+        assert found.times == pytest.approx(2 ** (3 / 4), rel=1e-12)
+        pairs = list(zip(oracle.inv_freq(10_000.0, 8), oracle.inv_freq(20_000.0, 8), strict=True))
+        changes = [
+            mpmath.fsum(abs(mpmath.expj(m * w) - mpmath.mpf("2.25") * mpmath.expj(m * v)) for w, v in pairs) / 4
+            for m in range(61)
+        ]
+        worst = max(range(61), key=changes.__getitem__)
+        assert found.distance == worst
+        assert found.score == pytest.approx(float(changes[worst]), rel=1e-12)
+
+    def test_the_longest_distance_counts(self) -> None:
+        """Pairs so slow that the change still grows there; beyond 131,072 distances are spread."""
+        slow = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=1e7)).rope.scaling)
+        slower = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=2e7)).rope.scaling)
+        for longest in (1000, 131_073, 200_000):
+            assert apart(slow, slower, longest).distance == longest
+
+    def test_a_pair_that_stands_still(self) -> None:
+        still = from_config({**MODELS["gemma-4-26b-a4b"]["config"]}, text_only=True).layers[-1]
+        assert still is not None
+        turning = Rope(still.head_dim, still.base, "half")
+        facts = apart(turning, still, 10).facts()
+        assert facts["inv_freq"]["times"] is None
+        json.dumps(facts, allow_nan=False)
+
+
+def test_all_facts_are_json() -> None:
+    facts = diff.engines(yarn(mscale=0.707)).facts
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+
+
+def test_what_is_said_of_engines_that_agree() -> None:
+    text = diff.engines(LLAMA).text()
+    assert "All 6 engines rotate alike, up to 131,072 tokens." in text
+    assert "read, not run" not in text
+    assert "vLLM runs this config; no other engine was asked about." in diff.engines(LLAMA, names=("vllm",)).text()
+
+
+def test_what_was_only_read_is_said() -> None:
+    """llama.cpp's Gemma 4: its converter needs the tensors of the model."""
+    config = MODELS["gemma-4-26b-a4b"]["config"]
+    found = diff.engines(config)
+    seen = {(one["name"], one["seen"]) for row in found.facts["ropes"] for one in row["engines"]}
+    assert {name for name, how in seen if how == "read"} == {"llama.cpp"}
+    assert "(conversion/gemma.py; read, not run)" in found.text()
+    warned = from_config({**config}, engine="llama.cpp", text_only=True)
+    assert not [warning for warning in warned.warnings if "read, not run" in warning]  # there is nothing to say of it
+
+
+def test_what_is_said_of_engines_that_differ() -> None:
+    text = diff.engines(yarn(mscale=0.707, truncate=False)).text()
+    assert (
+        "vLLM, SGLang and exllamav3 rotate as transformers does; llama.cpp and mlx-lm differ from transformers. The "
+        "engines are set to 131,072 tokens."
+    ) in text
+    line = next(line for line in text.splitlines() if line.strip().startswith("mlx-lm 0.32.2  "))
+    assert line.split()[2] == "1.24503"
+    assert "25 pairs differ, pair 45 2.119 times faster" in line
+
+
+def test_a_nested_truncate_in_transformers() -> None:
+    config = {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_hidden_layers": 6,
+        "max_position_embeddings": 131_072,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    }
+    sliding, full = diff.engines(config).facts["ropes"]
+    assert sliding["agree"]
+    assert full["engines"][0]["notes"] == [
+        "It ignores truncate where the parameters are nested by the kind of layer, and rounds the ramp."
+    ]
+    assert not full["at"][0]["engines"]["vLLM"]["apart"]["same"]

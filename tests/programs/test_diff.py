@@ -1,0 +1,140 @@
+"""`ropewalk diff`, run as users run it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ropewalk import diff
+from ropewalk.programs import cli
+
+PNG = b"\x89PNG"
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "mscale": 0.7}
+
+
+def run(*arguments: object) -> Result:
+    # Before click 8.2 stderr is a part of stdout unless it is asked for.
+    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+    return CliRunner(**apart).invoke(cli.main, ["diff", *(str(a) for a in arguments)])
+
+
+def written(folder: Path, name: str, **more: Any) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**LLAMA, **more}))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return written(tmp_path, "config", rope_scaling=YARN)
+
+
+def test_one_config(config: Path) -> None:
+    ran = run(config)
+    assert ran.exit_code == 0
+    assert ran.stdout.rstrip("\n") == diff.engines(config).text()
+
+
+def test_one_config_as_json(config: Path) -> None:
+    ran = run(config, "--json", "--length", 4096, "--engine", "vllm", "--engine", "mlx-lm")
+    assert json.loads(ran.stdout) == diff.engines(config, length=4096, names=("vllm", "mlx-lm")).facts
+
+
+def test_two_configs(config: Path, tmp_path: Path) -> None:
+    other = written(tmp_path, "other", rope_theta=20_000.0, rope_scaling=YARN)
+    ran = run(config, other, "--length", 100)
+    assert ran.exit_code == 0
+    assert ran.stdout.rstrip("\n") == diff.configs(config, other, length=100).text()
+    assert json.loads(run(config, other, "--json").stdout) == diff.configs(config, other).facts
+
+
+def test_pictures(config: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "engines.png"
+    ran = run(config, "--json", "--plot", picture)
+    assert picture.read_bytes().startswith(PNG)
+    assert f"drew {picture}" in ran.stderr
+    assert json.loads(ran.stdout)["model_type"] == "llama"
+    two = tmp_path / "two.png"
+    ran = run(config, written(tmp_path, "other", rope_theta=20_000.0), "--plot", two)
+    assert two.read_bytes().startswith(PNG)
+    assert f"drew {two}" in ran.stdout
+
+
+def test_a_picture_of_each_kind_of_layer(tmp_path: Path) -> None:
+    """Gemma 3: two kinds, of which one has another base."""
+    gemma = {"model_type": "gemma3_text", "head_dim": 16, "rope_local_base_freq": 1e4, "num_hidden_layers": 6}
+    pattern = {"sliding_window_pattern": 6, "rope_theta": 1e6}
+    first = written(tmp_path, "first", **gemma, **pattern)
+    assert run(first, "--plot", tmp_path / "kinds.png").exit_code == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {"kinds-1.png", "kinds-2.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engine", "tgi"), "engine must be one of 'transformers', 'vllm', 'sglang', 'llama.cpp'"),
+        (("--plot", "picture.txt"), "path must end in one of .png, .svg, .pdf"),
+        (("--ignore", "nothing"), "every key to ignore must be in the config"),
+    ],
+)
+def test_errors_are_one_line(config: Path, arguments: tuple[str, ...], message: str) -> None:
+    ran = run(config, *arguments)
+    assert ran.exit_code == 1
+    assert ran.stdout == ""
+    assert message in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_combined(config: Path) -> None:
+    ran = run(config, config, "--engine", "vllm")
+    assert ran.exit_code == 2
+    assert "--engine is for one config, so it cannot be combined with SOURCE2" in ran.stderr
+
+
+def test_nothing_to_draw(config: Path, tmp_path: Path) -> None:
+    ran = run(config, config, "--plot", tmp_path / "same.png")
+    assert ran.exit_code == 1
+    assert "there is nothing that can be drawn over each other" in ran.stderr
+
+
+def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
+    path = written(tmp_path, "mine", model_type="mine", rope_theta=None)
+    assert "model_type" in run(path).stderr
+    assert run(path, "--pairing", "half", "--base", 1e4).exit_code == 0
+
+
+def test_starts_without_torch(config: Path) -> None:
+    program = (
+        "import sys; from click.testing import CliRunner; from ropewalk.programs.cli import main\n"
+        f"assert CliRunner().invoke(main, ['diff', {str(config)!r}]).exit_code == 0\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_commands_of_the_page(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command of docs/diff.md, with these files in the place of those it names."""
+    page = (Path(__file__).parents[2] / "docs" / "diff.md").read_text()
+    commands = [line.split()[3:] for line in page.splitlines() if line.startswith("$ ropewalk diff ")]
+    assert len(commands) == 3
+    monkeypatch.chdir(tmp_path)
+    files = {"path/to/config.json": config, "path/to/base": config, "path/to/fine-tune": written(tmp_path, "tuned")}
+    for command in commands:
+        ran = run(*(files.get(word, word) for word in command))
+        assert ran.exit_code == 0, ran.output
+    assert (tmp_path / "engines.png").read_bytes().startswith(PNG)

