@@ -37,7 +37,8 @@ def read(
             must, cure = "pairing and base must be left out", "The row of the tower says them."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
         if text_only:
-            must, cure = "text_only must be left out", "Nothing is left of it without the tower."
+            must = "the config must be that of a text model, where only that is read"
+            cure = "Pass the config of the whole model; leave text_only out to read a tower."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
         return ModelRopes((), tower.model_type, source, vision=tower)
     ropes = _read_text(fields, pairing=pairing, base=base, text_only=text_only)

@@ -72,9 +72,6 @@ def engines(
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
     chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
     ropes, asked = ropes_to_ask(source, pairing=pairing, base=base, ignore=ignore, download=download)
-    if not ropes.layers:
-        must, cure = "the config must be that of a text model", "Pass the config of the whole model."
-        raise _checks.error(ropes.source, must, "a vision tower alone", cure)
     setting = _setting(ropes, length)
     rows, kept = [], []
     for each, layers in asked:
