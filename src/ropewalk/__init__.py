@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ropewalk.attention.cache_step import CacheStep as CacheStep
     from ropewalk.attention.kv_cache import KVCache as KVCache
     from ropewalk.attention.layer_cache import LayerCache as LayerCache
+    from ropewalk.attention.paged_cache import PagedKVCache as PagedKVCache
+    from ropewalk.attention.paged_step import PagedLayer as PagedLayer
+    from ropewalk.attention.paged_step import PagedStep as PagedStep
     from ropewalk.attention.self_extend import SelfExtend as SelfExtend
     from ropewalk.attention.two_pass import TwoPass as TwoPass
     from ropewalk.axes import Axes as Axes
@@ -55,6 +58,9 @@ _HOME = {
     "LongRoPE": "schemes",
     "ModelRopes": "configs",
     "NTK": "schemes",
+    "PagedKVCache": "attention.paged_cache",
+    "PagedLayer": "attention.paged_step",
+    "PagedStep": "attention.paged_step",
     "Proportional": "schemes",
     "QueryScale": "configs",
     "VisionRopes": "configs",
@@ -91,6 +97,9 @@ __all__ = [
     "Llama3",
     "LongRoPE",
     "ModelRopes",
+    "PagedKVCache",
+    "PagedLayer",
+    "PagedStep",
     "Proportional",
     "QueryScale",
     "Rope",

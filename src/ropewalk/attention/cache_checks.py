@@ -29,16 +29,16 @@ def dtype(who: str, given: object) -> None:
         raise _checks.error(who, must, str(given), "Pass that of the model, or of autocast.")
 
 
-def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
+def real(seq: int, attention_mask: Tensor | None, length: Tensor, who: str = "KVCache.step") -> Tensor:
     """bool `[batch, seq]`: which of the new tokens of `KVCache.step` are no padding."""
     shape = (length.shape[0], seq)
     if not isinstance(seq, torch.SymInt):
-        _checks.integer("KVCache.step", "seq", seq, at_least=1)
+        _checks.integer(who, "seq", seq, at_least=1)
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool, device=length.device)
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != shape or attention_mask.is_floating_point():
         raise _checks.error(
-            "KVCache.step",
+            who,
             f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
             _checks.described(attention_mask),
             "Pass which of the new tokens are real, not the additive mask that attention gets.",
@@ -46,11 +46,11 @@ def real(seq: int, attention_mask: Tensor | None, length: Tensor) -> Tensor:
     return attention_mask != 0
 
 
-def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
+def positions(given: Tensor, real: Tensor, sinks: int, who: str = "KVCache.step") -> Tensor:
     """int64 `[batch, seq]` or `[axes, batch, seq]`: those that `KVCache.step` is given, in memory of their own."""
     if sinks:
         raise _checks.error(
-            "KVCache.step",
+            who,
             "positions must be None in a cache with sinks, whose distances are counted in tokens",
             _checks.described(given),
             "Build the cache with sinks=0, or with capacity.",
@@ -71,7 +71,7 @@ def positions(given: Tensor, real: Tensor, sinks: int) -> Tensor:
         or given.device != real.device
     ):
         raise _checks.error(
-            "KVCache.step",
+            who,
             "positions must be an int64 tensor [axes, batch, seq], [batch, seq] = "
             f"{[batch, seq]} or [seq] = {[seq]} on {real.device}",
             f"{_checks.described(given)} on {given.device}" if isinstance(given, Tensor) else _checks.described(given),
@@ -109,7 +109,9 @@ def number_for_each_row(who: str, name: str, value: Tensor, length: Tensor) -> N
         raise _checks.error(who, must, _checks.described(value), "Pass one number for each row.")
 
 
-def ropes(rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int) -> Sequence[Rope | None]:
+def ropes(
+    rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int, who: str = "KVCache.shift"
+) -> Sequence[Rope | None]:
     """For each layer, the rope that `KVCache.shift` is given."""
     each = [rope] * num_layers if isinstance(rope, Rope) else rope
     if (
@@ -118,7 +120,7 @@ def ropes(rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int) ->
         or not all(one is None or isinstance(one, Rope) for one in each)
     ):
         raise _checks.error(
-            "KVCache.shift",
+            who,
             f"rope must be a Rope, or one or None for each of {num_layers} layers",
             _checks.shown(rope),
             "Pass the rope that rotated the keys.",
@@ -126,7 +128,7 @@ def ropes(rope: Rope | Sequence[Rope | None], num_layers: int, head_dim: int) ->
     for one in each:
         if one is not None and one.head_dim != head_dim:
             raise _checks.error(
-                "KVCache.shift",
+                who,
                 f"rope must have the heads of the cache, head_dim={head_dim}",
                 f"head_dim={one.head_dim}",
                 "Pass the rope that rotated the keys.",

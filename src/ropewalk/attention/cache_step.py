@@ -68,6 +68,17 @@ class Progress:
         """How many layers have stored their keys and values."""
         return sum(layer.stored for layer in self.layers)
 
+    def check_whole(self, who: str) -> None:
+        """Raise if the pass stopped in between: some layers have stored their keys and values, and others have not."""
+        stored = self.stored()
+        if 0 < stored < len(self.layers):
+            raise _checks.error(
+                who,
+                "every layer must have appended in the step before",
+                f"{stored} of {len(self.layers)} layers",
+                "Pass step.layer(i) to every layer, num_layers in all. After an exception, call rollback() first.",
+            )
+
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"earlier": (), "rotations": []}  # weak references cannot be pickled
 
@@ -97,6 +108,8 @@ class CacheStep:
             Of a token with several axes, the largest.
         causal: whether plain causality over the filled slots is all that mask says, as far as the cache knows.
     """
+
+    _who = "KVCache"
 
     def __init__(
         self,
@@ -216,7 +229,7 @@ class CacheStep:
         It must be made for positions `[batch, seq]` and, in two passes, for all keys. One that was used in the step
         before this one cannot be right, since all tokens have moved on.
         """
-        who = "KVCache"
+        who = self._who
         compiling = torch.compiler.is_compiling()
         if not compiling and rotation is self._checked:  # most often all layers have the same
             return

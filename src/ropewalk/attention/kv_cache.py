@@ -310,15 +310,8 @@ class KVCache:
         """
         if torch.compiler.is_compiling() or self._pending is None:
             return None
-        stored = self._pending.stored()
-        if 0 < stored < self.num_layers:
-            raise _checks.error(
-                who,
-                "every layer must have appended in the step before",
-                f"{stored} of {self.num_layers} layers",
-                "Pass step.layer(i) to every layer, num_layers in all. After an exception, call rollback() first.",
-            )
-        return self._pending if stored else None
+        self._pending.check_whole(who)
+        return self._pending if self._pending.stored() else None
 
     def _drop(self) -> None:
         """From now on the newest step is outdated."""

@@ -19,7 +19,6 @@ class Step(Protocol):
     """What a layer needs of its step; a `CacheStep` is one."""
 
     order: Tensor
-    key_positions: Tensor
     causal: bool
     _cache: Any
     _slot: Tensor
@@ -28,6 +27,8 @@ class Step(Protocol):
     _filled: slice
     _progress: Any
 
+    @property
+    def key_positions(self) -> Tensor: ...
     @property
     def mask(self) -> Tensor: ...
 
@@ -42,6 +43,8 @@ class LayerCache:
     Attributes:
         step: the `CacheStep` of this forward pass.
     """
+
+    _who = "KVCache"
 
     def __init__(self, step: Step, index: int) -> None:
         self.step = step
@@ -77,22 +80,12 @@ class LayerCache:
         Raises:
             RopeError: as `append`; or q, rotation or mask does not fit this step. Nothing is stored then.
         """
-        batch, _, kv_heads, head_dim = self._keys.shape
-        seq = self.step.order.shape[1]
-        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
-            raise _checks.error(
-                "KVCache",
-                f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads",
-                f"{tuple(q.shape)}",
-                "Build the cache for this model and batch, and call step with the length of these tokens.",
-            )
-        if rotation is not None:
-            self.step._check_rotation(rotation)
+        self._check_query(q, rotation)
         if mask is not None:
             if not isinstance(mask, Tensor):
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
-                raise _checks.error("KVCache", must, got, "Pass a dense mask, for the keys of step.key_positions.")
-            check_mask("KVCache", mask, q, self.step.key_positions.shape[1])
+                raise _checks.error(self._who, must, got, "Pass a dense mask, for the keys of step.key_positions.")
+            check_mask(self._who, mask, q, self.step.key_positions.shape[1])
         step, seen, filled = self.step, None, slice(None)
         if not torch.compiler.is_compiling():  # a compiled layer has one graph, whatever the cache holds
             filled = step._filled
@@ -105,7 +98,7 @@ class LayerCache:
             v,
             rotation=rotation,
             mask=seen,
-            scale=head_dim**-0.5 if scale is None else scale,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
             append=lambda k, v: self._append(k, v, filled),
         )
 
@@ -132,28 +125,9 @@ class LayerCache:
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
         """`append`, and of the keys and values those in `filled`."""
-        batch, slots, heads, head_dim = self._keys.shape
-        wanted = (batch, self.step.order.shape[1], heads, head_dim)
-        for name, new in (("k", k), ("v", v)):
-            if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
-                fix = "Build the cache for this model and batch, and call step with the length of these tokens."
-                if new.shape == wanted and new.device == self._keys.device:
-                    fix = f"Build the cache with dtype={new.dtype}, in which the model makes keys here (see autocast)."
-                raise _checks.error(
-                    "KVCache",
-                    f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
-                    f"{tuple(new.shape)} in {new.dtype} on {new.device}",
-                    fix,
-                )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise _checks.error(
-                "KVCache",
-                "gradients cannot pass through a cache",
-                "keys or values that require one",
-                "Run under torch.no_grad() or torch.inference_mode().",
-            )
+        self._check_new(k, v)
         self._check_turn()
-        kept = self._keys[:, : slots - 1][:, filled], self._values[:, : slots - 1][:, filled]
+        kept = self._keys[:, :-1][:, filled], self._values[:, :-1][:, filled]
         if self.step._beside and filled.start is None:
             kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
         elif self.step._beside:  # nothing was cached before
@@ -165,26 +139,61 @@ class LayerCache:
             self.step._commit()
         return kept
 
+    def _check_query(self, q: Tensor, rotation: Rotation | TwoPass | None) -> None:
+        """Raise unless q is of the tokens of this step, and rotation may be."""
+        (batch, seq), (kv_heads, head_dim) = self.step.order.shape, self._keys.shape[2:]
+        if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
+            raise _checks.error(
+                self._who,
+                f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads",
+                f"{tuple(q.shape)}",
+                "Build the cache for this model and batch, and call step with the length of these tokens.",
+            )
+        if rotation is not None:
+            self.step._check_rotation(rotation)
+
+    def _check_new(self, k: Tensor, v: Tensor) -> None:
+        """Raise unless these are keys and values of the tokens of this step."""
+        wanted = (*self.step.order.shape, *self._keys.shape[2:])
+        for name, new in (("k", k), ("v", v)):
+            if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
+                fix = "Build the cache for this model and batch, and call step with the length of these tokens."
+                if new.shape == wanted and new.device == self._keys.device:
+                    fix = f"Build the cache with dtype={new.dtype}, in which the model makes keys here (see autocast)."
+                raise _checks.error(
+                    self._who,
+                    f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
+                    f"{tuple(new.shape)} in {new.dtype} on {new.device}",
+                    fix,
+                )
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise _checks.error(
+                self._who,
+                "gradients cannot pass through a cache",
+                "keys or values that require one",
+                "Run under torch.no_grad() or torch.inference_mode().",
+            )
+
     def _check_turn(self) -> None:
         """Raise unless this layer is due."""
         progress = self.step._progress
         if self._progress.stored:
             raise _checks.error(
-                "KVCache",
+                self._who,
                 "each layer must append once in a step",
                 "a layer that has appended already",
                 "Pass step.layer(i) with another i to each layer, and call cache.step(seq) for each forward pass.",
             )
         if progress.outdated:
             raise _checks.error(
-                "KVCache",
+                self._who,
                 "a step must be the newest of its cache, without a shift, reset or rollback after it",
                 "an outdated one",
                 "Call step = cache.step(seq) for each forward pass, and use it before anything else changes the cache.",
             )
         if self._is_last and progress.stored() != len(progress.layers) - 1:
             raise _checks.error(
-                "KVCache",
+                self._who,
                 f"all of {len(progress.layers)} layers must append, the last one last",
                 f"the last one after {progress.stored()} others",
                 "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",

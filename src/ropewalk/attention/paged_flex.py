@@ -1,0 +1,81 @@
+"""FlexAttention over the blocks of a paged cache where they lie: which of them a row has, and what its tokens see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from ropewalk import _checks
+
+_QUERIES = 128  # new tokens that FlexAttention takes together
+
+
+def checked(who: str, flex: bool, pools: Sequence[Tensor]) -> bool:
+    """Flex, if it is one of True and False and FlexAttention can take the pools as they are."""
+    if not isinstance(flex, bool):
+        raise _checks.error(who, "flex must be True or False", _checks.shown(flex), "Pass one of them.")
+    for pool in pools if flex else ():
+        if pool.shape[0] > 1 and pool.stride(0) != pool.stride(1) * pool.shape[1]:
+            raise _checks.error(
+                who,
+                "with flex, the tokens of all blocks must be evenly spaced in memory",
+                f"strides {pool.stride()} for blocks of {pool.shape[1]} tokens",
+                "Use tensors with the tokens of a block before the heads (NHD), one for each layer; or flex=False.",
+            )
+    return flex
+
+
+def in_a_row(pool: Tensor) -> Tensor:
+    """All tokens of a pool, `[1, tokens, kv_heads, head_dim]`: a view."""
+    blocks, size, heads, channels = pool.shape
+    shape, strides = (1, blocks * size, heads, channels), (0, *pool.stride()[1:])
+    return pool.as_strided(shape, strides)
+
+
+def block_mask(
+    tables: list[list[int]],
+    pool: Tensor,
+    *,
+    order: Tensor,
+    real: Tensor,
+    skipped: Tensor,
+    window: int | None,
+) -> BlockMask:
+    """Who sees whom, for the tokens of one forward pass and all tokens of a pool.
+
+    Args:
+        tables: the blocks of each row.
+        pool: keys of a layer, `[blocks, block_size, kv_heads, head_dim]`.
+        order: of the new tokens, int64 `[batch, seq]`.
+        real: which of them are no padding, bool `[batch, seq]`. Padding sees every token of its row.
+        skipped: tokens in front of the first block of each row, int64 `[batch, 1]`.
+        window: tokens that a token sees; None: all.
+    """
+    blocks, size = pool.shape[:2]
+    (batch, seq), device = order.shape, order.device
+    held = torch.zeros(batch, blocks, dtype=torch.int32)  # as wide as the pool: FlexAttention asks for that
+    number = torch.full((batch, blocks), -1)  # of a block in its row, from 0
+    for row, table in enumerate(tables):
+        held[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        number[row, table] = torch.arange(len(table))
+    count = torch.tensor([len(table) for table in tables], dtype=torch.int32)
+    tiles = -(-seq // _QUERIES)
+    number, first = number.to(device), skipped[:, 0]
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block = number[row, key // size]
+        distance = order[row, query] - (first[row] + block * size + key % size)
+        near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return (block >= 0) & (near | ~real[row, query])
+
+    return BlockMask.from_kv_blocks(
+        count[:, None, None].expand(-1, 1, tiles).to(device),
+        held[:, None, None].expand(-1, 1, tiles, -1).to(device),
+        BLOCK_SIZE=(_QUERIES, size),
+        mask_mod=seen,
+        seq_lengths=(seq, blocks * size),
+        compute_q_blocks=False,
+    )

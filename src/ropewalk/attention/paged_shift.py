@@ -1,0 +1,108 @@
+"""Moving the keys of some rows of a paged cache, where other rows hold the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ropewalk.attention import paged_checks
+from ropewalk.attention.paged_rows import Row, Rows
+from ropewalk.rope import Rope
+from ropewalk.rotation.api import Rotation
+
+
+@dataclass
+class Move:
+    """A block whose keys are to be moved by delta positions, as it is or in a copy that these rows get."""
+
+    block: int
+    delta: int
+    rows: list[Row]
+    copied: bool
+
+
+def shift(
+    rows: Rows,
+    moved: list[Row],
+    deltas: list[int],
+    keys: list[Tensor],
+    ropes: Sequence[Rope | None],
+    *,
+    alike: bool,
+) -> None:
+    """Move keys and next positions of some rows. The newest step is dropped.
+
+    Args:
+        rows: all rows.
+        moved: those that move.
+        deltas: how far each of them does.
+        keys: of each layer, `[blocks, block_size, kv_heads, head_dim]`.
+        ropes: of each layer, None where it does not rotate.
+        alike: whether all move equally far.
+
+    Raises:
+        RopeError: there are not enough free blocks for the copies. Nothing has changed then.
+    """
+    moves = _moves_of(rows, moved, deltas)
+    paged_checks.enough("PagedKVCache.shift", sum(move.copied for move in moves), rows.available())
+    wanted = {rope for rope in ropes if rope is not None} if moves else set()
+    rotations = {rope: _rotation(rope, moves, keys[0], alike=alike) for rope in wanted}  # before any key is touched
+    rows.drop()
+    for row, delta in zip(moved, deltas, strict=True):
+        row.position += delta
+    if not moves:
+        return
+    _give_copies(rows, moves)
+    numbers = torch.tensor([move.block for move in moves])
+    rows.key_positions[numbers] += torch.tensor([[move.delta] for move in moves])
+    for pool, rope in zip(keys, ropes, strict=True):
+        if rope is not None:
+            blocks = numbers.to(pool.device)
+            rotated = pool.index_select(0, blocks)
+            rotations[rope].apply_(rotated, layout="bshd")
+            pool.index_copy_(0, blocks, rotated)
+
+
+def _moves_of(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
+    """Which blocks move as far, and which of them are copied first, since rows that do not move so hold them."""
+    by_block: dict[int, dict[int, list[Row]]] = {}
+    for row, delta in zip(moved, deltas, strict=True):
+        for block in row.blocks:
+            by_block.setdefault(block, {}).setdefault(delta, []).append(row)
+    moves = []
+    for block, by_delta in by_block.items():
+        stays = 0 in by_delta or rows.blocks.holders(block) > sum(len(group) for group in by_delta.values())
+        for delta, group in by_delta.items():
+            if delta:
+                moves.append(Move(block, delta, group, copied=stays))
+                stays = True
+    return moves
+
+
+def _give_copies(rows: Rows, moves: list[Move]) -> None:
+    """Give their copy to the rows of each move that has one."""
+    copied = [move for move in moves if move.copied]
+    new = rows.blocks.take(len(copied))
+    rows.copy([move.block for move in copied], new)
+    for move, block in zip(copied, new, strict=True):
+        for row in move.rows:
+            row.blocks[row.blocks.index(move.block)] = block
+        rows.blocks.hold([block] * (len(move.rows) - 1))
+        rows.blocks.release([move.block] * len(move.rows))
+        move.block = block
+
+
+def _rotation(rope: Rope, moves: list[Move], keys: Tensor, *, alike: bool) -> Rotation:
+    """The rotation of the blocks of these moves, in pools like keys."""
+    axes = None if rope.axes is None else rope.axes.count
+    if alike:
+        delta = moves[0].delta
+        by: int | tuple[int, ...] | Tensor = delta if axes is None else (delta,) * axes
+    else:
+        each = torch.tensor([move.delta for move in moves])[:, None].expand(-1, keys.shape[1])
+        by = each if axes is None else each.expand(axes, -1, -1)
+    precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    return rope.shift(by, device=keys.device, dtype=precise)

@@ -1,0 +1,460 @@
+"""Attention over a PagedKVCache is that over a KVCache with the same tokens, and that of each row in one piece."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import attention_oracle as written_out
+import oracle
+from cache_model import (
+    EXACT,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    MODEL,
+    ROPES,
+    cache_of,
+    check_rows,
+    distances,
+    in_one_piece,
+    run,
+)
+from ropewalk import Axes, KVCache, PagedKVCache, Rope, RopeError, SelfExtend
+
+ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
+
+
+def paged(rows: int, **options: Any) -> PagedKVCache:
+    """A cache with so many rows, in memory that holds what must not be seen."""
+    options = {"blocks": 40, "block_size": 4, "dtype": torch.float64} | options
+    cache = PagedKVCache(LAYERS, KV_HEADS, HEAD_DIM, **options)
+    for pool in cache.keys + cache.values:
+        pool.fill_(torch.nan)
+    for _ in range(rows):
+        cache.admit()
+    return cache
+
+
+@given(
+    data=st.data(),
+    batch=st.integers(1, 3),
+    block_size=st.integers(1, 6),
+    size=st.one_of(st.just({"capacity": 30}), st.builds(lambda w: {"window": w}, st.integers(1, 8))),
+    name=st.sampled_from(sorted(ROPES)),
+)
+@settings(max_examples=40)
+def test_as_a_contiguous_cache(
+    data: st.DataObject, batch: int, block_size: int, size: dict[str, int], name: str
+) -> None:
+    """Rows of their own lengths, padding anywhere, positions, shifts, rows that begin again, rejected drafts."""
+    rope, _ = ROPES[name]
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    whole, pages = cache_of(batch, **size), paged(batch, blocks=90, block_size=block_size, window=size.get("window"))
+    for seq in data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), min_size=1, max_size=5)):
+        x, options = torch.randn(batch, seq, HIDDEN, dtype=torch.float64), {}
+        if data.draw(st.booleans()):
+            options["attention_mask"] = torch.rand(batch, seq) < 0.6
+        if data.draw(st.integers(0, 3)) == 0:
+            options["positions"] = torch.randint(-9, 9, (batch, seq))
+        if "capacity" in size and data.draw(st.integers(0, 3)) == 0:
+            options["at"] = whole.position - torch.randint(0, 4, (batch,))
+        if int(whole.length.max()) + seq > 30 and "capacity" in size:
+            break
+        real = options.get("attention_mask", torch.ones(batch, seq, dtype=torch.bool))
+        wanted, got = run(whole, x, rope, **options), run(pages, x, rope, **options)
+        assert got.isfinite().all()  # padding too
+        torch.testing.assert_close(got[real], wanted[real], **EXACT)
+        what = data.draw(st.sampled_from(["go on", "shift", "shift each", "reset"]))
+        if what == "reset":
+            chosen = data.draw(st.lists(st.integers(0, batch - 1), unique=True))
+            whole.reset(chosen)
+            pages.reset(chosen)
+        elif what != "go on":
+            delta = torch.randint(-300, 300, (batch,)) if what == "shift each" else -17
+            whole.shift([rope] * LAYERS if rope is None else rope, delta)
+            pages.shift([rope] * LAYERS if rope is None else rope, delta)
+        assert torch.equal(pages.length, whole.length)
+        assert torch.equal(pages.position, whole.position)
+
+
+def test_rows_that_take_part() -> None:
+    """Each pass has other rows, in any order; every row is what it is alone."""
+    cache = paged(3)
+    x = torch.randn(3, 9, HIDDEN, dtype=torch.float64)
+    done, outputs = [0, 0, 0], [[], [], []]
+    for rows, seq in (([2], 4), ([0, 1], 3), ([2, 0], 1), (torch.tensor([1, 2, 0]), 2), ((1,), 4), (range(2), 0)):
+        new = torch.stack([x[row, done[row] : done[row] + seq] for row in rows])
+        if seq == 0:
+            break
+        out = run(cache, new, ROPE, rows=rows)
+        for i, row in enumerate(rows):
+            outputs[row].append(out[i])
+            done[row] += seq
+    assert cache.length.tolist() == done == [6, 9, 7]
+    for row in range(3):
+        wanted = in_one_piece(x[row, : done[row]], TURN, *distances(done[row], {"capacity": 9}))
+        torch.testing.assert_close(torch.cat(outputs[row]), wanted, **EXACT)
+
+
+@pytest.mark.parametrize("length", [None, 8, 6, 0])
+@pytest.mark.parametrize("forked_first", [True, False])
+def test_a_shared_beginning(length: int | None, forked_first: bool) -> None:
+    """Both rows go on, each as if it had been alone; nothing of the beginning is stored twice but a part of a block."""
+    cache = paged(1)
+    x = torch.randn(1, 10, HIDDEN, dtype=torch.float64)
+    first = run(cache, x, ROPE)
+    free = cache.free_blocks
+    other = cache.fork(0) if length is None else cache.fork(0, length)
+    assert cache.free_blocks == free
+    kept = 10 if length is None else length
+    more = {row: torch.randn(1, 3, HIDDEN, dtype=torch.float64) for row in (0, other)}
+    out = {row: run(cache, more[row], ROPE, rows=[row]) for row in ((other, 0) if forked_first else (0, other))}
+    for row, start in ((0, 10), (other, kept)):
+        seq = start + 3
+        tokens, outputs = torch.cat([x[0, :start], more[row][0]]), torch.cat([first[0, :start], out[row][0]])
+        torch.testing.assert_close(outputs, in_one_piece(tokens, TURN, *distances(seq, {"capacity": 20})), **EXACT)
+    alone = 4 + -(-(kept + 3) // 4)
+    assert 40 - cache.free_blocks == alone - kept // 4
+    cache.free(0)
+    again = torch.randn(1, 1, HIDDEN, dtype=torch.float64)
+    out = run(cache, again, ROPE)
+    tokens = torch.cat([x[0, :kept], more[other][0], again[0]])
+    wanted = in_one_piece(tokens, TURN, *distances(kept + 4, {"capacity": 20}))
+    torch.testing.assert_close(out[0, -1], wanted[-1], **EXACT)
+
+
+def test_both_rows_of_a_fork_in_one_pass() -> None:
+    cache = paged(1)
+    x = torch.randn(1, 6, HIDDEN, dtype=torch.float64)
+    run(cache, x, ROPE)
+    cache.fork(0)
+    new = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    out = run(cache, new, ROPE)
+    for row in range(2):
+        tokens = torch.cat([x[0], new[row]])
+        torch.testing.assert_close(out[row], in_one_piece(tokens, TURN, *distances(9, {"capacity": 9}))[6:], **EXACT)
+
+
+def test_shift_leaves_rows_that_share_keys() -> None:
+    cache, whole = paged(1), cache_of(2, capacity=20)
+    x = torch.randn(1, 9, HIDDEN, dtype=torch.float64)
+    run(cache, x, ROPE)
+    run(whole, x.expand(2, -1, -1), ROPE)
+    cache.fork(0)
+    cache.shift(ROPE, -5, rows=[1])
+    whole.shift(ROPE, torch.tensor([0, -5]))
+    new = torch.randn(2, 1, HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(run(cache, new, ROPE), run(whole, new, ROPE), **EXACT)
+    assert cache.position.tolist() == [10, 5]
+
+
+def test_rows_that_share_keys_and_move_together() -> None:
+    """The keys move once, where they are."""
+    cache = paged(1)
+    run(cache, torch.randn(1, 9, HIDDEN, dtype=torch.float64), ROPE)
+    cache.fork(0)
+    cache.fork(0, 6)
+    keys, free = cache.keys[0][:3].flatten(0, 1)[:9].clone(), cache.free_blocks
+    cache.shift(ROPE, 11)
+    assert cache.free_blocks == free
+    moved = TURN(keys, torch.full((9,), 11)) if TURN is not None else keys
+    torch.testing.assert_close(cache.keys[0][:3].flatten(0, 1)[:9], moved, **EXACT)
+    assert cache.position.tolist() == [20, 20, 17]
+
+
+def test_self_extend() -> None:
+    rope, turn = ROPES["YaRN, partial"]
+    assert rope is not None
+    cache, outputs, inputs, real = paged(2), [], [], []
+    for seq in (5, 1, 2):
+        inputs.append(torch.randn(2, seq, HIDDEN, dtype=torch.float64))
+        real.append(torch.rand(2, seq) < 0.7)
+        outputs.append(run(cache, inputs[-1], SelfExtend(rope, 3, 4), attention_mask=real[-1]))
+
+    def how(row: int, seq: int) -> Any:
+        return written_out.self_extend(range(seq), 3, 4), written_out.causal(seq)
+
+    check_rows(outputs, inputs, real, turn, how)
+
+
+def test_several_axes() -> None:
+    rope = Rope(HEAD_DIM, 1e2, "half", axes=Axes.sections((1, 1, 1)))
+    pages, whole = paged(2), cache_of(2, capacity=20)
+    for seq in (7, 1):
+        x, places = torch.randn(2, seq, HIDDEN, dtype=torch.float64), torch.randint(0, 9, (3, 2, seq))
+        got, wanted = run(pages, x, rope, positions=places), run(whole, x, rope, positions=places)
+        torch.testing.assert_close(got, wanted, **EXACT)
+        assert torch.equal(pages.position, whole.position)
+        pages.shift(rope, 4)
+        whole.shift(rope, 4)
+    x = torch.randn(2, 1, HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(run(pages, x, rope), run(whole, x, rope), **EXACT)
+
+
+def pools(layout: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of two layers, as engines have them."""
+    blocks, size = 9, 4
+    if layout == "one tensor of all layers":
+        both = torch.zeros(blocks, 2, LAYERS, size, KV_HEADS, HEAD_DIM, dtype=dtype)
+        return [both[:, 0, i] for i in range(LAYERS)], [both[:, 1, i] for i in range(LAYERS)]
+    if layout == "side by side":  # vLLM 0.32: [blocks, kv_heads, block_size, 2 * head_dim]
+        sides = [torch.zeros(blocks, KV_HEADS, size, 2 * HEAD_DIM, dtype=dtype) for _ in range(LAYERS)]
+        parts = [side.transpose(1, 2).split(HEAD_DIM, -1) for side in sides]
+        return [k for k, _ in parts], [v for _, v in parts]
+    shape = (blocks, KV_HEADS, size, HEAD_DIM) if layout == "HND" else (blocks, size, KV_HEADS, HEAD_DIM)
+    both = [torch.zeros(shape, dtype=dtype) for _ in range(2 * LAYERS)]
+    both = [pool.transpose(1, 2) for pool in both] if layout == "HND" else both
+    return both[:LAYERS], both[LAYERS:]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "side by side", "one tensor of all layers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_bits(layout: str, dtype: torch.dtype) -> None:
+    """Keys and values have the bits of those in a KVCache, in memory of any layout, shifted and copied ones too."""
+    torch.manual_seed(0)
+    k_cache, v_cache = pools(layout, dtype)
+    cache = PagedKVCache.from_pools(k_cache, v_cache)
+    whole = KVCache(LAYERS, 3, KV_HEADS, HEAD_DIM, capacity=20, dtype=dtype)
+    first, second = cache.admit(), cache.admit()
+
+    def store(rows: list[int], real: list[list[int]]) -> None:
+        k, v = torch.randn(2, LAYERS, 3, len(real[0]), KV_HEADS, HEAD_DIM).to(dtype)
+        mask = torch.tensor(real)
+        step, other = (
+            cache.step(len(real[0]), rows=rows, attention_mask=mask[: len(rows)]),
+            whole.step(len(real[0]), attention_mask=mask),
+        )
+        for i in range(LAYERS):
+            rotation, same = step.rotation(ROPE), other.rotation(ROPE)
+            got = step.layer(i).append(rotation(k[i, : len(rows)], layout="bshd"), v[i, : len(rows)])
+            wanted = other.layer(i).append(same(k[i], layout="bshd"), v[i])
+            for row in range(len(rows)):
+                length = int(whole.length[row] + mask[row].sum()) if i + 1 < LAYERS else int(whole.length[row])
+                for a, b in zip(got, wanted, strict=True):
+                    assert torch.equal(a[row, :length], b[row, :length])
+
+    store([first, second], [[1, 1, 1, 1, 1, 1], [1, 0, 1, 1, 1, 0], [0] * 6])
+    cache.shift(ROPE, -1234)
+    whole.shift(ROPE, -1234)
+    store([first, second], [[1], [1], [0]])
+    third = cache.fork(second)
+    for pool in whole.keys + whole.values:
+        pool[2] = pool[1]
+    for state in (whole.length, whole.position, whole._key_positions):
+        state[2] = state[1]
+    cache.shift(ROPE, torch.tensor([3, 70, 0]))
+    whole.shift(ROPE, torch.tensor([3, 70, 0]))
+    store([first, second, third], [[1, 1], [0, 1], [1, 1]])
+    assert cache.keys[0].data_ptr() == k_cache[0].data_ptr()
+
+
+def rows_of_pages(cache: PagedKVCache, step: Any, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The keys of each row, read as FlashInfer reads them and as vLLM does, one token after the other."""
+    size, by_indices, by_table = cache.block_size, [], []
+    for row in range(len(step.rows)):
+        blocks = step.kv_indices[step.kv_indptr[row] : step.kv_indptr[row + 1]].tolist()
+        tokens = [(block, place) for block in blocks for place in range(size)]
+        last = int(step.kv_last_page_len[row])
+        tokens = tokens[: len(tokens) - size + last] if tokens else []
+        by_indices.append([cache.keys[layer][token] for token in tokens])
+        places = range(int(step.seq_lens[row]))
+        by_table.append([cache.keys[layer][int(step.block_table[row, n // size]), n % size] for n in places])
+    return by_indices, by_table  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_tables_for_kernels(window: int | None) -> None:
+    """Keys written by slot, or by `write`, and read by table, are the tokens of each row."""
+    cache = paged(4, window=window)
+    tokens: list[list[Tensor]] = [[], [], [], []]
+    steps = [(5, None), (3, [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0]]), (1, None), (8, None)]
+    for number, (seq, real) in enumerate(steps):
+        mask = torch.ones(4, seq, dtype=torch.int64) if real is None else torch.tensor(real)
+        mask[3] = 0  # an empty row
+        step = cache.step(seq, attention_mask=mask)
+        k, v = torch.randn(2, 4, seq, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        if number % 2:
+            for i in range(LAYERS):
+                step.layer(i).write(k, v)
+        else:  # as vLLM's reshape_and_cache_flash does
+            for i in range(LAYERS):
+                for token, slot in enumerate(step.slot_mapping.tolist()):
+                    if slot >= 0:
+                        cache.keys[i][slot // 4, slot % 4] = k.flatten(0, 1)[token]
+                        cache.values[i][slot // 4, slot % 4] = v.flatten(0, 1)[token]
+            step.written()
+        for row in range(4):
+            tokens[row] += [k[row, i] for i in range(seq) if mask[row, i]]
+        for keys in rows_of_pages(cache, step, 1):
+            for row, wanted in enumerate(tokens):
+                got = torch.stack(keys[row]) if len(keys[row]) else torch.zeros(0)
+                if window is None:
+                    assert len(got) == len(wanted)
+                assert len(got) >= min(len(wanted), (window or 0) + int(mask[row].sum()) - 1)
+                assert all(torch.equal(a, b) for a, b in zip(got, wanted[len(wanted) - len(got) :], strict=True))
+        assert step.qo_indptr.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+        packed = k.flatten(0, 1)[step.slot_mapping >= 0]
+        assert torch.equal(packed, k[mask.bool()])
+        for table in (step.block_table, step.seq_lens, step.kv_indptr, step.kv_indices, step.kv_last_page_len):
+            assert table.dtype == torch.int32
+        assert step.slot_mapping.dtype == torch.int64
+    assert cache.length.tolist() == [len(row) for row in tokens]
+
+
+def test_a_window_gives_blocks_back() -> None:
+    """However long the text, no more than the window and a step are kept."""
+    cache = paged(1, blocks=4, window=7)
+    x = torch.randn(1, 60, HIDDEN, dtype=torch.float64)
+    out = torch.cat([run(cache, x[:, i : i + 3], ROPE) for i in range(0, 60, 3)], dim=1)
+    torch.testing.assert_close(out[0], in_one_piece(x[0], TURN, *distances(60, {"window": 7})), **EXACT)
+    assert cache.length.tolist() == [60]
+
+
+def test_what_a_step_says() -> None:
+    cache, none = paged(2, block_size=2), 2**62
+    run(
+        cache, torch.randn(2, 3, HIDDEN, dtype=torch.float64), ROPE, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 0]])
+    )
+    step = cache.step(2, rows=[1, 0], positions=torch.tensor([8, 9]))
+    assert step.rows == [1, 0]
+    assert step.positions.tolist() == [[8, 9], [8, 9]]
+    assert step.order.tolist() == [[1, 2], [3, 4]]
+    assert step.key_positions.tolist() == [[0, 8, 9, none, none, none], [0, 1, 2, 8, 9, none]]
+    assert step.key_order.tolist() == [[0, 1, 2, none, none, none], [0, 1, 2, 3, 4, none]]
+    assert step.mask[0, 0].int().tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
+    assert step.mask.shape == (2, 1, 2, 6)
+
+
+def test_order_decides_who_sees_whom() -> None:
+    """Positions that go back rotate keys, and hide none."""
+    cache, places = paged(1), torch.tensor([5, 5, 2, 9, 0])
+    x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)
+    out = torch.cat([run(cache, x[:, i : i + 1], ROPE, positions=places[i : i + 1]) for i in range(5)], dim=1)
+    turn = written_out.Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+    torch.testing.assert_close(out[0], in_one_piece(x[0], turn, *distances(5, {"capacity": 5}, places)), **EXACT)
+
+
+@pytest.mark.parametrize("layout", ["HND", "side by side", "one tensor of all layers"])
+def test_layouts_for_flex_attention(layout: str) -> None:
+    """A row of tokens must be evenly spaced, which only tokens before heads are."""
+    k_cache, v_cache = pools(layout, torch.float64)
+    message = r"from_pools: with flex, the tokens of all blocks must be evenly spaced in memory, got strides"
+    with pytest.raises(RopeError, match=message):
+        PagedKVCache.from_pools(k_cache, v_cache, flex=True)
+    with pytest.raises(RopeError, match="flex must be True or False, got 1"):
+        PagedKVCache.from_pools(k_cache, v_cache, flex=1)  # type: ignore[arg-type]
+    both = torch.zeros(9, 4, KV_HEADS, 2 * HEAD_DIM, dtype=torch.float64)  # side by side, tokens before heads
+    keys, values = both.split(HEAD_DIM, -1)
+    assert PagedKVCache.from_pools([keys], [values], flex=True).flex
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rotation: Any, layer: Any, mask: Tensor | None = None) -> Tensor:
+    attended: Tensor = layer.attend(q, k, v, rotation=rotation, mask=mask)
+    return attended
+
+
+def projected(batch: int, seq: int) -> list[Tensor]:
+    """q, k and v."""
+    return [torch.randn(batch, seq, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def two_ways(**options: Any) -> list[PagedKVCache]:
+    """Two caches of one layer, one of which attends over the blocks where they lie."""
+    return [PagedKVCache(1, KV_HEADS, HEAD_DIM, blocks=20, block_size=4, flex=how, **options) for how in (False, True)]
+
+
+class TestFlexAttention:
+    """Over the blocks where they lie, what comes out is the same as from gathered ones."""
+
+    @pytest.mark.parametrize("window", [None, 5])
+    @torch.no_grad()
+    def test_as_by_gathering(self, window: int | None) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled, caches = (
+            torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False),
+            two_ways(window=window),
+        )
+        for cache in caches:
+            cache.fork(cache.fork(cache.admit()))
+        for count, seq in enumerate((6, 1, 1, 3)):
+            new, real, outputs = projected(3, seq), torch.rand(3, seq) < 0.7, []
+            for cache, way in zip(caches, (attend, compiled), strict=True):
+                step = cache.step(seq, attention_mask=real)
+                outputs.append(way(*new, step.rotation(ROPE), step.layer(0)))
+                cache.shift(ROPE, torch.tensor([1, 0, -4]))
+                if count == 2:
+                    cache.free(1)
+                    cache.fork(0)
+            torch.testing.assert_close(outputs[0][real], outputs[1][real], rtol=0, atol=2e-6)
+            assert outputs[1].isfinite().all()
+
+    @torch.no_grad()
+    def test_masks_and_two_passes_gather(self) -> None:
+        torch._dynamo.reset()
+        compiled, caches = torch.compile(attend, fullgraph=True, backend="aot_eager"), two_ways()
+        for cache in caches:
+            cache.admit()
+        for mask in (None, torch.rand(1, 1, 3, 8) < 0.8):
+            new, outputs = projected(1, 3), []
+            for cache in caches:
+                step = cache.step(3)
+                rotation = SelfExtend(ROPE, 2, 3).at(step.positions, step.key_positions)
+                outputs.append(compiled(*new, rotation if mask is None else step.rotation(ROPE), step.layer(0), mask))
+            assert torch.equal(*outputs)
+
+
+def one_layer(x: Tensor, rotation: Any, layer: Any) -> Tensor:
+    out: Tensor = x + MODEL[0](x, rotation, cache=layer)
+    return out
+
+
+class TestCompiled:
+    """The step is made outside."""
+
+    @torch.no_grad()
+    def test_layer_by_layer(self) -> None:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(one_layer, fullgraph=True, backend=counter)
+        plain, traced = paged(2), paged(2)
+        for count in range(20):
+            x = torch.randn(2, 1, HIDDEN, dtype=torch.float64)
+            outputs = []
+            for cache, layer in ((plain, one_layer), (traced, compiled)):
+                out, step = x, cache.step(1)
+                for i in range(LAYERS):
+                    out = layer(out, step.rotation(ROPE, dtype=torch.float64), step.layer(i))
+                outputs.append(out)
+            torch.testing.assert_close(*outputs, **EXACT)
+            # The last layer and the others, for one block in each row and for any number of them.
+            assert counter.frame_count == (2 if count < 4 else 4)
+        assert traced.length.tolist() == [20, 20]
+
+    @torch.no_grad()
+    def test_flex_attention(self) -> None:
+        """Compiled once for all single tokens, whatever blocks there are."""
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=False)
+        caches = two_ways()
+        for cache in caches:
+            cache.fork(cache.admit())
+            cache.keys[0].fill_(torch.nan)
+            cache.values[0].fill_(torch.nan)
+        for _ in range(10):
+            new, outputs = projected(2, 1), []
+            for cache, way in zip(caches, (attend, compiled), strict=True):
+                step = cache.step(1)
+                outputs.append(way(*new, step.rotation(ROPE), step.layer(0)))
+            torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+        assert counter.frame_count == 1

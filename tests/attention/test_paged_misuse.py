@@ -1,0 +1,324 @@
+"""What a PagedKVCache refuses, and that it has changed nothing then."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MODEL, run, stopped
+from ropewalk import Axes, PagedKVCache, Rope, RopeError, SelfExtend
+
+ROPE = Rope(HEAD_DIM, 1e4, "half")
+
+
+def paged(rows: int = 2, **options: Any) -> PagedKVCache:
+    options = {"blocks": 8, "block_size": 4, "dtype": torch.float64} | options
+    cache = PagedKVCache(LAYERS, KV_HEADS, HEAD_DIM, **options)
+    for _ in range(rows):
+        cache.admit()
+    return cache
+
+
+def new(rows: int, seq: int) -> Tensor:
+    return torch.randn(rows, seq, HIDDEN, dtype=torch.float64)
+
+
+def state(cache: PagedKVCache) -> list[Any]:
+    length = cache.length.tolist()
+    rows = [(number, row.blocks, row.skipped) for number, row in cache._rows.by_number.items()]
+    pools = [pool.tolist() for pool in cache.keys + cache.values]
+    return copy.deepcopy([length, cache.position.tolist(), cache.free_blocks, rows, pools])
+
+
+def pool(*shape: int, **options: Any) -> Tensor:
+    return torch.zeros(*shape or (2, 4, 1, 6), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_layers": 0}, "num_layers must be an integer at least 1, got 0"),
+        ({"num_kv_heads": 1.5}, "num_kv_heads must be an integer at least 1"),
+        ({"head_dim": 0}, "head_dim must be an integer from 1"),
+        ({"blocks": 0}, "blocks must be an integer from 1 to 2147483647, got 0"),
+        ({"blocks": 2**31}, "blocks must be an integer from 1 to 2147483647"),
+        ({"block_size": 0}, "block_size must be an integer at least 1"),
+        ({"layout": "nhd"}, "layout must be one of 'NHD', 'HND', got 'nhd'"),
+        ({"window": 0}, "window must be an integer at least 1"),
+        ({"dtype": torch.int8}, "dtype must be float16, bfloat16, float32 or float64, got torch.int8"),
+        ({"dtype": "float32"}, "dtype must be float16, bfloat16, float32 or float64, got float32"),
+    ],
+)
+def test_impossible_caches(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeError, match=f"^PagedKVCache: {message}"):
+        PagedKVCache(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "blocks": 2} | options)
+
+
+@pytest.mark.parametrize(
+    ("k_cache", "v_cache", "message"),
+    [
+        (pool(), [pool()], r"k_cache must be a list of tensors, one for each layer, got torch.float32 of shape"),
+        ([pool()], [], "v_cache must be a list of tensors"),
+        ([pool()], [None], "v_cache must be a list of tensors"),
+        ([pool()] * 2, [pool()], "k_cache and v_cache must have as many layers, got 2 and 1"),
+        ([pool(2, 4, 6)], [pool()], r"a pool of k_cache must have shape \[blocks, block_size, kv_heads, head_dim\]"),
+        ([pool(2, 0, 1, 6)], [pool()], r"none of them 0, got \(2, 0, 1, 6\)"),
+        ([pool()], [pool(2, 4, 1, 4)], r"all pools must be alike: .* got torch.float32 of shape \(2, 4, 1, 4\)"),
+        ([pool()], [pool(dtype=torch.float64)], "all pools must be alike"),
+        ([pool()], [pool(device="meta")], "all pools must be alike: .* on meta in v_cache"),
+        ([pool(2, 4, 1, 12)[..., ::2]], [pool()], "a pool of k_cache must have channels next to each other"),
+        ([pool()], [pool(1, 4, 1, 6).expand(2, -1, -1, -1)], r"places of its own .* got strides \(0, 6, 6, 1\)"),
+        ([pool(requires_grad=True)], [pool()], "and no gradient, got strides .* and requires_grad=True"),
+        ([pool(dtype=torch.int8)], [pool(dtype=torch.int8)], "dtype must be float16"),
+    ],
+)
+def test_impossible_pools(k_cache: Any, v_cache: Any, message: str) -> None:
+    with pytest.raises(RopeError, match=rf"^PagedKVCache\.from_pools: (.*, )?(.* \[.*, )?{message}"):
+        PagedKVCache.from_pools(k_cache, v_cache)
+
+
+def test_a_window_of_pools() -> None:
+    with pytest.raises(RopeError, match="window must be an integer at least 1, got 0"):
+        PagedKVCache.from_pools([pool()], [pool()], window=0)
+
+
+REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
+    ("step", lambda c: c.step(0), "seq must be an integer at least 1, got 0"),
+    ("step", lambda c: c.step(1, rows=[]), "there must be a row, got none"),
+    ("step", lambda c: c.step(1, rows=[0, 0]), r"rows must be different numbers .* got \[0, 0\]"),
+    ("step", lambda c: c.step(1, rows=[7]), r"rows must be .*, got row 7\. These are there: \[0, 1\]"),
+    ("step", lambda c: c.step(1, rows=[-1]), "each of rows must be an integer at least 0, got -1"),
+    ("step", lambda c: c.step(1, rows=[True]), "each of rows must be an integer at least 0, got True"),
+    ("step", lambda c: c.step(1, rows=torch.zeros(2)), "rows must be different numbers .* got torch.float32"),
+    ("step", lambda c: c.step(1, rows={0: 1}), r"rows must be different numbers .* got \{0: 1\}"),
+    ("step", lambda c: c.step(1, attention_mask=torch.ones(2, 2) > 0), "attention_mask must be a bool or integer"),
+    ("step", lambda c: c.step(1, attention_mask=[[1], [1]]), "attention_mask must be a bool or integer"),
+    ("step", lambda c: c.step(1, rows=[0], attention_mask=torch.ones(2, 1) > 0), r".*\[batch, seq\] = \[1, 1\]"),
+    ("step", lambda c: c.step(1, positions=torch.zeros(3)), "positions must be an int64 tensor"),
+    ("step", lambda c: c.step(1, positions=[0]), r"positions must be an int64 tensor .* got \[0\]"),
+    (
+        "step",
+        lambda c: c.step(1, at=torch.zeros(3, dtype=torch.int64)),
+        r"at must be an int64 tensor \[batch\] = \[2\]",
+    ),
+    ("step", lambda c: c.step(1, at=3), "at must be an int64 tensor"),
+    ("step", lambda c: c.step(40), "20 free blocks are needed, got 4. Free or reset rows"),
+    ("step", lambda c: c.step(40, at=torch.tensor([2, 2])), "20 free blocks are needed, got 6"),
+    ("free", lambda c: c.free(7), "rows must be .*, got row 7"),
+    ("free", lambda c: c.free([0, 7]), "rows must be .*, got row 7"),
+    ("free", lambda c: c.free("0"), "rows must be different numbers .* got '0'"),
+    ("reset", lambda c: c.reset([0, 7]), "rows must be .*, got row 7"),
+    ("reset", lambda c: c.reset(torch.ones(2) > 0), "rows must be different numbers .* got torch.bool"),
+    ("fork", lambda c: c.fork(7), "rows must be .*, got row 7"),
+    ("fork", lambda c: c.fork(0, 7), "length must be an integer from 0 to 6, got 7"),
+    ("fork", lambda c: c.fork(0, -1), "length must be an integer from 0 to 6, got -1"),
+    ("shift", lambda c: c.shift(ROPE, 0.5), "delta must be an integer from"),
+    ("shift", lambda c: c.shift(ROPE, torch.ones(3, dtype=torch.int64)), r"delta must be an int64 tensor \[batch\]"),
+    ("shift", lambda c: c.shift(ROPE, torch.ones(2)), "delta must be an int64 tensor"),
+    ("shift", lambda c: c.shift([ROPE], 1), "rope must be a Rope, or one or None for each of 2 layers"),
+    ("shift", lambda c: c.shift(Rope(8, 1e4, "half"), 1), "rope must have the heads of the cache, head_dim=6"),
+    ("shift", lambda c: c.shift(ROPE, 1, rows=[7]), "rows must be .*, got row 7"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REQUESTS)))
+def test_impossible_requests(number: int) -> None:
+    verb, request, message = REQUESTS[number]
+    cache = paged()
+    run(cache, new(2, 6), ROPE)
+    before = state(cache)
+    with pytest.raises(RopeError, match=rf"^PagedKVCache\.{verb}: {message}"):
+        request(cache)
+    assert state(cache) == before
+
+
+def test_a_row_that_was_freed_is_nobody_else() -> None:
+    cache = paged()
+    cache.free(0)
+    with pytest.raises(RopeError, match=r"got row 0, which was freed. These are there: \[1\]"):
+        cache.step(1, rows=[0])
+    assert cache.admit() == 2
+    assert cache.rows == [1, 2]
+
+
+def test_no_row_yet() -> None:
+    with pytest.raises(RopeError, match=r"there must be a row, got none. Call cache.admit\(\)"):
+        paged(0).step(1)
+
+
+def test_what_a_window_has_let_go() -> None:
+    cache = paged(window=4)
+    with pytest.raises(RopeError, match=r"PagedKVCache\.step: at must be None in a cache with a window"):
+        cache.step(1, at=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(RopeError, match=r"PagedKVCache\.fork: length must be None in a cache with a window"):
+        cache.fork(0, 0)
+
+
+def test_no_block_for_a_copy() -> None:
+    cache = paged(1, blocks=2)
+    run(cache, new(1, 6), ROPE)
+    cache.fork(0)
+    before = state(cache)
+    with pytest.raises(RopeError, match=r"PagedKVCache\.shift: 2 free blocks are needed, got 0"):
+        cache.shift(ROPE, 1, rows=[0])
+    with pytest.raises(RopeError, match=r"PagedKVCache\.step: 1 free blocks are needed, got 0"):
+        cache.step(1, rows=[0])
+    assert state(cache) == before
+    run(cache, new(1, 2), ROPE, rows=[cache.fork(0, 0)], attention_mask=torch.tensor([[0, 0]]))
+    cache.free(1)
+    run(cache, new(1, 2), ROPE, rows=[0])
+
+
+class TestLayers:
+    def test_what_does_not_fit_is_not_stored(self) -> None:
+        cache = paged()
+        step = cache.step(3)
+        before, layer = state(cache), step.layer(0)
+        q, k = (torch.randn(2, 3, heads, HEAD_DIM, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
+        wrong: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+            (r"q must have shape \(2, 3, heads, 6\), with a multiple of 2 heads", (q[:1], k, k), {}),
+            (r"k must have shape \(2, 3, 2, 6\) in torch.float64", (q, k[:, :2], k), {}),
+            ("v must have shape", (q, k, k.float()), {}),
+            ("rotation must be a Rotation", (q, k, k), {"rotation": ROPE}),
+            ("with a cache, rotation must be made for", (q, k, k), {"rotation": ROPE.at(torch.arange(3))}),
+            (r"mask must fit \[batch, heads, seq, keys\] = \[2, 4, 3, 4\]", (q, k, k), {"mask": q[:1, :1, :, :2] > 0}),
+            (
+                "with a cache, a rotation in two passes must be made for all 4 keys",
+                (q, k, k),
+                {"rotation": SelfExtend(ROPE, 2, 2).at(step.positions, torch.zeros(2, 3, dtype=torch.int64))},
+            ),
+            ("gradients cannot pass through a cache", (q, k.clone().requires_grad_(), k), {}),
+        ]
+        for message, given, options in wrong:
+            with pytest.raises(RopeError, match=f"^PagedKVCache: {message}"):
+                layer.attend(*given, **options)
+        assert state(cache) == before
+        with pytest.raises(RopeError, match=r"PagedStep\.layer: index must be an integer from 0 to 1, got 2"):
+            step.layer(2)
+
+    def test_layers_append_once_and_in_order(self) -> None:
+        cache, k = paged(), torch.zeros(2, 1, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        step = cache.step(1)
+        with pytest.raises(RopeError, match="PagedKVCache: all of 2 layers must append, the last one last"):
+            step.layer(1).append(k, k)
+        step.layer(0).append(k, k)
+        with pytest.raises(RopeError, match="PagedKVCache: each layer must append once in a step"):
+            step.layer(0).write(k, k)
+        with pytest.raises(
+            RopeError, match=r"PagedStep\.written: either all layers or none must append, got 1 that have"
+        ):
+            step.written()
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            lambda c: c.step(1),
+            lambda c: c.reset(),
+            lambda c: c.reset([0]),
+            lambda c: c.free([0]),
+            lambda c: c.fork(0),
+            lambda c: c.shift(ROPE, 3),
+            lambda c: c.rollback(),
+        ],
+    )
+    def test_an_outdated_step(self, other: Callable[[PagedKVCache], object]) -> None:
+        cache, k = paged(), torch.zeros(2, 1, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        step = cache.step(1)
+        other(cache)
+        before = state(cache)
+        for use in (lambda: step.layer(0).append(k, k), lambda: step.written()):
+            with pytest.raises(RopeError, match="PagedKVCache: a step must be the newest of its cache"):
+                use()
+        with pytest.raises(RopeError, match="PagedStep: key_positions must be read while the step is the newest"):
+            _ = step.key_positions
+        assert state(cache) == before
+
+    def test_another_row_outdates_nothing(self) -> None:
+        cache = paged()
+        step = cache.step(1)
+        cache.admit()
+        k = torch.zeros(2, 1, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+        for i in range(LAYERS):
+            step.layer(i).append(k, k)
+        assert cache.length.tolist() == [1, 1, 0]
+
+    def test_the_rotation_of_the_step_before(self) -> None:
+        cache, x = paged(), new(2, 1)
+        step = cache.step(1)
+        rotation = step.rotation(ROPE, dtype=torch.float64)
+        with torch.no_grad():
+            for i in range(LAYERS):
+                MODEL[i](x, rotation, cache=step.layer(i))
+            with pytest.raises(RopeError, match="PagedKVCache: with a cache, each step needs a rotation of its own"):
+                MODEL[0](x, rotation, cache=cache.step(1).layer(0))
+            # That of other rows may be the same.
+            MODEL[0](
+                x[:1],
+                rotation := ROPE.at(torch.ones(1, 1), dtype=torch.float64),
+                cache=cache.step(1, rows=[0]).layer(0),
+            )
+            cache.rollback()
+            MODEL[0](x[:1], rotation, cache=cache.step(1, rows=[1]).layer(0))
+
+    def test_a_rope_of_another_number_of_axes(self) -> None:
+        step = paged().step(2, positions=torch.zeros(3, 2, 2, dtype=torch.int64))
+        with pytest.raises(RopeError, match=r"must have shape \[2, seq\] or \[2, batch, seq\]"):
+            step.rotation(Rope(HEAD_DIM, 1e2, "half", axes=Axes.sections((1, 2))))
+
+
+class TestAPassThatStopped:
+    def test_is_not_passed_over(self) -> None:
+        cache = paged()
+        run(cache, new(2, 3), ROPE)
+        before = state(cache)[:-1]
+        stopped(cache, new(2, 3), 1)
+        for request in (
+            lambda: cache.step(1),
+            lambda: cache.free(0),
+            lambda: cache.fork(0),
+            lambda: cache.reset([0]),
+            lambda: cache.shift(ROPE, 1),
+        ):
+            with pytest.raises(
+                RopeError, match=r"every layer must have appended in the step before, got 1 of 2 layers"
+            ):
+                request()
+        cache.rollback()
+        assert state(cache)[:-1] == before
+
+    def test_may_be_reset(self) -> None:
+        cache = paged()
+        stopped(cache, new(2, 3), 1)
+        cache.reset()
+        assert cache.length.tolist() == [0, 0]
+        assert cache.free_blocks == 8
+
+    def test_before_the_first_layer_is_dropped(self) -> None:
+        """Its blocks are free for the next one, though nobody has said anything."""
+        cache = paged()
+        stopped(cache, new(2, 16), 0)
+        assert cache.free_blocks == 0
+        run(cache, new(2, 16), ROPE)
+        assert cache.length.tolist() == [16, 16]
+
+
+def test_copies_and_pickles() -> None:
+    cache = paged()
+    run(cache, new(2, 3), ROPE)
+    cache.fork(1)
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    x = new(3, 2)
+    others = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), torch.load(file, weights_only=False)]
+    wanted = run(cache, x, ROPE)
+    for other in others:
+        assert torch.equal(run(other, x, ROPE), wanted)
+        assert state(other) == state(cache)

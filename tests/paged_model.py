@@ -1,0 +1,237 @@
+"""Requests to a PagedKVCache at random, and what it must hold: a plain list of tokens for each row."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_oracle import Turn
+from cache_model import ROPES, StoppedError
+from ropewalk import PagedKVCache, PagedStep, RopeError
+
+LAYERS, HEADS, WIDTH = 2, 2, 6
+
+
+@dataclass
+class Token:
+    """Keys and values [layers, heads, width] of one token, and where it is."""
+
+    k: Tensor
+    v: Tensor
+    position: int
+
+
+class Requests:
+    """A cache, beside it the tokens of each row, and requests to both.
+
+    Keys and values are random, in float64. A shift turns the keys of the list by the formula.
+    """
+
+    def __init__(self, seed: int, *, blocks: int, block_size: int, window: int | None = None, **options: Any) -> None:
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.total, self.size, self.window = blocks, block_size, window
+        self.cache = PagedKVCache(
+            LAYERS, HEADS, WIDTH, blocks=blocks, block_size=block_size, window=window, dtype=torch.float64, **options
+        )
+        for pool in self.cache.keys + self.cache.values:
+            pool.fill_(torch.nan)  # what nobody has written must not be seen
+        self.tokens: dict[int, list[Token]] = {}
+        self.following: dict[int, int] = {}
+        self.asked = self.refused = self.served = 0
+
+    def unheld(self) -> int:
+        """Blocks that no row holds, some of which a step may have taken that is still open."""
+        return self.total - len({block for row in self.cache._rows.by_number.values() for block in row.blocks})
+
+    def refusal(self, request: Callable[..., object], *given: Any, **options: Any) -> bool:
+        """Whether there were not enough blocks for it."""
+        try:
+            request(*given, **options)
+        except RopeError as e:
+            if "free blocks are needed" not in str(e):
+                raise
+            self.refused += 1
+            return True
+        return False
+
+    def some(self, rows: list[int]) -> list[int]:
+        """Some of them, in any order."""
+        return self.draw.sample(rows, self.draw.randint(1, len(rows)))
+
+    def request(self) -> None:
+        """One of whatever a server may ask for, and a look at everything."""
+        rows, draw = list(self.tokens), self.draw
+        self.asked += 1
+        ways = ["admit"] * 2 if len(rows) < 6 else ["free"]
+        if rows:
+            ways += ["step"] * 8 + ["fork", "shift", "free", "reset", "stopped", "dropped"]
+            ways += [] if self.window else ["back"]
+        getattr(self, draw.choice(ways))(rows)
+        self.look()
+
+    def admit(self, rows: list[int]) -> None:
+        row = self.cache.admit()
+        assert row not in rows
+        self.tokens[row], self.following[row] = [], 0
+
+    def free(self, rows: list[int]) -> None:
+        ended = self.some(rows) if self.draw.random() < 0.3 else [self.draw.choice(rows)]
+        self.cache.free(ended if len(ended) > 1 else ended[0])
+        for row in ended:
+            del self.tokens[row], self.following[row]
+
+    def reset(self, rows: list[int]) -> None:
+        chosen = self.some(rows)
+        self.cache.reset(None if len(chosen) == len(rows) else chosen)
+        for row in chosen:
+            self.tokens[row], self.following[row] = [], 0
+
+    def fork(self, rows: list[int]) -> None:
+        other = self.draw.choice(rows)
+        tokens, following, options = list(self.tokens[other]), self.following[other], {}
+        if self.window is None and self.draw.random() < 0.5:
+            options["length"] = self.draw.randint(0, len(tokens))
+            tokens = tokens[: options["length"]]
+            following = max((token.position for token in tokens), default=-1) + 1
+        unheld = self.unheld()
+        row = self.cache.fork(other, **options)
+        assert self.cache.free_blocks == unheld
+        self.tokens[row], self.following[row] = tokens, following
+
+    def shift(self, rows: list[int]) -> None:
+        (rope, turn), chosen = ROPES["YaRN, partial"], self.some(rows)
+        assert rope is not None
+        assert turn is not None
+        each = self.draw.random() < 0.5
+        deltas = [self.draw.choice([0, 5, -300]) if each else 7 for _ in chosen]
+        unheld = self.unheld()
+        if self.refusal(self.cache.shift, rope, torch.tensor(deltas) if each else deltas[0], rows=chosen):
+            assert unheld < sum(-(-len(self.tokens[row]) // self.size) for row in chosen)  # copies of all would not fit
+            return
+        around = Turn(turn.speeds, turn.pairing, turn.offset)  # the attention factor is not applied again
+        for row, delta in zip(chosen, deltas, strict=True):
+            self.following[row] += delta
+            at = torch.tensor(delta).expand(LAYERS)
+            self.tokens[row] = [Token(around(t.k, at), t.v, t.position + delta) for t in self.tokens[row]]
+
+    def step(self, rows: list[int], *, layers: int = LAYERS, at: bool = False) -> None:
+        """New tokens of some rows, padding anywhere, at positions that follow or are given."""
+        chosen, seq = self.some(rows), self.draw.choice([1, 1, 1, 2, 3, 7])
+        options: dict[str, Any] = {} if chosen == rows else {"rows": chosen}
+        real = torch.ones(len(chosen), seq, dtype=torch.bool)
+        if self.draw.random() < 0.4:
+            options["attention_mask"] = real = torch.rand(len(chosen), seq) < 0.6
+        kept, starts = {row: self.tokens[row] for row in chosen}, dict(self.following)
+        if at:
+            for row in chosen:
+                starts[row] = self.following[row] + self.draw.randint(-8, 2)
+                later = [i for i, token in enumerate(kept[row]) if token.position >= starts[row]]
+                kept[row] = kept[row][: min(later, default=len(kept[row]))]
+            options["at"] = torch.tensor([starts[row] for row in chosen])
+        places = torch.tensor([[starts[row]] for row in chosen]) + (real.cumsum(1) - 1).clamp(min=0)
+        if self.draw.random() < 0.2:
+            options["positions"] = places = torch.randint(-9, 9, (len(chosen), seq))
+        least = sum(
+            -(-(len(kept[row]) + int(real[i].sum())) // self.size) - -(-len(self.tokens[row]) // self.size)
+            for i, row in enumerate(chosen)
+        )
+        free, unheld = self.cache.free_blocks, self.unheld()
+        steps: list[PagedStep] = []
+        if self.refusal(lambda: steps.append(self.cache.step(seq, **options))):
+            assert unheld < least + len(chosen)  # each row may need a copy of its last block
+            assert self.cache.free_blocks == free
+            return
+        assert unheld >= least
+        step = steps[0]
+        k, v = torch.randn(2, LAYERS, len(chosen), seq, HEADS, WIDTH, dtype=torch.float64)
+        if at:  # forgotten at once
+            for row in chosen:
+                self.tokens[row], self.following[row] = kept[row], starts[row]
+        self.look()
+        assert torch.equal(step.positions, places)
+        for i in range(layers):
+            keys, values = step.layer(i).append(k[i], v[i])
+        if layers < LAYERS:
+            raise StoppedError
+        for i, row in enumerate(chosen):
+            new = [Token(k[:, i, j], v[:, i, j], int(places[i, j])) for j in range(seq) if real[i, j]]
+            self.tokens[row] = self.tokens[row] + new
+            if new:
+                self.following[row] = int(places[i, real[i]].max()) + 1
+            unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0  # by the first of the new tokens
+            self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
+        self.served += 1
+
+    def seen(self, row: int, unseen: int, keys: Tensor, values: Tensor, order: Tensor, places: Tensor) -> None:
+        """The last layer got the tokens of the row, of which the first that nobody sees may be left out."""
+        tokens, there = self.tokens[row], order < 2**62
+        first = len(tokens) - int(there.sum())
+        assert 0 <= first <= unseen
+        assert order[there].tolist() == list(range(first, len(tokens)))
+        for n, k, v, place in zip(order[there], keys[there], values[there], places[there], strict=True):
+            torch.testing.assert_close(k, tokens[n].k[-1], rtol=0, atol=3e-14)
+            assert torch.equal(v, tokens[n].v[-1])
+            assert place == tokens[n].position
+        assert keys.isfinite().all()
+        assert values.isfinite().all()
+        assert (places[~there] == 2**62).all()
+
+    def back(self, rows: list[int]) -> None:
+        self.step(rows, at=True)
+
+    def stopped(self, rows: list[int]) -> None:
+        """A forward pass that raised between its layers, and is dropped."""
+        refused = self.refused
+        try:
+            self.step(rows, layers=1)
+        except StoppedError:
+            with pytest.raises(RopeError, match="every layer must have appended in the step before, got 1 of 2"):
+                self.cache.free(rows[0])
+        else:
+            assert self.refused > refused
+        self.cache.rollback()
+
+    def dropped(self, rows: list[int]) -> None:
+        """A forward pass that raised before its first layer; nothing is said to the cache."""
+        with contextlib.suppress(StoppedError):
+            self.step(rows, layers=0)
+
+    def look(self) -> None:
+        """Every row holds its tokens, no block is lost, and none is in two places."""
+        cache = self.cache
+        assert cache.rows == list(self.tokens)
+        assert cache.length.tolist() == [len(tokens) for tokens in self.tokens.values()]
+        assert cache.position.tolist() == list(self.following.values())
+        held, within = set(), self.window or 10**9
+        for row, tokens in self.tokens.items():
+            blocks, skipped = cache._rows.by_number[row].blocks, cache._rows.by_number[row].skipped
+            assert len(set(blocks)) == len(blocks)
+            assert skipped == max(0, len(tokens) - within + 1) // self.size  # what the next token cannot see
+            assert len(blocks) == -(-len(tokens) // self.size) - skipped
+            held |= set(blocks)
+            wanted = tokens[skipped * self.size :]
+            for i in range(LAYERS if wanted else 0):
+                k, v = (pool[i][blocks].flatten(0, 1)[: len(wanted)] for pool in (cache.keys, cache.values))
+                torch.testing.assert_close(k, torch.stack([t.k[i] for t in wanted]), rtol=0, atol=3e-14)
+                assert torch.equal(v, torch.stack([t.v[i] for t in wanted]))
+        open_step = cache._rows.plan
+        taken = set(open_step.taken) if open_step is not None and not open_step.counted else set()
+        assert not held & taken
+        free = cache._rows.blocks._free
+        assert len(set(free)) == len(free) == cache.free_blocks
+        assert not set(free) & (held | taken)
+        assert len(held) + len(taken) + len(free) == self.total
+
+    def end(self) -> None:
+        """All rows are freed: so is every block."""
+        self.cache.rollback()
+        self.cache.free(self.cache.rows)
+        assert self.cache.free_blocks == self.total
