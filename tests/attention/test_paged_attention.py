@@ -171,6 +171,35 @@ def test_rows_that_share_keys_and_move_together() -> None:
     assert cache.position.tolist() == [20, 20, 17]
 
 
+def test_rows_that_share_keys_and_move_apart() -> None:
+    cache, whole = paged(1), cache_of(3, capacity=20)
+    x = torch.randn(1, 9, HIDDEN, dtype=torch.float64)
+    run(cache, x, ROPE)
+    run(whole, x.expand(3, -1, -1), ROPE)
+    cache.fork(cache.fork(0))
+    delta = torch.tensor([3, -5, 3])
+    cache.shift(ROPE, delta)
+    whole.shift(ROPE, delta)
+    assert cache.free_blocks == 34  # three blocks for the two rows that move as far, three for the other
+    new = torch.randn(3, 1, HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(run(cache, new, ROPE), run(whole, new, ROPE), **EXACT)
+
+
+def test_nan_stays_in_its_row() -> None:
+    """Neither those beside it nor those that get its blocks afterwards are touched."""
+    cache = paged(2)
+    x = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
+    x[0, 3] = torch.nan
+    real = torch.tensor([[1] * 9, [1, 1, 1, 0, 0, 0, 0, 0, 0]])
+    out = run(cache, x, ROPE, attention_mask=real)
+    torch.testing.assert_close(out[1, :3], in_one_piece(x[1, :3], TURN, *distances(3, {"capacity": 3})), **EXACT)
+    cache.free(0)
+    later = cache.admit()
+    x = torch.randn(1, 6, HIDDEN, dtype=torch.float64)
+    out = run(cache, x, ROPE, rows=[later])
+    torch.testing.assert_close(out[0], in_one_piece(x[0], TURN, *distances(6, {"capacity": 6})), **EXACT)
+
+
 def test_self_extend() -> None:
     rope, turn = ROPES["YaRN, partial"]
     assert rope is not None
@@ -317,6 +346,30 @@ def test_a_window_gives_blocks_back() -> None:
     out = torch.cat([run(cache, x[:, i : i + 3], ROPE) for i in range(0, 60, 3)], dim=1)
     torch.testing.assert_close(out[0], in_one_piece(x[0], TURN, *distances(60, {"window": 7})), **EXACT)
     assert cache.length.tolist() == [60]
+
+
+def test_what_append_returns_is_new() -> None:
+    """Not the memory that the next layer gathers into."""
+    cache, kept = paged(2), []
+    for _ in range(2):
+        step = cache.step(2)
+        for i in range(LAYERS):
+            k, v = torch.randn(2, 2, 2, KV_HEADS, HEAD_DIM, dtype=torch.float64)
+            kept += [tensor for pair in (step.layer(i).append(k, v),) for tensor in pair]
+    copies = [tensor.clone() for tensor in kept]
+    run(cache, torch.randn(2, 3, HIDDEN, dtype=torch.float64), ROPE)
+    assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(kept, copies, strict=True))
+
+
+def test_in_and_out_of_inference_mode() -> None:
+    cache, whole = paged(2), cache_of(2, capacity=40)
+    for inside in (True, False, True):
+        for seq in (5, 1):  # more blocks each time
+            x = torch.randn(2, seq, HIDDEN, dtype=torch.float64)
+            with torch.inference_mode(inside):
+                got, wanted = run(cache, x, ROPE), run(whole, x, ROPE)
+                torch.testing.assert_close(got, wanted, **EXACT)
 
 
 def test_what_a_step_says() -> None:

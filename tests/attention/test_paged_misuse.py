@@ -141,11 +141,11 @@ def test_impossible_requests(number: int) -> None:
 
 def test_a_row_that_was_freed_is_nobody_else() -> None:
     cache = paged()
-    cache.free(0)
-    with pytest.raises(RopeError, match=r"got row 0, which was freed. These are there: \[1\]"):
-        cache.step(1, rows=[0])
+    cache.free(1)
+    with pytest.raises(RopeError, match=r"got row 1, which was freed. These are there: \[0\]"):
+        cache.step(1, rows=[1])
     assert cache.admit() == 2
-    assert cache.rows == [1, 2]
+    assert cache.rows == [0, 2]
 
 
 def test_no_row_yet() -> None:

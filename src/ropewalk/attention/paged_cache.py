@@ -19,7 +19,7 @@ from ropewalk import _checks
 from ropewalk.attention import cache_checks, paged_checks, paged_flex, paged_shift
 from ropewalk.attention.cache_step import Progress, one_of_each
 from ropewalk.attention.paged_rows import Plan, Row, Rows
-from ropewalk.attention.paged_step import PagedStep
+from ropewalk.attention.paged_step import PagedStep, Scratch
 from ropewalk.attention.slots import EMPTY
 from ropewalk.rope import Rope
 
@@ -63,7 +63,7 @@ class PagedKVCache:
         RopeError: a number is impossible, or flex comes with "HND".
 
     Memory:
-        2 · num_layers · blocks · block_size · num_kv_heads · head_dim numbers.
+        2 · num_layers · blocks · block_size · num_kv_heads · head_dim numbers; up to twice what a layer gathers.
 
     Source:
         PagedAttention (Kwon et al., https://arxiv.org/abs/2309.06180).
@@ -143,6 +143,7 @@ class PagedKVCache:
         self.flex = paged_flex.checked(who, flex, [*keys, *values])
         self.block_size = keys[0].shape[1]
         self._rows = Rows([*keys, *values], self.window)
+        self._gathered_keys, self._gathered_values = Scratch(), Scratch()
 
     @property
     def rows(self) -> list[int]:
@@ -319,8 +320,7 @@ class PagedKVCache:
         Blocks that a row shares with one that does not move, or not as far, are copied first.
 
         Args:
-            rope: how the keys were rotated; or one for each layer, None where the layer does not rotate. With `axes`,
-                keys move by delta along each of them.
+            rope: as in `KVCache.shift`.
             delta: how far, in tokens, negative is back: an int, or for each row an int64 tensor `[rows]`.
             rows: which rows, as in `step`; all when None.
 
