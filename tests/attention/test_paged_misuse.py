@@ -101,7 +101,8 @@ REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
     ("step", lambda c: c.step(1, attention_mask=torch.ones(2, 2) > 0), "attention_mask must be a bool or integer"),
     ("step", lambda c: c.step(1, attention_mask=[[1], [1]]), "attention_mask must be a bool or integer"),
     ("step", lambda c: c.step(1, rows=[0], attention_mask=torch.ones(2, 1) > 0), r".*\[batch, seq\] = \[1, 1\]"),
-    ("step", lambda c: c.step(1, positions=torch.zeros(3)), "positions must be an int64 tensor"),
+    ("step", lambda c: c.step(1, positions=torch.zeros(3)), "positions must be integers, int64, got torch.float32"),
+    ("step", lambda c: c.step(1, positions=torch.zeros(3, dtype=torch.int64)), "positions must be an int64 tensor"),
     ("step", lambda c: c.step(1, positions=[0]), r"positions must be an int64 tensor .* got \[0\]"),
     (
         "step",

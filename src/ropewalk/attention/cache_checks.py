@@ -58,7 +58,7 @@ def positions(given: Tensor, real: Tensor, sinks: int, who: str = "KVCache.step"
     batch, seq = real.shape
     if isinstance(given, Tensor) and given.is_floating_point():
         raise _checks.error(
-            "KVCache.step",
+            who,
             "positions must be integers, int64",
             _checks.described(given),
             "Leave positions out, since the cache goes by the order of tokens, and pass rope.at(positions), of shape "
