@@ -200,7 +200,7 @@ def test_a_tower_alone() -> None:
     for how in ({"pairing": "half"}, {"base": 1e4}):
         with pytest.raises(RopeError, match="pairing and base must be left out, got pixtral, a vision tower"):
             from_config(config, **how)  # type: ignore[arg-type]
-    with pytest.raises(RopeError, match="the config must be that of a text model, .* got pixtral, a vision tower"):
+    with pytest.raises(RopeError, match=r"the config must be that of a text model, .* got pixtral, a vision tower"):
         from_config(config, text_only=True)
 
 

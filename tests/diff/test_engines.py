@@ -247,7 +247,7 @@ class TestRefusals:
     def test_a_vision_tower(self) -> None:
         towers = json.loads((GOLDEN / "vision_towers.json").read_text())["rows"]
         tower = next(row["config"] for row in towers if row["config"]["model_type"] == "pixtral")
-        with pytest.raises(RopeError, match="the config must be that of a text model, .* got pixtral, a vision tower"):
+        with pytest.raises(RopeError, match=r"the config must be that of a text model, .* got pixtral, a vision tower"):
             diff.engines(tower)
 
     def test_a_model_that_does_not_rotate(self) -> None:
