@@ -525,7 +525,7 @@ def test_refuses_arguments() -> None:
     for wrong, got in (
         (torch.zeros(2).long(), r"torch.int64 of shape \(2,\) on cpu"),
         (torch.zeros(3, 1).long(), r"torch.int64 of shape \(3, 1\)"),
-        (torch.zeros(3), "torch.float32"),
+        (torch.zeros(3, dtype=torch.int32), "torch.int32"),
         (torch.zeros(3, dtype=torch.int64, device="meta"), r"torch.int64 of shape \(3,\) on meta"),
         ([0, 1, 2], r"\[0, 1, 2\]"),
     ):
