@@ -45,6 +45,9 @@ void require_memory(bool holds) {
 struct Axes {
     int at[4];
     int count() const { return at[3] + 1; }
+    void strides(const int64_t *of, int64_t *to) const {
+        for (int i = 0; i < 4; ++i) to[i] = at[i] < 0 ? 0 : of[at[i]];
+    }
 };
 
 // From an `Axes` of _layout.py: (batch or None, tokens, heads, how many axes). No axis may be named twice, or be head_dim's.
@@ -162,7 +165,7 @@ int threads_of_torch() {
 bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple watchers) {
     nb::object type = torch_module.attr("Tensor"), c = torch_module.attr("_C");
     auto keep = [](nb::object object) { return object.release().ptr(); };
-    torch.tensor_type = keep(type);
+    torch.tensor_type = keep(type), torch.parameter_type = keep(torch_module.attr("nn").attr("Parameter"));
     torch.layouts = keep(layouts), torch.watchers = keep(watchers);
     torch.forward_ad = keep(torch_module.attr("autograd").attr("forward_ad"));
     torch.grad_enabled = keep(c.attr("is_grad_enabled")), torch.inference_enabled = keep(c.attr("is_inference_mode_enabled"));
@@ -183,93 +186,210 @@ int dtype_of(const ropewalk::TensorView &x) {
     return x.is_float(64) ? ROPEWALK_F64 : -1;
 }
 
-// Rotates q, or q and k, and gives what Rotation.__call__ gives, or True in place; None where something is not usual, and
-// nothing was done.
-nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
-                        int64_t rotary_dim, bool interleaved, int64_t offset, bool in_place) {
-    const nb::object unusual = nb::none();
+// A usual call, as far as a rotation goes; `ok` is false where something is not usual.
+struct Usual {
+    bool ok = false;
+    int count;
+    PyObject *given[2];
+    ropewalk::TensorView views[2];
+    Axes at;
+    int64_t size;  // of an element
+    ropewalk_rotation r{};  // but for what is written
+};
+
+Usual usual_rotation(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
+                     int64_t rotary_dim, bool interleaved, int64_t offset, bool profiled = false) {
+    Usual call;
     PyObject *axes = PyUnicode_CheckExact(layout.ptr()) ? PyDict_GetItem(torch.layouts, layout.ptr()) : nullptr;
-    if (!axes || torch.watched()) return unusual;
-    const ropewalk::TensorView *views[2];
-    ropewalk::TensorView of_q, of_k, of_cos, of_sin;
-    const int count = k.is_none() ? 1 : 2;
-    PyObject *const given[2] = {q.ptr(), k.ptr()};
-    if (!torch.view(given[0], of_q) || (count == 2 && !torch.view(given[1], of_k))) return unusual;
-    if (!torch.view(cos.ptr(), of_cos) || !torch.view(sin.ptr(), of_sin)) return unusual;
-    views[0] = &of_q, views[1] = &of_k;
-
-    const int dtype = dtype_of(of_q), table_dtype = dtype_of(of_cos), table_axes = of_cos.axes;
-    if (dtype < 0 || (table_dtype != ROPEWALK_F32 && table_dtype != ROPEWALK_F64) || dtype_of(of_sin) != table_dtype) return unusual;
-    if (table_axes < 2 || table_axes > 3 || of_sin.axes != table_axes) return unusual;
-    for (int i = 0; i < table_axes; ++i) {
-        if (of_cos.shape[i] != of_sin.shape[i]) return unusual;
+    if (!axes || torch.watched(profiled)) return call;
+    const int count = call.count = k.is_none() ? 1 : 2;
+    call.given[0] = q.ptr(), call.given[1] = k.ptr();
+    ropewalk::TensorView of_cos, of_sin;
+    for (int n = 0; n < count; ++n) {
+        if (!torch.view(call.given[n], call.views[n])) return call;
     }
-    if (2 * of_cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return unusual;
+    if (!torch.view(cos.ptr(), of_cos) || !torch.view(sin.ptr(), of_sin)) return call;
 
-    const Axes at = axes_from(nb::borrow<nb::tuple>(axes));
-    ropewalk_rotation r{};
+    const int dtype = dtype_of(call.views[0]), table_dtype = dtype_of(of_cos), table_axes = of_cos.axes;
+    if (dtype < 0 || (table_dtype != ROPEWALK_F32 && table_dtype != ROPEWALK_F64) || dtype_of(of_sin) != table_dtype) return call;
+    if (table_axes < 2 || table_axes > 3 || of_sin.axes != table_axes) return call;
+    for (int i = 0; i < table_axes; ++i) {
+        if (of_cos.shape[i] != of_sin.shape[i]) return call;
+    }
+    if (2 * of_cos.shape[table_axes - 1] != rotary_dim || offset < 0 || offset + rotary_dim > head_dim) return call;
+
+    const Axes at = call.at = axes_from(nb::borrow<nb::tuple>(axes));
+    ropewalk_rotation &r = call.r;
     r.tensor_count = count, r.dtype = static_cast<ropewalk_dtype>(dtype);
     r.head_dim = head_dim, r.pairs = rotary_dim / 2, r.offset = offset, r.interleaved = interleaved;
     r.batch = at.at[0] < 0 ? 1 : 0, r.tokens = of_cos.shape[table_axes - 2];
     for (int n = 0; n < count; ++n) {
-        const ropewalk::TensorView &x = *views[n];
-        if (x.axes != at.count() || dtype_of(x) != dtype || x.shape[at.at[3]] != head_dim) return unusual;
-        if (x.shape[at.at[1]] != r.tokens || x.elements() == 0) return unusual;
+        const ropewalk::TensorView &x = call.views[n];
+        if (x.axes != at.count() || dtype_of(x) != dtype || x.shape[at.at[3]] != head_dim) return call;
+        if (x.shape[at.at[1]] != r.tokens || x.elements() == 0) return call;
         if (at.at[0] >= 0 && n == 0) r.batch = x.shape[at.at[0]];
-        if (at.at[0] >= 0 && x.shape[at.at[0]] != r.batch) return unusual;
-    }
-    if (table_axes == 3 && (at.at[0] < 0 || of_cos.shape[0] != r.batch)) return unusual;
-    if (ropewalk::Torch::says(torch.grad_enabled)) {
-        for (PyObject *x : {given[0], given[count - 1], cos.ptr(), sin.ptr()}) {
-            if (torch.wants_gradient(x)) return unusual;
-        }
-    }
-    const int64_t size = of_q.dtype_bits / 8;
-    if (in_place) {
-        const bool inference = ropewalk::Torch::says(torch.inference_enabled);
-        for (int n = 0; n < count; ++n) {
-            for (int i = 0; i < at.count(); ++i) {
-                if (views[n]->strides[i] == 0 && views[n]->shape[i] > 1) return unusual;
-            }
-            if (!inference && ropewalk::Torch::says(torch.is_inference, given[n])) return unusual;
-        }
-        if (count == 2 && !ropewalk::apart(of_q, of_k, at.at, size)) return unusual;
-    }
-
-    nb::object outputs[2];
-    int64_t elements = 0;
-    for (int n = 0; n < count; ++n) {
-        const ropewalk::TensorView &x = *views[n];
+        if (at.at[0] >= 0 && x.shape[at.at[0]] != r.batch) return call;
         ropewalk_tensor &to = r.tensors[n];
         to.in = to.out = x.first(), to.heads = x.shape[at.at[2]];
-        for (int i = 0; i < 4; ++i) to.in_stride[i] = to.out_stride[i] = at.at[i] < 0 ? 0 : x.strides[at.at[i]];
-        elements += x.elements();
-        if (in_place) continue;
-        outputs[n] = nb::steal(PyObject_CallOneArg(torch.empty_like, given[n]));
-        ropewalk::TensorView out;
-        if (!outputs[n].ptr()) throw nb::python_error();
-        if (!torch.view(outputs[n].ptr(), out)) return unusual;
-        to.out = out.first();
-        for (int i = 0; i < 4; ++i) to.out_stride[i] = at.at[i] < 0 ? 0 : out.strides[at.at[i]];
+        at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
+    }
+    if (table_axes == 3 && (at.at[0] < 0 || of_cos.shape[0] != r.batch)) return call;
+    if (ropewalk::Torch::says(torch.grad_enabled)) {
+        for (PyObject *x : {call.given[0], call.given[count - 1], cos.ptr(), sin.ptr()}) {
+            if (torch.wants_gradient(x)) return call;
+        }
     }
     r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
     for (auto [view, strides] : {std::pair{&of_cos, r.tables.cos_stride}, std::pair{&of_sin, r.tables.sin_stride}}) {
         strides[0] = table_axes == 3 && view->shape[0] > 1 ? view->strides[0] : 0;
         strides[1] = view->strides[table_axes - 2], strides[3] = view->strides[table_axes - 1];
     }
-    if (elements < 2 * GRAIN) {
-        run(r, size, elements, 1);
-    } else {
-        const int threads = threads_of_torch();
-        nb::gil_scoped_release release;
-        run(r, size, elements, threads);
+    call.size = call.views[0].dtype_bits / 8;
+    call.ok = true;
+    return call;
+}
+
+// Whether a tensor may be written: each element has memory of its own, and autograd may count the change.
+bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
+    for (int i = 0; i < x.axes; ++i) {
+        if (x.strides[i] == 0 && x.shape[i] > 1) return false;
     }
-    if (!in_place) return count == 1 ? outputs[0] : nb::object(nb::make_tuple(outputs[0], outputs[1]));
-    nb::object changed = count == 1 ? nb::make_tuple(q) : nb::make_tuple(q, k);
+    return inference || !ropewalk::Torch::says(torch.is_inference, object);
+}
+
+// A new tensor like `of`, for what is made of the n-th tensor; null where it is not usual.
+nb::object new_output(Usual &call, int n) {
+    nb::object output = nb::steal(PyObject_CallOneArg(torch.empty_like, call.given[n]));
+    if (!output.ptr()) throw nb::python_error();
+    ropewalk::TensorView out;
+    if (!torch.view(output.ptr(), out)) return nb::object();
+    call.r.tensors[n].out = out.first();
+    call.at.strides(out.strides, call.r.tensors[n].out_stride);
+    return output;
+}
+
+// Who saved them for a backward pass hears that they have changed.
+void count_change(const nb::tuple &changed) {
     PyObject *counted = PyObject_CallOneArg(torch.increment_version, changed.ptr());
     if (!counted) throw nb::python_error();
     Py_DECREF(counted);
+}
+
+// Rotates q, or q and k, and gives what Rotation.__call__ gives, or True in place; None where something is not usual, and
+// nothing was done.
+nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
+                        int64_t rotary_dim, bool interleaved, int64_t offset, bool in_place) {
+    const nb::object unusual = nb::none();
+    Usual call = usual_rotation(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset);
+    if (!call.ok) return unusual;
+    nb::object outputs[2];
+    if (in_place) {
+        const bool inference = ropewalk::Torch::says(torch.inference_enabled);
+        for (int n = 0; n < call.count; ++n) {
+            if (!writable(call.given[n], call.views[n], inference)) return unusual;
+        }
+        if (call.count == 2 && !ropewalk::apart(call.views[0], call.views[1], call.at.at, call.size)) return unusual;
+    } else {
+        for (int n = 0; n < call.count; ++n) {
+            if (!(outputs[n] = new_output(call, n)).ptr()) return unusual;
+        }
+    }
+    const int64_t elements = elements_of(call.r);
+    if (elements < 2 * GRAIN) {
+        run(call.r, call.size, elements, 1);
+    } else {
+        const int threads = threads_of_torch();
+        nb::gil_scoped_release release;
+        run(call.r, call.size, elements, threads);
+    }
+    if (!in_place) return call.count == 1 ? outputs[0] : nb::object(nb::make_tuple(outputs[0], outputs[1]));
+    count_change(call.count == 1 ? nb::make_tuple(q) : nb::make_tuple(q, k));
     return nb::bool_(true);
+}
+
+// A weight [head_dim] of a norm, contiguous, in the dtype of the tensors or the one that they are calculated in.
+bool usual_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, ropewalk_norm &norm, int n) {
+    ropewalk::TensorView view;
+    if (!torch.weight_view(weight.ptr(), view) || view.axes != 1 || view.shape[0] != r.head_dim || view.strides[0] != 1) return false;
+    const int dtype = dtype_of(view), real = r.dtype == ROPEWALK_F64 ? ROPEWALK_F64 : ROPEWALK_F32;
+    if ((dtype != r.dtype && dtype != real) || (n == 1 && dtype != norm.dtype)) return false;
+    if (grad && torch.wants_gradient(weight.ptr())) return false;
+    norm.weight[n] = view.first(), norm.dtype = static_cast<ropewalk_dtype>(dtype);
+    return true;
+}
+
+// A cache [block, slot, head, channel] for x [..., heads, channels]; -1: not usual, else how many blocks of `size` slots it has.
+int64_t usual_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
+                    int64_t &size) {
+    ropewalk::TensorView view;
+    if (!torch.view(cache.ptr(), view) || view.axes != 4 || dtype_of(view) != dtype_of(x) || view.elements() == 0) return -1;
+    if (view.shape[2] != x.shape[at.at[2]] || view.shape[3] != x.shape[at.at[3]]) return -1;
+    if (!writable(cache.ptr(), view, inference) || (grad && torch.wants_gradient(cache.ptr()))) return -1;
+    to.out = view.first(), size = view.shape[1];
+    for (int i = 0; i < 4; ++i) to.out_stride[i] = view.strides[i];
+    return view.shape[0];
+}
+
+// q and k normed, where there are weights, and rotated: gives both; or, with a cache, writes k and v to their slots and gives q.
+// None where something is not usual, and nothing was done. `slots` int64, one for each token, as `layout` orders them.
+nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
+                      int64_t rotary_dim, bool interleaved, int64_t offset, nb::handle q_weight, nb::handle k_weight, double eps,
+                      bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots, bool profiled) {
+    const nb::object unusual = nb::none();
+    if (k.is_none()) return unusual;
+    Usual call = usual_rotation(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, profiled);
+    if (!call.ok) return unusual;
+    const bool grad = ropewalk::Torch::says(torch.grad_enabled), stores = !v.is_none();
+    ropewalk_step s{};
+    s.norm.eps = eps, s.norm.add_one = add_one;
+    if (!q_weight.is_none() && !(usual_weight(q_weight, grad, call.r, s.norm, 0) && usual_weight(k_weight, grad, call.r, s.norm, 1))) {
+        return unusual;
+    }
+    nb::object outputs[2];
+    if (!(outputs[0] = new_output(call, 0)).ptr()) return unusual;
+    if (stores) {
+        const Axes &at = call.at;
+        const ropewalk::TensorView &of_k = call.views[1];
+        const bool inference = ropewalk::Torch::says(torch.inference_enabled);
+        ropewalk::TensorView of_v, of_slots;
+        if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || dtype_of(of_v) != dtype_of(of_k) || of_v.elements() == 0) return unusual;
+        for (int i = 0; i < at.at[3]; ++i) {
+            if (of_v.shape[i] != of_k.shape[i]) return unusual;
+        }
+        if (grad && torch.wants_gradient(v.ptr())) return unusual;
+        int64_t sizes[2];
+        const int64_t blocks = usual_cache(k_cache, of_k, at, grad, inference, call.r.tensors[1], sizes[0]);
+        if (blocks < 0 || usual_cache(v_cache, of_v, at, grad, inference, s.v, sizes[1]) != blocks || sizes[0] != sizes[1]) return unusual;
+        s.v.in = of_v.first(), s.v.heads = call.r.tensors[1].heads, s.v_dim = of_v.shape[at.at[3]];
+        at.strides(of_v.strides, s.v.in_stride);
+        s.block_size = sizes[0];
+        // Slots have the axes of tokens: batch, where there is one, and tokens.
+        const int axes = at.at[0] < 0 ? 1 : 2;
+        if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return unusual;
+        if (of_slots.shape[axes - 1] != call.r.tokens || (axes == 2 && of_slots.shape[0] != call.r.batch)) return unusual;
+        s.slots = reinterpret_cast<const int64_t *>(of_slots.first());
+        s.slot_stride[0] = axes == 2 ? of_slots.strides[0] : 0, s.slot_stride[1] = of_slots.strides[axes - 1];
+        for (int64_t batch = 0; batch < call.r.batch; ++batch) {
+            for (int64_t token = 0; token < call.r.tokens; ++token) {
+                int64_t slot = s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]];
+                if (slot < -1 || slot >= blocks * s.block_size) return unusual;
+            }
+        }
+    } else if (!(outputs[1] = new_output(call, 1)).ptr()) {
+        return unusual;
+    }
+    s.rotation = call.r;
+    const int64_t elements = elements_of(s.rotation), rows = s.rotation.batch * s.rotation.tokens;
+    if (elements < 2 * GRAIN) {
+        kernels->step(&s, 0, rows);
+    } else {
+        const int threads = threads_for(elements, threads_of_torch());
+        nb::gil_scoped_release release;
+        ropewalk::share_rows(rows, threads, [&](int64_t begin, int64_t end) { kernels->step(&s, begin, end); });
+    }
+    if (!stores) return nb::make_tuple(outputs[0], outputs[1]);
+    count_change(nb::make_tuple(k_cache, v_cache));
+    return outputs[0];
 }
 
 void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, const nb::tuple &table_shape, int dtype,
@@ -370,6 +490,9 @@ NB_MODULE(_cpu, m) {
     m.def("use_torch", &use_torch);
     m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+    m.def("step_plain", &step_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg().none(),
+          nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg());
     m.def("table_gradient", &table_gradient);
     m.def("angles", &angles);
     m.def("angles_plain", &angles_plain, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

@@ -1,6 +1,7 @@
 // The kernels; compiled once for each instruction set. Everything but the table at the end stays in the unnamed namespace and
 // nothing of the C++ library is used (memcpy is C's): an inline function with external linkage, compiled for AVX-512, could
 // replace the baseline's copy of it at link time.
+#include "norm.h"
 #include "vector.h"
 
 #if defined(__GNUC__)
@@ -319,6 +320,78 @@ void rotate(const ropewalk_rotation *r, int64_t begin, int64_t end) {
     }
 }
 
+// ---- a step: norm, rotation, and a cache
+
+// One token of q or k, normed.
+template <class T>
+void normalize_token(const ropewalk_tensor &x, const ropewalk_step &s, const void *weight, int64_t batch, int64_t token, void *to) {
+    using Stored = typename T::Stored;
+    const ropewalk_norm &norm = s.norm;
+    const Gain<T> gain = {weight, norm.dtype == s.rotation.dtype, norm.add_one != 0};
+    const auto *in = static_cast<const Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
+    for (int64_t head = 0; head < x.heads; ++head) {
+        normalize<T>(in + head * x.in_stride[2], static_cast<Stored *>(to) + head * x.out_stride[2], x.in_stride[3],
+                     x.out_stride[3], s.rotation.head_dim, norm.eps, gain);
+    }
+}
+
+template <class Stored>
+void copy_token(const ropewalk_tensor &x, int64_t channels, int64_t batch, int64_t token, void *to) {
+    const auto *in = static_cast<const Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
+    auto *out = static_cast<Stored *>(to);
+    for (int64_t head = 0; head < x.heads; ++head, in += x.in_stride[2], out += x.out_stride[2]) {
+        if (x.in_stride[3] == 1 && x.out_stride[3] == 1) {
+            std::memcpy(out, in, static_cast<size_t>(channels) * sizeof *in);
+        } else {
+            for (int64_t i = 0; i < channels; ++i) out[i * x.out_stride[3]] = in[i * x.in_stride[3]];
+        }
+    }
+}
+
+template <class T, bool interleaved>
+void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
+    using Stored = typename T::Stored;
+    const ropewalk_rotation &all = s.rotation;
+    for (int64_t row = begin; row < end; ++row) {
+        int64_t batch = row / all.tokens, token = row % all.tokens;
+        int64_t slot = s.slots ? s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]] : 0;
+        int64_t block = s.slots && slot >= 0 ? slot / s.block_size : 0, inside = slot - block * s.block_size;
+        ropewalk_rotation one = all;  // of this token, whose tensors begin where it stands
+        one.tensor_count = slot < 0 ? 1 : 2;
+        for (int n = 0; n < one.tensor_count; ++n) {
+            ropewalk_tensor &x = one.tensors[n];
+            bool stored = s.slots && n == 1;
+            void *to = static_cast<Stored *>(x.out) + (stored ? block : batch) * x.out_stride[0] +
+                       (stored ? inside : token) * x.out_stride[1];
+            if (s.norm.weight[n]) {
+                normalize_token<T>(x, s, s.norm.weight[n], batch, token, to);
+                std::memcpy(x.in_stride, x.out_stride, sizeof x.in_stride);
+                x.in_stride[0] = x.in_stride[1] = 0, x.in = to;
+            }
+            x.out = to, x.out_stride[0] = x.out_stride[1] = 0;
+        }
+        rotate_rows<T, interleaved, false>(one, row, row + 1);
+        if (s.slots && slot >= 0) {
+            void *to = static_cast<Stored *>(s.v.out) + block * s.v.out_stride[0] + inside * s.v.out_stride[1];
+            copy_token<Stored>(s.v, s.v_dim, batch, token, to);
+        }
+    }
+}
+
+template <class T>
+void step_dtype(const ropewalk_step &s, int64_t begin, int64_t end) {
+    s.rotation.interleaved ? step_rows<T, true>(s, begin, end) : step_rows<T, false>(s, begin, end);
+}
+
+void step(const ropewalk_step *s, int64_t begin, int64_t end) {
+    switch (s->rotation.dtype) {
+        case ROPEWALK_F32: return step_dtype<F32>(*s, begin, end);
+        case ROPEWALK_F64: return step_dtype<F64>(*s, begin, end);
+        case ROPEWALK_BF16: return step_dtype<BF16>(*s, begin, end);
+        case ROPEWALK_F16: return step_dtype<F16>(*s, begin, end);
+    }
+}
+
 // ---- gradient to the tables
 //
 // With y = (a c - b s, a s + b c) and the gradient (g, h) of y:  d_cos = g a + h b,  d_sin = h a - g b.
@@ -459,7 +532,7 @@ void angles(const ropewalk_angles *args, int64_t begin, int64_t end) {
 }  // namespace
 
 extern const ropewalk_kernels kernels;
-const ropewalk_kernels kernels = {ROPEWALK_NAME(ROPEWALK_NAMESPACE), rotate, table_gradient, angles};
+const ropewalk_kernels kernels = {ROPEWALK_NAME(ROPEWALK_NAMESPACE), rotate, table_gradient, angles, step};
 
 }  // namespace ROPEWALK_NAMESPACE
 }  // namespace ropewalk

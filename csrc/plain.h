@@ -14,13 +14,19 @@ namespace nb = nanobind;
 // What is asked of torch at each call; everything is looked up once, by `use_torch`.
 struct Torch {
     const ExchangeAPI *api = nullptr;
-    PyObject *tensor_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *watchers = nullptr, *grad_enabled = nullptr,
+    PyObject *tensor_type = nullptr, *parameter_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *watchers = nullptr, *grad_enabled = nullptr,
              *inference_enabled = nullptr, *is_neg = nullptr, *is_inference = nullptr, *empty_like = nullptr,
              *empty = nullptr, *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *requires_grad = nullptr, *current_level = nullptr;
 
     // A view of a tensor whose memory says what it holds, or false.
     bool view(PyObject *object, TensorView &out) const {
-        if (reinterpret_cast<PyObject *>(Py_TYPE(object)) != tensor_type) return false;
+        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == tensor_type && memory_of(object, out);
+    }
+    // The same of a tensor or a parameter.
+    bool weight_view(PyObject *object, TensorView &out) const {
+        return reinterpret_cast<PyObject *>(Py_TYPE(object)) == parameter_type ? memory_of(object, out) : view(object, out);
+    }
+    bool memory_of(PyObject *object, TensorView &out) const {
         if (api->view_of(object, &out) != 0) return PyErr_Clear(), false;
         return out.on_cpu() && out.data && !says(is_neg, object);
     }
@@ -29,9 +35,10 @@ struct Torch {
         return truth(of ? PyObject_CallOneArg(predicate, of) : PyObject_CallNoArgs(predicate));
     }
     bool wants_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
-    // A transform, a mode, a tracer or a profiler, which must see what happens inside.
-    bool watched() const {
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers); ++i) {
+    // A transform, a mode, a tracer or a profiler, which must see what happens inside; `profiled`: the profiler, the last of
+    // them, has been told.
+    bool watched(bool profiled = false) const {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers) - (profiled ? 1 : 0); ++i) {
             if (says(PyTuple_GET_ITEM(watchers, i))) return true;
         }
         PyObject *level = PyObject_GetAttr(forward_ad, current_level);

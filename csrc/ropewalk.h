@@ -52,6 +52,30 @@ typedef struct {
     int per_head;
 } ropewalk_table_gradient;
 
+/* RMS-norm of each head before it is rotated: x / sqrt(mean of x^2 + eps), times weight, or 1 + weight. The mean is made in
+ * float64; the products are rounded in float32 (float64 for float64 tensors), then once to the dtype of the tensors. */
+typedef struct {
+    const void *weight[2]; /* of q and of k, contiguous [head_dim]; both NULL: no norm */
+    ropewalk_dtype dtype;  /* of the weights: that of the tensors, or the one that products are made in */
+    double eps;
+    int add_one;
+} ropewalk_norm;
+
+/* One layer of a decoder before its attention: q and k normed and rotated, and k and v written to a cache.
+ *
+ * Without `slots` only the first two: k is a tensor as in a rotation, and v and what follows do not count. With them `out` of k
+ * and of v are [block, slot of the block, head, channel], and token n goes to slot slots[n] % block_size of block
+ * slots[n] / block_size; nowhere where slots[n] is negative. */
+typedef struct {
+    ropewalk_rotation rotation; /* of q and k, not back; no tensor in place */
+    ropewalk_norm norm;
+    const int64_t *slots;
+    int64_t slot_stride[2]; /* along batch and tokens */
+    int64_t block_size;
+    ropewalk_tensor v; /* as many heads as k */
+    int64_t v_dim;     /* channels of a head of v */
+} ropewalk_step;
+
 /* cos and sin of position * step, times factor. A step is a 64-bit fraction of a turn; the product wraps around, which is
  * exactly reduction modulo one turn. cos and sin are contiguous [rows, pairs], float32 or float64. Where tokens have several
  * positions, pair i takes the one `axis[i] * axis_stride` further; `axis` NULL: all take the only one. */
@@ -74,6 +98,7 @@ typedef struct {
     void (*rotate)(const ropewalk_rotation *, int64_t begin, int64_t end);
     void (*table_gradient)(const ropewalk_table_gradient *, int64_t begin, int64_t end);
     void (*angles)(const ropewalk_angles *, int64_t begin, int64_t end);
+    void (*step)(const ropewalk_step *, int64_t begin, int64_t end);
 } ropewalk_kernels;
 
 /* NULL where this machine cannot run that level, or this library was built without it. The baseline is always there. */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -17,6 +19,8 @@ from ropewalk.attention.mask_tensors import check_mask, joined
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
+from ropewalk.rotation.reference import rms_norm
 
 
 class RotaryEmbedding(torch.nn.Module):
@@ -65,6 +69,28 @@ class RotaryEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         return f"{self.rope!r}, layout={self.layout!r}"
+
+
+class HeadNorm(torch.nn.RMSNorm):
+    """torch.nn.RMSNorm over the channels of each head, with the bits of `QKNorm`: its mean is made in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., head_dim]`, normed, in the dtype of x."""
+        return rms_norm(x, self.weight, eps=cast(float, self.eps))
+
+
+_any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
+
+
+def _is_watched(module: torch.nn.Module) -> bool:
+    """Whether somebody wants to see it called."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _any_global_hook()
+    )
 
 
 class RotaryAttention(torch.nn.Module):
@@ -151,8 +177,7 @@ class RotaryAttention(torch.nn.Module):
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
             eps = _checks.number(who, "qk_norm", qk_norm, above=0.0, cure="Pass the ε of the norm, e.g. 1e-6.")
-            self.q_norm = torch.nn.RMSNorm(self.head_dim, eps=eps)
-            self.k_norm = torch.nn.RMSNorm(self.head_dim, eps=eps)
+            self.q_norm, self.k_norm = HeadNorm(self.head_dim, eps=eps), HeadNorm(self.head_dim, eps=eps)
 
     def forward(
         self,
@@ -190,19 +215,36 @@ class RotaryAttention(torch.nn.Module):
         q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
+        norm = self._norm(q, k, v, cache)
+        if norm is None and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast makes some norms float32
         if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
+        fused: dict[str, Any] = {} if norm is None else {"norm": norm}
         if cache is None:
-            attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+            attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
         else:
             mask = self._within(cache, mask)
-            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+            attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, **fused)
             attention.check_attended("RotaryAttention", cache, attended, q, v)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
+
+    def _norm(self, q: Tensor, k: Tensor, v: Tensor, cache: AttendingCache | None) -> QKNorm | None:
+        """The norms of q and k as what rotates can take over; None where they are modules to call, or there are none.
+
+        They are called where something was put in their place or hooked on them (tensor parallel plans, FSDP, who looks
+        at activations), and before a cache that knows of no norms.
+        """
+        of_q, of_k = self.q_norm, self.k_norm
+        if type(of_q) is not HeadNorm or type(of_k) is not HeadNorm or of_q.eps != of_k.eps or of_q.eps is None:
+            return None
+        if _is_watched(of_q) or _is_watched(of_k) or not q.dtype == k.dtype == v.dtype:
+            return None
+        if cache is not None and not getattr(cache, "takes_norm", False):
+            return None
+        return QKNorm(of_q.weight, of_k.weight, of_q.eps)
 
     def _attend(
         self,
@@ -213,6 +255,7 @@ class RotaryAttention(torch.nn.Module):
         rotation: Rotation | TwoPass | None,
         mask: Tensor | BlockMask | None,
         scale: float,
+        norm: QKNorm | None = None,
     ) -> Tensor:
         """Without a cache: over the keys of these tokens. Where plain causality is all, no mask says it."""
         if isinstance(mask, Tensor):
@@ -229,6 +272,7 @@ class RotaryAttention(torch.nn.Module):
             scale=scale,
             causal=self.causal,
             dropout=self.dropout if self.training else 0.0,
+            norm=norm,
         )
 
     def _seen(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:

@@ -14,6 +14,7 @@ from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
 
 
 class AttendingCache(Protocol):
@@ -64,6 +65,7 @@ def rotate_and_attend(
     append: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     causal: bool = True,
     dropout: float = 0.0,
+    norm: QKNorm | None = None,
 ) -> Tensor:
     """Attention over dense keys, in one pass or two, as the rotation wants it.
 
@@ -74,12 +76,17 @@ def rotate_and_attend(
         scale: of the scores.
         append: stores the rotated keys and the values and returns all keys and values; None: these are all.
         causal, dropout: as in `attend`.
+        norm: of q and k before rotation; None: none.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
     """
     near = rotation.near if isinstance(rotation, TwoPass) else rotation
-    q_near, k = (q, k) if near is None else near(q, k, layout="bshd")
+    if norm is not None and isinstance(rotation, Rotation):
+        q_near, k = norm.rotate(rotation, q, k, layout="bshd")
+    else:
+        q, k = (q, k) if norm is None else norm(q, k)
+        q_near, k = (q, k) if near is None else near(q, k, layout="bshd")
     if append is not None:
         k, v = append(k, v)
     if isinstance(rotation, TwoPass):

@@ -136,6 +136,7 @@ class CacheStep:
         self._following = following  # length and position of the cache after this step
         self._checked: Rotation | TwoPass | None = None  # the last one that check_rotation found nothing against
         self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
+        self._flat_slot = self._row * cache.keys[0].shape[1] + slot  # where all rows are one sequence of slots
 
     @property
     def key_order(self) -> Tensor:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
-from ropewalk.attention.attend import rotate_and_attend
+from ropewalk.attention.attend import attend, rotate_and_attend
 from ropewalk.attention.mask_tensors import check_mask, joined
 from ropewalk.attention.two_pass import TwoPass
+from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
 
 
 class Step(Protocol):
@@ -23,6 +25,7 @@ class Step(Protocol):
     _cache: Any
     _slot: Tensor
     _row: Tensor
+    _flat_slot: Tensor
     _beside: bool
     _filled: slice
     _progress: Any
@@ -44,6 +47,7 @@ class LayerCache:
         step: the `CacheStep` of this forward pass.
     """
 
+    takes_norm = True  # `attend` takes the norm of q and k, which other caches need not
     _who = "KVCache"
 
     def __init__(self, step: Step, index: int) -> None:
@@ -61,6 +65,7 @@ class LayerCache:
         rotation: Rotation | TwoPass | None = None,
         mask: Tensor | BlockMask | None = None,
         scale: float | None = None,
+        norm: QKNorm | None = None,
     ) -> Tensor:
         """Rotate, append, and attend over all keys that the new tokens may see.
 
@@ -73,6 +78,7 @@ class LayerCache:
             mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1, for
                 the keys of `step.key_positions`. It is joined with `step.mask`, which alone counts when it is None.
             scale: of the scores; head_dim^(−1/2) when None.
+            norm: of q and k before rotation; None: none.
 
         Returns:
             `[batch, seq, heads, head_dim]`.
@@ -92,14 +98,24 @@ class LayerCache:
             rotation = rotation.only(filled) if isinstance(rotation, TwoPass) else rotation
         if mask is not None or isinstance(rotation, TwoPass) or torch.compiler.is_compiling() or not step.causal:
             seen = joined(mask, step.mask)[..., filled]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if isinstance(rotation, Rotation) and not step._beside:
+            self._check_new(k, v)
+            self._check_turn()
+            store = qk_norm.Store(v, self._keys, self._values, self._slots())
+            rotated = qk_norm.run(rotation, q, k, layout="bshd", norm=norm, store=store)
+            if rotated is not None:
+                self._count()
+                return attend(rotated, *self._kept(filled), mask=seen, scale=scale)
         return rotate_and_attend(
             q,
             k,
             v,
             rotation=rotation,
             mask=seen,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            scale=scale,
             append=lambda k, v: self._append(k, v, filled),
+            norm=norm,
         )
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,17 +143,29 @@ class LayerCache:
         """`append`, and of the keys and values those in `filled`."""
         self._check_new(k, v)
         self._check_turn()
-        kept = self._keys[:, :-1][:, filled], self._values[:, :-1][:, filled]
+        kept = self._kept(filled)
         if self.step._beside and filled.start is None:
             kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
         elif self.step._beside:  # nothing was cached before
             kept = k, v
         self._keys.index_put_((self.step._row, self.step._slot), k)
         self._values.index_put_((self.step._row, self.step._slot), v)
+        self._count()
+        return kept
+
+    def _slots(self) -> Tensor:
+        """Where the new tokens go, for `rotate_and_store`: int64 `[batch, seq]`."""
+        return self.step._flat_slot
+
+    def _kept(self, filled: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots in `filled`, of which the last slot, for what is not kept, is none."""
+        return self._keys[:, :-1][:, filled], self._values[:, :-1][:, filled]
+
+    def _count(self) -> None:
+        """This layer has stored its keys and values."""
         self._progress.stored = True
         if self._is_last:
             self.step._commit()
-        return kept
 
     def _check_query(self, q: Tensor, rotation: Rotation | TwoPass | None) -> None:
         """Raise unless q is of the tokens of this step, and rotation may be."""

@@ -18,6 +18,7 @@ from ropewalk.attention.paged_rows import Planned, Rows
 from ropewalk.attention.slots import EMPTY
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.qk_norm import QKNorm
 
 
 class Pools(Protocol):
@@ -122,7 +123,7 @@ class PagedStep(CacheStep):
             )
         # Without padding, rows of one length see their tokens up to each new one, unless a window ends before.
         most_held = max(1, *self._held)
-        self._filled = slice(0, most_held)
+        self._filled, self._beside = slice(0, most_held), False
         self.causal = bool(real.all()) and min(self._held) == most_held and most_held <= (cache.window or most_held)
         self._mask: Tensor | None = None
         self._key_places: Tensor | None = None
@@ -249,6 +250,9 @@ class PagedLayer(LayerCache):
             new = new.flatten(0, 1)
             new = new if step._stored is None else new.index_select(0, step._stored)
             pool.index_put_((step._block, step._place_in_block), new)
+        self._count()
+
+    def _count(self) -> None:
         self._progress.stored = True
 
     def attend(
@@ -260,6 +264,7 @@ class PagedLayer(LayerCache):
         rotation: Rotation | TwoPass | None = None,
         mask: Tensor | BlockMask | None = None,
         scale: float | None = None,
+        norm: QKNorm | None = None,
     ) -> Tensor:
         """Rotate, store, and attend over all keys that the new tokens may see.
 
@@ -267,7 +272,7 @@ class PagedLayer(LayerCache):
         mask and the rotation has one pass. Else over keys and values that are gathered from them.
 
         Args:
-            q, k, v, rotation, mask, scale: as in `LayerCache.attend`.
+            q, k, v, rotation, mask, scale, norm: as in `LayerCache.attend`.
 
         Returns:
             `[batch, seq, heads, head_dim]`.
@@ -277,10 +282,12 @@ class PagedLayer(LayerCache):
         """
         blocks = self.step.block_mask
         if blocks is None or mask is not None or isinstance(rotation, TwoPass) or not torch.compiler.is_compiling():
-            return super().attend(q, k, v, rotation=rotation, mask=mask, scale=scale)
+            return super().attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
         self._check_query(q, rotation)
         scale = self._keys.shape[-1] ** -0.5 if scale is None else scale
-        return rotate_and_attend(q, k, v, rotation=rotation, mask=blocks, scale=scale, append=self._append_in_place)
+        return rotate_and_attend(
+            q, k, v, rotation=rotation, mask=blocks, scale=scale, append=self._append_in_place, norm=norm
+        )
 
     def _append_in_place(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.write(k, v)
@@ -293,6 +300,12 @@ class PagedLayer(LayerCache):
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
         self.write(k, v)
+        return self._kept(filled)
+
+    def _slots(self) -> Tensor:
+        return self.step.slot_mapping.view(self.step.order.shape)
+
+    def _kept(self, filled: slice) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():  # which plans its memory itself
             return self._gathered(self._keys)[:, filled], self._gathered(self._values)[:, filled]
         pages, count = self.step._pages, self.step.block_table.numel()

@@ -58,7 +58,7 @@ def angles(
 def use_torch(
     torch: ModuleType, layouts: Mapping[Layout, object], watchers: tuple[Callable[[], object], ...], /
 ) -> bool:
-    """Prepare the two functions below, which ask `watchers` each time; False where PyTorch has no exchange API."""
+    """Prepare the functions below, which ask `watchers` each time; False where PyTorch has no exchange API."""
 
 def rotate_plain(
     q: object,
@@ -75,6 +75,31 @@ def rotate_plain(
 ) -> Any:
     """What `Rotation.__call__` returns, True in place, checks included. None where something is not usual: not a plain
     tensor on the CPU, a gradient, a transform, a mode, a shape that does not fit. Nothing was done then.
+    """
+
+def step_plain(
+    q: object,
+    k: object,
+    cos: object,
+    sin: object,
+    layout: object,
+    head_dim: int,
+    rotary_dim: int,
+    interleaved: bool,
+    offset: int,
+    q_weight: object,
+    k_weight: object,
+    eps: float,
+    add_one: bool,
+    v: object,
+    k_cache: object,
+    v_cache: object,
+    slots: object,
+    profiled: bool,
+    /,
+) -> Any:
+    """q and k, normed where there are weights, and rotated; with v and what follows, both are written to the caches and
+    q alone is returned. None where something is not usual, and nothing was done then.
     """
 
 def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, axis: bytes, axes: int, /) -> Any:

@@ -18,7 +18,7 @@ except ModuleNotFoundError:
 except ImportError as e:
     _why_not = f"cannot be loaded: {e}"
 
-# Who would see, or change, what happens inside a call; asked at each.
+# Who would see, or change, what happens inside a call; asked at each. The profiler is the last.
 _WATCHERS = (
     torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
@@ -28,9 +28,9 @@ _WATCHERS = (
 )
 
 AT_ONCE = _why_not is None and _cpu.use_torch(torch, AXES, _WATCHERS)
-"""Whether `rotate_plain` and `angles_plain` can be used: this PyTorch hands tensors over to C (2.10 and later)."""
+"""Whether the three functions below can be used: this PyTorch hands tensors over to C (2.10 and later)."""
 if AT_ONCE:
-    rotate_plain, angles_plain = _cpu.rotate_plain, _cpu.angles_plain
+    rotate_plain, step_plain, angles_plain = _cpu.rotate_plain, _cpu.step_plain, _cpu.angles_plain
 
 # The numbers of csrc/ropewalk.h.
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -189,8 +189,7 @@ class _Rotate(torch.autograd.Function):
         given = [grad for grad in grads if grad is not None]
         if not given:
             return (None,) * (7 + len(grads))
-        # Several gradients at once (is_grads_batched): no operator of ours takes those.
-        batched = any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in given)
+        batched = _batched(given)
         turned = iter((_by_reference if batched else rotate)(given, cos, sin, **ctx.how, back=not ctx.back))
         of_tensors = [None if grad is None else next(turned) for grad in grads]
         of_tables: tuple[Tensor | None, ...] = (None, None)
@@ -199,6 +198,16 @@ class _Rotate(torch.autograd.Function):
             plain = batched or torch.is_grad_enabled()  # it is itself differentiated
             of_tables = _table_gradient(with_grad, given, cos, back=ctx.back, plain=plain, **ctx.how)
         return (None, *of_tables, None, None, None, None, *of_tensors)
+
+
+def _batched(grads: list[Tensor]) -> bool:
+    """Whether they are several gradients at once (is_grads_batched), which no operator of ours takes."""
+    return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+
+
+def rotated_back(grads: list[Tensor], cos: Tensor, sin: Tensor, **how: Any) -> list[Tensor]:
+    """The gradients of rotated tensors, to those before; as `rotate` with back."""
+    return (_by_reference if _batched(grads) else rotate)(grads, cos, sin, **how, back=True)
 
 
 def _table_gradient(

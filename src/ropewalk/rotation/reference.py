@@ -44,6 +44,44 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offs
     return torch.cat((before, turned, after), dim=-1)
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, add_one: bool = False) -> Tensor:
+    """x / √(mean of x² over the last axis + ε), times the weight: RMSNorm of each head.
+
+    Args:
+        x: any shape `[..., head_dim]`, any strides; float16, bfloat16, float32 or float64.
+        weight: `[head_dim]`.
+        eps: ε, dimensionless.
+        add_one: multiply by 1 + weight (Gemma).
+
+    Returns:
+        A new tensor, shape and dtype of x.
+
+    Precision:
+        The mean and its root in float64, rounded to float32; both products in float32 (float64 for float64 x); one
+        rounding to the dtype of x. The squares are added in one order, so that every kernel has the same bits.
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; torch.nn.RMSNorm, which adds in float32.
+    """
+    compute, head_dim = _compute_dtype(x), x.shape[-1]
+    mean = _sum_of_halves(x.to(torch.float64).square()) * (1 / head_dim)
+    # Correctly rounded: on the CPU PyTorch's rsqrt is, and its sqrt, which is MKL's, is not; on a GPU the reverse.
+    scale = ((mean + eps).rsqrt() if x.is_cpu else (mean + eps).sqrt().reciprocal()).to(compute)
+    gain = weight.to(compute)
+    return (x.to(compute) * scale * (1 + gain if add_one else gain)).to(x.dtype)
+
+
+def _sum_of_halves(x: Tensor) -> Tensor:
+    """The sum `[..., 1]` over the last axis: as if zeros filled it up to a power of two, half is added to half."""
+    count = x.shape[-1]
+    half = 1 << (count - 1).bit_length() >> 1
+    while half:
+        low, high = x[..., :half], x[..., half:]
+        rest = half - high.shape[-1]
+        x = low + high if rest == 0 else torch.cat((low[..., : half - rest] + high, low[..., half - rest :]), dim=-1)
+        half //= 2
+    return x
+
+
 def rotate_in_layout(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int, back: bool
 ) -> list[Tensor]:

@@ -1,0 +1,225 @@
+"""QKNorm: an RMSNorm of each head of q and k, and the rotation after it, in one call; with gradients for training.
+
+`run` decides whether a kernel does all of it. Where none can, and wherever PyTorch must look inside, the norm and the
+rotation are two calls, with the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk._layout import Layout
+from ropewalk.kernels import backend, cpu
+from ropewalk.rotation import ops
+from ropewalk.rotation.api import Rotation
+from ropewalk.rotation.reference import rms_norm
+
+_WHO = "QKNorm"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class QKNorm:
+    """The RMSNorm of each head of q and of k, before rotation, as Qwen 3 and Gemma 3 have it.
+
+        x / √(mean of x² over the head + ε) · weight
+
+    The mean is made in float64 and the products in float32 (float64 for float64 tensors), rounded once to the dtype of
+    the tensor; what is rotated afterwards is that. torch.nn.RMSNorm adds in float32, in an order of its own: its
+    result may differ by a unit in the last place.
+
+    Args:
+        q_weight, k_weight: `[head_dim]`, in any of the dtypes of q and k; gradients reach them.
+        eps: ε, dimensionless, greater than 0.
+        add_one: multiply by 1 + weight, as Gemma does.
+
+    Raises:
+        RopeError: a weight is no such tensor, the two differ in shape, dtype or device, or ε is no such number.
+
+    Example:
+        >>> norm = QKNorm(torch.ones(4), torch.ones(4), eps=1e-6)
+        >>> q, k = norm(torch.full((1, 2, 3, 4), 5.0), torch.full((1, 2, 1, 4), -0.1))
+        >>> q[0, 0, 0], k.shape
+        (tensor([1., 1., 1., 1.]), torch.Size([1, 2, 1, 4]))
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    add_one: bool = False
+
+    def __post_init__(self) -> None:
+        q, k = self.q_weight, self.k_weight
+        if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim != 1 or q.dtype not in _DTYPES:
+            must = "q_weight and k_weight must be tensors [head_dim], float16, bfloat16, float32 or float64"
+            came = f"{_checks.described(q)} and {_checks.described(k)}"
+            raise _checks.error(_WHO, must, came, "Pass the weights of the two norms.")
+        if q.shape != k.shape or q.dtype != k.dtype or q.device != k.device:
+            must = "q_weight and k_weight must have the same shape, dtype and device"
+            came = f"{_checks.described(q)} and {_checks.described(k)}"
+            raise _checks.error(_WHO, must, came, "Pass the weights of the norms of one layer.")
+        _checks.number(_WHO, "eps", self.eps, above=0.0, cure="Pass the ε of the norm, e.g. 1e-6.")
+        if not isinstance(self.add_one, bool):
+            must, came = "add_one must be True or False", _checks.shown(self.add_one)
+            raise _checks.error(_WHO, must, came, "True is Gemma's 1 + weight.")
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k normed, and not rotated.
+
+        Args:
+            q, k: `[..., head_dim]`, float16, bfloat16, float32 or float64; any strides. Not changed.
+
+        Returns:
+            New tensors of their shapes and dtypes.
+
+        Raises:
+            RopeError: a last axis is not that of the weights, or a device or dtype does not fit.
+        """
+        for name, x in (("q", q), ("k", k)):
+            self._fits(name, x)
+        normed_q = rms_norm(q, self.q_weight, eps=self.eps, add_one=self.add_one)
+        return normed_q, rms_norm(k, self.k_weight, eps=self.eps, add_one=self.add_one)
+
+    def rotate(self, rotation: Rotation, q: Tensor, k: Tensor, *, layout: Layout) -> tuple[Tensor, Tensor]:
+        """`rotation(*norm(q, k), layout=layout)`, bit for bit, in one call where a kernel can; differentiable.
+
+        Args:
+            rotation: of these tokens.
+            q, k: as `Rotation.__call__` takes them. Not changed.
+            layout: "bshd", "bhsd", "sbhd" or "thd".
+
+        Returns:
+            New tensors of their shapes and dtypes.
+
+        Raises:
+            RopeError: rotation is no Rotation, or as for a call of the norm or of the rotation.
+        """
+        if not isinstance(rotation, Rotation):
+            came = _checks.shown(rotation)
+            raise _checks.error(_WHO, "rotation must be a Rotation", came, "Make it with rope.at(positions).")
+        given = (q, k, self.q_weight, self.k_weight)
+        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        if not wanted:
+            made: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=self)
+            return rotation(*self(q, k), layout=layout) if made is None else made
+        if _of_plain_tensors(rotation, given):
+            for name, x in (("q", q), ("k", k)):
+                self._fits(name, x)
+            rotated: tuple[Tensor, Tensor] = _NormAndRotate.apply(  # type: ignore[no-untyped-call]
+                rotation, layout, self.eps, self.add_one, *given
+            )
+            return rotated
+        return rotation(*self(q, k), layout=layout)
+
+    def _fits(self, name: str, x: Tensor) -> None:
+        head_dim, device = self.q_weight.shape[0], self.q_weight.device
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.shape[-1:] != (head_dim,) or x.device != device:
+            must = f"{name} must be a tensor [..., head_dim={head_dim}] on {device}, where the weights are"
+            raise _checks.error(_WHO, must, _checks.described(x), "Pass heads of the layer that the weights are of.")
+
+
+class Store(NamedTuple):
+    """Where `run` writes k and v: caches `[blocks, block_size, kv_heads, head_dim]`, and a slot for each token."""
+
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+
+
+_NO_NORM: tuple[Any, ...] = (None, None, 0.0, False)
+_NO_STORE: tuple[Any, ...] = (None, None, None, None)
+
+
+def run(
+    rotation: Rotation, q: Tensor, k: Tensor, *, layout: Layout, norm: QKNorm | None = None, store: Store | None = None
+) -> Any:
+    """Norm, rotation and, with `store`, the writes, by one kernel. The only place that decides whether one can.
+
+    Returns:
+        q and k; q alone with `store`. None where the separate calls must do it, and nothing was done: no kernel, not
+        plain tensors, a gradient, a transform, a mode, compilation, tables per head, or something that does not fit,
+        of which those calls say what.
+    """
+    if torch.compiler.is_compiling() or not isinstance(rotation, Rotation) or rotation.per_head:
+        return None
+    if not backend.AT_ONCE:
+        return None
+    of_norm = _NO_NORM if norm is None else (norm.q_weight, norm.k_weight, norm.eps, norm.add_one)
+    profiled = torch._C._autograd._profiler_enabled()
+    given: tuple[Any, ...] = (
+        *(q, k, rotation.cos, rotation.sin, layout, rotation.head_dim, rotation.rotary_dim),
+        *(rotation.pairing == "interleaved", rotation.rotary_offset),
+        *of_norm,
+        *(_NO_STORE if store is None else store),
+        profiled,
+    )
+    if not profiled:
+        return cpu.step_plain(*given)
+    with torch.profiler.record_function("ropewalk::step"):
+        return cpu.step_plain(*given)
+
+
+def _of_plain_tensors(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the function below may differentiate: where PyTorch does not look inside, and tables are not learned."""
+    cos, sin = rotation.cos, rotation.sin
+    return (
+        not backend.must_be_seen()
+        and not (cos.requires_grad or sin.requires_grad)
+        and not cos.is_inference()
+        and all(type(x) in backend.PLAIN for x in (*tensors, cos, sin))
+    )
+
+
+class _NormAndRotate(torch.autograd.Function):
+    """Rotating back, and the gradient of RMSNorm in PyTorch's own operators, which can be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rotation: Rotation,
+        layout: Layout,
+        eps: float,
+        add_one: bool,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rotation.cos, rotation.sin, q, k, q_weight, k_weight)
+        ctx.norm = (eps, add_one)
+        ctx.how = {"layout": layout, "pairing": rotation.pairing, "rotary_offset": rotation.rotary_offset}
+        norm = QKNorm(q_weight, k_weight, eps, add_one)
+        made: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=norm)
+        return rotation(*norm(q, k), layout=layout) if made is None else made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin, *tensors = ctx.saved_tensors
+        of_tensors: list[Tensor | None] = [None, None]
+        of_weights: list[Tensor | None] = [None, None]
+        given = [grad for grad in grads if grad is not None]
+        turned = iter(ops.rotated_back(given, cos, sin, **ctx.how) if given else ())
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                of_tensors[i], of_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], next(turned), *ctx.norm)
+        return (None, None, None, None, *of_tensors, *of_weights)
+
+
+def _norm_gradient(x: Tensor, weight: Tensor, grad: Tensor, eps: float, add_one: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of `rms_norm` to x and to the weight.
+
+    With r = 1/√(mean of x² + ε), y = x·r and g = grad · gain:  r·(g − y · mean of g·y)  to x,  Σ grad·y  to the weight.
+    """
+    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide, grad, gain = x.to(compute), grad.to(compute), weight.to(compute)
+    r = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y, g = wide * r, grad * (1 + gain if add_one else gain)
+    to_x = r * (g - y * (g * y).mean(-1, keepdim=True))
+    return to_x.to(x.dtype), (grad * y).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
