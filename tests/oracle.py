@@ -159,3 +159,23 @@ def proportional(base: float, head_dim: int, share: float, factor: float = 1) ->
             w / factor if 2 * (i + 1) <= share * head_dim else mpmath.mpf(0)
             for i, w in enumerate(inv_freq(base, head_dim))
         ]
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, add_one: bool = False) -> np.ndarray:
+    """x / √(mean of x² over the last axis + ε) · weight, in the widest numbers that NumPy has."""
+    wide = np.asarray(x, np.longdouble)
+    gain = np.asarray(weight, np.longdouble) + (1 if add_one else 0)
+    return wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.longdouble(eps)) * gain
+
+
+def rms_norm_gradient(
+    x: np.ndarray, weight: np.ndarray, grad: np.ndarray, eps: float, add_one: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Σ grad · rms_norm(x), differentiated by x and by the weight, in float64: each partial derivative written out."""
+    x, grad, n = np.asarray(x, np.float64), np.asarray(grad, np.float64), x.shape[-1]
+    gain = np.asarray(weight, np.float64) + (1 if add_one else 0)
+    root = np.sqrt((x * x).mean(-1) + eps)[..., None, None]
+    # d(x_j / root) / d x_i = [i = j] / root − x_i x_j / (n root³)
+    partial = np.eye(n) / root - x[..., :, None] * x[..., None, :] / (n * root**3)
+    to_weight = (grad * x / root[..., 0]).reshape(-1, n).sum(0)
+    return np.einsum("...ij,...j->...i", partial, grad * gain), to_weight

@@ -139,6 +139,7 @@ def test_public_names() -> None:
         "PagedLayer",
         "PagedStep",
         "Proportional",
+        "QKNorm",
         "QueryScale",
         "Rope",
         "RopeError",
@@ -156,6 +157,7 @@ def test_public_names() -> None:
         "masks",
         "plots",
         "positions",
+        "rotate_and_store",
         "schemes",
         "xpos",
     ]

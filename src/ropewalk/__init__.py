@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ropewalk.attention import masks as masks
     from ropewalk.attention.attend import AttendingCache as AttendingCache
     from ropewalk.attention.cache_step import CacheStep as CacheStep
+    from ropewalk.attention.fused_step import rotate_and_store as rotate_and_store
     from ropewalk.attention.kv_cache import KVCache as KVCache
     from ropewalk.attention.layer_cache import LayerCache as LayerCache
     from ropewalk.attention.paged_cache import PagedKVCache as PagedKVCache
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ropewalk.nn import RotaryEmbedding as RotaryEmbedding
     from ropewalk.rope import Rope as Rope
     from ropewalk.rotation.api import Rotation as Rotation
+    from ropewalk.rotation.qk_norm import QKNorm as QKNorm
     from ropewalk.schemes import NTK as NTK
     from ropewalk.schemes import DynamicNTK as DynamicNTK
     from ropewalk.schemes import Llama3 as Llama3
@@ -62,6 +64,7 @@ _HOME = {
     "PagedLayer": "attention.paged_step",
     "PagedStep": "attention.paged_step",
     "Proportional": "schemes",
+    "QKNorm": "rotation.qk_norm",
     "QueryScale": "configs",
     "VisionRopes": "configs",
     "Rope": "rope",
@@ -74,6 +77,7 @@ _HOME = {
     "YaRN": "schemes",
     "backends": "kernels.backend",
     "from_config": "configs",
+    "rotate_and_store": "attention.fused_step",
 }
 _MODULES = {
     "diff": "diff",
@@ -101,6 +105,7 @@ __all__ = [
     "PagedLayer",
     "PagedStep",
     "Proportional",
+    "QKNorm",
     "QueryScale",
     "Rope",
     "RopeError",
@@ -118,6 +123,7 @@ __all__ = [
     "masks",
     "plots",
     "positions",
+    "rotate_and_store",
     "schemes",
     "xpos",
 ]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
+from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, by_reference, check, expected, same, shape, unchanged
 from ropewalk import Axes, Rope, RopeError, Rotation
 from ropewalk.kernels import backend, cpu
+from unusual import TENSORS, WATCHERS, Subclass, inference
 
 pytestmark = pytest.mark.skipif(not backend.AT_ONCE, reason="no kernels, or a PyTorch before 2.10, or not to be used")
 
@@ -69,54 +66,6 @@ def usual() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.randn(BATCH, SEQ, HEADS, HEAD_DIM), torch.randn(BATCH, SEQ, KV_HEADS, HEAD_DIM), *tables(SEQ)
 
 
-def resized(x: Tensor) -> Tensor:
-    x.untyped_storage().resize_(0)
-    return x
-
-
-def inference(x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return x.clone()
-
-
-class Subclass(Tensor):
-    pass
-
-
-# Which of q, k, cos and sin is another, and what it is.
-TENSORS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
-    "no tensor": ("q", lambda x: x.tolist()),
-    "k is no tensor": ("k", lambda x: 1),
-    "a subclass": ("q", lambda x: x.as_subclass(Subclass)),
-    "a parameter": ("cos", nn.Parameter),
-    "negative by a flag": ("q", lambda x: torch.complex(x, x).conj().imag),
-    "a table negative by a flag": ("sin", lambda x: torch.complex(x, x).conj().imag),
-    "a zero tensor": ("q", lambda x: torch._efficientzerotensor(x.shape)),
-    "without memory": ("k", resized),
-    "a table without memory": ("cos", resized),
-    "on meta": ("q", lambda x: x.to("meta")),
-    "sparse": ("q", lambda x: x.to_sparse()),
-    "nested": ("q", lambda x: torch.nested.nested_tensor(list(x))),
-    "integers": ("q", lambda x: x.long()),
-    "complex": ("q", lambda x: torch.complex(x, x)),
-    "fake": ("q", lambda x: FakeTensorMode().from_tensor(x)),
-    "with a gradient": ("q", lambda x: x.requires_grad_()),
-    "k with a gradient": ("k", lambda x: x.requires_grad_()),
-    "a table with a gradient": ("sin", lambda x: x.requires_grad_()),
-    "another dtype": ("k", lambda x: x.double()),
-    "a table of 16 bits": ("cos", lambda x: x.half()),
-    "tables of two dtypes": ("cos", lambda x: x.double()),
-    "tables of two shapes": ("cos", lambda x: x[:, :4]),
-    "a table of one row": ("cos", lambda x: x[0]),
-    "tables of too many axes": ("cos", lambda x: x[None, None]),
-    "a token too many": ("q", lambda x: x[:, [0, 0, 1, 2, 3, 4]]),
-    "another batch": ("k", lambda x: x[:1]),
-    "another head_dim": ("q", lambda x: x[..., :20]),
-    "three axes": ("q", lambda x: x[0]),
-    "no tokens": ("q", lambda x: x[:, :0]),
-}
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("case", TENSORS)
@@ -158,23 +107,6 @@ def test_batched_tables_in_another_layout() -> None:
     assert call(q, k, *tables(BATCH, SEQ)) is not None
     assert call(q, k, *tables(3, SEQ)) is None
     assert call(q[0], k[0], *tables(BATCH, SEQ), "thd") is None
-
-
-def in_forward_ad() -> AbstractContextManager[Any]:
-    return forward_ad.dual_level()
-
-
-class Sees(torch.overrides.TorchFunctionMode):
-    pass
-
-
-WATCHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "a mode of operators": lambda: FakeTensorMode(allow_non_fake_inputs=True),
-    "a mode of functions": Sees,
-    "a device mode": lambda: torch.device("meta"),
-    "forward-mode AD": in_forward_ad,
-    "a profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-}
 
 
 @pytest.mark.parametrize("who", WATCHERS)

@@ -54,7 +54,9 @@ def rotate_and_store(
             such a slot is not stored.
     """
     store = Store(v, k_cache, v_cache, slot_mapping)
-    rotated: Tensor | None = run(rotation, q, k, layout=layout, norm=norm, store=store)
+    rotated: Tensor | None = None
+    if isinstance(v, Tensor):  # without v, nothing is to be stored
+        rotated = run(rotation, q, k, layout=layout, norm=norm, store=store)
     if rotated is None:
         _check(q, k, store, norm, layout)
         if not isinstance(rotation, Rotation):
