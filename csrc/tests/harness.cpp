@@ -231,6 +231,121 @@ void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
     }
 }
 
+// ---- step
+
+// The norm of one head in double, and how far the kernel may be from it before it rotates.
+std::vector<double> normed(const ropewalk_step &s, int n, const unsigned char *in, int64_t batch, int64_t token, int64_t head) {
+    const ropewalk_rotation &r = s.rotation;
+    std::vector<double> x;
+    double sum = 0;
+    for (int64_t i = 0; i < r.head_dim; ++i) {
+        x.push_back(get(r.dtype, in, at(r.tensors[n].in_stride, batch, token, head, i)));
+        sum += x.back() * x.back();
+    }
+    if (!s.norm.weight[n]) return x;
+    for (int64_t i = 0; i < r.head_dim; ++i) {
+        double gain = get(s.norm.dtype, static_cast<const unsigned char *>(s.norm.weight[n]), i) + (s.norm.add_one ? 1 : 0);
+        x[static_cast<size_t>(i)] *= gain / std::sqrt(sum / static_cast<double>(r.head_dim) + s.norm.eps);
+    }
+    return x;
+}
+
+void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &shape, const Place &place, const Place &cache,
+               bool per_head, bool stores) {
+    ropewalk_rotation &r = s.rotation;
+    Tensors tensors(r, shape, {place, BSHD, false});
+    const TableKind &kind = per_head ? PER_HEAD : PER_BATCH;
+    int64_t table[] = {r.batch, r.tokens, per_head ? shape.heads[0] : 1, r.pairs};
+    Memory cos = placed_table(kind, 1, 0, table, r.tables.cos_stride), sin = placed_table(kind, 1, 0, table, r.tables.sin_stride);
+    r.tables.cos = cos.bytes.get(), r.tables.sin = sin.bytes.get(), r.tables.dtype = kind.dtype;
+    std::vector<Memory> weights;
+    for (int n = 0; n < 2; ++n) {
+        weights.emplace_back(s.norm.dtype, r.head_dim);
+        weights[static_cast<size_t>(n)].set_random();
+    }
+    for (size_t n = 0; n < 2; ++n) s.norm.weight[n] = s.norm.eps > 0 ? weights[n].bytes.get() : nullptr;
+    // Every third token is not stored; the others go to slots from the last one on.
+    constexpr int64_t BLOCKS = 3;
+    int64_t rows = r.batch * r.tokens, heads = shape.heads[1];
+    s.block_size = rows / BLOCKS + 1, s.v_dim = r.head_dim + 3;
+    std::unique_ptr<int64_t[]> slots(new int64_t[static_cast<size_t>(rows)]);
+    for (int64_t i = 0; i < rows; ++i) slots[static_cast<size_t>(i)] = i % 3 == 1 ? -1 : BLOCKS * s.block_size - 1 - i;
+    int64_t of_k[] = {BLOCKS, s.block_size, heads, r.head_dim}, of_v[] = {BLOCKS, s.block_size, heads, s.v_dim};
+    int64_t v_sizes[] = {r.batch, r.tokens, heads, s.v_dim};
+    Memory v = placed(r.dtype, place, v_sizes, s.v.in_stride), v_cache = placed(r.dtype, cache, of_v, s.v.out_stride);
+    v.set_random();
+    int64_t k_stride[4];
+    Memory k_cache = placed(r.dtype, cache, of_k, k_stride);
+    if (stores) {
+        s.slots = slots.get(), s.slot_stride[0] = r.tokens, s.slot_stride[1] = 1;
+        r.tensors[1].out = k_cache.bytes.get(), std::memcpy(r.tensors[1].out_stride, k_stride, sizeof k_stride);
+        s.v.in = v.bytes.get(), s.v.out = v_cache.bytes.get(), s.v.heads = heads;
+    }
+    tensors.remember();
+    auto k_before = k_cache.copy(), v_before = v_cache.copy(), v_given = v.copy();
+    call(kernels.step, s, rows);
+    check(v.copy() == v_given, "v, which must be as it was,");
+    std::vector<bool> k_written(static_cast<size_t>(k_cache.count)), v_written(static_cast<size_t>(v_cache.count));
+    for (int n = 0; n < 2; ++n) {
+        const ropewalk_tensor &x = r.tensors[n];
+        auto index = static_cast<size_t>(n);
+        check(tensors.in[index].copy() == tensors.in_before[index], "the input, which must be as it was,");
+        bool to_cache = stores && n == 1;
+        const Memory &out = to_cache ? k_cache : tensors.output(n);
+        for (int64_t row = 0; row < rows * x.heads; ++row) {
+            int64_t head = row % x.heads, token = row / x.heads % r.tokens, batch = row / x.heads / r.tokens;
+            int64_t slot = slots[static_cast<size_t>(batch * r.tokens + token)];
+            if (to_cache && slot < 0) continue;
+            int64_t outer = to_cache ? slot / s.block_size : batch, inner = to_cache ? slot % s.block_size : token;
+            auto y = normed(s, n, tensors.in_before[index].data(), batch, token, head);
+            auto compare = [&](int64_t channel, double want, double bound) {
+                int64_t to = at(x.out_stride, outer, inner, head, channel);
+                if (to_cache) k_written[static_cast<size_t>(to)] = true;
+                check_close(get(r.dtype, out.bytes.get(), to), want, bound, "a channel of q or k");
+            };
+            // 1 + weight, two products, the root and, in float64, the sum; then to the dtype.
+            double share = s.norm.weight[n] ? 24 * real_share(r.dtype) + SHARE[r.dtype] : 0;
+            auto error = [&](double of) { return share > 0 ? share * std::fabs(of) + LEAST[r.dtype] : 0; };
+            for (int64_t i = 0; i < r.head_dim; ++i) {
+                double of = y[static_cast<size_t>(i)];
+                if (i < r.offset || i >= r.offset + 2 * r.pairs) compare(i, of, error(of));
+            }
+            for (int64_t i = 0; i < r.pairs; ++i) {
+                double a = y[static_cast<size_t>(first_of(r, i))], b = y[static_cast<size_t>(second_of(r, i))];
+                double c = get(r.tables.dtype, cos.bytes.get(), at(r.tables.cos_stride, batch, token, head, i));
+                double sine = get(r.tables.dtype, sin.bytes.get(), at(r.tables.sin_stride, batch, token, head, i));
+                double want[] = {a * c - b * sine, a * sine + b * c};
+                double sums[] = {std::fabs(a * c) + std::fabs(b * sine), std::fabs(a * sine) + std::fabs(b * c)};
+                double moved[] = {error(a) * std::fabs(c) + error(b) * std::fabs(sine), error(a) * std::fabs(sine) + error(b) * std::fabs(c)};
+                for (int p = 0; p < 2; ++p) {
+                    double bound = 4 * real_share(r.dtype) * sums[p] + moved[p];
+                    bound += SHARE[r.dtype] * (std::fabs(want[p]) + bound) + LEAST[r.dtype];
+                    compare(p == 0 ? first_of(r, i) : second_of(r, i), want[p], bound);
+                }
+            }
+        }
+    }
+    auto size = static_cast<size_t>(SIZES[r.dtype]);
+    auto same = [&](const std::vector<unsigned char> &bytes, int64_t i, const Memory &of, int64_t to, const char *what) {
+        check(!std::memcmp(&bytes[static_cast<size_t>(i) * size], &of.bytes[static_cast<size_t>(to) * size], size), what);
+    };
+    for (int64_t row = 0; stores && row < rows * heads; ++row) {
+        int64_t head = row % heads, token = row / heads % r.tokens, batch = row / heads / r.tokens;
+        int64_t slot = slots[static_cast<size_t>(batch * r.tokens + token)];
+        for (int64_t i = 0; slot >= 0 && i < s.v_dim; ++i) {
+            int64_t to = at(s.v.out_stride, slot / s.block_size, slot % s.block_size, head, i);
+            v_written[static_cast<size_t>(to)] = true;
+            same(v_given, at(s.v.in_stride, batch, token, head, i), v_cache, to, "a channel of v");
+        }
+    }
+    for (int64_t i = 0; i < k_cache.count; ++i) {
+        if (!k_written[static_cast<size_t>(i)]) same(k_before, i, k_cache, i, "a slot of k that no token has");
+    }
+    for (int64_t i = 0; i < v_cache.count; ++i) {
+        if (!v_written[static_cast<size_t>(i)]) same(v_before, i, v_cache, i, "a slot of v that no token has");
+    }
+}
+
 // ---- table_gradient
 
 void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, const Shape &shape, const Way &way, bool per_head) {
@@ -355,6 +470,26 @@ void test_level(const ropewalk_kernels &kernels) {
                     if (shape.heads[1] == shape.heads[0] || shape.heads[1] == 0) {
                         rotate(shape, way, PER_HEAD), gradient(shape, way, true);
                     }
+                }
+            }
+        }
+    }
+    for (int variant = 0; variant < 8; ++variant) {
+        ropewalk_step s{};
+        s.rotation.dtype = static_cast<ropewalk_dtype>(variant / 2), s.rotation.interleaved = variant & 1;
+        bool wide = s.rotation.dtype == ROPEWALK_F64;
+        int cases = 0;
+        for (const Head &head : HEADS) {
+            s.rotation.head_dim = head.dim, s.rotation.pairs = head.pairs, s.rotation.offset = head.offset;
+            constexpr Place places[][2] = {{BSHD, BSHD}, {BHSD, SLICED}, {SLICED, BHSD}, {APART, BSHD}, {ONE_HEAD, APART}};
+            for (const auto &[place, cache] : places) {
+                for (int norm = 0; norm < 4; ++norm) {  // none, weights as they are stored, as they are used, 1 + weight
+                    bool per_head = ++cases % 3 == 0, stores = cases % 5 != 0;
+                    s.norm.eps = norm == 0 ? 0 : 1e-5, s.norm.add_one = norm == 3;
+                    s.norm.dtype = norm == 1 ? s.rotation.dtype : wide ? ROPEWALK_F64 : ROPEWALK_F32;
+                    const Shape &shape = per_head ? alike : small;
+                    tell(s.rotation, shape, {place, cache, false}, norm == 0 ? "step" : "step with norm");
+                    test_step(kernels, s, shape, place, cache, per_head, stores);
                 }
             }
         }
