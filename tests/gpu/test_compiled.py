@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernel_cases import PAIRINGS
-from ropewalk.kernels import gpu
+from ropewalk.kernels import gpu, gpu_step
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
 
@@ -30,13 +30,15 @@ NAMES = {
 }
 
 
-def compiled(kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int], *known: Any) -> Any:
+def compiled(
+    kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int], *known: Any, module: Any = None
+) -> Any:
     """The kernel as Triton would compile it for such a launch: nothing is known of numbers, pointers are aligned.
 
     known: what else is known of pointers.
     """
     _, arguments, warps = launch
-    function = getattr(gpu.kernels(), kernel)
+    function = getattr(module or gpu.kernels(), kernel)
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(function.arg_names):
         value = arguments[name]
@@ -106,6 +108,30 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
     assert found["STG.E.128"] == 2 * gpu._BYTES_PER_THREAD // 16
     assert not named(found, *SPILLS, "LDS", "STS", "BAR")
     assert not named(found, "FFMA", "DFMA", "FFMA2")
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize("pairing", PAIRINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
+    """Qwen 3's heads into pages: whole vectors, nothing spilled, and no product fused with a sum."""
+    q, k, v = (torch.empty((4, 1, heads, 128), dtype=dtype) for heads in (16, 8, 8))
+    pages, table, slots = (
+        torch.empty(9, 16, 8, 128, dtype=dtype),
+        torch.empty(4, 1, 64),
+        torch.empty(4, 1, dtype=torch.int64),
+    )
+    of_norm = (torch.empty(128, dtype=dtype), torch.empty(128, dtype=dtype), 1e-6, False) if norm else None
+    launch = gpu_step.step_launch(
+        (q, k), (q, pages), table, table, "bshd", pairing == "interleaved", 0, of_norm, (v, pages, slots)
+    )
+    found = sass(compiled("step", launch, SM_90, module=gpu_step.kernels()), tmp_path)
+    assert named(found, "STG") == {"STG.E.128"}
+    assert not named(found, *SPILLS)
+    # A division and a root in float64 are made of fused products, and of two of float32 for each of q and k.
+    assert not named(found, "FFMA2", *([] if norm else ["DFMA", "FFMA"]))
+    assert found["FFMA"] <= 4
+    assert found["DADD"] <= 200  # halves that are added once, not by every thread
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["test_kernels.py", "test_step.py"])
+def test_kernels_in_the_interpreter(name: str) -> None:
     pytest.importorskip("triton", reason="Triton is not installed, so nothing can interpret its kernels")
-    tests = str(Path(__file__).parent / "test_kernels.py")
+    tests = str(Path(__file__).parent / name)
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
         capture_output=True,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape, watched
-from ropewalk import Axes, Llama3, Rope, Rotation, angles, backends
+from ropewalk import Axes, Llama3, QKNorm, Rope, Rotation, angles, backends, rotate_and_store
 from ropewalk.kernels import gpu as kernels
 
 pytestmark = [
@@ -257,3 +257,21 @@ def test_other_devices_than_the_current_one() -> None:
     x = torch.randn(1, 7, 2, 128, device="cuda:1")
     wanted = by_reference([x.cpu()], rotation.cos.cpu(), rotation.sin.cpu(), "bshd", "half", 0, False)[0]
     assert same(rotation(x, layout="bshd").cpu(), wanted, "")
+
+
+def test_fused_step() -> None:
+    """Through the public calls, bit for bit the separate ones."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (5, 2, 2))
+    norm = QKNorm(torch.randn(64, device="cuda"), torch.randn(64, device="cuda"), 1e-6)
+    rotation = Rope(64, 1e4, "half").at(torch.arange(3, device="cuda"))
+    exact = rotation(*norm(q, k), layout="bshd")
+    assert all(torch.equal(x, y) for x, y in zip(norm.rotate(rotation, q, k, layout="bshd"), exact, strict=True))
+    caches = [torch.zeros(3, 4, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    slots = torch.tensor([[9, -1, 0], [4, 5, 11]], device="cuda")
+    made = rotate_and_store(
+        q, k, v, rotation=rotation, k_cache=caches[0], v_cache=caches[1], slot_mapping=slots, norm=norm
+    )
+    assert torch.equal(made, exact[0])
+    for cache, x in zip(caches, (exact[1], v), strict=True):
+        assert torch.equal(cache.flatten(0, 1)[[9, 0, 4, 5, 11]], x.flatten(0, 1)[[0, 2, 3, 4, 5]])

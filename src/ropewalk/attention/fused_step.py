@@ -54,11 +54,13 @@ def rotate_and_store(
             such a slot is not stored.
     """
     store = Store(v, k_cache, v_cache, slot_mapping)
-    rotated: Tensor | None = None
-    if isinstance(v, Tensor):  # without v, nothing is to be stored
-        rotated = run(rotation, q, k, layout=layout, norm=norm, store=store)
-    if rotated is None:
+    on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
+    if not on_cpu:
         _check(q, k, store, norm, layout)
+    rotated: Tensor | None = run(rotation, q, k, layout=layout, norm=norm, store=store)
+    if rotated is None:
+        if on_cpu:  # where compiled code has checked already that all is well, if it is
+            _check(q, k, store, norm, layout)
         if not isinstance(rotation, Rotation):
             came = _checks.shown(rotation)
             raise _checks.error(_WHO, "rotation must be a Rotation", came, "Make it with rope.at(positions).")

@@ -123,13 +123,15 @@ def kernels() -> ModuleType:
     return _gpu
 
 
-def _launch(kernel: str, programs: int, arguments: dict[str, Any], warps: int) -> None:
+def _launch(
+    kernel: str, programs: int, arguments: dict[str, Any], warps: int, module: ModuleType | None = None
+) -> None:
     if programs:
         device = next(iter(arguments.values())).device
         # Triton starts kernels on the current device, whatever that of the tensors is.
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
         with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-            getattr(kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
+            getattr(module or kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
 
 
 def rotation_launch(

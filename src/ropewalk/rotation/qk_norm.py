@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk._layout import Layout
-from ropewalk.kernels import backend, cpu
-from ropewalk.rotation import ops
+from ropewalk.kernels import backend, cpu, gpu_step
+from ropewalk.rotation import checks, ops
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.reference import rms_norm
 
@@ -147,7 +147,9 @@ def run(
         of which those calls say what.
     """
     if torch.compiler.is_compiling() or not isinstance(rotation, Rotation) or rotation.per_head:
-        return None
+        return None  # on a GPU, `store` was checked by the caller
+    if isinstance(q, Tensor) and not q.is_cpu:
+        return _on_gpu(rotation, q, k, layout, norm, store)
     if not backend.AT_ONCE:
         return None
     of_norm = _NO_NORM if norm is None else (norm.q_weight, norm.k_weight, norm.eps, norm.add_one)
@@ -163,6 +165,40 @@ def run(
         return cpu.step_plain(*given)
     with torch.profiler.record_function("ropewalk::step"):
         return cpu.step_plain(*given)
+
+
+def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: Store | None) -> Any:
+    """The same by Triton's kernel, if q and k fit: what does not is left to the separate calls, which say so."""
+    weights = () if norm is None else (norm.q_weight, norm.k_weight)
+    given = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
+    if not all(type(x) in backend.PLAIN for x in given) or q.device.type != "cuda":
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return None
+    checks.tensors_fit([q, k], layout, rotation.cos, rotation.sin, rotation.head_dim, rotation.rotary_dim)
+    if norm is not None:
+        norm._fits("q", q)
+        norm._fits("k", k)
+    if not checks.can_share_a_call(q, k, layout) or backend.kernel_for(*given) is not backend.GPU or not q.numel():
+        return None
+    outputs = torch.empty_like(q), torch.empty_like(k) if store is None else store.k_cache
+    gpu_step.step(
+        (q, k),
+        outputs,
+        rotation.cos,
+        rotation.sin,
+        layout,
+        rotation.pairing == "interleaved",
+        rotation.rotary_offset,
+        None if norm is None else (norm.q_weight.contiguous(), norm.k_weight.contiguous(), norm.eps, norm.add_one),
+        None if store is None else (store.v, store.v_cache, store.slots),
+    )
+    if store is None:
+        return outputs
+    torch.autograd.graph.increment_version([x for x in (store.k_cache, store.v_cache) if not x.is_inference()])
+    return outputs[0]
 
 
 def _of_plain_tensors(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:

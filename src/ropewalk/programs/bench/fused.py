@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def _contenders(
         def result(flat: tuple[Tensor, Tensor] = flat) -> Step:
             return made[0], flat[0][row, positions], flat[1][row, positions]
 
-        found[name] = (lambda call=call, caches=caches: call(*caches)), result
+        found[name] = partial(call, *caches), result
 
     def copies() -> None:
         made[:] = [q.clone(), k.clone(), v.clone()]
