@@ -329,9 +329,18 @@ void normalize_token(const ropewalk_tensor &x, const ropewalk_step &s, const voi
     const ropewalk_norm &norm = s.norm;
     const Gain<T> gain = {weight, norm.dtype == s.rotation.dtype, norm.add_one != 0};
     const auto *in = static_cast<const Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
-    for (int64_t head = 0; head < x.heads; ++head) {
-        normalize<T>(in + head * x.in_stride[2], static_cast<Stored *>(to) + head * x.out_stride[2], x.in_stride[3],
-                     x.out_stride[3], s.rotation.head_dim, norm.eps, gain);
+    auto *out = static_cast<Stored *>(to);
+    // The scales of some heads first: a root and a division are waited for once, and not by each head.
+    typename T::Real scales[2 * HEADS];
+    for (int64_t head = 0, count; head < x.heads; head += count) {
+        count = smaller(2 * HEADS, x.heads - head);
+        for (int64_t i = 0; i < count; ++i) {
+            scales[i] = scale_of<T>(in + (head + i) * x.in_stride[2], x.in_stride[3], s.rotation.head_dim, norm.eps);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            multiply<T>(in + (head + i) * x.in_stride[2], out + (head + i) * x.out_stride[2], x.in_stride[3], x.out_stride[3],
+                        s.rotation.head_dim, scales[i], gain);
+        }
     }
 }
 

@@ -42,11 +42,22 @@ inline int64_t power_of_two(int64_t count) {
 constexpr int LANES = BYTES / 8;
 using Doubles = Vector<double, LANES>;
 
+// GCC makes more of the general form than one instruction.
+inline Doubles doubles(Vector<float, LANES> x) {
+#if defined(__AVX512F__)
+    return bits<Doubles>(_mm512_maskz_cvtps_pd(0xff, bits<__m256>(x)));
+#elif defined(__AVX2__)
+    return bits<Doubles>(_mm256_cvtps_pd(bits<__m128>(x)));
+#else
+    return __builtin_convertvector(x, Doubles);
+#endif
+}
+
 inline void square(Doubles x, Doubles *to) { *to = x * x; }
 inline void square(Vector<float, 2 * LANES> x, Doubles *to) {
     Vector<float, LANES> half[2];
     std::memcpy(half, &x, sizeof x);
-    square(__builtin_convertvector(half[0], Doubles), to), square(__builtin_convertvector(half[1], Doubles), to + 1);
+    square(doubles(half[0]), to), square(doubles(half[1]), to + 1);
 }
 
 template <int COUNT>
@@ -112,19 +123,24 @@ struct Gain {
 #endif
 };
 
+// 1 / sqrt(mean of x^2 + eps) of one head.
 template <class T>
-void normalize(const typename T::Stored *in, typename T::Stored *out, int64_t in_stride, int64_t out_stride, int64_t channels,
-               double eps, const Gain<T> &gain) {
+typename T::Real scale_of(const typename T::Stored *in, int64_t stride, int64_t channels, double eps) {
+#ifdef ROPEWALK_VECTORS
+    double sum = stride == 1 ? sum_of_dense_squares<T>(in, channels)
+                             : sum_of_squares<T>(in, stride, channels, 0, 1, power_of_two(channels));
+#else
+    double sum = sum_of_squares<T>(in, stride, channels, 0, 1, power_of_two(channels));
+#endif
+    return static_cast<typename T::Real>(1 / sqrt(sum * (1 / static_cast<double>(channels)) + eps));
+}
+
+template <class T>
+void multiply(const typename T::Stored *in, typename T::Stored *out, int64_t in_stride, int64_t out_stride, int64_t channels,
+              typename T::Real scale, const Gain<T> &gain) {
     int64_t i = 0;
 #ifdef ROPEWALK_VECTORS
     bool dense = in_stride == 1 && out_stride == 1;
-    double sum = dense ? sum_of_dense_squares<T>(in, channels)
-                       : sum_of_squares<T>(in, in_stride, channels, 0, 1, power_of_two(channels));
-#else
-    double sum = sum_of_squares<T>(in, in_stride, channels, 0, 1, power_of_two(channels));
-#endif
-    auto scale = static_cast<typename T::Real>(1 / sqrt(sum * (1 / static_cast<double>(channels)) + eps));
-#ifdef ROPEWALK_VECTORS
     for (; dense && i + WIDTH<T> <= channels; i += WIDTH<T>) store<T>(out + i, load<T>(in + i) * scale * gain.vector(i));
 #endif
     for (; i < channels; ++i) out[i * out_stride] = T::put(T::get(in[i * in_stride]) * scale * gain.at(i));
