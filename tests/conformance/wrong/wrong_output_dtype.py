@@ -1,0 +1,18 @@
+"""Computes in float32 and returns float32, whatever the dtype of q and k is."""
+
+import torch
+
+
+def rotate_half(x):
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    q, k = q.float(), k.float()
+    cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+TARGET = "apply_rotary_pos_emb"
+GIVEN = {}

@@ -1,0 +1,29 @@
+"""Rotates the last channels; partial rotation in GPT-NeoX's way rotates the first."""
+
+import torch
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self, head_dim, base=10000.0):
+        super().__init__()
+        self.dim, self.base = head_dim // 2, base
+
+    def forward(self, x, positions):
+        x, rest = x[..., self.dim :], x[..., : self.dim]
+        inv_freq = self.base ** (-torch.arange(0, self.dim, 2).float() / self.dim)
+        angles = positions[:, :, None, None].float() * inv_freq
+        x1, x2 = x.float().chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((rest, torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)), dim=-1)
+
+
+TARGET = "Rotary"
+GIVEN = {
+    "config": {
+        "model_type": "gpt_neox",
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 10000,
+    }
+}
