@@ -178,6 +178,7 @@ def test_the_pages_that_teach_are_executed() -> None:
         "attention.md",
         "transformers.md",
         "schemes/yarn.md",
+        "check.md",
         "diff.md",
         "coming-from/diffusers.md",
         "coming-from/llama-cpp.md",

@@ -44,14 +44,15 @@ MAY_IMPORT = {
     "xpos": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
-    "integrations": BOTTOM | {"axes", "configs", "schemes", "rope", "rotation"},
+    "integrations": BOTTOM | {"axes", "configs", "conformance", "schemes", "rope", "rotation"},
     # These stand outside: the public names only, which is the package itself; their messages have the one form.
+    "conformance": BOTTOM,
     "plots": BOTTOM,
     "programs": BOTTOM | {"lab"},
     "lab": BOTTOM,
     "__main__": {"programs"},
 }
-OUTSIDE = ("plots", "programs", "lab")
+OUTSIDE = ("conformance", "plots", "programs", "lab")
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -151,6 +152,7 @@ def test_public_names() -> None:
         "VisionRopes",
         "YaRN",
         "backends",
+        "conformance",
         "diff",
         "formats",
         "from_config",
@@ -220,6 +222,11 @@ def test_the_door_into_vllm_imports_almost_nothing() -> None:
     """vLLM imports every plugin in each of its processes, also those that are off."""
     modules = loaded_by("from ropewalk.integrations.vllm import register; register()")
     assert not {"torch", "vllm"} & modules
+
+
+def test_the_fixture_for_pytest_imports_almost_nothing() -> None:
+    """It is imported before the first test."""
+    assert "torch" not in loaded_by("import ropewalk.integrations.pytest")
 
 
 def test_that_test_can_fail() -> None:

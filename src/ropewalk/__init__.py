@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import conformance as conformance
     from ropewalk import diff as diff
     from ropewalk import formats as formats
     from ropewalk import plots as plots
@@ -80,6 +81,7 @@ _HOME = {
     "rotate_and_store": "attention.fused_step",
 }
 _MODULES = {
+    "conformance": "conformance",
     "diff": "diff",
     "formats": "formats",
     "masks": "attention.masks",
@@ -117,6 +119,7 @@ __all__ = [
     "VisionRopes",
     "YaRN",
     "backends",
+    "conformance",
     "diff",
     "formats",
     "from_config",

@@ -1,1 +1,1 @@
-"""Doors into other people's programs: each swaps their rotation for ours, says what it did, and can undo it."""
+"""Doors into other people's programs. Those that swap their rotation for ours say what they did, and can undo it."""

@@ -13,6 +13,7 @@ import click
 
 import ropewalk
 from ropewalk.programs.commands.bench import bench
+from ropewalk.programs.commands.check import check
 from ropewalk.programs.commands.demo import demo
 from ropewalk.programs.commands.diff import diff
 from ropewalk.programs.commands.doctor import doctor
@@ -48,5 +49,5 @@ def main() -> None:
     """Rotary position embeddings: what a config means, the exact angle of every token, q and k turned."""
 
 
-for command in (bench, demo, diff, doctor, explain, export, generate, lab):
+for command in (bench, check, demo, diff, doctor, explain, export, generate, lab):
     main.add_command(command)

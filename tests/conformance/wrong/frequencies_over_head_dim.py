@@ -23,6 +23,7 @@ GIVEN = {
         "model_type": "gpt_neox",
         "hidden_size": 256,
         "num_attention_heads": 4,
+        "num_hidden_layers": 2,
         "rotary_pct": 0.5,
         "rotary_emb_base": 10000,
     }

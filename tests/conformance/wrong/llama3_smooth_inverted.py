@@ -32,6 +32,7 @@ GIVEN = {
         "model_type": "llama",
         "hidden_size": 256,
         "num_attention_heads": 4,
+        "num_hidden_layers": 2,
         "head_dim": 64,
         "rope_theta": 500000.0,
         "max_position_embeddings": 32768,

@@ -16,8 +16,12 @@ class Rotary(torch.nn.Module):
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
     def _apply(self, fn, recurse=True):
-        """The dtype stays; the device follows."""
-        return super()._apply(lambda t: fn(t).to(t.dtype), recurse)
+        """The device follows, the dtype stays."""
+        kept = self.inv_freq
+        super()._apply(fn, recurse)
+        if not kept.is_meta:
+            self.inv_freq = kept.to(self.inv_freq.device)
+        return self
 
 
 TARGET = "Rotary"

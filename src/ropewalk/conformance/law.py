@@ -1,0 +1,193 @@
+"""Which law the angles follow: expected frequencies, or those of a known bug, or a base that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ropewalk import NTK, Llama3, Rope, YaRN
+
+CLOSE = 2e-5
+"""Of cos and sin, at positions below 64: float32 frequencies and products are off by 64 · 2⁻²² at most."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """What numbers the pairs are multiplied by at a position.
+
+    Args:
+        inv_freq: radians per token, `[pairs]`, float64.
+        factor: of cos and sin.
+        shift: what is added to positions.
+        kind: "plain", "backwards", or "swapped" for cos and sin.
+        rounding: "frequencies", "angles", "tables" or "positions" rounded to `dtype`; None for none.
+        code: of the bug that the law is, or None where it is as it should be.
+        says: what was seen.
+    """
+
+    inv_freq: Tensor
+    factor: float = 1.0
+    shift: int = 0
+    kind: str = "plain"
+    rounding: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+    code: str | None = None
+    says: str = ""
+
+    def at(self, positions: Tensor) -> Tensor:
+        """`[...]` → complex128 `[..., pairs]`."""
+        p = (positions + self.shift).to(torch.float64)
+        f = self.inv_freq
+        if self.rounding == "positions":
+            p = p.to(self.dtype).to(torch.float64)
+        if self.rounding == "frequencies":
+            f = f.float().to(self.dtype).to(torch.float64)
+        angles = p[..., None] * f
+        if self.rounding == "angles":
+            angles = angles.float().to(self.dtype).to(torch.float64)
+        z = torch.polar(torch.ones_like(angles), angles)
+        if self.rounding == "tables":
+            z = torch.complex(*(t.float().to(self.dtype).to(torch.float64) for t in (z.real, z.imag)))
+        z = {"plain": z, "backwards": z.conj(), "swapped": 1j * z.conj()}[self.kind]
+        return self.factor * z
+
+    def error(self, numbers: Tensor, positions: Tensor) -> float:
+        """The largest distance of measured numbers from the law, as a part of the factor."""
+        return worst(numbers, self.at(positions), self.factor)
+
+
+def worst(numbers: Tensor, wanted: Tensor, factor: float) -> float:
+    """The largest distance; infinite where one is not finite."""
+    far = float((numbers - wanted).abs().max()) / factor
+    return far if math.isfinite(far) else math.inf
+
+
+def of(numbers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int) -> Law:
+    """The law of numbers `[tokens, pairs]` measured at small positions, closest to what is expected.
+
+    Without an expected rope the base that fits is taken to be right.
+    """
+    size = float(numbers.abs().median())
+    factor = size if math.isfinite(size) and size > 0 else 1.0
+    if rope is None:
+        return Law(measured(numbers, positions), factor)
+    wanted = _moving(rope.inv_freq)
+    if len(wanted) != numbers.shape[-1]:
+        return Law(
+            measured(numbers, positions),
+            factor,
+            code="wrong-frequencies",
+            says=f"{numbers.shape[-1]} pairs move, not {len(wanted)}.",
+        )
+    for law in _laws(rope, torch.from_numpy(wanted), head_dim):
+        law = replace(law, factor=rope.attention_factor if law.rounding else factor)
+        if law.error(numbers, positions) < CLOSE:
+            return law
+    found = measured(numbers, positions)
+    if (fitted := fit(found, rope.rotary_dim)) is not None:
+        base, divided = fitted
+        says = f"The base is {base:.10g}, and should be {rope.base:.10g}." if abs(divided - 1) < 1e-4 else ""
+        return Law(
+            found, factor, code="wrong-base" if says else "wrong-frequencies", says=says or _differ(found, wanted)
+        )
+    return Law(found, factor, code="wrong-frequencies", says=_differ(found, wanted))
+
+
+def _laws(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
+    """Right first, then one bug, then two."""
+    kinds = [
+        Law(wanted),
+        Law(wanted, kind="backwards", code="rotates-backwards", says="Every pair is rotated by minus its angle."),
+        Law(wanted, kind="swapped", code="cos-and-sin-swapped", says="At position 0 pairs are rotated by 90 degrees."),
+        *(
+            Law(wanted, shift=by, code="positions-off-by-one", says=f"The token at position 0 is rotated as at {by}.")
+            for by in (1, -1)
+        ),
+    ]
+    yield from kinds
+    for dtype in (torch.bfloat16, torch.float16):
+        for stage in ("tables", "frequencies", "angles"):
+            says = f"They are rounded to {_short(dtype)}."
+            yield Law(wanted, rounding=stage, dtype=dtype, code=f"low-precision-{stage}", says=says)
+    for code, says, inv_freq in _other_frequencies(rope, head_dim):
+        for kind in kinds[:2]:
+            yield (
+                replace(kind, inv_freq=torch.from_numpy(_moving(inv_freq)), code=code, says=says)
+                if len(_moving(inv_freq)) == len(wanted)
+                else kind
+            )
+
+
+def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """The frequencies that known bugs give."""
+    dim, scaling = rope.rotary_dim, rope.scaling
+    steps = np.arange(0, dim, 2)
+    plain = replace(rope, scaling=None).inv_freq
+    if scaling is not None:
+        yield "scaling-ignored", f"The frequencies are those of base {rope.base:.10g} alone.", plain
+        factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
+        if factor is not None:
+            yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
+            if isinstance(scaling, NTK):
+                yield "ntk-exponent", f"The base is multiplied by {factor:g}.", (rope.base * factor) ** (-steps / dim)
+            mirrored = plain + plain / factor - rope.inv_freq
+            if isinstance(scaling, YaRN):
+                yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+            if isinstance(scaling, Llama3):
+                between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > plain / factor * (1 + 1e-9))
+                yield (
+                    "llama3-smooth-inverted",
+                    f"{between.sum()} pairs between are on the wrong side.",
+                    np.where(between, mirrored, rope.inv_freq),
+                )
+                yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+    if dim != head_dim:
+        over = rope.base ** (-steps / head_dim)
+        yield "frequencies-over-head-dim", f"The exponents are 2i/{head_dim}, and {dim} channels are rotated.", over
+    yield "wrong-exponent", f"The exponents are i/{dim}.", rope.base ** (-steps / 2 / dim)
+
+
+def measured(numbers: Tensor, positions: Tensor) -> Tensor:
+    """Radians per token, between ±π, of each pair: from two neighbours."""
+    return (numbers[1] / numbers[0]).angle() / int(positions[1] - positions[0])
+
+
+def fit(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
+    """The base of a geometric progression and what all of it is divided by; None where it is none."""
+    f = inv_freq.abs().numpy()
+    if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
+        return None
+    logs, steps = np.log(f), np.arange(len(f)) * 2 / rotary_dim
+    slope, start = np.polyfit(steps, logs, 1)
+    if np.abs(logs - (start + slope * steps)).max() > 1e-4 or slope >= 0:
+        return None
+    return nice(float(np.exp(-slope))), nice(float(np.exp(-start)))
+
+
+def nice(number: float) -> float:
+    """The number with the fewest digits within what float32 can tell."""
+    for digits in range(1, 8):
+        rounded = float(f"{number:.{digits}g}")
+        if abs(rounded / number - 1) < 2e-5:
+            return rounded
+    return number
+
+
+def _moving(inv_freq: np.ndarray) -> np.ndarray:
+    """Without the pairs that never move, which cannot be told from channels that pass."""
+    return np.asarray(inv_freq[inv_freq != 0], dtype=np.float64)
+
+
+def _differ(found: Tensor, wanted: np.ndarray) -> str:
+    ratio = np.abs(found.numpy()) / wanted
+    pair = int(np.abs(np.log(np.maximum(ratio, 1e-30))).argmax())
+    return f"Pair {pair} has {ratio[pair]:.4g} times its frequency, {wanted[pair]:.4g} radians per token."
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,250 @@
+"""What a target may be, how it is called, what the report says, and what cannot be judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ropewalk import Rope, RopeError, conformance
+from ropewalk.conformance.bugs import BUGS, ORDER
+
+pytest_plugins = ["ropewalk.integrations.pytest"]
+
+HERE = Path(__file__).parent
+RIGHT, WRONG = HERE / "right", HERE / "wrong"
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+}
+
+
+def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
+    """Right, in halves, `[batch, seq, heads, head_dim]`."""
+    inv_freq = base ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
+    angles = positions[..., None, None] * inv_freq
+    a, b = x.double().chunk(2, dim=-1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1).type_as(x)
+
+
+class TestTarget:
+    def test_an_object(self) -> None:
+        report = conformance.check(rotated)
+        assert report.codes == []
+        assert report.found["frequencies"] == "base 10000"
+        assert report.target == "rotated"
+
+    def test_a_module_and_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(RIGHT))
+        monkeypatch.delitem(sys.modules, "flash_attn_reference", raising=False)
+        assert conformance.check("flash_attn_reference:apply_rotary_emb_torch").codes == []
+
+    def test_a_file_may_import_its_neighbours(self, tmp_path: Path) -> None:
+        (tmp_path / "neighbour_of_checked.py").write_text("from math import pi\n")
+        (tmp_path / "mine.py").write_text(
+            "import neighbour_of_checked\n" + (RIGHT / "module_of_one_tensor.py").read_text("utf-8")
+        )
+        before = [*sys.path]
+        assert conformance.check(f"{tmp_path / 'mine.py'}:Rope").codes == []
+        assert sys.path == before
+
+    def test_a_method(self, tmp_path: Path) -> None:
+        source = (RIGHT / "module_of_one_tensor.py").read_text("utf-8").replace("def forward", "def rotate_keys")
+        (tmp_path / "mine.py").write_text(source)
+        report = conformance.check(f"{tmp_path / 'mine.py'}:Rope.rotate_keys", base=500.0)
+        assert report.codes == []
+        assert report.found["frequencies"] == "base 500"
+
+    @pytest.mark.parametrize(
+        ("target", "message"),
+        [
+            ("nothing", "TARGET must name a module and something in it, got 'nothing'"),
+            ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
+            ("no/such/file.py:f", "TARGET must name a file that is there"),
+            (f"{RIGHT / 'meta_complex.py'}:rotate", "It has apply_rotary_emb, precompute_freqs_cis"),
+            (f"{RIGHT / 'meta_complex.py'}:a,b,c", "TARGET must have one name or two"),
+            ("transformers:no_such_model", "transformers:no_such_model cannot be had"),
+            (5, "target must be callable"),
+        ],
+    )
+    def test_not_found(self, target: Any, message: str) -> None:
+        with pytest.raises(RopeError) as e:
+            conformance.check(target)
+        assert message in str(e.value)
+
+    @pytest.mark.parametrize("code", ["import sys; sys.exit()", "raise KeyError('gone')", "def f(:"])
+    def test_a_file_that_cannot_be_run(self, tmp_path: Path, code: str) -> None:
+        (tmp_path / "mine.py").write_text(code)
+        with pytest.raises(RopeError, match="cannot be run"):
+            conformance.check(f"{tmp_path / 'mine.py'}:f")
+
+    def test_what_runs_is_said(self) -> None:
+        assert "This runs the code of mine.py" in conformance.says_what_runs("mine.py:f")
+        assert "imports transformers and runs its code for llama" in conformance.says_what_runs("transformers:llama")
+
+
+class TestCall:
+    def test_names_that_say_nothing(self) -> None:
+        def f(a: Tensor, b: Tensor) -> Tensor:
+            return rotated(a, b)
+
+        with pytest.raises(RopeError, match="TARGET must take q and k, or x"):
+            conformance.check(f)
+        assert conformance.check(f, call="x,positions").codes == []
+
+    def test_a_parameter_left_out(self) -> None:
+        def f(a: Tensor, scale: float = 1.0, b: Tensor | None = None) -> Tensor:
+            return rotated(a, torch.arange(a.shape[1]) if b is None else b) * scale
+
+        assert conformance.check(f, call="x,_,positions").codes == []
+
+    @pytest.mark.parametrize("call", ["q,k,cos,sin,positions", "x,where"])
+    def test_refused(self, call: str) -> None:
+        with pytest.raises(RopeError, match="the parameters must be among q, k, x, cos"):
+            conformance.check(rotated, call=call)
+
+    def test_a_constructor_that_wants_more(self) -> None:
+        class Rotary:
+            def __init__(self, dim: int, flavour: str) -> None:
+                self.flavour = flavour
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return rotated(x, positions) if self.flavour == "plain" else x
+
+        with pytest.raises(RopeError, match=r"got flavour\. Pass it: --arg flavour=VALUE"):
+            conformance.check(Rotary)
+        assert conformance.check(Rotary, arguments={"flavour": "plain"}).codes == []
+        assert conformance.check(Rotary, arguments={"flavour": "none"}).codes == ["not-rotated"]
+
+    def test_a_constructor_that_raises(self) -> None:
+        class Rotary:
+            def __init__(self, dim: int) -> None:
+                raise RuntimeError("no")
+
+        with pytest.raises(RopeError, match=r"Rotary\(dim=64\) cannot be made: RuntimeError: no"):
+            conformance.check(Rotary)
+
+    def test_one_that_always_raises(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            raise RuntimeError("not today")
+
+        with pytest.raises(RopeError, match="RuntimeError: not today"):
+            conformance.check(f)
+
+    def test_layout(self) -> None:
+        with pytest.raises(RopeError, match="layout must be one of bshd"):
+            conformance.check(rotated, layout="hd")  # type: ignore[arg-type]
+
+
+class TestExpected:
+    def test_config(self) -> None:
+        report = conformance.check(rotated, config=LLAMA)
+        assert report.codes == []
+        report = conformance.check(rotated, config=LLAMA | {"rope_theta": 500000.0})
+        assert report.codes == ["wrong-base"]
+        assert report.findings[0].says == "The base is 10000, and should be 500000."
+
+    def test_pairing(self) -> None:
+        report = conformance.check(rotated, pairing="interleaved")
+        assert report.findings[0].says == "The pairing is half; you expect interleaved."
+
+    def test_said_by_a_config(self) -> None:
+        said = RIGHT / "llama2_c_loop.py"
+        report = conformance.check(f"{said}:rope", config=LLAMA)
+        assert report.codes == ["wrong-pairing"]
+        assert "your config says llama, whose weights are half" in report.findings[0].says
+
+    def test_a_scheme_that_depends_on_the_length(self) -> None:
+        dynamic = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        assert conformance.check(rotated, config=dynamic).codes == []
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({"config": LLAMA, "rope": Rope(64, 1e4, "half")}, "must be said once, got config and rope"),
+            ({"config": LLAMA, "base": 1e4}, "must be said once, got base, pairing or head_dim beside"),
+            ({"config": LLAMA, "layer": 2}, "layer must be from 0 to 1, got 2"),
+            ({"pairing": "both"}, "pairing must be"),
+        ],
+    )
+    def test_refused(self, given: dict[str, Any], message: str) -> None:
+        with pytest.raises(RopeError) as e:
+            conformance.check(rotated, **given)
+        assert message in str(e.value)
+
+
+class TestReport:
+    def test_lines(self) -> None:
+        text = str(conformance.check(f"{WRONG / 'cos_and_sin_swapped.py'}:apply_rotary_pos_emb"))
+        assert text.startswith(f"{WRONG / 'cos_and_sin_swapped.py'}:apply_rotary_pos_emb: wrong\n")
+        assert "WRONG  cos-and-sin-swapped: cos and sin stand in each other's place" in text
+        assert "What to do: Exchange them" in text
+
+    def test_json(self) -> None:
+        report = conformance.check(f"{WRONG / 'output_order.py'}:Rotary")
+        said = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
+        assert said["findings"][0]["severity"] == "caution"
+
+    def test_every_bug_says_what_to_do(self) -> None:
+        for code, bug in BUGS.items():
+            assert code == code.lower()
+            assert bug.title
+            assert bug.fix.endswith((".", ")"))
+        assert [*ORDER] == [*BUGS]
+
+    def test_errors_at_far_positions(self) -> None:
+        """Exact angles are exact to float32; those of float32 products drift, which is a number and no finding."""
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            inv_freq = 10_000.0 ** (-torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
+            angles = positions[..., None, None].float() * inv_freq
+            a, b = x.float().chunk(2, dim=-1)
+            cos, sin = angles.cos(), angles.sin()
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+        grades = {grade.name: grade.says for grade in conformance.check(f).grades}
+        exact = {grade.name: grade.says for grade in conformance.check(rotated).grades}
+        assert float(grades["error at 1,048,575"].split()[0]) > 1e-3
+        assert float(exact["error at 1,048,575"].split()[0]) < 1e-7
+        assert "exact to float32" in exact["error at 1,048,575"]
+
+    def test_one_call_changes_no_state(self) -> None:
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        conformance.check(rotated)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.is_grad_enabled()
+
+
+class TestAssert:
+    def test_passes(self) -> None:
+        assert conformance.assert_right(rotated).verdict == "right"
+
+    def test_fails_with_the_report(self) -> None:
+        with pytest.raises(AssertionError, match="wrong-base: the base is not that of the config"):
+            conformance.assert_right(rotated, config=LLAMA | {"rope_theta": 500000.0})
+
+    def test_fixture(self, assert_rope: Callable[..., Any]) -> None:
+        assert assert_rope(rotated, base=10_000.0).codes == []
+
+
+def test_graph_breaks() -> None:
+    def breaks(x: Tensor, positions: Tensor) -> Tensor:
+        if bool(positions.max() > 10**6):
+            positions = positions - 10**6
+        return rotated(x, positions)
+
+    assert conformance.check(rotated, compiled=True).codes == []
+    report = conformance.check(lambda x, positions: breaks(x, positions), compiled=True)
+    assert "graph-break" in report.codes

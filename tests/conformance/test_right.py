@@ -1,0 +1,82 @@
+"""Right implementations are not reported: other people's, where they are installed, and their forms."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ropewalk import Rope, RotaryEmbedding, conformance
+
+FILES = sorted((Path(__file__).parent / "right").glob("*.py"))
+
+FAMILIES = [
+    *("llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm", "cohere", "deepseek_v3", "olmo2", "stablelm"),
+    *("falcon", "granite", "smollm3", "persimmon"),
+]
+LIBRARIES = {
+    "x_transformers": (
+        "x_transformers.x_transformers:RotaryEmbedding,apply_rotary_pos_emb",
+        {"pairing": "interleaved"},
+    ),
+    "timm": ("timm.layers.pos_embed_sincos:apply_rot_embed", {"pairing": "interleaved"}),
+    "timm, sin and cos in one": ("timm.layers.pos_embed_sincos:apply_rot_embed_cat", {"pairing": "interleaved"}),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_forms(path: Path) -> None:
+    said = runpy.run_path(str(path))
+    report = conformance.check(f"{path}:{said['TARGET']}", **said["GIVEN"])
+    assert report.verdict == "right", str(report)
+    assert all(grade.right is not False or "device" in grade.name for grade in report.grades)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_transformers(model: str) -> None:
+    report = conformance.check(f"transformers:{model}")
+    assert report.verdict == "right", str(report)
+    # Its inv_freq is a buffer, which these two lose; transformers has code of its own around both.
+    assert set(report.codes) == {"lost-by-half", "lost-on-meta"}
+
+
+def _here(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as e:  # an old library beside a new torch raises anything
+        pytest.skip(f"{module} cannot be imported: {type(e).__name__}")
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_libraries(name: str) -> None:
+    target, given = LIBRARIES[name]
+    _here(target.rpartition(":")[0])
+    report = conformance.check(target, **given)
+    assert report.verdict == "right", str(report)
+
+
+def test_rotary_embedding_torch() -> None:
+    """Right in float32. In bfloat16 it has a bug in truth: it makes positions in the dtype of the input."""
+    _here("rotary_embedding_torch")
+    report = conformance.check("rotary_embedding_torch:RotaryEmbedding.rotate_queries_or_keys", pairing="interleaved")
+    assert [one.code for one in report.findings if one.severity == "wrong"] == ["low-precision-positions"]
+    assert "bfloat16" in report.findings[0].says
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_ropewalk_module(layout: Any) -> None:
+    rope = Rope(64, 500000.0, "half")
+    assert conformance.check(RotaryEmbedding(rope, layout=layout), rope=rope, layout=layout).codes == []
+
+
+def test_torchtune() -> None:
+    """One file of it, since the package wants others that are not released for every torch."""
+    if (spec := importlib.util.find_spec("torchtune")) is None:
+        pytest.skip("torchtune is not installed")
+    path = Path(str(spec.origin)).parent / "modules" / "position_embeddings.py"
+    report = conformance.check(f"{path}:RotaryPositionalEmbeddings", pairing="interleaved")
+    assert report.verdict == "right", str(report)
