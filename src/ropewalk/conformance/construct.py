@@ -12,7 +12,7 @@ from ropewalk import _checks
 from ropewalk.conformance import roles
 from ropewalk.conformance.target import Method, name_of
 
-_OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head"}
+_OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k"}
 
 
 @dataclass(frozen=True)

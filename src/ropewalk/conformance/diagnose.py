@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ropewalk import Rope
 from ropewalk._layout import Pairing
 from ropewalk.conformance import compiled as compile_
-from ropewalk.conformance import conditions, dtypes, forms, law, reach, states, structure
+from ropewalk.conformance import conditions, dtypes, forms, law, reach, states, structure, ways
 from ropewalk.conformance.conditions import Known
 from ropewalk.conformance.expected import Expected
 from ropewalk.conformance.law import Law
@@ -113,10 +114,13 @@ def _judge_law(
     """Direction, base, scheme and attention factor."""
     rope = expected.rope
     if subject.ours:
-        rope = Rope(forms.GIVEN_CHANNELS, forms.GIVEN_BASE, "half")
+        rope = Rope(ways.GIVEN_CHANNELS, ways.GIVEN_BASE, "half")
     elif rope is None:
         rope = _rope_that_fits(subject, found, channels, numbers, expected, report)
     held = law.of(numbers, SMALL, rope, channels)
+    told = subject.ours or expected.rope is not None or expected.base is not None
+    if not told and held.code in ("wrong-base", "wrong-frequencies"):
+        held = replace(held, code=None, says="")  # whatever scaling the class has of its own accord
     report.found["direction"] = "backwards" if held.kind == "backwards" else "forwards"
     report.found["attention factor"] = f"{law.nice(held.factor):.6g}"
     if held.code is not None:
@@ -124,7 +128,7 @@ def _judge_law(
     if not subject.ours:
         report.found["frequencies"] = _named(held, found, rope)
     wanted = 1.0 if rope is None else rope.attention_factor
-    if abs(held.factor / wanted - 1) > 2e-3 and held.code != "not-finite":
+    if told and abs(held.factor / wanted - 1) > 2e-3 and held.code != "not-finite":
         known = {wanted**2: "applied twice", 1.0: "missing", 1 / wanted: "inverted"}
         how = next((says for value, says in known.items() if abs(held.factor / value - 1) < 1e-3), "another one")
         report.add(
@@ -166,12 +170,17 @@ def _rounded_base(found: Structure, numbers: Tensor) -> float | None:
 
 
 def _named(held: Law, found: Structure, rope: Rope | None) -> str:
+    """The frequencies in words."""
     fitted = law.fit(held.inv_freq, found.rotary_dim)
-    if fitted is None:
-        scaled = f" as {type(rope.scaling).__name__} gives them" if rope is not None and held.code is None else ""
-        return f"no plain progression{scaled}"
-    divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
-    return f"base {fitted[0]:.10g}{divided}"
+    if fitted is not None:
+        divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
+        return f"base {fitted[0]:.10g}{divided}"
+    if rope is not None and rope.scaling is not None and held.code is None:
+        return f"those of {type(rope.scaling).__name__}, base {rope.base:.10g}"
+    scaled = law.fast_and_slow(held.inv_freq, found.rotary_dim)
+    if scaled is None:
+        return "no progression"
+    return f"base {scaled[0]:.10g}, slow pairs divided by {scaled[1]:g}, as Llama 3 and YaRN have them"
 
 
 def _judge_k(subject: Subject, found: Structure, channels: int, numbers: Tensor, report: Report) -> Tensor:

@@ -169,6 +169,19 @@ def fit(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
     return nice(float(np.exp(-slope))), nice(float(np.exp(-start)))
 
 
+def fast_and_slow(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
+    """The base of the fast pairs, and what the slowest is divided by against it; None where that is no scaling."""
+    f = inv_freq.abs().numpy()
+    if len(f) < 8 or (f <= 0).any() or abs(f[0] - 1) > 1e-4:
+        return None
+    base = nice(float((f[0] / f[2]) ** (rotary_dim / 4)))
+    plain = base ** (-np.arange(0, 2 * len(f), 2) / rotary_dim)
+    ratios = plain / f
+    if base <= 1 or (np.diff(ratios) < -1e-3).any() or abs(ratios[1] - 1) > 1e-4 or ratios[-1] < 1.001:
+        return None
+    return base, nice(float(ratios[-1]))
+
+
 def nice(number: float) -> float:
     """The number with the fewest digits within what float32 can tell."""
     for digits in range(1, 8):

@@ -43,7 +43,19 @@ _CALL_NAMES = {
     "axis": {"unsqueeze_dim"},
 }
 _MAKE_NAMES = {
-    "dim": {"dim", "head_dim", "d", "head_size", "d_head", "size", "dim_head", "embedding_size", "n_elem", "features"},
+    "dim": {
+        "dim",
+        "head_dim",
+        "d",
+        "head_size",
+        "d_head",
+        "d_k",
+        "size",
+        "dim_head",
+        "embedding_size",
+        "n_elem",
+        "features",
+    },
     "rotary_dim": {"rotary_dim", "rot_dim", "rotary_ndims", "rope_dim"},
     "base": {"base", "theta", "rope_theta", "rope_base", "freq_base", "rotary_emb_base", "rotary_base"},
     "length": {
@@ -94,6 +106,11 @@ def unfilled(made: Callable[..., Any], given: dict[str, Any]) -> list[str]:
     """The parameters that have no default and that nothing was found for."""
     known = parameters(_maker(made)) or {}
     return [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in given]
+
+
+def required(function: Callable[..., Any], name: str) -> bool:
+    """Whether a parameter has no default."""
+    return (parameters(function) or {})[name].default is inspect.Parameter.empty
 
 
 def default_of(made: Callable[..., Any], name: str) -> Any:

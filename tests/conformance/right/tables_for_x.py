@@ -1,0 +1,26 @@
+"""A class that makes the tables of x, counted from 0, with an axis for the heads, and keeps the longest."""
+
+import torch
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self, dim, base=10000):
+        super().__init__()
+        self.dim, self.base, self.kept = dim, base, None
+
+    def forward(self, x):
+        if self.kept is None or self.kept[0].shape[1] < x.shape[1]:
+            freqs = self.base ** (-torch.arange(0, self.dim, 2).float() / self.dim)
+            angles = torch.outer(torch.arange(x.shape[1]).float(), freqs)
+            self.kept = angles.cos()[None, :, None], angles.sin()[None, :, None]
+        return tuple(table[:, : x.shape[1]] for table in self.kept)
+
+
+def apply_rotary_emb(x, cos, sin):
+    half = x.shape[3] // 2
+    a, b = x[..., :half].float(), x[..., half:].float()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), 3).type_as(x)
+
+
+TARGET = "Rotary,apply_rotary_emb"
+GIVEN = {"layout": "bshd"}
