@@ -30,7 +30,10 @@ BUGS: dict[str, Bug] = {
     ),
     "query-and-key-crossed": Bug("q and k come back in each other's place", "Exchange the two results."),
     "key-not-rotated": Bug("k is not rotated", "Rotate k by the same angles as q."),
-    "not-a-rotation": Bug("pairs are stretched, not rotated: a minus is missing", "rotate_half is cat(-x2, x1)."),
+    "not-a-rotation": Bug(
+        "pairs are changed, but not rotated",
+        "Return (a cos − b sin, b cos + a sin), both from the pair as it came; rotate_half is cat(-x2, x1).",
+    ),
     "mixed-pairings": Bug(
         "the two channels of a pair are rotated by different angles",
         "Tables in halves (cat(f, f)) belong to half pairing, columns twice (repeat_interleave) to interleaved.",
@@ -41,6 +44,10 @@ BUGS: dict[str, Bug] = {
     "rotates-backwards": Bug(
         "pairs are rotated by minus their angle",
         "Turn the sign of sin (or drop the conjugate): (a cos − b sin, b cos + a sin).",
+    ),
+    "rotated-twice": Bug("every pair is rotated by twice its angle", "Rotate in one place alone."),
+    "frequencies-reversed": Bug(
+        "the slowest pair comes first", "The exponents grow from pair to pair: base ** (-2i / dim)."
     ),
     "wrong-pairing": Bug(
         "the pairing is not that of the weights",
@@ -65,6 +72,10 @@ BUGS: dict[str, Bug] = {
     "ntk-exponent": Bug("NTK has the wrong exponent", "The base grows by factor ** (dim / (dim - 2))."),
     "yarn-ramp-swapped": Bug(
         "YaRN's ramp is the wrong way round", "Keep the fast pairs and divide the slow ones by the factor."
+    ),
+    "yarn-truncate": Bug(
+        "the ends of YaRN's ramp are rounded where the config says not to, or the other way round",
+        "Round them down and up unless truncate is false.",
     ),
     "llama3-smooth-inverted": Bug(
         "Llama 3's ramp is the wrong way round",
@@ -100,6 +111,9 @@ BUGS: dict[str, Bug] = {
     ),
     "first-row-positions": Bug(
         "all rows of the batch get the positions of the first", "Index with the whole positions."
+    ),
+    "rows-mixed-up": Bug(
+        "rows of the batch get positions that are not theirs", "Where batch and seq are folded, fold positions alike."
     ),
     "one-token-wrong": Bug("a single token is rotated by another angle", "Use its position at decoding, too."),
     "batch-ignored": Bug("rows of the batch after the first come out wrong", "Write all rows."),

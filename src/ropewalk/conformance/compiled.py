@@ -30,4 +30,4 @@ def judge(known: Known, report: Report) -> None:
     if breaks:
         reason = str(said.break_reasons[0].reason).splitlines()[0] if said.break_reasons else "Dynamo gives no reason"
         report.add("graph-break", f"{breaks} graph break(s): {reason}.")
-    report.grade("torch.compile", f"{said.graph_count} graph(s)", not breaks)
+    report.grade("torch.compile", f"{said.graph_count} graph(s)", not breaks or None)

@@ -45,6 +45,10 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         report.add(found.flaw, _FLAWS[found.flaw])
         return
     numbers = reach.numbers(subject, found, channels, SMALL[None])[0]
+    sizes = numbers.abs()
+    if bool(sizes.isfinite().all()) and float((sizes - sizes[:1]).abs().max()) > 0.02 * float(sizes.max()):
+        report.add("not-a-rotation", "The length of a pair changes with the position of its token.")
+        return
     held = _judge_law(subject, found, channels, numbers, expected, report)
     known = Known(subject, found, channels, numbers, _judge_k(subject, found, channels, numbers, report))
     if not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*report.codes}:
@@ -60,7 +64,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
 
 
 _FLAWS = {
-    "not-a-rotation": "Both channels of a pair get the other one added: (a cos + b sin, b cos + a sin).",
+    "not-a-rotation": "The two channels of a pair are not (a cos − b sin, b cos + a sin) of one angle.",
     "mixed-pairings": "The channels of one pair are multiplied by the cosines of different angles.",
 }
 

@@ -91,4 +91,4 @@ def cast(known: Known, law: Law, report: Report, length: int | None) -> None:
     if worst > 1 and report.verdict == "right":
         far = float((at[0] - law.at(torch.tensor(at[1]))).abs().max()) / law.factor
         report.add("lost-by-half", f"After .bfloat16(), cos and sin at position {at[1]:,} are off by {far:.2g}.")
-    report.grade("after .bfloat16()", "its angles are rounded" if worst > 1 else "as it should be", worst <= 1)
+    report.grade("after .bfloat16()", "its angles are rounded" if worst > 1 else "as it should be", worst <= 1 or None)

@@ -102,7 +102,12 @@ def _laws(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
     """Right first, then one bug, then two."""
     kinds = [
         Law(wanted),
-        Law(wanted, kind="backwards", code="rotates-backwards", says="Every pair is rotated by minus its angle."),
+        Law(
+            wanted,
+            kind="backwards",
+            code="rotates-backwards",
+            says="Every pair is rotated by minus its angle, which is right for weights alone that were trained so.",
+        ),
         Law(wanted, kind="swapped", code="cos-and-sin-swapped", says="At position 0 pairs are rotated by 90 degrees."),
         *(
             Law(wanted, shift=by, code="positions-off-by-one", says=f"The token at position 0 is rotated as at {by}.")
@@ -112,7 +117,10 @@ def _laws(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
     yield from kinds
     for dtype in (torch.bfloat16, torch.float16):
         for stage in ("tables", "frequencies", "angles"):
-            says = f"They are rounded to {_short(dtype)}."
+            like = " (or to TF32, as products of matrices on a GPU)" * (
+                dtype == torch.float16 and stage == "frequencies"
+            )
+            says = f"They are rounded to {_short(dtype)}{like}."
             yield Law(wanted, rounding=stage, dtype=dtype, code=f"low-precision-{stage}", says=says)
     for code, says, inv_freq in _other_frequencies(rope, head_dim):
         for kind in kinds[:2]:
@@ -127,6 +135,8 @@ def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
     """The frequencies that known bugs give."""
     dim, scaling = rope.rotary_dim, rope.scaling
     steps = np.arange(0, dim, 2)
+    yield "rotated-twice", "The angle at position 1 is that of 2.", 2 * rope.inv_freq
+    yield "frequencies-reversed", "The first pair has the frequency of the last.", rope.inv_freq[::-1]
     plain = replace(rope, scaling=None).inv_freq
     if scaling is not None:
         yield "scaling-ignored", f"The frequencies are those of base {rope.base:.10g} alone.", plain
@@ -137,6 +147,8 @@ def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
                 yield "ntk-exponent", f"The base is multiplied by {factor:g}.", (rope.base * factor) ** (-steps / dim)
             mirrored = plain + plain / factor - rope.inv_freq
             if isinstance(scaling, YaRN):
+                other = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
+                yield "yarn-truncate", f"It is as with truncate: {str(not scaling.truncate).lower()}.", other.inv_freq
                 yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, slow ones are not.", mirrored
             if isinstance(scaling, Llama3):
                 between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > plain / factor * (1 + 1e-9))

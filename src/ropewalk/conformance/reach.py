@@ -52,6 +52,8 @@ def judge(subject: Subject, structure: Structure, channels: int, law: Law, repor
                 first + 1 if first + 1 < len(wrong) and bool(wrong[first + 1]) else first
             )  # a table begins again with 0
             code, says = instead(z[at], int(positions[at]), law, subject)
+            if int(wrong.sum()) == 1 and not bool(wrong[-1]):
+                code, says = "wrong-far-positions", f"{says} The next one is right."
             report.add(code, says)
             report.grade("far positions", f"wrong from {int(positions[first]):,} on, as far as was tried", False)
             return
@@ -60,7 +62,7 @@ def judge(subject: Subject, structure: Structure, channels: int, law: Law, repor
         if p in errors:
             exact = 2.0**-24 * max(1.0, 2 * law.factor)
             like = "exact to float32" if errors[p] < 4 * exact else f"float32 angles lose up to {usual(p):.1e}"
-            report.grade(f"error at {p:,}", f"{errors[p]:.1e} of cos and sin; {like}", True)
+            report.grade(f"error at {p:,}", f"{errors[p]:.1e} of cos and sin; {like}", True, errors[p])
     if ends:
         report.grade("end of the table", ends)
 

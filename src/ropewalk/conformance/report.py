@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ropewalk.conformance.bugs import BUGS, ORDER
@@ -30,11 +30,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Grade:
-    """One thing that was tried: its name, what came out, and whether that is as it should be (None: a number alone)."""
+    """One thing that was tried.
+
+    Args:
+        name: what it was.
+        says: what came out.
+        right: whether that is as it should be; None where nothing is wrong and something is to be known.
+        number: the largest error of cos and sin, where that was measured.
+    """
 
     name: str
     says: str
     right: bool | None = None
+    number: float | None = None
 
 
 @dataclass
@@ -73,9 +81,9 @@ class Report:
         """Forget findings that another one explains."""
         self.findings = [one for one in self.findings if one.code not in codes]
 
-    def grade(self, name: str, says: str, right: bool | None = None) -> None:
+    def grade(self, name: str, says: str, right: bool | None = None, number: float | None = None) -> None:
         """Note what was tried."""
-        self.grades.append(Grade(name, says, right))
+        self.grades.append(Grade(name, says, right, number))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -93,7 +101,7 @@ class Report:
                 }
                 for f in self.findings
             ],
-            "grades": [{"name": g.name, "says": g.says, "right": g.right} for g in self.grades],
+            "grades": [asdict(grade) for grade in self.grades],
         }
 
     def __str__(self) -> str:
@@ -108,6 +116,6 @@ class Report:
             ]
         width = max((len(name) for name in [*self.found, *(g.name for g in self.grades)]), default=0)
         lines += ["", "What it does", *(f"  {name:<{width}}  {value}" for name, value in self.found.items())]
-        marks = {True: "ok", False: "WRONG", None: ""}
+        marks = {True: "ok", False: "WRONG", None: "-"}
         lines += ["", "What was tried", *(f"  {g.name:<{width}}  {marks[g.right]:<5}  {g.says}" for g in self.grades)]
         return "\n".join(lines)

@@ -11,6 +11,7 @@ from ropewalk.conformance.report import Report
 from ropewalk.conformance.subject import Refused, Subject
 
 FAR = 5_000
+_OF_ROWS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored"}
 
 
 def judge(known: Known, report: Report, length: int | None) -> None:
@@ -85,7 +86,7 @@ def _rows(known: Known, report: Report) -> None:
         z = reach.numbers(subject, known.structure, known.channels, positions)[0]
     except Refused:
         return
-    if worst(z, known.numbers[:16], 1.0) > CLOSE and not {"positions-ignored", "batch-ignored"} & {*report.codes}:
+    if worst(z, known.numbers[:16], 1.0) > CLOSE and not _OF_ROWS & {*report.codes}:
         report.add("rows-disturb-each-other", f"Positions 0 to 15 come out otherwise beside a row at {FAR:,}.")
         report.drop("wrong-far-positions")
 
@@ -115,4 +116,4 @@ def _meta(known: Known, report: Report) -> None:
         right = False
     if not right:
         report.add("lost-on-meta", "What it needs is neither in the checkpoint nor made again.")
-    report.grade("meta device", "as it should be" if right else "its angles are lost", right)
+    report.grade("meta device", "as it should be" if right else "its angles are lost", right or None)

@@ -139,4 +139,7 @@ def _flaw(blocks: Tensor) -> str | None:
     if bool(blocks.isnan().any()) or _is_rotation(blocks):
         return None
     one, other = _rows(blocks)
-    return "not-a-rotation" if torch.allclose(one, other.conj(), atol=1e-5) else "mixed-pairings"
+    if torch.allclose(one, other.conj(), atol=1e-5) or not torch.allclose(one.abs(), other.abs(), atol=1e-4):
+        return "not-a-rotation"
+    moves = [bool((row - row[:1]).abs().max() > 1e-5) for row in (one, other)]
+    return "mixed-pairings" if all(moves) else "not-a-rotation"
