@@ -141,6 +141,61 @@ class TestCall:
         with pytest.raises(RopeError, match="RuntimeError: not today"):
             conformance.check(f)
 
+    def test_parameters_without_names(self) -> None:
+        def positional(x: Tensor, positions: Tensor, /) -> Tensor:
+            return rotated(x, positions)
+
+        class Rotate(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, positions: Tensor) -> Tensor:
+                ctx.positions = positions
+                return rotated(x, positions)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+                return rotated(grad, -ctx.positions), None
+
+        assert conformance.check(positional).codes == []
+        assert conformance.check(Rotate.apply, call="x,positions").codes == []
+
+    @pytest.mark.parametrize("returned", [None, [1, 2], {"x": 1}, torch.zeros(3)])
+    def test_what_is_no_rotation_at_all(self, returned: Any) -> None:
+        with pytest.raises(RopeError, match="must rotate tensors in one of the known ways"):
+            conformance.check(lambda x, positions: returned)
+
+    @pytest.mark.parametrize(
+        ("function", "codes"),
+        [
+            (lambda x, positions: x, ["not-rotated"]),
+            (lambda x, positions: x * torch.nan, ["not-finite"]),
+            (lambda x, positions: x.float().cumsum(-1).type_as(x), ["not-rotated"]),
+            (lambda x, positions: rotated(x, -positions), ["rotates-backwards"]),
+            (lambda x, positions: rotated(x.double(), positions), ["wrong-output-dtype"]),
+        ],
+    )
+    def test_what_is_another_thing(self, function: Callable[..., Any], codes: list[str]) -> None:
+        assert conformance.check(function).codes == codes
+
+    def test_what_raises_is_a_caution(self) -> None:
+        """Nothing wrong comes out."""
+
+        def one_row(x: Tensor, positions: Tensor) -> Tensor:
+            if x.shape[0] > 1:
+                raise ValueError("one row at a time")
+            return rotated(x, positions)
+
+        report = conformance.check(one_row)
+        assert (report.verdict, report.codes) == ("right", ["raises"])
+        assert "one row at a time" in report.findings[0].says
+
+    def test_megatron_layout(self) -> None:
+        def f(x: Tensor, freqs: Tensor) -> Tensor:
+            a, b = x.float().chunk(2, dim=-1)
+            return (x * freqs.cos() + torch.cat((-b, a), dim=-1) * freqs.sin()).type_as(x)
+
+        report = conformance.check(f, layout="sbhd")
+        assert (report.codes, report.found["layout"]) == ([], "sbhd")
+
     def test_layout(self) -> None:
         with pytest.raises(RopeError, match="layout must be one of bshd"):
             conformance.check(rotated, layout="hd")  # type: ignore[arg-type]

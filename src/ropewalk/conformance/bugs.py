@@ -138,7 +138,7 @@ BUGS: dict[str, Bug] = {
     "wrong-output-dtype": Bug("the output has another dtype than the input", "Cast the result back: `.type_as(x)`."),
     "no-gradient": Bug("no gradient reaches the input", "Do not detach, and no `no_grad`."),
     "wrong-gradient": Bug("the gradient is wrong", "The gradient of a rotation is the rotation by minus the angle."),
-    "raises": Bug("it raises where it should work", "See the message."),
+    "raises": Bug("it raises where models call it", "See the message; nothing wrong comes out.", "caution"),
     "output-order": Bug(
         "channels are written in another order than they were read",
         "Scores are right as long as q and k are both written so; write pairs where they were read (stack, not cat).",

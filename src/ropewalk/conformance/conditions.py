@@ -66,6 +66,7 @@ def judge(known: Known, report: Report) -> None:
         try:
             says = attempt(known, report)
         except Refused as e:
+            report.add("raises", f"Tried: {name}. {e}.")
             report.grade(name, f"raises: {e}")
             continue
         if says is not None:

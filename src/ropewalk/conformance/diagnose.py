@@ -82,18 +82,29 @@ def _without_pairs(subject: Subject, channels: int, report: Report) -> None:
         if bool(q_out.abs().max() > 1e-3):
             report.add("query-and-key-crossed", "With q all zeros, the first result is not.")
             return
-    report.add("not-rotated", "No channel of the output depends on another channel of the input.")
+    x = torch.sin(1 + torch.arange(channels, dtype=torch.float32)).expand(1, 5, 3, channels)
+    out, _ = subject(x, x, SMALL[None, :5])
+    if not bool(out.isfinite().all()):
+        report.add("not-finite", "So it is at positions 0 to 4.")
+    elif torch.equal(out, x):
+        report.add("not-rotated", "The output is the input.")
+    else:
+        report.add("not-rotated", "Channels do not change in pairs.")
 
 
 def _say_structure(found: Structure, channels: int, expected: Expected, subject: Subject, report: Report) -> None:
-    report.found["pairing"] = found.pairing or "unknown"
+    report.found["pairing"] = found.pairing or "neither half nor interleaved"
     end = found.rotary_offset + found.rotary_dim
     report.found["rotated channels"] = f"{found.rotary_offset} to {end - 1} of {channels}"
     report.found["output order"] = {"same": "each channel where it was read"}.get(found.order, found.order)
     if found.order != "same" and found.order != expected.output_order:
         order = "the second of each pair first" if found.order == "swapped" else f"in {found.order} order"
         report.add("output-order", f"Pairs are read {found.pairing} and written {order}.")
-    if expected.pairing is not None and found.pairing != expected.pairing:
+    if found.pairing is None:
+        first, second = found.ins[0].tolist()
+        says = f"Channels {first} and {second} form the first pair: that is neither half nor interleaved."
+        report.add("wrong-pairing", says)
+    elif expected.pairing is not None and found.pairing != expected.pairing:
         means = f"your config says {expected.model_type}, whose weights are" if expected.model_type else "you expect"
         report.add("wrong-pairing", f"The pairing is {found.pairing}; {means} {expected.pairing}.")
     if found.lost:
@@ -127,7 +138,7 @@ def _judge_law(
         held = replace(held, code=None, says="")  # whatever scaling the class has of its own accord
     report.found["direction"] = "backwards" if held.kind == "backwards" else "forwards"
     report.found["attention factor"] = f"{law.nice(held.factor):.6g}"
-    if held.code is not None:
+    if held.code is not None and not (held.code == "wrong-frequencies" and "wrong-slice" in report.codes):
         report.add(held.code, held.says)
     if not subject.ours:
         report.found["frequencies"] = _named(held, found, rope)
@@ -146,13 +157,14 @@ def _rope_that_fits(
     subject: Subject, found: Structure, channels: int, numbers: Tensor, expected: Expected, report: Report
 ) -> Rope | None:
     """Without a config: the base that was asked for, or the one that fits; None where there is no plain one."""
+    pairing = cast(Pairing | None, found.pairing)
+    if pairing is None:
+        return None
     asked = expected.base or (subject.made.base if subject.made is not None else None)
     fitted = law.fit(law.measured(numbers, SMALL), found.rotary_dim)
     plain = fitted is not None and abs(fitted[1] - 1) < 1e-4
     base = asked or (fitted[0] if plain and fitted is not None else _rounded_base(found, numbers))
-    pairing = cast(Pairing | None, found.pairing)
-    if base is None or base <= 1 or pairing is None:
-        report.found["scheme"] = "no plain progression of frequencies; pass --config to have it judged"
+    if base is None or base <= 1:
         return None
     return Rope(
         channels,

@@ -28,6 +28,7 @@ def judge(known: Known, law: Law, report: Report, length: int | None) -> None:
                 )
             worst, at = _worst(known.subject, known, law, dtype, length)
         except Refused as e:
+            report.add("raises", f"Tried: {name} in. {e}.")
             report.grade(f"{name} in", f"raises: {e}")
             continue
         loss = _rms(*out[1:])

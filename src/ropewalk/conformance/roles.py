@@ -65,6 +65,8 @@ _MAKE_NAMES = {
     "config": {"config", "args", "cfg", "params", "model_args"},
 }
 
+_NAMELESS = "argument "
+
 Roles = dict[str, str]
 """Role → name of the parameter."""
 
@@ -87,10 +89,10 @@ def of_call(called: Callable[..., Any], call: str | None) -> Roles:
         RopeError: a parameter without default has no role; the message says how to give it one.
     """
     known = parameters(called)
+    if call is not None:
+        return _said([*known] if known else [f"{_NAMELESS}{i}" for i in range(call.count(",") + 1)], call)
     if known is None:
         raise _unknown("a signature that cannot be read")
-    if call is not None:
-        return _said(known, call)
     roles = _named(known, _CALL_NAMES)
     if "q" in roles and "k" not in roles and "x" not in roles:
         roles["x"] = roles.pop("q")
@@ -134,7 +136,22 @@ def _named(known: dict[str, inspect.Parameter], names: dict[str, set[str]]) -> R
     return roles
 
 
-def _said(known: dict[str, inspect.Parameter], call: str) -> Roles:
+def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, such that each parameter can be passed by name, also where Python allows none, or knows none."""
+    known = parameters(function) or {}
+    alone = [name for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if known and not alone:
+        return function
+
+    def called(**given: Any) -> Any:
+        first = [name for name in (alone or sorted(given)) if name in given]
+        values = [given.pop(name) for name in first]
+        return function(*values, **given)
+
+    return called
+
+
+def _said(known: list[str], call: str) -> Roles:
     words = [word.strip() for word in call.split(",")]
     allowed = {*_CALL_NAMES, "_"}
     spelled = {word: role for role, spellings in _CALL_NAMES.items() for word in (*spellings, role)}

@@ -77,7 +77,7 @@ class Subject:
                 warnings.simplefilter("ignore")
                 function, given = self.prepared(q, k if self.has_k else None, positions)
                 returned = function(**given)
-        except Exception as e:  # whatever their function raises
+        except (Exception, SystemExit) as e:  # whatever their function raises
             raise Refused(f"{type(e).__name__}: {_checks.printable(str(e))[:200]}") from e
         results = [returned] if isinstance(returned, Tensor) else returned
         if not isinstance(results, (list, tuple)) or len(results) < 1 + self.has_k:

@@ -28,7 +28,7 @@ Width = Literal[
 PAIRED: tuple[Width, ...] = ("halves", "twice", "half")
 SINGLE: tuple[Width, ...] = get_args(Width)[3:]
 
-Axes = Literal["bs", "b1s", "bs1", "s"]
+Axes = Literal["bs", "b1s", "bs1", "sb1", "s"]
 """Axes before the columns: batch and seq, with 1 where heads stand, or seq alone."""
 
 AXES: tuple[Axes, ...] = get_args(Axes)
@@ -52,6 +52,8 @@ def with_axes(table: Tensor, axes: Axes) -> Tensor:
     """`[batch, seq, ...]` → these axes."""
     if axes == "s":
         return table[0]
+    if axes == "sb1":
+        return table.transpose(0, 1).unsqueeze(2)
     return {"bs": table, "b1s": table.unsqueeze(1), "bs1": table.unsqueeze(2)}[axes]
 
 

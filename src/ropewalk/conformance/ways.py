@@ -15,7 +15,7 @@ from ropewalk.conformance import roles, tables
 from ropewalk.conformance.construct import Made
 from ropewalk.conformance.subject import Positions, Subject
 
-LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "thd")
+LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd")
 GIVEN_CHANNELS, GIVEN_BASE = 16, 100.0  # of the tables that a function is given
 
 Tables = tuple[Tensor, ...]
@@ -78,7 +78,8 @@ def _arguments(known: roles.Roles, q: Tensor, k: Tensor | None) -> dict[str, Any
 
 
 def _shape(function: Any, known: roles.Roles) -> str:
-    return f"f({', '.join(name for name in roles.parameters(function) or {} if name in known.values())})"
+    named = [*(roles.parameters(function) or sorted(known.values()))]
+    return f"f({', '.join(name for name in named if name in known.values())})"
 
 
 def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
@@ -88,6 +89,7 @@ def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
         modes = ("rows", "shared")
     elif "offset" in known:
         modes = ("offset",)
+    by_name = roles.by_name(function)
     for layout in LAYOUTS:
         for mode in modes:
             if layout == "thd" and mode == "rows":
@@ -99,7 +101,7 @@ def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
                     given[known["offset"]] = int(positions[0, 0])
                 elif mode != "none":
                     given[known["positions"]] = positions if mode == "rows" else positions[0]
-                return function, given
+                return by_name, given
 
             yield Subject(_shape(function, known), layout, "k" in known, mode, False, prepared)
 
@@ -107,8 +109,9 @@ def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
 def _taken(function: Any, known: roles.Roles, sources: list[Source], *, ours: bool) -> Iterator[Subject]:
     """A function that takes tables. Hugging Face's, which have unsqueeze_dim, mean heads before tokens."""
     names = ("table",) if "table" in known else ("cos", "sin")
+    by_name = roles.by_name(function)
     gathers = "positions" in known and roles.required(function, known["positions"])
-    for layout in ("bhsd", "bshd", "thd") if "axis" in known else LAYOUTS:
+    for layout in ("bhsd", "bshd", "sbhd", "thd") if "axis" in known else LAYOUTS:
         for axes in ("s",) if layout == "thd" or gathers else tables.AXES:
             for axis in (1, 2) if "axis" in known else (None,):
                 for source in sources:
@@ -125,7 +128,7 @@ def _taken(function: Any, known: roles.Roles, sources: list[Source], *, ours: bo
                         kept = source.make(q, rows)
                         given = _arguments(known, q, k) | ({known["positions"]: positions} if gathers else {})
                         given |= {known[n]: tables.with_axes(t, axes) for n, t in zip(names, kept, strict=True)}
-                        return function, given | ({} if axis is None else {known["axis"]: axis})
+                        return by_name, given | ({} if axis is None else {known["axis"]: axis})
 
                     positions: Positions = "rows" if gathers or axes != "s" else "shared"
                     yield Subject(

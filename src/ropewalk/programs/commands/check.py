@@ -21,7 +21,9 @@ import ropewalk
 @click.option(
     "--pairing", type=click.Choice(["half", "interleaved"]), help="Without a config: the pairing that it should have."
 )
-@click.option("--layout", type=click.Choice(["bshd", "bhsd", "thd"]), help="Of its tensors; tried out otherwise.")
+@click.option(
+    "--layout", type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]), help="Of its tensors; tried out otherwise."
+)
 @click.option("--call", metavar="ROLES", help='What its parameters are, in order: "q,k,cos,sin", "x,positions".')
 @click.option(
     "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For its constructor; may be given again."
