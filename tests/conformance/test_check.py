@@ -277,6 +277,14 @@ class TestReport:
         assert exact.number < 1e-7
         assert "exact to float32" in exact.says
 
+    def test_the_end_of_a_table_is_named(self) -> None:
+        says = conformance.check(f"{WRONG / 'table_wraps.py'}:Rotary").findings[0].says
+        assert says == "Position 2,049 has the angles of 1: they begin again after 2,048 tokens."
+        says = (
+            conformance.check(f"{WRONG / 'table_clamps.py'}:Rotary", arguments={"max_positions": 300}).findings[0].says
+        )
+        assert says == "Position 301 has the angles of 299, the last of a table of 300 rows."
+
     def test_one_call_changes_no_state(self) -> None:
         torch.manual_seed(3)
         before = torch.get_rng_state()

@@ -44,6 +44,35 @@ def test_transformers(model: str) -> None:
     assert set(report.codes) == {"lost-by-half", "lost-on-meta"}
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+SCALED = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 8192},
+    "yarn, not truncated": {"factor": 4.0, "original_max_position_embeddings": 8192, "truncate": False},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "longrope": {
+        "short_factor": [1 + i / 50 for i in range(32)],
+        "long_factor": [1.0 + i for i in range(32)],
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_transformers_scaled(name: str) -> None:
+    scaling = {"rope_type": name.split(",")[0], "rope_theta": 500000.0, **SCALED[name]}
+    config = LLAMA | {"max_position_embeddings": 32768, "rope_parameters": scaling}
+    report = conformance.check("transformers:llama", config=config)
+    assert report.verdict == "right", str(report)
+
+
 def _here(module: str) -> None:
     try:
         importlib.import_module(module)

@@ -51,7 +51,7 @@ def judge(subject: Subject, structure: Structure, channels: int, law: Law, repor
             at = (
                 first + 1 if first + 1 < len(wrong) and bool(wrong[first + 1]) else first
             )  # a table begins again with 0
-            code, says = instead(z[at], int(positions[at]), law, subject)
+            code, says = instead(z[at], int(positions[at]), law, subject, right=int(positions[first]) - 1)
             if int(wrong.sum()) == 1 and not bool(wrong[-1]):
                 code, says = "wrong-far-positions", f"{says} The next one is right."
             report.add(code, says)
@@ -88,8 +88,8 @@ def _asked(subject: Subject, length: int | None) -> Iterator[Tensor]:
                 yield torch.arange(end, end + 4)
 
 
-def instead(z: Tensor, p: int, law: Law, subject: Subject) -> tuple[str, str]:
-    """The bug that this token shows."""
+def instead(z: Tensor, p: int, law: Law, subject: Subject, *, right: int = 0) -> tuple[str, str]:
+    """The bug that the token at p shows, if those up to `right` have no table that ends."""
     if not bool(z.abs().isfinite().all()):
         return "not-finite", f"At position {p:,} the result is not finite."
     at = torch.tensor(p)
@@ -111,7 +111,7 @@ def instead(z: Tensor, p: int, law: Law, subject: Subject) -> tuple[str, str]:
         }
     )
     for n in lengths:
-        if 0 < n <= p:
+        if right < n <= p:
             if worst(z, law.at(torch.tensor(n - 1)), law.factor) < usual(n):
                 return "table-clamps", f"Position {p:,} has the angles of {n - 1:,}, the last of a table of {n:,} rows."
             if p % n < p and worst(z, law.at(torch.tensor(p % n)), law.factor) < usual(n):

@@ -131,8 +131,9 @@ class Method:
 def _of_transformers(target: str, model: str) -> Target:
     """The rotary class and the function of a model of transformers, with the model's default config."""
     try:
-        config = importlib.import_module("transformers").AutoConfig.for_model(model).to_dict()
-        modeling = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+        default = importlib.import_module("transformers").AutoConfig.for_model(model)
+        modeling = importlib.import_module(type(default).__module__.replace(".configuration_", ".modeling_"))
+        config = default.to_dict()
     except Exception as e:
         raise _checks.failed(
             f"{_WHO}: {target} cannot be had", e, "pip install transformers, and name a model_type."
