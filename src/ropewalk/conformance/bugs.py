@@ -91,6 +91,10 @@ BUGS: dict[str, Bug] = {
     "wrong-base": Bug(
         "the base is not that of the config", "Read rope_theta (in rope_parameters since transformers 5)."
     ),
+    "length-ignored": Bug(
+        "the scaling of long sequences is missing or another one",
+        "Choose the factors by the length of the sequence, not by the position of each token.",
+    ),
     "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep inv_freq in float32."),
     "low-precision-angles": Bug("the angles are rounded to 16 bits", "Multiply positions and inv_freq in float32."),
     "low-precision-tables": Bug("cos and sin are rounded to 16 bits", "Keep them in float32 where x is float32."),

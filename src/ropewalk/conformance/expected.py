@@ -20,6 +20,7 @@ class Expected:
         output_order: "half" where the model writes pairs in halves.
         model_type: of the config, for the report.
         length: tokens for which the rope holds, where its scheme depends on the length; None for all.
+        longer: what it should do with twice as many; None where the length makes no difference.
     """
 
     rope: Rope | None = None
@@ -28,6 +29,7 @@ class Expected:
     output_order: str | None = None
     model_type: str | None = None
     length: int | None = None
+    longer: Rope | None = None
 
 
 def read(
@@ -60,9 +62,9 @@ def read(
             "Drop them.",
         )
     if rope is not None:
-        known, rope, length = Expected(), *_static(rope, 2048)
+        rope, length, longer = _static(rope, 2048)
         wishes = Wishes(rope.head_dim, rope.rotary_dim, rope.base, length, arguments=arguments)
-        return replace(known, rope=rope, pairing=rope.pairing, base=rope.base, length=length), wishes
+        return Expected(rope, rope.pairing, rope.base, length=length, longer=longer), wishes
     ropes = from_config(config, text_only=True)
     if layer is not None and not 0 <= layer < len(ropes.layers):
         raise _checks.error("check", f"layer must be from 0 to {len(ropes.layers) - 1}", str(layer), "Pass another.")
@@ -76,7 +78,7 @@ def read(
     )
     if found is None:
         raise _checks.error("check", "the layer must rotate", f"layer {layer}, which does not", "Pass another layer.")
-    found, length = _static(found, ropes.trained_length or 2048)
+    found, length, longer = _static(found, ropes.trained_length or 2048)
     told = ropes.max_position_embeddings
     wishes = Wishes(
         found.head_dim,
@@ -87,7 +89,7 @@ def read(
         arguments,
     )
     return (
-        Expected(found, found.pairing, found.base, ropes.output_order, ropes.model_type, length),
+        Expected(found, found.pairing, found.base, ropes.output_order, ropes.model_type, length, longer),
         wishes,
     )
 
@@ -101,6 +103,6 @@ def of_slice(expected: Expected, wishes: Wishes) -> tuple[Expected, Wishes] | No
     return replace(expected, rope=alone), replace(wishes, channels=rope.rotary_dim)
 
 
-def _static(rope: Rope, trained: int) -> tuple[Rope, int | None]:
-    """The rope at short lengths, and for how many tokens that holds, where its scheme depends on the length."""
-    return (rope, None) if rope.is_static else (rope.at_length(1), trained)
+def _static(rope: Rope, trained: int) -> tuple[Rope, int | None, Rope | None]:
+    """The rope of short sequences; where the length matters, for how many tokens that is, and that of twice as many."""
+    return (rope, None, None) if rope.is_static else (rope.at_length(1), trained, rope.at_length(2 * trained))
