@@ -220,8 +220,16 @@ class TestExpected:
         assert "your config says llama, whose weights are half" in report.findings[0].says
 
     def test_a_scheme_that_depends_on_the_length(self) -> None:
-        dynamic = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
-        assert conformance.check(rotated, config=dynamic).codes == []
+        config = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+
+        def dynamic(x: Tensor, positions: Tensor) -> Tensor:
+            n = max(int(positions.max()) + 1, 4096)
+            return rotated(x, positions, 10_000.0 * (2.0 * n / 4096 - 1.0) ** (64 / 62))
+
+        assert conformance.check(dynamic, config=config).codes == []
+        report = conformance.check(rotated, config=config)
+        assert report.codes == ["length-ignored"]
+        assert "8,192 tokens should be others. They are those of a short one." in report.findings[0].says
 
     @pytest.mark.parametrize(
         ("given", "message"),
