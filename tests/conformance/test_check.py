@@ -184,6 +184,12 @@ class TestCall:
                 raise ValueError("one row at a time")
             return rotated(x, positions)
 
+        def float32_alone(x: Tensor, positions: Tensor) -> Tensor:
+            if x.dtype != torch.float32:
+                raise TypeError("float32 alone")
+            return rotated(x, positions)
+
+        assert conformance.check(float32_alone).codes == ["raises"]
         report = conformance.check(one_row)
         assert (report.verdict, report.codes) == ("right", ["raises"])
         assert "one row at a time" in report.findings[0].says
@@ -244,6 +250,63 @@ class TestExpected:
         with pytest.raises(RopeError) as e:
             conformance.check(rotated, **given)
         assert message in str(e.value)
+
+
+class TestFoundAlone:
+    """Without a config or a base, by functions whose constants stand in their code."""
+
+    def test_llama3(self) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            plain = 500_000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+            smooth = ((8192 * plain / (2 * torch.pi) - 1.0) / 3.0).clamp(0, 1)
+            angles = positions[..., None, None] * (plain * smooth + plain / 8 * (1 - smooth))
+            a, b = x.double().chunk(2, dim=-1)
+            return torch.cat(
+                (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
+            ).type_as(x)
+
+        report = conformance.check(f)
+        assert report.codes == []
+        assert report.found["frequencies"].startswith("base 500000, slow pairs divided by 8,")
+
+    @pytest.mark.parametrize("base", [1e4, 5e5])
+    def test_a_usual_base_in_16_bits(self, base: float) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            inv_freq = (base ** (-torch.arange(0, 64, 2).float() / 64)).bfloat16().float()
+            angles = positions[..., None, None].float() * inv_freq
+            a, b = x.float().chunk(2, dim=-1)
+            return torch.cat(
+                (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
+            ).type_as(x)
+
+        assert conformance.check(f).codes == ["low-precision-frequencies"]
+
+    def test_frequencies_that_are_no_progression(self) -> None:
+        """As of models with learned ones: nothing is wrong with them."""
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            angles = positions[..., None, None] * torch.sin(1.0 + torch.arange(32, dtype=torch.float64)).abs()
+            a, b = x.double().chunk(2, dim=-1)
+            return torch.cat(
+                (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), dim=-1
+            ).type_as(x)
+
+        report = conformance.check(f)
+        assert (report.codes, report.found["frequencies"]) == ([], "no progression")
+
+    def test_a_pairing_without_a_name(self) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            mirrored = torch.cat((x[..., :32], x[..., 32:].flip(-1)), dim=-1)
+            out = rotated(mirrored, positions)
+            return torch.cat((out[..., :32], out[..., 32:].flip(-1)), dim=-1)
+
+        report = conformance.check(f)
+        assert report.codes == ["wrong-pairing"]
+        assert report.findings[0].says.startswith("Channels 0 and 63 form the first pair")
+
+    def test_crossed_and_not_rotated(self) -> None:
+        report = conformance.check(lambda q, k, cos, sin: (k, q))
+        assert report.codes == ["query-and-key-crossed"]
 
 
 class TestReport:
