@@ -137,7 +137,12 @@ def _judge_law(
     held = law.of(numbers, SMALL, rope, channels)
     told = subject.ours or expected.rope is not None or expected.base is not None
     if not told and held.code in ("wrong-base", "wrong-frequencies"):
-        held = replace(held, code=None, says="")  # whatever scaling the class has of its own accord
+        fastest = float(held.inv_freq.abs().max())
+        if fastest < 1.001:
+            held = replace(held, code=None, says="")  # whatever scaling the class has of its own accord
+        else:
+            says = f"A pair turns by {fastest:.4g} radians per token; no scheme of text goes beyond 1."
+            held = replace(held, code="wrong-frequencies", says=says)
     report.found["direction"] = "backwards" if held.kind == "backwards" else "forwards"
     report.found["attention factor"] = f"{law.nice(held.factor):.6g}"
     if held.code is not None and not (held.code == "wrong-frequencies" and "wrong-slice" in report.codes):
