@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "_layout": set(),
     "_checks": {"_layout"},
     "_fixed_point": set(),
+    "_lock": {"_checks"},
     "_tables": BOTTOM,
     "schemes": BOTTOM,
     "kernels": BOTTOM,
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "conformance": BOTTOM,
     "plots": BOTTOM,
     "programs": BOTTOM | {"lab"},
-    "lab": BOTTOM,
+    "lab": BOTTOM | {"_lock"},
     "__main__": {"programs"},
 }
 OUTSIDE = ("conformance", "plots", "programs", "lab")

@@ -16,8 +16,8 @@ from click.testing import CliRunner
 
 import tiny_lab
 from ropewalk import Rope, RopeError
+from ropewalk._lock import held
 from ropewalk.lab import study
-from ropewalk.lab.lock import held
 from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.study import Study
 from ropewalk.lab.train import Batch, Recipe, train
@@ -26,8 +26,8 @@ from ropewalk.programs import cli
 HOLD = """
 import sys
 from pathlib import Path
-from ropewalk.lab.lock import held
-with held(Path(sys.argv[1]), "x"):
+from ropewalk._lock import held
+with held("lab", Path(sys.argv[1]), "x"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -100,10 +100,10 @@ def test_the_command_of_a_second_process(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_lock_is_let_go_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), held(tmp_path / "lock", "x"):
+    with pytest.raises(KeyboardInterrupt), held("lab", tmp_path / "lock", "x"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    with held(tmp_path / "lock", "x"):
+    with held("lab", tmp_path / "lock", "x"):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import ropewalk
-from ropewalk import _checks, plots
-from ropewalk.lab import lock, report, tasks
+from ropewalk import _checks, _lock, plots
+from ropewalk.lab import report, tasks
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.parts import Part, Row, parts, write_json
 from ropewalk.lab.progress import Progress
@@ -82,7 +82,7 @@ def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     """
     plots.blank(height=1.0)  # so that a missing matplotlib is told now
     _make(folder)
-    with lock.held(folder / "lock", f"in {folder}"):
+    with _lock.held("lab", folder / "lock", f"in {folder}"):
         return _run_in(study, folder, say)
 
 

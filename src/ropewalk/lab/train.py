@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk import _checks
-from ropewalk.lab import checkpoint, lock
+from ropewalk import _checks, _lock
+from ropewalk.lab import checkpoint
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.progress import Progress
 
@@ -124,7 +124,7 @@ def train(
         RopeError: the file holds a checkpoint of another training, or is none; it cannot be written; another process
             trains with it; loss or weights are no longer finite. What was kept before stays as it was.
     """
-    with lock.held(file.with_name(f"{file.name}.lock"), str(file)):
+    with _lock.held("lab", file.with_name(f"{file.name}.lock"), str(file)):
         return _train(model, rope, batch, recipe, file, about, progress)
 
 

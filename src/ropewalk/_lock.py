@@ -12,13 +12,14 @@ from ropewalk import _checks
 
 
 @contextmanager
-def held(file: Path, what: str) -> Iterator[None]:
+def held(who: str, file: Path, what: str) -> Iterator[None]:
     """Hold the lock of a file while the body runs.
 
     The system frees the lock however the process ends, so a lock file that a killed process has left locks nothing.
     The file says who holds it. Its folder is made.
 
     Args:
+        who: who speaks in messages.
         file: the lock file; removed afterwards.
         what: what it protects, for the message.
 
@@ -30,7 +31,7 @@ def held(file: Path, what: str) -> Iterator[None]:
         from filelock import FileLock, Timeout
     except ImportError as e:
         raise _checks.error(
-            "lab", "filelock must be installed", "no such package", 'Run: pip install "ropewalk[lab]"'
+            who, "filelock must be installed", "no such package", 'Run: pip install "ropewalk[lab]"'
         ) from e
     lock = FileLock(file)
     try:
@@ -38,10 +39,10 @@ def held(file: Path, what: str) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as e:
         cure = "Wait until it has ended, or name another folder."
-        raise _checks.error("lab", f"only one process may write {what} at a time", _holder(file), cure) from e
+        raise _checks.error(who, f"only one process may write {what} at a time", _holder(file), cure) from e
     except OSError as e:
         must = f"{file.parent} must be a folder where files can be written"
-        raise _checks.error("lab", must, e.strerror or str(e), "Name another.") from e
+        raise _checks.error(who, must, e.strerror or str(e), "Name another.") from e
     try:
         with suppress(OSError):  # a full disk: then the message names nobody
             file.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
