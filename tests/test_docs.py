@@ -176,6 +176,7 @@ def test_the_pages_that_teach_are_executed() -> None:
         "glossary.md",
         "models.md",
         "attention.md",
+        "convert.md",
         "transformers.md",
         "schemes/yarn.md",
         "check.md",

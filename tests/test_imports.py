@@ -46,10 +46,11 @@ MAY_IMPORT = {
     "nn": BOTTOM | {"rope", "rotation", "attention"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
     "integrations": BOTTOM | {"axes", "configs", "conformance", "schemes", "rope", "rotation"},
+    "checkpoints": BOTTOM | {"_lock", "configs", "rope", "rotation", "schemes"},
     # These stand outside: the public names only, which is the package itself; their messages have the one form.
     "conformance": BOTTOM,
     "plots": BOTTOM,
-    "programs": BOTTOM | {"lab"},
+    "programs": BOTTOM | {"checkpoints", "lab"},
     "lab": BOTTOM | {"_lock"},
     "__main__": {"programs"},
 }

@@ -17,6 +17,8 @@ from ropewalk.schemes import ALIASES, Scaling
 
 SECTIONS = ("rope_scaling", "rope_parameters")
 TRAINED = "original_max_position_embeddings"
+MARK = "ropewalk_pairing"
+"""What `ropewalk convert` writes where the rows of q and k are in another pairing than the model's own code has."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
@@ -81,6 +83,8 @@ class Reader:
                 cure = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
                 raise self.fields.error(key, must, shown(said), cure)
         model_type = self.fields.get("model_type")
+        if self.fields.has(MARK):
+            implied, source = check_pairing(self.fields.source, self.fields.get(MARK)), f"{MARK}, by ropewalk convert"
         if self.passed_pairing not in (None, implied):
             raise self.fields.error(
                 "model_type",

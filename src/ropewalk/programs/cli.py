@@ -14,6 +14,7 @@ import click
 import ropewalk
 from ropewalk.programs.commands.bench import bench
 from ropewalk.programs.commands.check import check
+from ropewalk.programs.commands.convert import convert
 from ropewalk.programs.commands.demo import demo
 from ropewalk.programs.commands.diff import diff
 from ropewalk.programs.commands.doctor import doctor
@@ -49,5 +50,5 @@ def main() -> None:
     """Rotary position embeddings: what a config means, the exact angle of every token, q and k turned."""
 
 
-for command in (bench, check, demo, diff, doctor, explain, export, generate, lab):
+for command in (bench, check, convert, demo, diff, doctor, explain, export, generate, lab):
     main.add_command(command)

@@ -1,0 +1,231 @@
+"""A checkpoint that was read: its tensors by the names of Hugging Face, its config and its ropes. None is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk._layout import Pairing
+from ropewalk.checkpoints import meta, pth, shards
+from ropewalk.checkpoints.raw import Tensor
+from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.models import ARCHITECTURES
+from ropewalk.configs.read import from_config
+from ropewalk.configs.reader import MARK
+
+ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx", ".index.json")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What stands in a folder.
+
+    Args:
+        folder: where it was read.
+        form: "hf", "meta" or "adapter".
+        config: of the model in Hugging Face's words; for an adapter that of its base.
+        own_config: what is written beside the weights: the config, or that of the adapter.
+        ropes: what the config means.
+        pairing: the pairing of these weights.
+        native: the pairing with which the code of this model_type rotates.
+        files: file → its tensors by the names of Hugging Face, in the order of their bytes.
+        metadata: file → its safetensors metadata.
+        beside: other files of the folder that belong to the model: tokenizer, code.
+        left: other weights of the folder, which are not part of what was read.
+    """
+
+    folder: Path
+    form: str
+    config: dict[str, Any]
+    own_config: dict[str, Any]
+    ropes: ModelRopes
+    pairing: Pairing
+    native: Pairing
+    files: Mapping[str, Mapping[str, Tensor]]
+    metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name."""
+        return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
+
+    @property
+    def model_type(self) -> str:
+        """As the config says."""
+        return str(self.config.get("model_type"))
+
+    def first(self, keys: Collection[str]) -> int | None:
+        """The first of these keys of the config that is an integer."""
+        found = (self.config.get(key) for key in keys)
+        return next((value for value in found if type(value) is int), None)
+
+
+def read(
+    folder: Path,
+    *,
+    base_config: Path | None = None,
+    pairing: str | None = None,
+    factor: float | None = None,
+    max_positions: int | None = None,
+    ignore: Collection[str] = (),
+) -> Checkpoint:
+    """Read what is in a folder: headers and configs.
+
+    Args:
+        folder: a model of Hugging Face, a LoRA adapter, or Meta's.
+        base_config: config of the model that an adapter is for.
+        pairing: for a model_type that ropewalk does not know.
+        factor: for Meta's params.json with `use_scaled_rope`.
+        max_positions: `max_position_embeddings` for a config made of Meta's params.json, in tokens.
+        ignore: keys of the config to read past.
+
+    Raises:
+        RopeError: the folder is none of these, or not whole; an argument is for another kind.
+    """
+    if not folder.is_dir():
+        cure = "Name the folder of a downloaded model."
+        raise _checks.error("convert", f"{folder} must be a folder", "a file" if folder.exists() else "nothing", cure)
+    meta_form = (folder / "params.json").exists() and bool(list(folder.glob("consolidated.*.pth")))
+    adapter_form = (folder / ADAPTER_CONFIG).exists()
+    hf_form = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
+    if sum((meta_form, adapter_form, hf_form)) > 1:
+        must, cure = f"{folder} must hold one checkpoint", "Move one of them to a folder of its own."
+        raise _checks.error("convert", must, "those of several formats", cure)
+    _refuse(not meta_form, "factor", factor, "Meta's params.json")
+    _refuse(not meta_form, "max_positions", max_positions, "Meta's params.json")
+    _refuse(not adapter_form, "base_config", base_config, "a LoRA adapter")
+    if meta_form:
+        _refuse(True, "pairing", pairing, "a model_type that ropewalk does not know")
+        _refuse(True, "ignore", ignore or None, "a config of Hugging Face")
+        return _meta(folder, factor, max_positions)
+    if adapter_form:
+        return _adapter(folder, base_config, pairing, ignore)
+    if not (folder / "config.json").exists():
+        must = (
+            f"{folder} must hold config.json and safetensors, params.json and consolidated.*.pth, or {ADAPTER_CONFIG}"
+        )
+        raise _checks.error("convert", must, "none of these", "Name the folder of a downloaded model.")
+    config, ropes, own, native = _config(folder / "config.json", pairing, ignore)
+    files, metadata = shards.tensors_of(folder)
+    beside, left = _beside(folder, {*files, "config.json"})
+    return Checkpoint(folder, "hf", config, config, ropes, own, native, files, metadata, beside, left)
+
+
+def _refuse(refused: bool, name: str, value: object, kind: str) -> None:
+    if refused and value is not None:
+        raise _checks.error("convert", f"{name} is for {kind} only", _checks.shown(value), "Leave it out.")
+
+
+def _config(
+    file: Path, pairing: str | None, ignore: Collection[str]
+) -> tuple[dict[str, Any], ModelRopes, Pairing, Pairing]:
+    """A config, what it means, the pairing of its weights, and that of the code of its model_type."""
+    ropes = from_config(file, pairing=pairing, ignore=ignore)
+    config = read_json(file)
+    if ropes.config is None or ropes.config.get("model_type") != config.get("model_type"):
+        cure = "Convert its text model where that stands alone."
+        raise _checks.error(
+            "convert", f"{file} must be of one text model", _checks.shown(config.get("model_type")), cure
+        )
+    if ropes.vision is not None:
+        cure = "Its tower has tensors of the same names, which rotate otherwise: convert the text model alone."
+        raise _checks.error("convert", f"{file} must be of a text model", f"one with {ropes.vision.model_type}", cure)
+    if ropes.others:
+        cure = "Its indexer rotates in another pairing with weights of its own: not supported yet."
+        raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second", cure)
+    if ropes.rotates_values:
+        must = f"{ropes.model_type} must rotate q and k alone"
+        raise _checks.error("convert", must, "values that rotate as well", "Not supported yet.")
+    pairings: set[Pairing] = {rope.pairing for rope in ropes.layers if rope is not None}
+    if len(pairings) != 1:
+        came = "none that does" if not pairings else " and ".join(sorted(pairings))
+        raise _checks.error("convert", f"the layers of {file} must rotate in one pairing", came, "Nothing to convert.")
+    own = pairings.pop()
+    bare = {key: value for key, value in config.items() if key != MARK}
+    native = next(r.pairing for r in from_config(bare, pairing=pairing, ignore=ignore).layers if r is not None)
+    return config, ropes, own, native
+
+
+def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore: Collection[str]) -> Checkpoint:
+    own_config = read_json(folder / ADAPTER_CONFIG)
+    if own_config.get("peft_type") != "LORA":
+        must, cure = f"{folder} must hold a LoRA adapter", "Merge it into its model, and convert that."
+        raise _checks.error("convert", must, f"peft_type {_checks.shown(own_config.get('peft_type'))}", cure)
+    if base_config is None:
+        name = own_config.get("base_model_name_or_path")
+        if not isinstance(name, str) or not (Path(name) / "config.json").is_file():
+            must = "the config of the model that an adapter is for must be here"
+            raise _checks.error("convert", must, _checks.shown(name), "Pass base_config=..., or --base-config.")
+        base_config = Path(name)
+    file = base_config / "config.json" if base_config.is_dir() else base_config
+    config, ropes, own, _ = _config(file, pairing, ignore)
+    tensors, metadata = shards.header(folder / shards.ADAPTER)
+    marked = metadata.get(MARK)
+    beside, left = _beside(folder, {shards.ADAPTER, ADAPTER_CONFIG})
+    return Checkpoint(
+        folder=folder,
+        form="adapter",
+        config=config,
+        own_config=own_config,
+        ropes=ropes,
+        pairing=own if marked is None else _checks.check_pairing(f"{folder / shards.ADAPTER}", marked),
+        native=own,
+        files={shards.ADAPTER: tensors},
+        metadata={shards.ADAPTER: metadata},
+        beside=beside,
+        left=left,
+    )
+
+
+def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Checkpoint:
+    params = read_json(folder / "params.json")
+    ropes = from_config(folder / "params.json", factor=factor)
+    pieces = pth.pieces(folder)
+    width = params.get("dim")
+    tensors = pth.joined([pth.tensors_of(file) for file in pieces], width if type(width) is int else 0)
+    config = meta.to_hugging_face(params, ropes, tensors, max_positions)
+    named = {meta.hugging_face_name(name): tensor for name, tensor in tensors.items() if name != meta.FREQUENCIES}
+    beside, left = _beside(folder, {*(file.name for file in pieces), "params.json"})
+    return Checkpoint(
+        folder=folder,
+        form="meta",
+        config=config,
+        own_config=config,
+        ropes=from_config(config),
+        pairing="interleaved",
+        native="half",
+        files={pieces[0].name: named},
+        beside=beside,
+        left=left,
+    )
+
+
+def _beside(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Other files of a folder: those that belong to the model, and other weights."""
+    others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
+    left = [name for name in others if name.endswith(_WEIGHTS)]
+    return tuple(name for name in others if name not in left), tuple(left)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, its keys in their order; `from_config` says more about one that is a config."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise _checks.unreadable(str(file), e) from e
+    if not isinstance(found, dict):
+        raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(found), "Is it the right file?")
+    return found
+
+
+def row_keys(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Keys of the number of heads and of the width of a model_type."""
+    row = ARCHITECTURES.get(model_type)
+    return (("num_attention_heads",), ("hidden_size",)) if row is None else (row.heads, row.hidden)

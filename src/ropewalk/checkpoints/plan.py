@@ -1,0 +1,300 @@
+"""What a conversion will do, worked out from headers and configs before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ropewalk import _checks
+from ropewalk._layout import Pairing
+from ropewalk.checkpoints import layouts, meta, model, pth, shards
+from ropewalk.checkpoints.layouts import Heads, Part
+from ropewalk.checkpoints.model import Checkpoint
+from ropewalk.checkpoints.raw import Reordered, Stored, Tensor, by_number
+from ropewalk.configs.reader import MARK
+
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+_SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
+_READ_BY_MODEL = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"})
+"""Models of transformers 5.23 whose code rotates by the key `rope_interleave` of their config."""
+_LARGEST_SHARD = 5 * 10**9
+"""Bytes; Hugging Face's own limit when it writes several files."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One conversion.
+
+    Args:
+        source: what was read.
+        to: the pairing that is written.
+        form: the format that is written: "hf", "meta" or "adapter".
+        parts: name → the rotated rows of that tensor; only of tensors that have some.
+        tensors: name → the tensor as it is written, by the names of Hugging Face.
+        files: file → the names of its tensors, as they are written, and the tensors.
+        metadata: file → its safetensors metadata.
+        texts: JSON files and what they hold.
+        notes: what the reader must know about the result, in words.
+    """
+
+    source: Checkpoint
+    to: Pairing
+    form: str
+    parts: Mapping[str, list[Part]]
+    tensors: Mapping[str, Tensor]
+    files: Mapping[str, Mapping[str, Tensor]]
+    metadata: Mapping[str, Mapping[str, str]]
+    texts: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are written."""
+        return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
+
+
+def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
+    """Work out a conversion.
+
+    Args:
+        source: what was read.
+        to: the pairing to write.
+        form: "hf" or "meta"; an adapter stays one.
+
+    Raises:
+        RopeError: there is nothing to do, or the result would not be what it must.
+    """
+    if source.form == "adapter":
+        if form == "meta":
+            must = "an adapter must stay in the format of PEFT"
+            raise _checks.error("convert", must, "--format meta", "Leave it out.")
+        form = "adapter"
+    if form == "meta" and to != "interleaved":
+        must, cure = "Meta's format must be interleaved", "Pass --to interleaved, or --format hf."
+        raise _checks.error("convert", must, f"--to {to}", cure)
+    if source.pairing == to and source.form == form:
+        must = f"the weights in {source.folder} must be in another pairing than {to!r}"
+        cure = "There is nothing to convert: converted twice, they would fit neither."
+        raise _checks.error("convert", must, f"{source.pairing!r}", cure)
+    parts = _parts(source)
+    tensors = {
+        name: tensor if source.pairing == to or name not in parts else _moved(name, tensor, parts[name], to)
+        for name, tensor in source.tensors.items()
+    }
+    texts, notes = _texts(source, to, form)
+    if source.model_type not in layouts.PROVEN:
+        notes.append(
+            f"No model of type {source.model_type} was run by ropewalk's tests. Its heads are taken to stand one after "
+            "another in q_proj and k_proj, as its shapes allow: compare its outputs before you rely on it."
+        )
+    files, metadata, more = _files(source, tensors, form, to)
+    return Plan(source, to, form, parts, tensors, files, metadata, {**texts, **more}, tuple(notes))
+
+
+def _parts(source: Checkpoint) -> dict[str, list[Part]]:
+    """The rotated rows of all tensors; every layer that rotates must have its q and its k."""
+    quantised = _quantisation(source.config)
+    found: dict[str, list[Part]] = {}
+    stacks: dict[str, str] = {}
+    layers: set[int] = set()
+    tensors = source.tensors
+    latent = {name.rpartition(".kv_a_proj_with_mqa.")[0] for name in tensors}
+    for name, tensor in tensors.items():
+        at = layouts.place(name)
+        if at is None:
+            continue
+        layers.add(at.layer)
+        rope = _rope_of(source, at.layer, name)
+        if rope is None or at.rest is None:
+            continue
+        heads = _heads(source, rope, is_latent=name.removesuffix(f".{at.rest}") in latent)
+        if at.rest.endswith(_SCALES):
+            if quantised != "fp8":
+                _refuse_quantised(f"{name}")
+            continue
+        parts = layouts.parts(name, tensor.shape, at, heads, source.config)
+        if not parts:
+            continue
+        if tensor.dtype not in (_FLOATS | _FP8 if quantised == "fp8" else _FLOATS):
+            _refuse_quantised(f"{name} of {tensor.dtype}")
+        found[name] = parts
+        stacks[at.stack] = name
+    if len(stacks) > 1:
+        came = f"{len(stacks)} stacks of layers ({', '.join(sorted(stacks.values())[:3])})"
+        cure = "Models made of several are not converted: take its text model alone."
+        raise _checks.error("convert", "a checkpoint must be of one text model", came, cure)
+    if not found:
+        must = f"{source.folder} must hold weights of q or k"
+        raise _checks.error(
+            "convert", must, "none that is known", "Is it an adapter of other layers, or another model?"
+        )
+    if source.form != "adapter":
+        _check_whole(source, found, layers)
+    if quantised == "fp8":
+        _check_blocks(source, found)
+    return found
+
+
+def _rope_of(source: Checkpoint, layer: int, name: str) -> Any:
+    """The rope of a layer; those after the last, which predict further tokens, have that of the last."""
+    ropes = source.ropes.layers
+    if layer < len(ropes):
+        return ropes[layer]
+    further = source.config.get("num_nextn_predict_layers")
+    if type(further) is int and layer < len(ropes) + further:
+        return ropes[-1]
+    must = f"the layers must be those of the config, {len(ropes)}"
+    raise _checks.error("convert", must, name, "Is it the config of these weights?")
+
+
+def _heads(source: Checkpoint, rope: Any, *, is_latent: bool) -> Heads:
+    head_keys, width_keys = model.row_keys(source.model_type)
+    queries = source.first(head_keys)
+    keys = source.first(_KEY_HEADS)
+    if source.model_type == "falcon" and not source.config.get("new_decoder_architecture", False):
+        keys = 1 if source.config.get("multi_query", True) else queries
+    elif all(source.config.get(key) is None for key in _KEY_HEADS):
+        keys = queries
+    return Heads(
+        rope=rope,
+        queries=queries,
+        keys=keys,
+        width=source.first(width_keys),
+        latent=source.first(("kv_lora_rank",)) if is_latent else None,
+    )
+
+
+def _moved(name: str, tensor: Tensor, parts: list[Part], to: Pairing) -> Tensor:
+    if all(part.kind == "norm" for part in parts) and isinstance(tensor, Stored):
+        tensor = by_number(tensor)
+    return Reordered(tensor, layouts.order(tensor.rows, parts, to))
+
+
+def _check_whole(source: Checkpoint, found: Mapping[str, list[Part]], layers: set[int]) -> None:
+    have = {(part.layer, part.role) for parts in found.values() for part in parts if part.kind == "proj"}
+    for layer, rope in enumerate(source.ropes.layers):
+        missing = [role for role in ("q", "k") if rope is not None and (layer, role) not in have]
+        if missing or layer not in layers:
+            what = " and ".join(missing) or "every tensor"
+            must = f"the weights of all {len(source.ropes.layers)} layers must be there"
+            came = f"none that is known as {what} of layer {layer}"
+            raise _checks.error("convert", must, came, "Is it whole, and is it the config of these weights?")
+
+
+def _quantisation(config: Mapping[str, Any]) -> str | None:
+    """The way the weights are quantised; only FP8 can be converted.
+
+    Raises:
+        RopeError: it is another.
+    """
+    stated = config.get("quantization_config") or config.get("compression_config")
+    if stated is None:
+        return None
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    if method != "fp8":
+        _refuse_quantised(f"quant_method {_checks.shown(method)}")
+    return "fp8"
+
+
+def _refuse_quantised(came: str) -> None:
+    must = "q and k must be of floating point, or FP8 with a scale for each block"
+    cure = "In other quantised formats rows of q and k share what must not be parted. Convert before quantising."
+    raise _checks.error("convert", must, came, cure)
+
+
+def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
+    """A scale belongs to a block of rows: no row may leave its block. Without blocks a tensor has one scale."""
+    stated = source.config.get("quantization_config")
+    size = stated.get("weight_block_size") if isinstance(stated, Mapping) else None
+    tensors = source.tensors
+    for name, parts in found.items():
+        if tensors[name].dtype not in _FP8:
+            continue
+        rows = np.arange(tensors[name].shape[0])
+        scale = next((tensors[f"{name}{s}"] for s in ("_scale_inv", "_scale") if f"{name}{s}" in tensors), None)
+        if scale is not None and int(np.prod(scale.shape, dtype=object)) == 1:
+            continue
+        block = size[0] if isinstance(size, list) and size and type(size[0]) is int and size[0] > 0 else 0
+        fits = scale is not None and len(scale.shape) == 2 and block and scale.shape[0] == -(-len(rows) // block)
+        if not fits:
+            _refuse_quantised(f"{name} with a scale of shape {None if scale is None else scale.shape}")
+        moved = layouts.order(len(rows), parts, "half")
+        if (moved // block != rows // block).any():
+            _refuse_quantised(f"{name}, whose heads reach over the blocks of {block} rows that share a scale")
+
+
+def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], list[str]]:
+    """The configs to write, and what to say about them."""
+    if form == "adapter":
+        return {model.ADAPTER_CONFIG: source.own_config}, [
+            f"The adapter fits a model whose q and k are {to} now: convert its model the same way."
+        ]
+    config = {key: value for key, value in source.config.items() if key != MARK}
+    if form == "meta":
+        notes = ["The tokenizer is not converted: Meta's code needs Meta's tokenizer.model."]
+        return {"params.json": meta.to_params(config, source.ropes)}, notes
+    notes = []
+    if source.form == "meta":
+        notes.append("The tokenizer is not converted, and config.json says no ids of special tokens: add them.")
+    if source.model_type in _READ_BY_MODEL:
+        config["rope_interleave"] = to == "interleaved"
+        notes.append(
+            f"config.json says rope_interleave: {json.dumps(to == 'interleaved')}, which transformers' own code for "
+            f"{source.model_type} reads. Other engines, and code that a model brings along, may not."
+        )
+    elif to != source.native:
+        config[MARK] = to
+        notes.append(
+            f"Nobody but ropewalk knows: code for {source.model_type} (transformers, vLLM, llama.cpp) rotates as "
+            f"{source.native}, whatever its config says, and gives wrong results with these weights. config.json says "
+            f"{MARK}: {to!r}, which from_config reads. Use them with your own code, or with ropewalk."
+        )
+    return {"config.json": config}, notes
+
+
+def _files(
+    source: Checkpoint, tensors: Mapping[str, Tensor], form: str, to: Pairing
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, str]], dict[str, Any]]:
+    """Which tensors stand in which file, with metadata and an index."""
+    if form == "meta":
+        ordered = sorted(tensors.items(), key=lambda item: _sorted_by(item[0]))
+        named = {meta.meta_name(name): tensor for name, tensor in ordered}
+        if "output.weight" not in named:
+            named["output.weight"] = named["tok_embeddings.weight"]
+        one = {name: tensor for name, tensor in named.items() if name is not None}
+        pth.check(one)
+        return {"consolidated.00.pth": one}, {}, {}
+    if source.form == form:
+        files = {file: {name: tensors[name] for name in names} for file, names in source.files.items()}
+        metadata = {file: dict(source.metadata.get(file, {})) for file in files}
+        if form == "adapter":
+            for held in metadata.values():
+                held.pop(MARK, None)
+                held.update({} if to == source.native else {MARK: to})
+        index = source.folder / shards.INDEX
+        return files, metadata, {shards.INDEX: model.read_json(index)} if index.exists() else {}
+    groups: list[dict[str, Tensor]] = [{}]
+    for name, tensor in sorted(tensors.items(), key=lambda item: _sorted_by(item[0])):
+        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > _LARGEST_SHARD:
+            groups.append({})
+        groups[-1][name] = tensor
+    if len(groups) == 1:
+        return {shards.SINGLE: groups[0]}, {shards.SINGLE: {"format": "pt"}}, {}
+    files = {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, start=1)}
+    weight_map = {name: file for file, group in files.items() for name in group}
+    index_content = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+    return files, {file: {"format": "pt"} for file in files}, {shards.INDEX: index_content}
+
+
+def _sorted_by(name: str) -> tuple[int, int, str]:
+    """The embedding, the layers in order, the rest."""
+    at = layouts.place(name)
+    if at is not None:
+        return 1, at.layer, name
+    return (0 if "embed" in name else 2), 0, name

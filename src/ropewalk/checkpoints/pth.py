@@ -1,0 +1,205 @@
+"""Meta's consolidated.*.pth: where each tensor stands in the files, pieces of a model joined, and one file written.
+
+PyTorch reads the pickle and maps the file, and from that it is found where each tensor stands. A file is written as
+PyTorch would write it, a zip archive whose members are stored as they are, but storage by storage.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk.checkpoints import raw
+from ropewalk.checkpoints.raw import Joined, Stored, Tensor
+
+NAME = re.compile(r"consolidated\.(\d{2,})\.pth")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
+_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_ALIGNED = 64
+"""Bytes: where PyTorch begins the members of an archive."""
+
+# Meta's code cuts these by rows and those by columns; the rest stands whole in every piece.
+_BY_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
+_BY_COLUMNS = ("wo", "w2")
+
+
+def pieces(folder: Path) -> list[Path]:
+    """The files of a model, in order.
+
+    Raises:
+        RopeError: there is none, or one is missing.
+    """
+    found = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name))
+    numbers = [int(NAME.fullmatch(path.name)[1]) for path in found]  # type: ignore[index]
+    if numbers != list(range(len(found))) or not found:
+        came = ", ".join(path.name for path in found[:4]) or "none"
+        must = f"{folder} must hold consolidated.00.pth and those that follow, without a gap"
+        raise _checks.error("convert", must, came, "Download or copy what is missing.")
+    return found
+
+
+def tensors_of(file: Path) -> dict[str, Stored]:
+    """The tensors of one file. PyTorch reads its pickle, weights only, and maps the rest, which is not read.
+
+    Raises:
+        RopeError: it is no file of tensors alone, or one of them is no plain matrix of floating point.
+    """
+    import torch
+
+    must = f"{file} must be a file of torch.save with nothing but tensors"
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        members = _members(file)
+    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, KeyError, ValueError) as e:
+        came = f"one that cannot be read ({str(e).strip().splitlines()[0][:200] if str(e) else type(e).__name__})"
+        raise _checks.error("convert", must, came, "Download or copy it again.") from e
+    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise _checks.error("convert", must, _checks.shown(type(found)), "Save the state_dict alone.")
+    names = {getattr(torch, name): dtype for dtype, name in _DTYPES.items()}
+    # Mapped, the members stand in memory as far apart as in the file.
+    mapped = sorted({tensor.untyped_storage().data_ptr() for tensor in found.values()})
+    base = mapped[0] - members[0] if mapped and members else 0
+    if [begin - base for begin in mapped] != members:
+        must = f"{file} must be little-endian, and hold each storage of its tensors once"
+        raise _checks.error("convert", must, f"{len(members)} for {len(found)} tensors", "Save it again.")
+    tensors = {}
+    for name, tensor in found.items():
+        dtype = names.get(tensor.dtype)
+        if dtype is None or not tensor.is_contiguous():
+            must = f"{name} of {file.name} must be a contiguous tensor of {', '.join(_DTYPES.values())}"
+            raise _checks.error("convert", must, f"{tensor.dtype}, strides {tensor.stride()}", "Save it as one.")
+        nbytes = tensor.numel() * tensor.element_size()
+        tensors[str(name)] = raw.stored(file, tensor.data_ptr() - base, nbytes, dtype, tuple(tensor.shape))
+    return tensors
+
+
+def _members(file: Path) -> list[int]:
+    """Where the storages begin in an archive of PyTorch, in order; [] where it says another order of bytes."""
+    with zipfile.ZipFile(file) as archive, file.open("rb") as content:
+        begins = []
+        for member in archive.infolist():
+            if member.filename.endswith("/byteorder") and archive.read(member) != b"little":
+                return []
+            if "/data/" in member.filename:
+                content.seek(member.header_offset + 26)
+                lengths = content.read(4)
+                name, extra = (int.from_bytes(length, "little") for length in (lengths[:2], lengths[2:]))
+                begins.append(member.header_offset + 30 + name + extra)
+    return sorted(begins)
+
+
+def joined(found: list[dict[str, Stored]], width: int) -> dict[str, Tensor]:
+    """The tensors of a model whose pieces stand in several files, one for each GPU that it was meant for.
+
+    Args:
+        found: the tensors of each file.
+        width: channels of the model, which tell how the embedding was cut.
+
+    Raises:
+        RopeError: the files have different tensors, or a tensor that is not known to be cut or whole.
+    """
+    for other in found[1:]:
+        if different := sorted(other.keys() ^ found[0].keys()):
+            must = "all consolidated files must hold pieces of the same tensors"
+            raise _checks.error("convert", must, f"{different[0]} in some", "Download or copy them again.")
+    return {name: _joined(name, [tensors[name] for tensors in found], width) for name in found[0]}
+
+
+def _joined(name: str, parts: list[Stored], width: int) -> Tensor:
+    kind = name.split(".")[-2] if name.endswith(".weight") else name
+    first = parts[0]
+    if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
+        must = f"the pieces of {name} must have one shape and dtype"
+        raise _checks.error("convert", must, ", ".join(str(p.shape) for p in parts[:4]), "Are they of one model?")
+    if len(parts) == 1:
+        return first
+    if len(first.shape) == 2:
+        if kind in _BY_ROWS or (kind == "tok_embeddings" and first.shape[1] == width):
+            return Joined(tuple(parts), 0)
+        if kind in _BY_COLUMNS or (kind == "tok_embeddings" and first.shape[1] * len(parts) == width):
+            return Joined(tuple(parts), 1)
+    if len(first.shape) == 1 and (kind.endswith("norm") or name == "rope.freqs"):
+        return first
+    must = f"{name} must be a tensor of Meta's Llama, whose pieces can be joined"
+    raise _checks.error("convert", must, f"{len(parts)} pieces of shape {first.shape}", "Join them first.")
+
+
+class _Reference:
+    """A storage in a pickle: where PyTorch finds the bytes of a tensor."""
+
+    def __init__(self, key: int, tensor: Tensor) -> None:
+        self.key, self.tensor = key, tensor
+
+
+class _Rebuilt:
+    """A tensor in a pickle, as PyTorch writes a contiguous one on the CPU."""
+
+    def __init__(self, reference: _Reference) -> None:
+        self._reference = reference
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from collections import OrderedDict
+
+        import torch
+
+        shape = self._reference.tensor.shape
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return torch._utils._rebuild_tensor_v2, (self._reference, 0, shape, strides, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
+        if not isinstance(value, _Reference):
+            return None
+        import torch
+
+        kind = getattr(torch, _STORAGES[value.tensor.dtype])
+        return "storage", kind, str(value.key), "cpu", math.prod(value.tensor.shape)
+
+
+def check(tensors: Mapping[str, Tensor]) -> None:
+    """Raise where a tensor has a dtype that Meta's files do not have."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _STORAGES:
+            must = f"{name} must be of {', '.join(_DTYPES.values())} to stand in Meta's file"
+            raise _checks.error("convert", must, tensor.dtype, "Convert within Hugging Face's format.")
+
+
+def write(file: Path, tensors: Mapping[str, Tensor], done: Callable[[int], None]) -> None:
+    """Write a file that `torch.load(file, weights_only=True, mmap=True)` reads, its tensors in the order given.
+
+    Args:
+        file: it is made, or overwritten.
+        tensors: name → tensor, which `check` lets pass.
+        done: called with the number of bytes after each part.
+    """
+    pickled = io.BytesIO()
+    _Pickler(pickled, 2).dump({name: _Rebuilt(_Reference(k, t)) for k, (name, t) in enumerate(tensors.items())})
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")):
+            with _add(archive, name) as member:
+                member.write(content)
+        for key, tensor in enumerate(tensors.values()):
+            with _add(archive, f"data/{key}", tensor.nbytes) as member:
+                for chunk in raw.chunks(tensor):
+                    member.write(chunk.data)
+                    done(chunk.nbytes)
+
+
+def _add(archive: zipfile.ZipFile, name: str, nbytes: int = 0) -> Any:
+    """A member to write, whose bytes begin where PyTorch's would: padded by an extra field."""
+    member = zipfile.ZipInfo(f"consolidated/{name}")  # of a fixed date: the same tensors make the same file
+    member.file_size = nbytes
+    large = nbytes > 2**31 - 2**20
+    begin = archive.fp.tell() + 30 + len(member.filename) + (20 if large else 0) + 4  # type: ignore[union-attr]
+    padding = -begin % _ALIGNED
+    member.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    return archive.open(member, "w", force_zip64=large)

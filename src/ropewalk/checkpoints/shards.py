@@ -1,0 +1,136 @@
+"""safetensors: where each tensor of a folder stands, and one file written tensor by tensor.
+
+The library checks the header; the bytes are read and written here, since it writes a file only from memory and maps
+one whole to read it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ropewalk import _checks
+from ropewalk.checkpoints import raw
+from ropewalk.checkpoints.raw import Stored, Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+_MOST_INDEX = 2**28
+"""Bytes; that of the largest mixture of experts has some 10 MB."""
+
+
+def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """The tensors of a file in the order of their bytes, and its metadata. No tensor is read.
+
+    Raises:
+        RopeError: it is no safetensors file, it is shorter than its header says, or it has a dtype that nobody knows.
+    """
+    try:
+        import safetensors
+    except ImportError as e:
+        cure = 'Run: pip install "ropewalk[convert]"'
+        raise _checks.error("convert", "safetensors must be installed", "no such package", cure) from e
+    if not file.is_file():
+        raise _checks.error("convert", f"{file} must be a file", "none", "Download or copy it again.")
+    try:
+        with safetensors.safe_open(file, "np") as opened:
+            metadata = opened.metadata() or {}
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            described: dict[str, Any] = json.loads(content.read(size))
+    except (safetensors.SafetensorError, OSError, ValueError) as e:
+        must, came = f"{file} must be a whole safetensors file", f"one that is cut off or broken ({e})"
+        raise _checks.error("convert", must, came, "Download or copy it again.") from e
+    described.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        tensors[name] = raw.stored(file, 8 + size + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
+    return tensors, metadata
+
+
+def files_of(folder: Path) -> dict[str, set[str] | None]:
+    """The files of a folder's weights, each with the tensors that its index says; None where there is no index.
+
+    Raises:
+        RopeError: there is none, there are two kinds, or the index names what is no file of this folder.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists() and index.exists():
+        came = f"{SINGLE} and {INDEX}"
+        raise _checks.error("convert", f"{folder} must hold one set of weights", came, "Move one of them away.")
+    if single.exists():
+        return {SINGLE: None}
+    if not index.exists():
+        others = sorted(
+            path.name for path in folder.glob("*") if path.suffix in (".bin", ".pth", ".pt", ".safetensors")
+        )
+        came = f"{', '.join(others[:4])}" if others else "neither"
+        cure = "Save it with save_pretrained(folder), which writes safetensors."
+        raise _checks.error("convert", f"{folder} must hold {SINGLE} or {INDEX}", came, cure)
+    files: dict[str, set[str] | None] = {}
+    for name, file in _weight_map(index).items():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            must = f"{index} must name safetensors files of its own folder"
+            cure = "Nothing outside of the folder is read. Correct the index."
+            raise _checks.error("convert", must, f"{_checks.shown(file)} for {_checks.short(name)}", cure)
+        of = files.setdefault(file, set())
+        if of is not None:
+            of.add(name)
+    return files
+
+
+def _weight_map(index: Path) -> Mapping[str, object]:
+    try:
+        if index.stat().st_size > _MOST_INDEX:
+            raise ValueError(f"more than {_MOST_INDEX:,} bytes")
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(found, dict) or not found:
+            raise ValueError("its weight_map is no object with entries")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        must, came = f"{index} must be JSON with a weight_map", f"{type(e).__name__}: {_checks.shown(str(e))}"
+        raise _checks.error("convert", must, came, "Download or copy it again.") from e
+    return found
+
+
+def tensors_of(folder: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, dict[str, str]]]:
+    """File → its tensors, and file → its metadata.
+
+    Raises:
+        RopeError: as `files_of` and `header`; or a tensor is missing, or in a file that the index does not name.
+    """
+    tensors, metadata = {}, {}
+    for file, listed in files_of(folder).items():
+        tensors[file], metadata[file] = header(folder / file)
+        if listed is not None and listed != tensors[file].keys():
+            name = min(listed ^ tensors[file].keys())
+            where = "missing there" if name in listed else "there, and not in the index"
+            must = f"{folder / file} must hold the tensors that {INDEX} names"
+            raise _checks.error("convert", must, f"{_checks.short(name)} {where}", "Download or copy both again.")
+    return tensors, metadata
+
+
+def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], done: Callable[[int], None]) -> None:
+    """Write a safetensors file, its tensors in the order given.
+
+    Args:
+        file: it is made, or overwritten.
+        done: called with the number of bytes after each part.
+    """
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        described[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    with file.open("wb") as out:
+        out.write(len(head).to_bytes(8, "little") + head)
+        for tensor in tensors.values():
+            for chunk in raw.chunks(tensor):
+                out.write(chunk.data)
+                done(chunk.nbytes)

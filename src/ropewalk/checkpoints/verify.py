@@ -1,0 +1,181 @@
+"""Proof that a conversion kept the attention: the same scores from both checkpoints, each rotated in its own pairing.
+
+Where the rows of a head stand is the plan's word. That they are in the right order, and that nothing else has changed,
+is found here from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ropewalk import _checks
+from ropewalk.checkpoints import meta, pth, shards
+from ropewalk.checkpoints.layouts import Part
+from ropewalk.checkpoints.plan import Plan
+from ropewalk.checkpoints.raw import Bytes, Stored, Tensor, by_number, row_bytes
+from ropewalk.rope import Pairing, Rope
+from ropewalk.rotation.api import Rotation
+
+_TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_TOKENS = 8
+_FARTHEST = 2**17
+_CLOSE = 1e-9
+"""Of the largest score. The two sum the same products of float64 in another order: some 1e-13 for the widest model."""
+
+
+def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
+    """Compare the scores of q and k before and after, in every layer and head, for random input at random positions.
+
+    Args:
+        plan: what was done.
+        written: the folder of the result.
+        say: told of each layer.
+
+    Raises:
+        RopeError: scores differ, or bytes that had to stay.
+    """
+    after = _written(plan, written)
+    before = plan.source.tensors
+    if before.keys() - after.keys():
+        _refuse(min(before.keys() - after.keys()), "missing")
+    for name, tensor in before.items():
+        _same_elsewhere(name, tensor, after[name], plan.parts.get(name, []))
+    generator = torch.Generator().manual_seed(0)
+    layers: dict[int, dict[str, list[tuple[str, Part]]]] = {}
+    for name, parts in plan.parts.items():
+        for part in parts:
+            layers.setdefault(part.layer, {"q": [], "k": []})[part.role].append((name, part))
+    ropes = plan.source.ropes.layers
+    for layer, roles in sorted(layers.items()):
+        rope = ropes[min(layer, len(ropes) - 1)]
+        if rope is not None:
+            worst = _layer(plan, layer, roles, rope, before, after, generator)
+            say(f"layer {layer}: scores agree, worst difference {worst:.1e} of the largest")
+
+
+def _written(plan: Plan, folder: Path) -> dict[str, Tensor]:
+    """The tensors that were written, by the names of the source."""
+    if plan.form != "meta":
+        found: dict[str, Tensor] = {}
+        for file in plan.files:
+            found.update(shards.header(folder / file)[0])
+        return found
+    stored = pth.tensors_of(folder / "consolidated.00.pth")
+    found = {}
+    for name, tensor in plan.source.tensors.items():
+        theirs = meta.meta_name(name)
+        found[name] = tensor if theirs is None else stored[theirs]
+    return found
+
+
+def _same_elsewhere(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:
+    """All rows but those that rotate are the same bytes."""
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
+        _refuse(name, f"{after.dtype} of shape {after.shape}, not {before.dtype} of shape {before.shape}")
+    if parts and all(part.kind == "norm" for part in parts):
+        before, after = _numbers(before), _numbers(after)
+    moved = np.zeros(before.rows, bool)
+    for part in parts:
+        for start in part.starts:
+            moved[start : start + part.rotary_dim] = True
+    step = max(1, 2**24 // max(1, row_bytes(before)))
+    for first in range(0, before.rows, step):
+        last = min(first + step, before.rows)
+        same = (before.read(first, last) == after.read(first, last)).all(axis=1)
+        if not (same | moved[first:last]).all():
+            _refuse(name, "other bytes in rows that do not rotate")
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return by_number(tensor) if isinstance(tensor, Stored) else tensor
+
+
+def _layer(
+    plan: Plan,
+    layer: int,
+    roles: Mapping[str, list[tuple[str, Part]]],
+    rope: Rope,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    generator: torch.Generator,
+) -> float:
+    """The largest difference of scores in a layer, relative to the largest score."""
+    positions = torch.randint(0, _FARTHEST, (_TOKENS,), generator=generator)
+    inputs: dict[int, torch.Tensor] = {}
+    vectors = []
+    for tensors, pairing in ((before, plan.source.pairing), (after, plan.to)):
+        rotation = _rotation(rope, pairing, positions)
+        sides = {}
+        for role in ("q", "k"):
+            heads = _vectors(roles[role], tensors, inputs, generator)
+            sides[role] = None if heads is None else rotation(heads, layout="thd")
+        vectors.append(sides)
+    worst = largest = 0.0
+    pairs = [("q", "k")] if roles["q"] and roles["k"] else [(role, role) for role in ("q", "k") if roles[role]]
+    for a, b in pairs:
+        one, other = (_scores(sides[a], sides[b]) for sides in vectors)
+        worst, largest = float((one - other).abs().max()), float(one.abs().max())
+    if not worst <= _CLOSE * max(largest, 1e-30):
+        _refuse(f"layer {layer}", f"scores that differ by {worst / max(largest, 1e-30):.1e} of the largest")
+    return worst / max(largest, 1e-30)
+
+
+def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation:
+    """The rotation of the channels that rotate, alone, at these positions."""
+    static = rope if rope.is_static else rope.at_length(_FARTHEST)
+    width = static.rotary_dim
+    alone = replace(static, head_dim=width, rotary_dim=width, rotary_offset=0, pairing=pairing, axes=None)
+    return alone.at(positions, dtype=torch.float64)
+
+
+def _scores(q: torch.Tensor | None, k: torch.Tensor | None) -> torch.Tensor:
+    """[q heads, tokens, tokens]: each head of q with a head of k."""
+    if q is None or k is None:
+        return torch.zeros(1, dtype=torch.float64)
+    share = max(1, q.shape[1] // k.shape[1])
+    return torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(share, dim=1)[:, : q.shape[1]])
+
+
+def _vectors(
+    parts: Iterable[tuple[str, Part]],
+    tensors: Mapping[str, Tensor],
+    inputs: dict[int, torch.Tensor],
+    generator: torch.Generator,
+) -> torch.Tensor | None:
+    """[tokens, heads, rotary_dim] in float64: random input times the matrix, plus the bias; times and plus a norm's."""
+    result: torch.Tensor | None = None
+    steps = sorted(parts, key=lambda one: (one[1].kind == "norm", one[0].endswith("bias"), one[0]))
+    for name, part in steps:
+        tensor = _numbers(tensors[name]) if part.kind == "norm" else tensors[name]
+        rows = [
+            _values(tensor.read(start, start + part.rotary_dim), tensor.dtype).reshape(part.rotary_dim, -1)
+            for start in part.starts
+        ]
+        if part.kind == "proj" and len(tensor.shape) == 2:
+            width = tensor.shape[1]
+            if width not in inputs:
+                inputs[width] = torch.randn(_TOKENS, width, generator=generator, dtype=torch.float64)
+            made = torch.stack([inputs[width] @ head.T for head in rows], dim=1)
+            result = made if result is None else result + made
+        elif result is not None:
+            one = torch.stack([head[:, 0] for head in rows])  # [heads, rotary_dim], or [1, rotary_dim] for all
+            result = result * one if part.kind == "norm" and not name.endswith("bias") else result + one
+    return result
+
+
+def _values(rows: Bytes, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(rows.copy()).view(_TORCH[dtype]).to(torch.float64)
+
+
+def _refuse(what: str, came: str) -> None:
+    must = f"{what} must be the same attention before and after"
+    cure = "Nothing was written. This is a defect of ropewalk: please report it with the config."
+    raise _checks.error("convert --verify", must, came, cure)

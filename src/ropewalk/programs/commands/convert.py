@@ -1,0 +1,115 @@
+"""`ropewalk convert`: the weights of q and k in another pairing, and Hugging Face's format in Meta's place or back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+if TYPE_CHECKING:
+    from ropewalk.checkpoints import Plan
+
+_Folder = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("source", metavar="SRC", type=_Folder)
+@click.argument("target", metavar="DST", type=_Folder)
+@click.option("--to", type=click.Choice(["half", "interleaved"]), required=True, help="The pairing to write.")
+@click.option("--format", "form", type=click.Choice(["hf", "meta"]), default="hf", show_default=True)
+@click.option("--dry-run", is_flag=True, help="List what would change, and write nothing.")
+@click.option("--verify", is_flag=True, help="Prove equal attention scores in every layer before DST appears.")
+@click.option("--base-config", type=_Folder, help="For a LoRA adapter: the config of its model, if not beside it.")
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
+@click.option("--factor", type=float, help="For Meta's params.json, which does not carry it: 8 or 32.")
+@click.option("--max-positions", type=click.IntRange(min=1), help="For a config.json made of Meta's params.json.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
+def convert(
+    source: Path,
+    target: Path,
+    to: Literal["half", "interleaved"],
+    form: str,
+    dry_run: bool,
+    verify: bool,
+    base_config: Path | None,
+    pairing: str | None,
+    factor: float | None,
+    max_positions: int | None,
+    ignore: tuple[str, ...],
+) -> None:
+    """Write the checkpoint SRC to the new folder DST, its q and k in another pairing of channels.
+
+    SRC is the folder of a model of Hugging Face (safetensors), of a LoRA adapter, or of Meta's Llama
+    (consolidated.*.pth and params.json). Rows of q and k move; no number changes, and everything else is copied.
+
+    DST appears when all is written. A run that was stopped goes on when it is started again.
+    """
+    from ropewalk import checkpoints
+
+    read = checkpoints.read(
+        source,
+        base_config=base_config,
+        pairing=pairing,
+        factor=factor,
+        max_positions=max_positions,
+        ignore=ignore,
+    )
+    plan = checkpoints.plan(read, to, form)
+    checkpoints.check_target(plan, target)
+    _describe(plan, listed=dry_run)
+    if dry_run:
+        click.echo(f"nothing was written: without --dry-run, {plan.nbytes:,} bytes go to {target}")
+        return
+
+    def prove(folder: Path) -> None:
+        from ropewalk.checkpoints import verify
+
+        verify.verify(plan, folder, click.echo)
+
+    checkpoints.write(plan, target, _Progress(), prove if verify else None)
+    click.echo(f"wrote {target}")
+
+
+def _describe(plan: Plan, *, listed: bool) -> None:
+    """What will be done; with `listed`, tensor by tensor."""
+    source = plan.source
+    names = {"hf": "Hugging Face", "meta": "Meta", "adapter": "LoRA adapter"}
+    layers = len(source.ropes.layers)
+    tensors = len(source.tensors)
+    click.echo(f"{source.folder}: {source.model_type}, {layers} layers, {tensors} tensors, {plan.nbytes:,} bytes")
+    if source.form != plan.form:
+        click.echo(f"format: {names[source.form]} -> {names[plan.form]}")
+    if source.pairing == plan.to:
+        click.echo(f"pairing: {plan.to}, as it is; no rows move")
+    else:
+        stay = tensors - len(plan.parts)
+        click.echo(f"pairing: {source.pairing} -> {plan.to}; rows move in {len(plan.parts)} tensors, {stay} stay")
+    if listed and source.pairing != plan.to:
+        for name, parts in plan.parts.items():
+            heads = ", ".join(f"{part.role}: {len(part.starts)} x {part.rotary_dim} rows" for part in parts)
+            click.echo(f"  {name} {list(plan.tensors[name].shape)}  {heads}")
+    if source.left:
+        click.echo(f"left out, since they are other weights: {', '.join(source.left)}")
+    if plan.form != source.form and source.beside:
+        click.echo(f"left out, since they belong to the other format: {', '.join(source.beside)}")
+    for note in plan.notes:
+        click.echo(f"note: {note}")
+
+
+class _Progress:
+    """One line that is drawn again on a terminal; a line for each file elsewhere. On stderr."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._percent = -1
+        self._file = ""
+
+    def __call__(self, file: str, done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if self._terminal and percent != self._percent:
+            click.echo(f"\r{percent:3} % of {total:,} bytes, {file}\x1b[K", err=True, nl=done == total)
+        elif not self._terminal and file != self._file:
+            click.echo(f"{percent:3} % of {total:,} bytes, {file}", err=True)
+        self._percent, self._file = percent, file

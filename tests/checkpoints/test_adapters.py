@@ -1,0 +1,98 @@
+"""LoRA adapters: A stays, the rows of B move."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_families import save
+from checkpoint_files import refused, run, write_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+INNER = "base_model.model.model.layers.{}.self_attn.{}_proj.{}"
+
+
+def write_adapter(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(ADAPTER | changes))
+    generator, tensors = torch.Generator().manual_seed(2), {}
+    for layer in range(2):
+        for name, rows in (("q", 32), ("k", 16), ("v", 16)):
+            tensors[INNER.format(layer, name, "lora_A.weight")] = torch.randn(2, 32, generator=generator)
+            tensors[INNER.format(layer, name, "lora_B.weight")] = torch.randn(rows, 2, generator=generator)
+            tensors[INNER.format(layer, name, "lora_magnitude_vector")] = torch.randn(rows, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return tensors
+
+
+class TestAdapters:
+    def test_only_what_makes_outputs_moves(self, model: Path, tmp_path: Path) -> None:
+        old = write_adapter(tmp_path / "a", base_model_name_or_path=str(model))
+        said = run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--verify")
+        assert "note: The adapter fits a model whose q and k are interleaved now" in said
+        new = load_file(tmp_path / "b" / "adapter_model.safetensors")
+        for name, tensor in old.items():
+            moves = ("q_proj" in name or "k_proj" in name) and "lora_A" not in name
+            for row in range(len(tensor)):
+                head, i = divmod(row, 8)
+                there = head * 8 + (2 * i if i < 4 else 2 * (i - 4) + 1) if moves else row
+                assert torch.equal(new[name][there], tensor[row])
+        refused("got 'interleaved'", tmp_path / "b", tmp_path / "c", "--to", "interleaved", target=model)
+        run(tmp_path / "b", tmp_path / "c", "--to", "half")
+        file = "adapter_model.safetensors"
+        assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "a" / file).read_bytes()
+        assert json.loads((tmp_path / "b" / "adapter_config.json").read_text()) == json.loads(
+            (tmp_path / "a" / "adapter_config.json").read_text()
+        )
+
+    def test_the_config_of_its_model(self, model: Path, tmp_path: Path) -> None:
+        write_adapter(tmp_path / "a", base_model_name_or_path="someone/else")
+        match = "the config of the model that an adapter is for must be here, got 'someone/else'"
+        refused(match, tmp_path / "a", tmp_path / "b", "--to", "interleaved", target=model)
+        run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--base-config", model)
+        run(tmp_path / "b", tmp_path / "c", "--to", "half", "--base-config", model / "config.json")
+
+    def test_other_adapters(self, model: Path, tmp_path: Path) -> None:
+        write_adapter(tmp_path / "a", peft_type="IA3")
+        match = "must hold a LoRA adapter, got peft_type 'IA3'"
+        refused(match, tmp_path / "a", tmp_path / "b", "--to", "interleaved", target=model)
+        write_adapter(tmp_path / "c", base_model_name_or_path=str(model))
+        match = "an adapter must stay in the format of PEFT"
+        refused(match, tmp_path / "c", tmp_path / "b", "--to", "interleaved", "--format", "meta", target=model)
+
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+    def test_in_peft(self, tmp_path: Path) -> None:
+        """A model with its adapter, and both converted and merged: the weights of one are the other's, moved."""
+        peft = pytest.importorskip("peft")
+        base = save("llama", tmp_path / "model")
+        base.name_or_path = str(tmp_path / "model")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+        torch.manual_seed(0)
+        peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+        for name in ("model", "adapter"):
+            run(tmp_path / name, tmp_path / f"{name}-2", "--to", "interleaved", *(
+                ["--base-config", tmp_path / "model"] if name == "adapter" else []
+            ))  # fmt: skip
+
+        def merged(suffix: str) -> Any:
+            plain = type(base.get_base_model() if hasattr(base, "get_base_model") else base)
+            loaded = plain.from_pretrained(tmp_path / f"model{suffix}")
+            return peft.PeftModel.from_pretrained(loaded, tmp_path / f"adapter{suffix}").merge_and_unload()
+
+        merged("").save_pretrained(tmp_path / "merged")
+        run(tmp_path / "merged", tmp_path / "merged-2", "--to", "interleaved")
+        expected = load_file(tmp_path / "merged-2" / "model.safetensors")
+        for name, tensor in merged("-2").state_dict().items():
+            if name in expected:
+                torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-6)

@@ -1,0 +1,206 @@
+"""`ropewalk convert`: what it writes and says, that it goes on, and that --verify finds what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ropewalk
+from checkpoint_files import CONFIG, refused, run, weights, write_model
+from ropewalk import RopeError, _lock, checkpoints, from_config
+from ropewalk.checkpoints import layouts, raw
+from ropewalk.checkpoints.verify import verify
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+class TestWhatItWrites:
+    def test_a_sharded_model(self, tmp_path: Path) -> None:
+        source = write_model(tmp_path / "a", shards=3)
+        (source / "tokenizer.json").write_text("{}")
+        (source / "pytorch_model.bin").write_text("other weights")
+        said = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
+        assert "pairing: half -> interleaved; rows move in 4 tensors, 17 stay" in said
+        assert "left out, since they are other weights: pytorch_model.bin" in said
+        assert "layer 1: scores agree" in said
+        names = {path.name for path in source.iterdir()} - {"pytorch_model.bin"}
+        assert {path.name for path in (tmp_path / "b").iterdir()} == names
+        assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+        run(tmp_path / "b", tmp_path / "c", "--to", "half")
+        for name in names:
+            if name.endswith(".safetensors"):
+                assert (tmp_path / "c" / name).read_bytes() == (source / name).read_bytes()
+            else:
+                assert json.loads((tmp_path / "c" / name).read_text()) == json.loads((source / name).read_text())
+
+    def test_it_says_that_transformers_does_not_know(self, model: Path, tmp_path: Path) -> None:
+        said = run(model, tmp_path / "b", "--to", "interleaved")
+        assert "note: Nobody but ropewalk knows: code for llama (transformers, vLLM, llama.cpp) rotates as half" in said
+        assert json.loads((tmp_path / "b" / "config.json").read_text())["ropewalk_pairing"] == "interleaved"
+        ropes = from_config(tmp_path / "b")
+        assert ropes.rope.pairing == "interleaved"
+        assert "ropewalk_pairing" in ropes.origins["pairing"]
+        assert "Nobody but" not in run(tmp_path / "b", tmp_path / "c", "--to", "half")
+
+    def test_dry_run(self, model: Path, tmp_path: Path) -> None:
+        said = run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
+        assert "  model.layers.1.self_attn.k_proj.weight [16, 32]  k: 2 x 8 rows\n" in said
+        assert "v_proj" not in said
+        assert f"nothing was written: without --dry-run, 33,088 bytes go to {tmp_path / 'b'}\n" in said
+        assert sorted(os.listdir(tmp_path)) == ["model"]
+
+    def test_every_dtype_that_stays(self, tmp_path: Path) -> None:
+        """Tensors that do not move are copied whatever they are, empty ones and scalars too."""
+        odd = {
+            "model__count": torch.tensor(3),
+            "model__none": torch.empty(0, 4),
+            "model__eight": torch.ones(3, 3).to(torch.float8_e4m3fn),
+            "model__mask": torch.tensor([True, False]),
+        }
+        source = write_model(tmp_path / "a", **odd)
+        run(source, tmp_path / "b", "--to", "interleaved", "--verify")
+        run(tmp_path / "b", tmp_path / "c", "--to", "half")
+        name = "model.safetensors"
+        assert (tmp_path / "c" / name).read_bytes() == (source / name).read_bytes()
+
+    def test_a_target_that_is_empty(self, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "b").mkdir()
+        run(model, tmp_path / "b", "--to", "interleaved")
+        assert (tmp_path / "b" / "config.json").exists()
+
+    def test_metadata_is_kept(self, tmp_path: Path) -> None:
+        source = write_model(tmp_path / "a")
+        save_file(weights(), source / "model.safetensors", {"format": "pt", "trained": "yes"})
+        run(source, tmp_path / "b", "--to", "interleaved")
+        with (tmp_path / "b" / "model.safetensors").open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        assert header["__metadata__"] == {"format": "pt", "trained": "yes"}
+
+    def test_a_model_type_that_nobody_knows(self, tmp_path: Path) -> None:
+        source = write_model(tmp_path / "a", config={**CONFIG, "model_type": "mine"})
+        refused("model_type", source, tmp_path / "b", "--to", "half", target=tmp_path / "b")
+        run(source, tmp_path / "b", "--to", "interleaved", "--pairing", "half")
+        q = "model.layers.0.self_attn.q_proj.weight"
+        moved = load_file(tmp_path / "b" / "model.safetensors")[q]
+        assert torch.equal(moved[1], weights()[q][4])
+
+    def test_a_model_type_that_no_test_runs(self, model: Path, tmp_path: Path) -> None:
+        note = "note: No model of type yuan was run by ropewalk's tests"
+        source = write_model(tmp_path / "a", config={**CONFIG, "model_type": "yuan"})
+        assert note in run(source, tmp_path / "b", "--to", "interleaved", "--dry-run", "--ignore", "rope_theta")
+        assert "was run by" not in run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
+
+
+class TestVerify:
+    @pytest.mark.parametrize("wrong", ["direction", "still"])
+    def test_a_wrong_order_is_found(
+        self, wrong: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        right = layouts.channels
+
+        def channels(rotary_dim: int, to: Any) -> Any:
+            found = right(rotary_dim, to)
+            return np.sort(found) if wrong == "still" else found.argsort()
+
+        monkeypatch.setattr(layouts, "channels", channels)
+        match = "layer 0 must be the same attention before and after, got scores that differ by"
+        said = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
+        assert match in said
+        assert os.listdir(tmp_path) == ["model"]
+
+    def test_bytes_that_change_elsewhere_are_found(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chunks = raw.chunks
+
+        def damaged(tensor: raw.Tensor) -> Any:
+            for chunk in chunks(tensor):
+                damage = np.zeros_like(chunk)
+                damage[-1, -1] = tensor.shape == (48, 32)
+                yield chunk ^ damage
+
+        monkeypatch.setattr(raw, "chunks", damaged)
+        said = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
+        assert "got other bytes in rows that do not rotate" in said
+        assert os.listdir(tmp_path) == ["model"]
+
+
+def test_an_interrupted_run_is_gone_on_with(tmp_path: Path) -> None:
+    """Only what is missing is written again; what an other conversion left is not used."""
+    source = write_model(tmp_path / "a", shards=3)
+
+    class StoppedError(Exception):
+        pass
+
+    def stop(file: str, done: int, total: int) -> None:
+        if file == "model-00002-of-00003.safetensors":
+            raise StoppedError
+
+    plan = checkpoints.plan(checkpoints.read(source), "interleaved", "hf")
+    with pytest.raises(StoppedError):
+        checkpoints.write(plan, tmp_path / "b", stop)
+    assert not (tmp_path / "b").exists()
+    left = tmp_path / ".b.unfinished"
+    first = left / "model-00001-of-00003.safetensors"
+    assert first.exists()
+    stamp = first.stat().st_mtime_ns
+    files = []
+    checkpoints.write(plan, tmp_path / "b", lambda file, *_: files.append(file))
+    assert (tmp_path / "b" / first.name).stat().st_mtime_ns == stamp
+    with pytest.raises(StoppedError):
+        checkpoints.write(plan, tmp_path / "c", stop)
+    os.utime(source / first.name)  # it may have changed since
+    again = checkpoints.plan(checkpoints.read(source), "interleaved", "hf")
+    (tmp_path / ".c.unfinished" / first.name).write_bytes(b"of another run")
+    checkpoints.write(again, tmp_path / "c", lambda *_: None)
+    assert (tmp_path / "c" / first.name).read_bytes() == (tmp_path / "b" / first.name).read_bytes()
+
+
+def test_the_mark_in_a_config() -> None:
+    ropes = ropewalk.from_config({**CONFIG, "ropewalk_pairing": "interleaved"})
+    assert ropes.rope.pairing == "interleaved"
+    with pytest.raises(RopeError, match="pairing must be one of 'half', 'interleaved', got 'other'"):
+        ropewalk.from_config({**CONFIG, "ropewalk_pairing": "other"})
+
+
+def test_verify_reads_what_was_written(model: Path, tmp_path: Path) -> None:
+    """Not what the plan says."""
+    plan = checkpoints.plan(checkpoints.read(model), "interleaved", "hf")
+    checkpoints.write(plan, tmp_path / "b", lambda *_: None)
+    verify(plan, tmp_path / "b", lambda _: None)
+    file = tmp_path / "b" / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    save_file(tensors | {name: tensors[name].flip(0)}, file)
+    with pytest.raises(RopeError, match=r"layer 1 must be the same attention"):
+        verify(plan, tmp_path / "b", lambda _: None)
+
+
+def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        said = run(model, tmp_path / "b", "--to", "interleaved", status=1)
+    assert "must be a place where files can be written, got No space left on device. Make room" in said
+    assert not (tmp_path / "b").exists()
+    run(model, tmp_path / "b", "--to", "interleaved")
+    assert sorted(os.listdir(tmp_path)) == ["b", "model"]
+
+
+def test_one_writer_at_a_time(model: Path, tmp_path: Path) -> None:
+    with _lock.held("convert", tmp_path / ".b.lock", "it"):
+        said = run(model, tmp_path / "b", "--to", "interleaved", status=1)
+    assert f"only one process may write {tmp_path / 'b'} at a time" in said
+    assert sorted(os.listdir(tmp_path)) == ["model"]

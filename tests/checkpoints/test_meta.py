@@ -1,0 +1,116 @@
+"""Meta's format: what it cannot say, what is no file of it, and pieces that do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint_files import CONFIG, refused, run, write_model
+from ropewalk import from_config
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+class TestMeta:
+    def meta(self, folder: Path, tensors: dict[str, Any] | object, **params: Any) -> Path:
+        folder.mkdir()
+        torch.save(tensors, folder / "consolidated.00.pth")
+        said = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 10000.0}
+        (folder / "params.json").write_text(json.dumps(said | params))
+        return folder
+
+    def tensors(self, tmp_path: Path) -> dict[str, torch.Tensor]:
+        write_model(tmp_path / "for-meta")
+        run(tmp_path / "for-meta", tmp_path / "as-meta", "--to", "interleaved", "--format", "meta")
+        return torch.load(tmp_path / "as-meta" / "consolidated.00.pth", weights_only=True)
+
+    def test_within_the_format(self, model: Path, tmp_path: Path) -> None:
+        match = "Meta's format must be interleaved, got --to half"
+        refused(match, model, tmp_path / "b", "--to", "half", "--format", "meta", target=model)
+
+    def test_marked_in_hugging_faces_format(self, model: Path, tmp_path: Path) -> None:
+        """The other format alone: no row moves."""
+        run(model, tmp_path / "b", "--to", "interleaved")
+        said = run(tmp_path / "b", tmp_path / "c", "--to", "interleaved", "--format", "meta", "--verify")
+        assert "pairing: interleaved, as it is; no rows move" in said
+        run(model, tmp_path / "d", "--to", "interleaved", "--format", "meta")
+        file = "consolidated.00.pth"
+        assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "d" / file).read_bytes()
+        run(tmp_path / "d", tmp_path / "e", "--to", "interleaved", "--max-positions", 64)
+        assert from_config(tmp_path / "e").rope.pairing == "interleaved"
+        moved, expected = (load_file(tmp_path / name / "model.safetensors") for name in "eb")
+        assert all(torch.equal(moved[name], tensor) for name, tensor in expected.items())
+
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"model_type": "mistral"}, "Meta's format is for Llama, got 'mistral'"),
+            ({"attention_bias": True}, "attention_bias must be False, got True"),
+            ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "no scaling but Llama 3.1's"),
+        ],
+    )
+    def test_what_meta_has_not(self, changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+        source = write_model(tmp_path / "a", config=CONFIG | changes)
+        refused(match, source, tmp_path / "b", "--to", "interleaved", "--format", "meta", target=source)
+
+    def test_the_length_must_be_said(self, tmp_path: Path) -> None:
+        source = self.meta(tmp_path / "a", self.tensors(tmp_path))
+        refused("max_positions must be given", source, tmp_path / "b", "--to", "half", target=source)
+        said = run(source, tmp_path / "b", "--to", "half", "--max-positions", 64)
+        assert "note: The tokenizer is not converted" in said
+
+    def test_a_pickle_that_runs_code(self, tmp_path: Path) -> None:
+        class Evil:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return Path.touch, (tmp_path / "owned",)
+
+        source = self.meta(tmp_path / "a", {"tok_embeddings.weight": Evil()})
+        match = "must be a file of torch.save with nothing but tensors"
+        refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
+        assert not (tmp_path / "owned").exists()
+
+    @pytest.mark.parametrize("left", [10, 5000, -1])
+    def test_a_file_that_is_cut_off(self, left: int, tmp_path: Path) -> None:
+        source = self.meta(tmp_path / "a", self.tensors(tmp_path))
+        file = source / "consolidated.00.pth"
+        file.write_bytes(file.read_bytes()[:left])
+        match = "got one that cannot be read"
+        refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
+
+    def test_tensors_that_are_not_metas(self, tmp_path: Path) -> None:
+        tensors = self.tensors(tmp_path)
+        for i, (name, tensor, match) in enumerate(
+            (
+                ("layers.0.extra.weight", torch.ones(3), "must be one of Meta's Llama, got layers.0.extra.weight"),
+                ("norm.weight", torch.ones(32, dtype=torch.int32), "norm.weight of consolidated.00.pth must be"),
+                ("layers.0.attention.wo.weight", torch.ones(32, 32).t(), "must be a contiguous tensor"),
+                ("tok_embeddings.weight", torch.ones(16), "must hold tok_embeddings.weight, got none"),
+                ("layers.1.attention.wq.weight", torch.ones(16, 32), "must have 32 rows by its config"),
+            )
+        ):
+            if name == "layers.0.attention.wo.weight":
+                tensor = torch.randn(32, 48)[:, :32]
+            source = self.meta(tmp_path / f"a{i}", tensors | {name: tensor})
+            refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
+
+    def test_pieces(self, tmp_path: Path) -> None:
+        source = self.meta(tmp_path / "a", self.tensors(tmp_path))
+        target = tmp_path / "b"
+        about = (source, target, "--to", "half", "--max-positions", 64)
+        (source / "consolidated.00.pth").rename(source / "consolidated.01.pth")
+        refused("without a gap, got consolidated.01.pth", *about, target=source)
+        piece = torch.load(source / "consolidated.01.pth", weights_only=True)
+        del piece["norm.weight"]
+        torch.save(piece, source / "consolidated.00.pth")
+        refused("must hold pieces of the same tensors, got norm.weight in some", *about, target=source)
+        piece["norm.weight"] = torch.ones(16, dtype=torch.bfloat16)
+        torch.save(piece, source / "consolidated.00.pth")
+        refused("the pieces of norm.weight must have one shape and dtype", *about, target=source)
