@@ -108,6 +108,29 @@ class TestRefusals:
         source = write_model(tmp_path / "a", **{f"model__layers__1__self_attn__{name}__weight": torch.ones(shape)})
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize(
+        ("heads", "keys", "match"),
+        [
+            (4, 0, "the config must say sizes of at least 1"),
+            (4, -2, "the config must say sizes of at least 1"),
+            (4, 3, "the number of heads of q must be a multiple of that of k"),
+            (10**12, 2, "rows by its config, got the shape"),  # no list of them is made
+            (4, 4, "rows by its config, got the shape"),
+        ],
+    )
+    def test_numbers_of_heads(self, heads: int, keys: int, match: str, fused: bool, tmp_path: Path) -> None:
+        changes = {"num_attention_heads": heads, "num_key_value_heads": keys}
+        tensors: dict[str, torch.Tensor | None] = {}
+        if fused:
+            changes |= {"model_type": "phi3", "rope_scaling": None}
+            for layer in range(2):
+                attention = f"model__layers__{layer}__self_attn"
+                tensors |= {f"{attention}__{name}_proj__weight": None for name in "qkv"}
+                tensors[f"{attention}__qkv_proj__weight"] = torch.ones(64, 32)
+        source = write_model(tmp_path / "a", config=CONFIG | changes, **tensors)
+        refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
+
     @pytest.mark.parametrize("missing", ["model__layers__1__self_attn__k_proj__weight", "all"])
     def test_missing_layers(self, missing: str, tmp_path: Path) -> None:
         if missing == "all":

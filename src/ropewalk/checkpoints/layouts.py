@@ -198,23 +198,29 @@ def parts(name: str, shape: tuple[int, ...], at: Place, heads: Heads, config: Ma
         cure = "Convert the weights before they are quantised."
         raise _checks.error("convert", "q and k must be plain weights, or those of a LoRA adapter", name, cure)
     rope, whole = heads.rope, heads.rope.head_dim
-    starts: dict[Role, list[int]]
-    rows: int | None
+    queries, keys = _counted(name, heads)
+    role: Role = "k" if module in ("k_proj", "kv_a_proj_with_mqa") else "q"
+    stride, count = whole, queries if role == "q" else keys
     if module == "kv_a_proj_with_mqa":
         rows = None if heads.latent is None else heads.latent + rope.rotary_dim
-        starts = {"k": [(heads.latent or 0) - rope.rotary_offset]}
     elif fusion is not None and module == fused:
-        queries, keys = _known(name, heads)
-        starts = fusion(config)(queries, keys, whole)
+        if queries is None or keys is None:
+            must = f"the config must say how many heads {name} has"
+            raise _checks.error("convert", must, "nothing about it", "Add num_attention_heads and num_key_value_heads.")
         rows = (queries + 2 * (queries if fusion(config) in (_each, _codegen) else keys)) * whole
     else:
-        role: Role = "k" if module == "k_proj" else "q"
         stride = 2 * whole if role == "q" and config.get("model_type") in _GATED else whole
-        stated = heads.keys if role == "k" else heads.queries
-        count = stated if stated is not None else shape[0] // stride if shape else 0
-        starts, rows = {role: [i * stride for i in range(count)]}, count * stride
-    if not shape or shape[0] != rows or (len(shape) == 2) != (parameter in ("weight", "lora_B.weight")):
-        _refuse_shape(name, shape, f"{rows} rows")
+        count = count if count is not None else shape[0] // stride if shape else 0
+        rows = count * stride
+    if not shape or not rows or shape[0] != rows or (len(shape) == 2) != (parameter in ("weight", "lora_B.weight")):
+        _refuse_shape(name, shape, f"{rows or 'other'} rows")
+    starts: dict[Role, list[int]]
+    if module == "kv_a_proj_with_mqa":
+        starts = {"k": [(heads.latent or 0) - rope.rotary_offset]}
+    elif fusion is not None and module == fused:
+        starts = fusion(config)(queries or 0, keys or 0, whole)
+    else:
+        starts = {role: [i * stride for i in range(count or 0)]}
     if parameter == "weight" and module != "q_b_proj" and heads.width is not None and shape[1] != heads.width:
         _refuse_shape(name, shape, f"{heads.width} columns")
     return [
@@ -236,11 +242,16 @@ def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: 
     return [Part(layer, role, "norm", tuple(starts), rope.rotary_dim)]
 
 
-def _known(name: str, heads: Heads) -> tuple[int, int]:
-    if heads.queries is None or heads.keys is None:
-        must = f"the config must say how many heads {name} has"
-        raise _checks.error("convert", must, "nothing about it", "Add num_attention_heads and num_key_value_heads.")
-    return heads.queries, heads.keys
+def _counted(name: str, heads: Heads) -> tuple[int | None, int | None]:
+    """The numbers of heads, as far as the config says them: at least 1, and each k for as many q as every other."""
+    queries, keys = heads.queries, heads.keys
+    if any(count is not None and count < 1 for count in (queries, keys, heads.latent)):
+        must, came = f"the config must say sizes of at least 1 for {name}", f"{queries}, {keys}, {heads.latent}"
+        raise _checks.error("convert", must, came, "Is it the config of these weights?")
+    if queries is not None and keys is not None and queries % keys:
+        must, came = f"the number of heads of q must be a multiple of that of k for {name}", f"{queries} and {keys}"
+        raise _checks.error("convert", must, came, "Is it the config of these weights?")
+    return queries, keys
 
 
 def _refuse_shape(name: str, shape: tuple[int, ...], wanted: str) -> None:
