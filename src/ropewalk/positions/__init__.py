@@ -11,6 +11,7 @@ from ropewalk.positions.axes import axis as axis
 from ropewalk.positions.axes import crop as crop
 from ropewalk.positions.batches import padded as padded
 from ropewalk.positions.batches import still as still
+from ropewalk.positions.context_parallel import context_parallel as context_parallel
 from ropewalk.positions.grids import grid as grid
 from ropewalk.positions.grids import mesh as mesh
 from ropewalk.positions.multimodal import Placed as Placed
