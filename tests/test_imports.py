@@ -44,6 +44,7 @@ MAY_IMPORT = {
     "learned": BOTTOM | {"rope", "rotation"},
     "xpos": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"rope", "rotation", "attention"},
+    "parallel": BOTTOM | {"attention", "positions", "rotation"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
     "integrations": BOTTOM | {"axes", "configs", "conformance", "schemes", "rope", "rotation"},
     "checkpoints": BOTTOM | {"_lock", "configs", "rope", "rotation", "schemes"},
@@ -159,6 +160,7 @@ def test_public_names() -> None:
         "formats",
         "from_config",
         "masks",
+        "parallel",
         "plots",
         "positions",
         "rotate_and_store",

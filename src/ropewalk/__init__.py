@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ropewalk import conformance as conformance
     from ropewalk import diff as diff
     from ropewalk import formats as formats
+    from ropewalk import parallel as parallel
     from ropewalk import plots as plots
     from ropewalk import positions as positions
     from ropewalk import schemes as schemes
@@ -85,6 +86,7 @@ _MODULES = {
     "diff": "diff",
     "formats": "formats",
     "masks": "attention.masks",
+    "parallel": "parallel",
     "plots": "plots",
     "positions": "positions",
     "schemes": "schemes",
@@ -124,6 +126,7 @@ __all__ = [
     "formats",
     "from_config",
     "masks",
+    "parallel",
     "plots",
     "positions",
     "rotate_and_store",

@@ -1,0 +1,128 @@
+"""One process of tests/parallel/test_context.py: `python context_parallel_worker.py RANK SIZE RENDEZVOUS`.
+
+Two layers over 40 tokens, of which each rank holds some, against the whole in float64, written out, on every rank. The
+last line is JSON: each check, and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attention_oracle as written_out
+from cache_model import EXACT, HEADS, HIDDEN, KV_HEADS, MODEL, ROPES
+from ropewalk.parallel import ContextParallel
+from ropewalk.positions import context_parallel
+
+SEQ, WINDOW = 40, 7
+DOCUMENTS = {"whole": (SEQ,), "packed": (5, 1, 25), "cut by itself": (8, 16, 16)}  # behind the packed ones is padding
+PARAMETERS = [parameter for layer in MODEL for parameter in layer.parameters()]
+ORDERS = ("contiguous", "head-tail", "striped")
+
+
+def row(documents: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """For each token of the row: its document, and its position in it. What is behind the last is one more."""
+    lengths = [*documents, SEQ - sum(documents)]
+    return [d for d, n in enumerate(lengths) for _ in range(n)], [i for n in lengths for i in range(n)]
+
+
+def inputs(batch: int) -> tuple[Tensor, Tensor]:
+    """The hidden states, and what their outputs are multiplied with before they are summed to the loss."""
+    x, factor = torch.randn(2, batch, SEQ, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, factor
+
+
+def differentiated(out: Tensor, factor: Tensor, x: Tensor) -> list[Tensor]:
+    """The gradients of the loss: to x, and to each parameter."""
+    return list(torch.autograd.grad((out * factor).sum(), [x, *PARAMETERS]))
+
+
+@functools.cache
+def wanted(documents: str, rope: str, window: int, batch: int) -> tuple[Tensor, list[Tensor]]:
+    """The output of the whole sequence on one rank, and the gradients."""
+    document, position = row(DOCUMENTS[documents])
+    seen = [[j <= i < j + window and document[i] == document[j] for j in range(SEQ)] for i in range(SEQ)]
+    x, factor = inputs(batch)
+    out = x.requires_grad_()
+    for layer in MODEL:
+        weights = dict(layer.named_parameters())
+        at = written_out.pairs(torch.tensor(position))
+        attended = written_out.attention(
+            out, weights, heads=HEADS, kv_heads=KV_HEADS, turn=ROPES[rope][1], at=at, seen=torch.tensor(seen)
+        )
+        out = out + attended
+    return out.detach(), differentiated(out, factor, x)
+
+
+def check(
+    places: Tensor,
+    documents: str,
+    *,
+    rope: str = "default",
+    window: int = SEQ,
+    batch: int = 2,
+    compiled: bool = False,
+) -> None:
+    """Outputs and gradients of this rank's tokens; the gradients of parameters summed over the ranks."""
+    ends = torch.tensor([sum(DOCUMENTS[documents][:i]) for i in range(len(DOCUMENTS[documents]) + 1)])
+    described = ROPES[rope][0]
+    positions = torch.tensor(row(DOCUMENTS[documents])[1])[places]
+    rotation = None if described is None else described.at(positions, dtype=torch.float64)
+    context = ContextParallel(places, cu_seqlens=None if documents == "whole" else ends)
+    near = (context.places[:, None] - context.key_places < window)[None, None]
+    x, factor = (part[:, places] for part in inputs(batch))
+    out = x.requires_grad_()
+    for layer in MODEL:
+        run: Any = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        out = out + run(out, rotation, cache=context, mask=None if window == SEQ else near)
+    ours = differentiated(out, factor, x)
+    for gradient in ours[1:]:
+        dist.all_reduce(gradient)
+    outputs, gradients = wanted(documents, rope, window, batch)
+    assert type(out) is Tensor  # no subclass that waits for a collective
+    for mine, theirs in zip([out, *ours], [outputs[:, places], gradients[0][:, places], *gradients[1:]], strict=True):
+        torch.testing.assert_close(mine, theirs, **EXACT)
+
+
+def checks(rank: int, size: int) -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
+    for order in ORDERS:
+        places = context_parallel(SEQ, rank, size, order)  # type: ignore[arg-type]
+        for documents in ("whole", "packed"):
+            found[f"{order}, {documents}"] = functools.partial(check, places, documents)
+        found[f"{order}, a mask"] = functools.partial(check, places, "whole", window=WINDOW)
+    alone = [begin + context_parallel(n, rank, size, "head-tail") for begin, n in ((0, 8), (8, 16), (24, 16))]
+    found["each document by itself"] = functools.partial(check, torch.cat(alone), "cut by itself")
+    any_order = torch.randperm(SEQ, generator=torch.Generator().manual_seed(0)).chunk(size)[rank]
+    found["any order"] = functools.partial(check, any_order, "packed", rope="YaRN, partial", window=WINDOW)
+    found["int32, not rotated"] = functools.partial(check, any_order.int(), "packed", rope="none")
+    found["one row"] = functools.partial(check, any_order, "whole", batch=1)
+    if size == 2:  # it takes long, and the graph is the same for more
+        found["compiled"] = functools.partial(check, any_order, "packed", compiled=True)
+    return found
+
+
+def main(rank: int, size: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    wrong = {}
+    for name, run in checks(rank, size).items():
+        try:
+            run()
+        except Exception as e:  # the others are still worth knowing
+            wrong[name] = f"{type(e).__name__}: {e}"
+        else:
+            wrong[name] = ""
+    sys.stdout.write(f"{json.dumps(wrong)}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

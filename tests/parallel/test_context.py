@@ -1,0 +1,128 @@
+"""Attention over a sequence that ranks share: processes that talk over gloo, and one process by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL
+from each import each
+from ropewalk import Rope, RopeError, SelfExtend, masks
+from ropewalk.parallel import ContextParallel
+
+ROPE = Rope(HEAD_DIM, 1e4, "half")
+WORKER = Path(__file__).parents[1] / "context_parallel_worker.py"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_equals_the_whole(size: int, tmp_path: Path) -> None:
+    """Outputs and gradients, for each order, packed or not, and for tokens in any order."""
+    command = [sys.executable, str(WORKER)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(tmp_path / "rendezvous")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, said, strict=True):
+        assert process.returncode == 0, output
+    rows = [
+        (f"rank {r}: {name}", wrong) for r in range(size) for name, wrong in json.loads(said[r].split("\n")[-2]).items()
+    ]
+    assert len(rows) == (14 if size == 2 else 13) * size
+
+    def check(wrong: str) -> None:
+        assert not wrong, wrong
+
+    each(rows, check)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+class TestOneProcess:
+    def test_needs_no_other(self) -> None:
+        x, places = torch.randn(1, 6, HIDDEN, dtype=torch.float64), torch.tensor([3, 0, 5, 1, 2, 4])
+        rotation = ROPE.at(torch.arange(6), dtype=torch.float64)
+        context = ContextParallel(places, dist.group.WORLD)
+        ours = MODEL[0](x[:, places], rotation[places], cache=context)
+        torch.testing.assert_close(ours, MODEL[0](x, rotation)[:, places], rtol=0, atol=3e-14)
+        assert context.places.tolist() == context.key_places.tolist() == places.tolist()
+
+    def test_rows_of_keys_may_be_masked_additively(self) -> None:
+        q, k = torch.randn(2, 3, HEADS, HEAD_DIM), torch.randn(2, 3, KV_HEADS, HEAD_DIM)
+        only_itself = torch.full((3, 3), -torch.inf).fill_diagonal_(0)[None, None]
+        out = ContextParallel(torch.tensor([2, 0, 1])).attend(q, k, k, mask=only_itself)
+        torch.testing.assert_close(out, k.repeat_interleave(HEADS // KV_HEADS, dim=2))
+
+    def test_scale(self) -> None:
+        """That of the model, or head_dim^(−1/2)."""
+        q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
+        for scale, options in ((0.5, {}), (3.0, {"scale": 3.0})):
+            share = (scale * q[0, 1, 0] @ k[0, :, 0].T).softmax(-1)
+            out = ContextParallel(torch.arange(2)).attend(q, k, k, **options)
+            torch.testing.assert_close(out[0, 1, 0], share @ k[0, :, 0])
+
+    @pytest.mark.parametrize(
+        ("places", "message"),
+        [
+            ([0, 1], "places must be an int32 or int64 tensor [seq], got [0, 1]. Pass positions.context_parallel("),
+            (torch.tensor([0.0]), "got torch.float32 of shape (1,)"),
+            (torch.tensor([[0]]), "got torch.int64 of shape (1, 1)"),
+        ],
+    )
+    def test_refuses_places(self, places: Any, message: str) -> None:
+        with pytest.raises(RopeError) as raised:
+            ContextParallel(places)
+        assert message in str(raised.value)
+
+    def test_refuses_documents(self) -> None:
+        with pytest.raises(RopeError, match="cu_seqlens must be an int32 or int64 tensor of one axis"):
+            ContextParallel(torch.arange(3), cu_seqlens=[0, 3])  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("group", [[0], dist.GroupMember.NON_GROUP_MEMBER])
+    def test_refuses_other_groups(self, group: Any) -> None:
+        with pytest.raises(RopeError, match="group must be a process group that this process is in, or None where"):
+            ContextParallel(torch.arange(3), group)
+
+    @pytest.mark.parametrize(
+        ("seq", "options", "message"),
+        [
+            (2, {}, "q must have shape [batch, seq=3, heads, head_dim], a token for each of places, got shape (1, 2,"),
+            (3, {"rotation": SelfExtend(ROPE, 2, 2).at(torch.arange(3))}, "rotation must have one pass"),
+            (3, {"mask": masks.sliding_window_blocks(3, 2)}, "mask must be a tensor or None, got BlockMask"),
+            (3, {"mask": torch.ones(1, 1, 3, 2) > 0}, f"mask must fit [batch, heads, seq, keys] = [1, {HEADS}, 3, 3]"),
+        ],
+    )
+    def test_refuses_to_attend(self, seq: int, options: dict[str, Any], message: str) -> None:
+        q, k = torch.randn(1, seq, HEADS, HEAD_DIM), torch.randn(1, seq, KV_HEADS, HEAD_DIM)
+        with pytest.raises(RopeError) as raised:
+            ContextParallel(torch.arange(3)).attend(q, k, k, **options)
+        assert str(raised.value).startswith(f"ContextParallel: {message}")
+
+
+def test_needs_a_group() -> None:
+    with pytest.raises(RopeError, match=r"got None. Call torch.distributed.init_process_group, or pass mesh\['cp'\]"):
+        ContextParallel(torch.arange(3))
