@@ -306,3 +306,73 @@ def test_one_graph_for_any_number_of_tokens(kind: str) -> None:
     graph = torch.export.export(made, arguments(20), dynamic_shapes=shapes).module()
     for seq in (3, 40):
         torch.testing.assert_close(graph(*arguments(seq)), made(*arguments(seq)), **EXACT)
+
+
+class TestForgottenValues:
+    """What a row has forgotten must not reach its next text: 0 · nan is nan, and no mask keeps it out."""
+
+    def run(self, cache: KVCache, x: Tensor, **options: Any) -> Tensor:
+        with torch.no_grad():
+            step = cache.step(x.shape[1], **options)
+            return layer()(x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
+
+    def poisoned(self, seq: int) -> Tensor:
+        x = hidden(seq)
+        x[1] = torch.nan
+        return x
+
+    @pytest.mark.parametrize("size", [{"capacity": 20}, {"window": 6}, {"window": 4, "sinks": 1}])
+    def test_reset(self, size: dict[str, int]) -> None:
+        cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
+        self.run(cache, self.poisoned(9))
+        cache.reset(range(1, 2))
+        for seq in (1, 3):
+            assert self.run(cache, hidden(seq))[1].isfinite().all()
+
+    def test_reset_before_a_compiled_step(self) -> None:
+        cache = KVCache(1, 2, 2, HEAD_DIM, capacity=20, dtype=torch.float64)
+        self.run(cache, self.poisoned(9))
+        cache.reset()
+        compiled = torch.compile(self.run, backend="aot_eager")
+        assert compiled(cache, hidden(2)).isfinite().all()
+
+    def test_at(self) -> None:
+        cache = KVCache(1, 2, 2, HEAD_DIM, capacity=20, dtype=torch.float64)
+        self.run(cache, hidden(2))
+        self.run(cache, self.poisoned(5))
+        assert self.run(cache, hidden(1), at=torch.tensor([7, 2])).isfinite().all()
+
+    def test_rollback(self) -> None:
+        cache = KVCache(2, 2, 2, HEAD_DIM, capacity=20, dtype=torch.float64)
+        bad = torch.full((2, 2, 2, HEAD_DIM), torch.nan, dtype=torch.float64)
+        cache.step(2).layer(0).append(bad, bad)
+        cache.rollback()
+        step = cache.step(2, attention_mask=torch.tensor([[1, 1], [1, 0]]))
+        with torch.no_grad():
+            out = layer()(hidden(2), step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
+        assert out[0].isfinite().all()
+        assert out[1, 0].isfinite().all()
+
+    def test_padding_beside_a_ring(self) -> None:
+        cache = KVCache(1, 2, 2, HEAD_DIM, window=4, dtype=torch.float64)
+        x = hidden(3)
+        x[1, 0] = torch.nan
+        out = self.run(cache, x, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]))
+        assert out[1, 1:].isfinite().all()
+
+
+def test_the_rotation_of_an_outdated_step() -> None:
+    cache, k = KVCache(1, 1, 1, HEAD_DIM, capacity=8), torch.ones(1, 2, 1, HEAD_DIM)
+    old = cache.step(2, attention_mask=torch.ones(1, 2, dtype=torch.int64))
+    rotation = old.rotation(ROPE)
+    old.layer(0).append(k, k)
+    step = cache.step(2)
+    with pytest.raises(RopeError, match=r"CacheStep.rotation: a step must be the newest of its cache"):
+        old.rotation(ROPE)
+    with pytest.raises(RopeError, match="each step needs a rotation of its own"), torch.no_grad():
+        step.layer(0).attend(k, k, k, rotation=rotation)
+
+
+def test_causal_is_true_or_false() -> None:
+    with pytest.raises(RopeError, match=r"RotaryAttention: causal must be True or False, got 'no'\."):
+        layer(causal="no")

@@ -415,3 +415,16 @@ def test_autocast(cached: bool) -> None:
             hook.remove()
     assert made[0].dtype == torch.bfloat16
     assert same(*made, best())  # type: ignore[call-arg]
+
+
+def test_a_norm_of_torch_is_refused() -> None:
+    x, cache, slots = torch.ones(1, 1, 2, 8), torch.zeros(1, 4, 2, 8), torch.zeros(1, 1, dtype=torch.int64)
+    rotation = Rope(8, 1e4, "half").at(torch.arange(1))
+    norm: Any = torch.nn.RMSNorm(8)
+    with (
+        torch.no_grad(),
+        pytest.raises(RopeError, match="rotate_and_store: norm must be a QKNorm or None, got RMSNorm"),
+    ):
+        rotate_and_store(
+            x, x, x, rotation=rotation, k_cache=cache, v_cache=cache.clone(), slot_mapping=slots, norm=norm
+        )

@@ -323,3 +323,12 @@ def test_copies_and_pickles() -> None:
     for other in others:
         assert torch.equal(run(other, x, ROPE), wanted)
         assert state(other) == state(cache)
+
+
+def test_pools_that_share_elements() -> None:
+    pool = torch.zeros(4, 2, KV_HEADS, 3 * HEAD_DIM)
+    first, second = pool[..., :HEAD_DIM], pool[..., HEAD_DIM // 2 : HEAD_DIM // 2 + HEAD_DIM]
+    for keys, values in (([first], [first]), ([first], [second]), ([first, first], [pool[..., -HEAD_DIM:]] * 2)):
+        with pytest.raises(RopeError, match="no two pools may have an element in common, got pools that do"):
+            PagedKVCache.from_pools(keys, values)
+    PagedKVCache.from_pools([first], [pool[..., HEAD_DIM : 2 * HEAD_DIM]])

@@ -347,3 +347,14 @@ def test_what_does_not_fit(wanted: bool) -> None:
         norm.rotate(rotation, q, k, layout="shbd")
     with pytest.raises(RopeError, match="rotation must be a Rotation, got"):
         norm.rotate((rotation.cos, rotation.sin), q, k, layout="bshd")
+
+
+def test_gradient_of_numbers_whose_squares_overflow() -> None:
+    """1e20² is beyond float32; the mean is made in float64, forward and backward."""
+    q = torch.full((1, 1, 1, 16), 1e20, requires_grad=True)
+    weight = torch.ones(16, requires_grad=True)
+    norm = QKNorm(weight, torch.ones(16), eps=1e-6)
+    rotation = Rope(16, 1e4, "half").at(torch.arange(1))
+    rotated, _ = norm.rotate(rotation, q, torch.ones(1, 1, 1, 16), layout="bshd")
+    rotated.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.ones(16))

@@ -141,7 +141,7 @@ def chosen(rows: Tensor | Sequence[int], length: Tensor) -> Tensor:
     who, batch = "KVCache.reset", length.shape[0]
     must = f"rows must be row numbers from 0 to {batch - 1}, or a bool tensor [batch] = [{batch}]"
     fix = "Pass e.g. [0], or cache.length == 7."
-    if isinstance(rows, list | tuple):
+    if isinstance(rows, list | tuple | range):
         for row in rows:
             _checks.integer(who, "each of rows", row, at_least=0, at_most=batch - 1)
         rows = torch.tensor(rows, dtype=torch.int64, device=length.device)

@@ -204,6 +204,13 @@ class CacheStep:
         if not isinstance(rope, Rope):
             fix = "Of a LearnedRope use learned(step.positions), of SelfExtend its at(positions, key_positions)."
             raise _checks.error("CacheStep.rotation", "rope must be a Rope", _checks.shown(rope), fix)
+        if not torch.compiler.is_compiling() and self._progress.outdated:
+            raise _checks.error(
+                "CacheStep.rotation",
+                "a step must be the newest of its cache",
+                "an outdated one",
+                "Call it on the step of this forward pass.",
+            )
         near = rope.at(_on_axes(rope, self.positions), dtype=dtype)
         sinks = self._cache.sinks
         if not sinks:

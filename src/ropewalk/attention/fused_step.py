@@ -53,6 +53,9 @@ def rotate_and_store(
             a slot outside of the cache. Nothing is written then. On GPUs nothing is read back to check: a token with
             such a slot is not stored.
     """
+    if norm is not None and not isinstance(norm, QKNorm):
+        cure = "Make it with QKNorm(q_weight, k_weight, eps=...)."
+        raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), cure)
     store = Store(v, k_cache, v_cache, slot_mapping)
     on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
     if not on_cpu:
@@ -98,7 +101,7 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
     """Raise unless k and v fit the caches, and slots the tokens."""
     _checks.choice(_WHO, "layout", layout, AXES)
     batch, tokens, heads, count = AXES[layout]
-    for name, x in (("q", q), ("k", k), *zip(Store._fields, store, strict=True)):
+    for name, x in (("q", q), ("k", k), *zip(("v", "k_cache", "v_cache", "slot_mapping"), store, strict=True)):
         if not isinstance(x, Tensor):
             raise _checks.error(_WHO, f"{name} must be a tensor", _checks.shown(x), "Pass what the docstring says.")
     for name, x in (("k", k), ("v", store.v)):

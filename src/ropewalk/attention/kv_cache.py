@@ -27,7 +27,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
 from ropewalk.attention.cache_step import CacheStep, Progress, one_of_each
-from ropewalk.attention.slots import EMPTY, Slots
+from ropewalk.attention.slots import EMPTY, Slots, clear
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -180,7 +180,7 @@ class KVCache:
         progress = Progress(
             self.num_layers,
             overwrites=beside,
-            moves_on=attention_mask is None,
+            moves_on=attention_mask is None or (cache_checks.known(added) or (0, 0))[0] > 0,
             earlier=before.rotations if before is not None and moved_on else (),
         )
         self._drop()
@@ -257,6 +257,9 @@ class KVCache:
         else:
             chosen = cache_checks.chosen(rows, self.length)
             self._finished("KVCache.reset")
+        stopped = self._pending is None or 0 < self._pending.stored() < self.num_layers  # nobody knows how far it came
+        end = torch.full_like(self.length, self._slots.count) if stopped else self.length
+        clear([*self.keys, *self.values], self.length.new_zeros(()).expand_as(chosen), end * chosen)
         self._drop()
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
@@ -294,13 +297,16 @@ class KVCache:
                 have overwritten keys of older tokens.
         """
         pending = self._pending
-        if pending is not None and pending.overwrites and 0 < pending.stored() < self.num_layers:
+        stopped = pending is not None and 0 < pending.stored() < self.num_layers
+        if pending is not None and pending.overwrites and stopped:
             raise _checks.error(
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
                 f"one that {pending.stored()} of {self.num_layers} layers have stored",
                 "Call reset(), and run the text again from its beginning.",
             )
+        if stopped and self.window is None:
+            clear([*self.keys, *self.values], self.length, torch.full_like(self.length, self._slots.count))
         self._drop()
 
     def _finished(self, who: str) -> Progress | None:
@@ -335,6 +341,8 @@ class KVCache:
         first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
         length = torch.minimum(self.length, first)
         cache_checks.room(self.capacity, cache_checks.known(length + added))
+        if cache_checks.known(length) is not None:  # elsewhere it would read the whole cache
+            clear([*self.keys, *self.values], length, self.length)
         self.length.copy_(length)
         self.position.copy_(at)
         self._key_positions[:, :count].masked_fill_(slot >= length[:, None], EMPTY)

@@ -27,6 +27,7 @@ class Step(Protocol):
     _row: Tensor
     _flat_slot: Tensor
     _beside: bool
+    _padding: Tensor | None
     _filled: slice
     _progress: Any
 
@@ -144,6 +145,8 @@ class LayerCache:
         self._check_new(k, v)
         self._check_turn()
         kept = self._kept(filled)
+        if self.step._beside and self.step._padding is not None:  # of which nan would come through the mask
+            k, v = (x.masked_fill(self.step._padding[:, :, None, None], 0) for x in (k, v))
         if self.step._beside and filled.start is None:
             kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
         elif self.step._beside:  # nothing was cached before

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
+from ropewalk.rotation.checks import share_elements
 
 
 def pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -20,6 +21,11 @@ def pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     if len(keys) != len(values):
         must, got = "k_cache and v_cache must have as many layers", f"{len(keys)} and {len(values)}"
         raise _checks.error(who, must, got, "Pass one pool of each for each layer.")
+    pools = [*keys, *values]
+    for i, pool in enumerate(pools):
+        if any(share_elements(pool, other) for other in pools[:i]):
+            fix = "Pass pools of their own; keys and values may be parts of one tensor that do not overlap."
+            raise _checks.error(who, "no two pools may have an element in common", "pools that do", fix)
     first = keys[0]
     for name, given in (("k_cache", keys), ("v_cache", values)):
         for pool in given:

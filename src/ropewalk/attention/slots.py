@@ -6,8 +6,12 @@ number, which several tokens may share and which `KVCache.shift` changes. It has
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from ropewalk.attention import cache_checks
 
 EMPTY = 2**62
 """The order, and the position, of a slot that holds no key: after every query, so causality hides it."""
@@ -88,3 +92,21 @@ class Slots:
         if held is None or held[0] != held[1]:
             return False
         return held[1] == 0 and seq <= self.ring if beside else seq in (1, held[1])
+
+
+def clear(tensors: Sequence[Tensor], begin: Tensor, end: Tensor) -> None:
+    """Zero the slots that a row forgets, from begin up to end: a mask does not keep out a nan, since 0 · nan is nan.
+
+    Args:
+        tensors: keys and values of all layers, `[batch, slots, kv_heads, head_dim]`.
+        begin, end: of each row, int64 `[batch]`.
+    """
+    if cache_checks.known(begin) is None:
+        slot = torch.arange(tensors[0].shape[1], device=begin.device)
+        forgotten = (slot >= begin[:, None]) & (slot < end[:, None])
+        for tensor in tensors:
+            tensor.masked_fill_(forgotten[:, :, None, None], 0)
+        return
+    for row, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        for tensor in tensors if first < last else ():
+            tensor[row, first:last].zero_()

@@ -217,7 +217,7 @@ def can_be_written(tensors: list[Tensor], *, recorded: bool) -> None:
             raise error(_WHO_IN_PLACE, "each element must have memory", "a zero tensor of PyTorch", "Clone it first.")
         if recorded:
             _can_be_recorded(x)
-    if len(tensors) == 2 and _share_elements(*tensors):
+    if len(tensors) == 2 and share_elements(*tensors):
         raise error(
             _WHO_IN_PLACE,
             "q and k must not share elements",
@@ -310,7 +310,7 @@ def _tokens_fit(name: str, x: Tensor, layout: Layout, cos: Tensor, axes_without_
         )
 
 
-def _share_elements(q: Tensor, k: Tensor) -> bool:
+def share_elements(q: Tensor, k: Tensor) -> bool:
     """Whether two plain tensors have an element in common."""
     if q is k:
         return True

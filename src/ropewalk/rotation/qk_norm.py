@@ -255,7 +255,7 @@ def _norm_gradient(x: Tensor, weight: Tensor, grad: Tensor, eps: float, add_one:
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, grad, gain = x.to(compute), grad.to(compute), weight.to(compute)
-    r = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    r = (wide.double().square().mean(-1, keepdim=True) + eps).rsqrt().to(compute)  # as in the forward pass
     y, g = wide * r, grad * (1 + gain if add_one else gain)
     to_x = r * (g - y * (g * y).mean(-1, keepdim=True))
     return to_x.to(x.dtype), (grad * y).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
