@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "_lock": {"_checks"},
     "_tables": BOTTOM,
     "schemes": BOTTOM,
-    "kernels": BOTTOM,
-    "angles": BOTTOM | {"kernels"},
-    "rotation": BOTTOM | {"kernels"},
+    "_dtensor": BOTTOM,
+    "kernels": BOTTOM | {"_dtensor"},
+    "angles": BOTTOM | {"_dtensor", "kernels"},
+    "rotation": BOTTOM | {"_dtensor", "kernels"},
     "formats": BOTTOM | {"rotation"},
     "positions": BOTTOM,
     "axes": BOTTOM | {"schemes"},
@@ -213,6 +214,17 @@ def test_explain_starts_without_torch(tmp_path: Path) -> None:
         f"assert CliRunner().invoke(main, ['explain', {str(path)!r}]).exit_code == 0"
     )
     assert "torch" not in loaded_by(program)
+
+
+def test_a_rotation_loads_no_distributed_tensors() -> None:
+    """They take as long to load as the rest; whoever has one has loaded them."""
+    modules = loaded_by(
+        "import torch; from ropewalk import Rope\n"
+        "x, r = torch.ones(3, 1, 8), Rope(8, 1e4, 'half').at(torch.arange(3))\n"
+        "r.apply_(r(x, x, layout='thd')[0], layout='thd'); r(x.requires_grad_(), layout='thd').sum().backward()"
+    )
+    assert "torch.nn" in modules
+    assert "torch.distributed.tensor" not in modules
 
 
 def test_the_door_into_transformers_imports_none() -> None:

@@ -16,12 +16,14 @@ that of its axis, and nothing else differs.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk._dtensor import is_dtensor, of_shards
 from ropewalk.kernels import backend, cpu, operators
 from ropewalk.kernels.steps import tensor_of
 
@@ -164,6 +166,9 @@ def cos_sin(
             str(dtype),
             "Tables in 16 bits lose the angle; q and k keep their own dtype whatever the tables have.",
         )
+    if is_dtensor(positions):
+        of = partial(cos_sin, steps=steps, inv_freq=inv_freq, factor=factor, dtype=dtype, axis=axis)
+        return of_shards(positions, device, of, several=axis is not None)
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
@@ -211,6 +216,9 @@ def in_float32(
             str(dtype),
             'Leave dtype out, or take numerics="float32-frequencies" or "exact".',
         )
+    if is_dtensor(positions):
+        of = partial(in_float32, inv_freq=inv_freq, factor=factor, axis=axis)
+        return of_shards(positions, device, of, several=axis is not None)
     positions = positions if device is None else positions.to(device)
     speeds = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
     angle = _of_pairs(positions, axis).to(torch.float32) * speeds

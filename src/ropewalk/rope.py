@@ -175,7 +175,7 @@ class Rope:
             positions: place of each token, in tokens: int32 or int64, `[seq]` or `[batch, seq]`, any value in ±2³¹,
                 negative too (beyond, the error grows by 1.7e-19 for each; nothing is checked, which would wait for a
                 GPU, and nan gives nan). float32 or float64 for places between tokens (image grids). With `axes`: one
-                row for each, `[axes, seq]` or `[axes, batch, seq]`.
+                row for each, `[axes, seq]` or `[axes, batch, seq]`. A DTensor gives DTensors sharded as it is.
             device: where cos and sin are made; that of positions when None.
             dtype: torch.float32 (when None) or torch.float64.
             numerics: "exact"; or, to reproduce a model bit for bit, "float32": the float32 frequencies of transformers

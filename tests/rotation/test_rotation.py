@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import oracle
 from each import each
 from ropewalk import Rope, RopeError, Rotation, YaRN
+from ropewalk.rotation import fields
 
 LAYOUTS = ["bshd", "bhsd", "sbhd", "thd"]
 PAIRINGS = ["half", "interleaved"]
@@ -312,7 +313,7 @@ class TestValue:
 
     def check_twin(self, twin: Rotation) -> None:
         assert type(twin) is Rotation
-        for name in Rotation.__slots__:
+        for name in fields.NAMES:
             mine, theirs = getattr(self.rotation, name), getattr(twin, name)
             assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._checks import RopeError, error
+from ropewalk._dtensor import is_dtensor
 from ropewalk._layout import Layout
 from ropewalk.kernels import cpu, gpu
 
@@ -100,7 +101,7 @@ def must_be_seen() -> bool:
 def kernel_for(*tensors: Tensor) -> Kernels | None:
     """The kernels that can do it; None where plain PyTorch must.
 
-    They take plain tensors of one device, where no transform must look inside.
+    They take plain tensors of one device, where no transform must look inside. Of DTensors, those of their shards.
 
     Raises:
         RopeError: none can, and ROPEWALK_BACKEND asks for it.
@@ -117,7 +118,9 @@ def _of(tensors: tuple[Tensor, ...]) -> Kernels | None:
         # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`). Zero: PyTorch's
         # efficient zero tensors, such as the gradient of torch.sgn, have no memory.
         if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
-            return None
+            return (
+                _of(tuple(x._local_tensor for x in tensors if is_dtensor(x))) if all(map(is_dtensor, tensors)) else None
+            )
     if on_cpu:
         return CPU if _USES_CPU else None
     if not tensors[0].is_cuda or BACKEND == "reference":

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import MAX_HEAD_DIM, attention_factor, check_pairing, described, error, integer, shown
+from ropewalk._checks import described, error, shown
+from ropewalk._dtensor import is_dtensor
 from ropewalk._layout import Layout, Pairing
 from ropewalk.kernels import backend, cpu
-from ropewalk.rotation import checks, ops
+from ropewalk.kernels.backend import PLAIN
+from ropewalk.rotation import checks, fields, ops, sharded
 
 _WHO = "Rotation"
 
@@ -50,7 +53,17 @@ class Rotation:
                 [[-0., 1.]]])
     """
 
-    __slots__ = ("attention_factor", "cos", "head_dim", "pairing", "per_head", "rotary_dim", "rotary_offset", "sin")
+    __slots__ = (
+        "_kept",
+        "attention_factor",
+        "cos",
+        "head_dim",
+        "pairing",
+        "per_head",
+        "rotary_dim",
+        "rotary_offset",
+        "sin",
+    )
 
     cos: Tensor
     sin: Tensor
@@ -72,9 +85,9 @@ class Rotation:
         attention_factor: float = 1.0,
         per_head: bool = False,
     ) -> None:
-        per_head = _checked_flag(per_head)
+        per_head = fields.flag(per_head)
         checks.tables(cos, sin, per_head=per_head)
-        context = _checked_context(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor, per_head)
+        context = fields.checked(pairing, head_dim, 2 * cos.shape[-1], rotary_offset, attention_factor, per_head)
         _set(self, cos, sin, *context)
 
     @overload
@@ -88,13 +101,16 @@ class Rotation:
             q: `[batch, seq, heads, head_dim]` in the order that `layout` says; float16, bfloat16, float32 or float64;
                 any strides. Not changed.
             k: the same with its own number of heads (GQA), or None.
+                Both may be DTensors. Each rank then rotates its own part, and the result has their placements; plain
+                cos and sin beside them have rows for all tokens, or for those of this rank, which their sizes tell.
             layout: "bshd", "bhsd", "sbhd", or "thd" for tokens without a batch axis.
 
         Returns:
             Shape and dtype of q (and of k, in a tuple). Channels outside the rotated ones are copied.
 
         Raises:
-            RopeError: layout is unknown, or a shape, dtype or device does not fit the tables.
+            RopeError: layout is unknown, or a shape, dtype or device does not fit the tables; DTensors beside plain
+                tensors in q and k.
 
         Precision:
             arithmetic in float32 (float64 for float64 tensors), one rounding to the dtype of the tensor.
@@ -125,7 +141,19 @@ class Rotation:
 
     def _fitting(self, tensors: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
         """cos and sin as `ops` takes them, if they fit: per head with four axes, batch among them."""
-        cos, sin, per_head = self.cos, self.sin, self.per_head
+        cos, sin = self.cos, self.sin
+        plain = type(tensors[0]) in PLAIN and type(tensors[-1]) in PLAIN and type(cos) in PLAIN
+        if plain or not any(map(is_dtensor, (*tensors, cos, sin))):
+            return self._checked(tensors, layout, cos, sin)
+        before: Any = getattr(self, "_kept", None)
+        check = partial(self._checked, tensors, layout)
+        kept, made = sharded.beside(tensors, cos, sin, layout, self.per_head, before, check)
+        if kept is not before:
+            object.__setattr__(self, "_kept", kept)  # for the layers that follow
+        return made
+
+    def _checked(self, tensors: list[Tensor], layout: Layout, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        per_head = self.per_head
         checks.tensors_fit(tensors, layout, cos, sin, self.head_dim, self.rotary_dim, per_head=per_head)
         return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and cos.ndim == 3 else (cos, sin)
 
@@ -135,10 +163,11 @@ class Rotation:
             return None
         if self.per_head:  # [heads, seq, pairs] would be read as [batch, seq, pairs]
             return None
-        interleaved = self.pairing == "interleaved"
-        return cpu.rotate_plain(
-            q, k, self.cos, self.sin, layout, self.head_dim, self.rotary_dim, interleaved, self.rotary_offset, in_place
-        )
+        how = (self.head_dim, self.rotary_dim, self.pairing == "interleaved", self.rotary_offset, in_place)
+        done = cpu.rotate_plain(q, k, self.cos, self.sin, layout, *how)
+        if done is None and type(q) not in PLAIN and (kept := getattr(self, "_kept", None)) is not None:
+            return sharded.at_once(kept, q, k, self.cos, self.sin, layout, *how)
+        return done
 
     def inverse(self) -> Rotation:
         """The rotation that undoes this one, attention factor included, up to rounding."""
@@ -225,7 +254,7 @@ class Rotation:
         self.__setattr__(name, None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restore, tuple(getattr(self, name) for name in _FIELDS)
+        return restore, tuple(getattr(self, name) for name in fields.NAMES)
 
     def __repr__(self) -> str:
         if not isinstance(self.cos, Tensor) or not isinstance(self.sin, Tensor):  # a pytree holds something else there
@@ -236,10 +265,6 @@ class Rotation:
         parts += [f"rotary_offset={self.rotary_offset}"] if self.rotary_offset else []
         parts += [f"attention_factor={self.attention_factor!r}"] if self.attention_factor != 1.0 else []
         return f"Rotation({', '.join(parts)}, dtype={self.cos.dtype}, device={str(self.cos.device)!r})"
-
-
-# The tables, and what a pytree keeps beside them.
-_FIELDS = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor", "per_head")
 
 
 def _set(
@@ -281,40 +306,15 @@ def unchecked(*values: Any) -> Rotation:
     return rotation
 
 
-def restore(*fields: Any) -> Rotation:
+def restore(*values: Any) -> Rotation:
     """A Rotation from a pickle, which may hold anything: checked like one that is made by hand."""
-    context = _checked_context(*fields[2:])
-    checks.tables(fields[0], fields[1], rotary_dim=context[2], per_head=context[5])
-    return unchecked(*fields[:2], *context)
-
-
-def _checked_context(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
-    """All fields but the tables: pairing, head_dim, rotary_dim, rotary_offset, attention_factor and per_head."""
-    if len(context) == len(_FIELDS) - 3:
-        context = (*context, False)  # saved before there were tables per head
-    if len(context) != len(_FIELDS) - 2:
-        raise error(_WHO, f"it has the fields {', '.join(_FIELDS)}", shown(context), "Save it again with this version.")
-    pairing, head_dim, rotary_dim, rotary_offset, factor, per_head = context
-    check_pairing(_WHO, pairing)
-    rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, at_least=2, at_most=MAX_HEAD_DIM)
-    if rotary_dim % 2:
-        raise error(_WHO, "rotary_dim must be even", str(rotary_dim), "Pass two channels for each pair.")
-    rotary_offset = integer(_WHO, "rotary_offset", rotary_offset, at_least=0, at_most=MAX_HEAD_DIM)
-    end = rotary_offset + rotary_dim
-    head_dim = end if head_dim is None else integer(_WHO, "head_dim", head_dim, at_least=end, at_most=MAX_HEAD_DIM)
-    return pairing, head_dim, rotary_dim, rotary_offset, attention_factor(_WHO, factor), _checked_flag(per_head)
-
-
-def _checked_flag(per_head: Any) -> bool:
-    if not isinstance(per_head, bool):
-        raise error(
-            _WHO, "per_head must be True or False", shown(per_head), "The number of heads is that of cos and sin."
-        )
-    return per_head
+    context = fields.checked(*values[2:])
+    checks.tables(values[0], values[1], rotary_dim=context[2], per_head=context[5])
+    return unchecked(*values[:2], *context)
 
 
 def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:
-    return [rotation.cos, rotation.sin], tuple(getattr(rotation, name) for name in _FIELDS[2:])
+    return [rotation.cos, rotation.sin], tuple(getattr(rotation, name) for name in fields.NAMES[2:])
 
 
 def _flatten_with_keys(rotation: Rotation) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
@@ -333,7 +333,7 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="ropewalk.Rotation",
     to_dumpable_context=list,
-    from_dumpable_context=lambda context: _checked_context(*context),
+    from_dumpable_context=lambda context: fields.checked(*context),
 )
 
 torch.serialization.add_safe_globals([restore])  # torch.load(weights_only=True), also of exported programs

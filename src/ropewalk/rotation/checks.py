@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._checks import choice, described, error, shown
+from ropewalk._dtensor import is_dtensor
 from ropewalk._layout import AXES, Layout
 from ropewalk.kernels.backend import PLAIN
 
@@ -314,6 +315,8 @@ def share_elements(q: Tensor, k: Tensor) -> bool:
     """Whether two plain tensors have an element in common."""
     if q is k:
         return True
+    if is_dtensor(q) and is_dtensor(k):
+        q, k = q._local_tensor, k._local_tensor
     if type(q) not in PLAIN or type(k) not in PLAIN or q.is_meta or torch._C._are_functorch_transforms_active():
         return False
     if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() or not q.numel() or not k.numel():

@@ -9,16 +9,18 @@ one, in silence there (tests/rotation/test_transforms.py shows each).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ropewalk._dtensor import is_dtensor
 from ropewalk._layout import Layout, Pairing
 from ropewalk.kernels import backend
-from ropewalk.kernels.backend import Kernels
-from ropewalk.rotation import checks
+from ropewalk.kernels.backend import PLAIN, Kernels
+from ropewalk.rotation import checks, sharded
 from ropewalk.rotation.reference import rotate_in_layout
 from ropewalk.rotation.reference import table_gradient as _table_gradient_by_reference
 
@@ -31,6 +33,14 @@ _library.define(
     "rotate_(Tensor(a!)[] tensors, Tensor cos, Tensor sin, str layout, bool interleaved, int rotary_offset, bool back) "
     "-> ()"
 )
+
+
+# The same for one tensor or two: of a list of tensors, no sharding rule can be said. The layout is a number, and
+# `sharded.NUMBERS` says why.
+_HOW = "Tensor cos, Tensor sin, int layout, bool interleaved, int rotary_offset, bool back"
+_library.define(f"rotate_one(Tensor x, {_HOW}) -> Tensor")
+_library.define(f"rotate_pair(Tensor q, Tensor k, {_HOW}) -> (Tensor, Tensor)")
+_library.define(f"rotate_one_(Tensor(a!) x, {_HOW}) -> Tensor(a!)")
 
 
 def _watched() -> bool:
@@ -73,15 +83,40 @@ def _operator_(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor,
     _in_place(kernel, tensors, cos, sin, layout, *how)
 
 
+def _one(many: Callable[..., list[Tensor]], x: Tensor, cos: Tensor, sin: Tensor, layout: int, *how: Any) -> Tensor:
+    return many([x], cos, sin, sharded.name_of(layout), *how)[0]
+
+
+def _pair(
+    many: Callable[..., list[Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: int, *how: Any
+) -> tuple[Tensor, Tensor]:
+    turned = many([q, k], cos, sin, sharded.name_of(layout), *how)
+    return turned[0], turned[1]
+
+
+def _one_(many: Callable[..., None], x: Tensor, cos: Tensor, sin: Tensor, layout: int, *how: Any) -> Tensor:
+    many([x], cos, sin, sharded.name_of(layout), *how)
+    return x
+
+
 # Anybody may call an operator, so it checks what it is given; `rotate` and `rotate_` below were given checked tensors.
 # "CUDA" is AMD's GPUs too.
 for _kernel, _key in ((backend.CPU, "CPU"), (backend.GPU, "CUDA")):
     _library.impl("rotate", partial(_operator, _kernel), _key)
     _library.impl("rotate_", partial(_operator_, _kernel), _key)
+    _library.impl("rotate_one", partial(_one, partial(_operator, _kernel)), _key)
+    _library.impl("rotate_pair", partial(_pair, partial(_operator, _kernel)), _key)
+    _library.impl("rotate_one_", partial(_one_, partial(_operator_, _kernel)), _key)
 _library.impl("rotate", _rotate_meta, "Meta")
 _library.impl("rotate_", _rotate_meta_, "Meta")
+_library.impl("rotate_one", partial(_one, _rotate_meta), "Meta")
+_library.impl("rotate_pair", partial(_pair, _rotate_meta), "Meta")
+_library.impl("rotate_one_", partial(_one_, _rotate_meta_), "Meta")
 _rotate = torch.ops.ropewalk.rotate.default
 _rotate_ = torch.ops.ropewalk.rotate_.default
+_rotate_one = torch.ops.ropewalk.rotate_one.default
+_rotate_pair = torch.ops.ropewalk.rotate_pair.default
+_rotate_one_ = torch.ops.ropewalk.rotate_one_.default
 
 
 def _by_reference(tensors: list[Tensor], cos: Tensor, sin: Tensor, **how: Any) -> list[Tensor]:
@@ -110,10 +145,14 @@ def rotate(
         pairing, rotary_offset: as in `Rotation`.
         back: turn by minus the angle, factor included: the transposed rotation.
     """
+    together = True
+    if type(tensors[0]) not in PLAIN and is_dtensor(tensors[0]):
+        together = sharded.alike(tensors[0], tensors[-1])
+        cos, sin = sharded.along(cos, sin, tensors[0], layout) if together else (cos, sin)
     kernel = backend.kernel_for(*tensors, cos, sin)
-    if kernel is None and backend.must_be_seen():
+    if kernel is None and together and backend.must_be_seen():
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
-    if len(tensors) == 2 and not checks.can_share_a_call(tensors[0], tensors[1], layout):
+    if len(tensors) == 2 and not (together and checks.can_share_a_call(tensors[0], tensors[1], layout)):
         how: dict[str, Any] = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "back": back}
         return [rotate([x], cos, sin, **how)[0] for x in tensors]
     if torch.is_grad_enabled() and (tensors[0].requires_grad or cos.requires_grad or sin.requires_grad):
@@ -130,8 +169,21 @@ def _run(kernel: Kernels | None, tensors: list[Tensor], cos: Tensor, sin: Tensor
     if kernel is None:
         return _by_reference(tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, back=back)
     arguments = (tensors, cos, sin, layout, pairing == "interleaved", rotary_offset, back)
+    if type(tensors[0]) not in PLAIN:
+        return _of_shards(kernel, *arguments)
     turned: list[Tensor] = _rotate(*arguments) if _watched() else _new(kernel, *arguments)
     return turned
+
+
+def _of_shards(kernel: Kernels, tensors: list[Any], cos: Any, sin: Any, layout: Layout, *how: Any) -> list[Tensor]:
+    """DTensors, the tables `along` the first of them."""
+    alone = all(sharded.stays(x, layout) for x in tensors)
+    if alone and not (_watched() and all(map(sharded.has_rule, tensors))):
+        return sharded.of_each(tensors, lambda parts: _new(kernel, parts, cos.to_local(), sin.to_local(), layout, *how))
+    sharded.register()
+    operator = _rotate_pair if len(tensors) == 2 else _rotate_one
+    turned = operator(*tensors, cos, sin, sharded.NUMBERS[layout], *how)
+    return list(turned) if len(tensors) == 2 else [turned]
 
 
 def rotate_(
@@ -142,13 +194,20 @@ def rotate_(
     if not torch.compiler.is_compiling():
         checks.can_be_written(tensors, recorded=recorded)
     kernel = None if recorded else backend.kernel_for(*tensors, cos, sin)
-    if kernel is None:
+    spread = kernel is not None and type(tensors[0]) not in PLAIN
+    if kernel is None or (spread and not all(sharded.stays(x, layout) for x in tensors)):
         # Learned tables need the tensors as they were for their own gradient.
         learned = cos.requires_grad or sin.requires_grad
         given = [x.clone() for x in tensors] if learned else tensors
         rotated = rotate(given, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset)
         for x, y in zip(tensors, rotated, strict=True):
             x.copy_(y)
+        return
+    if spread:
+        for x in tensors:
+            _shards_in_place(
+                kernel, x, *sharded.along(cos, sin, x, layout), layout, pairing == "interleaved", rotary_offset
+            )
         return
     together = len(tensors) == 1 or checks.can_share_a_call(tensors[0], tensors[1], layout)
     if not together:
@@ -161,6 +220,16 @@ def rotate_(
             _in_place(kernel, *arguments)
     # Who saved them for a backward pass must hear of it.
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
+
+
+def _shards_in_place(kernel: Kernels, x: Any, cos: Any, sin: Any, layout: Layout, *how: Any) -> None:
+    if _watched() and sharded.has_rule(x):
+        sharded.register()
+        _rotate_one_(x, cos, sin, sharded.NUMBERS[layout], *how, False)
+    else:
+        _in_place(kernel, [x.to_local()], cos.to_local(), sin.to_local(), layout, *how, False)
+    parts = (x, x.to_local())
+    torch.autograd.graph.increment_version([part for part in parts if not part.is_inference()])
 
 
 class _Rotate(torch.autograd.Function):
@@ -181,11 +250,14 @@ class _Rotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin, *(tensors if ctx.learned else ()))
         ctx.how = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset}
         ctx.back = back
+        ctx.placements = None if type(tensors[0]) in PLAIN else getattr(tensors[0], "placements", None)
         return tuple(_run(kernel, list(tensors), cos, sin, layout, pairing, rotary_offset, back))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, *tensors = ctx.saved_tensors
+        if ctx.placements is not None:
+            grads = tuple(None if grad is None else sharded.back_to(grad, ctx.placements) for grad in grads)
         given = [grad for grad in grads if grad is not None]
         if not given:
             return (None,) * (7 + len(grads))
@@ -195,7 +267,8 @@ class _Rotate(torch.autograd.Function):
         of_tables: tuple[Tensor | None, ...] = (None, None)
         if ctx.learned:
             with_grad = [x for x, grad in zip(tensors, grads, strict=True) if grad is not None]
-            plain = batched or torch.is_grad_enabled()  # it is itself differentiated
+            # Where it is itself differentiated, and of DTensors, whose sums over ranks PyTorch knows how to make.
+            plain = batched or torch.is_grad_enabled() or ctx.placements is not None
             of_tables = _table_gradient(with_grad, given, cos, back=ctx.back, plain=plain, **ctx.how)
         return (None, *of_tables, None, None, None, None, *of_tensors)
 

@@ -1,0 +1,72 @@
+"""DTensors of torch.distributed: is this one, and two tables made of each rank's positions.
+
+torch.distributed.tensor is not imported here for those who have not: a DTensor exists only where somebody has.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ropewalk._checks import error
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Whether x is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def of_shards(
+    positions: DTensor,
+    device: torch.device | str | None,
+    compute: Callable[[Tensor], tuple[Tensor, Tensor]],
+    *,
+    several: bool,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin as DTensors, sharded as the positions are: each rank makes those of its own positions.
+
+    Args:
+        device: where they are wanted: that of the mesh, or None, which is the same.
+        compute: positions `[..., tokens]` → two tensors `[..., tokens, pairs]`, without the axes.
+        several: whether the first axis of positions is that of several axes, of which a table has none.
+    """
+    import torch
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = positions.device_mesh
+    if device is not None and torch.device(device).type != mesh.device_type:
+        raise error(
+            "Rope.at",
+            "cos and sin of DTensor positions must be on the device of their mesh",
+            f"device {str(device)!r} for a mesh of {mesh.device_type!r}",
+            "Leave device out.",
+        )
+    keep = [p if p.is_replicate() or _is_shard(p, several) else Replicate() for p in positions.placements]
+    positions = positions.redistribute(placements=keep)
+    tables = compute(positions.to_local())
+    placements = [Shard(p.dim - several) if isinstance(p, Shard) else p for p in keep]
+    shape = (*positions.shape[several:], tables[0].shape[-1])
+    cos, sin = (from_local(table, mesh, placements, shape) for table in tables)
+    return cos, sin
+
+
+def _is_shard(placement: Any, several: bool) -> bool:
+    from torch.distributed.tensor import Shard
+
+    return type(placement) is Shard and placement.dim >= several
+
+
+def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> DTensor:
+    """A DTensor of this shape from each rank's part. Nothing is sent, and nothing compared between ranks."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

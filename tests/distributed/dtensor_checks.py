@@ -1,0 +1,608 @@
+"""Checks of DTensor q and k. Whole tensors are made on every rank alike; the oracle says what each rotation is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import kernel_cases
+from kernel_cases import LAYOUTS, PAIRINGS
+from ropewalk import LearnedRope, Rope, RopeError, RotaryEmbedding, Rotation
+
+CHECKS: dict[str, Callable[[int], None]] = {}
+HEAD_DIM, OFFSET = 12, 2
+ROPES = {pairing: Rope(HEAD_DIM, 1e4, pairing, rotary_dim=8, rotary_offset=OFFSET) for pairing in PAIRINGS}
+ROPE = ROPES["half"]
+SEQ = 8
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# Every check runs twice, since a rotation goes another way where somebody watches: through operators with rules.
+WATCHING = [True]
+
+
+@contextlib.contextmanager
+def sent(collectives: int) -> Iterator[None]:
+    """Exactly so many collectives are started inside."""
+    if not WATCHING[0]:
+        yield
+        return
+    with CommDebugMode() as comm:
+        yield
+    assert comm.get_total_counts() == collectives, dict(comm.get_comm_counts())
+
+
+def quiet() -> Any:
+    return sent(0)
+
+
+def spread(x: Tensor, mesh: Any, *placements: Any) -> DTensor:
+    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+
+
+def line(world: int) -> Any:
+    return init_device_mesh("cpu", (world,))
+
+
+def plane(world: int) -> Any:
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "tensor"))
+
+
+def made(layout: str, heads: int = 4, batch: int = 4, seq: int = SEQ) -> Tensor:
+    return torch.randn(kernel_cases.shape(layout, batch, seq, heads, HEAD_DIM))
+
+
+def right(y: DTensor, x: Tensor, rotation: Rotation, layout: str, says: object = "", back: bool = False) -> None:
+    """y, put together, is x rotated."""
+    exact, size = kernel_cases.expected(x, rotation.cos, rotation.sin, layout, rotation.pairing, OFFSET, back)
+    kernel_cases.check(y.full_tensor(), exact, size, layout, says)
+
+
+def sharded(layout: str) -> dict[str, Any]:
+    axes = {letter: Shard(layout.index(letter)) for letter in layout.replace("d", "")}
+    return {**axes, "replicated": Replicate()}
+
+
+@check
+def every_layout_and_placement(world: int) -> None:
+    mesh = line(world)
+    for layout, pairing in itertools.product(LAYOUTS, PAIRINGS):
+        rotation, q, k = ROPES[pairing].at(torch.arange(SEQ)), made(layout), made(layout, heads=world)
+        for name, placement in sharded(layout).items():
+            of_q, of_k = spread(q, mesh, placement), spread(k, mesh, placement)
+            with quiet():
+                turned = rotation(of_q, of_k, layout=layout)
+                again = rotation(of_q, of_k, layout=layout)  # with what the first call kept
+                alone = rotation(of_q, layout=layout)
+            for x, y in zip((q, k, q, k, q), (*turned, *again, alone), strict=True):
+                assert y.placements == (placement,), (layout, name, y.placements)
+                right(y, x, rotation, layout, (layout, pairing, name))
+
+
+@check
+def one_shape_in_every_layout(world: int) -> None:
+    """PyTorch keeps what a rule said by shapes, placements and numbers, and looks at no string before the first."""
+    mesh, rotation = line(world), ROPE.at(torch.arange(4))
+    x = torch.randn(4, 4, 4, HEAD_DIM)
+    for layout, axis in itertools.product((*LAYOUTS[:3], *LAYOUTS[:3]), range(3)):
+        of_x = spread(x, mesh, Shard(axis))
+        with quiet():
+            turned = rotation(of_x, layout=layout)
+            both = rotation(of_x, of_x, layout=layout)
+        for y in (turned, *both):
+            right(y, x, rotation, layout, (layout, axis))
+        # Whole tables, which the rule has to cut: only the layout tells one call from another.
+        cos, sin = (spread(table, mesh, Replicate()) for table in (rotation.cos, rotation.sin))
+        number = LAYOUTS.index(layout)
+        how = (cos, sin, number, False, OFFSET, False)
+        alone = torch.ops.ropewalk.rotate_one(of_x, *how)
+        pair = torch.ops.ropewalk.rotate_pair(of_x, of_x, *how)
+        for y in (alone, *pair):
+            right(y, x, rotation, layout, (layout, axis, "operator"))
+
+
+@check
+def two_axes_of_a_mesh(world: int) -> None:
+    mesh = plane(world)
+    for layout in LAYOUTS[:3]:
+        rows = torch.arange(4)[:, None] * 3 + torch.arange(SEQ)
+        for positions in (torch.arange(SEQ), rows):
+            rotation, q, k = ROPE.at(positions), made(layout), made(layout, heads=2)
+            for first, second in itertools.permutations(sharded(layout).values(), 2):
+                of_q, of_k = spread(q, mesh, first, second), spread(k, mesh, first, second)
+                with quiet():
+                    turned = rotation(of_q, of_k, layout=layout)
+                for x, y in zip((q, k), turned, strict=True):
+                    assert y.placements == (first, second)
+                    right(y, x, rotation, layout, (layout, first, second))
+    both = made("bshd", seq=4 * world)
+    of_both = spread(both, mesh, Shard(1), Shard(1))  # the sequence over both axes of the mesh
+    rotation = ROPE.at(torch.arange(4 * world))
+    with quiet():
+        turned = rotation(of_both, layout="bshd")
+    right(turned, both, rotation, "bshd")
+
+
+@check
+def a_pending_sum_stays_one(world: int) -> None:
+    """A rotation is linear: the sum over ranks may come after it."""
+    mesh, rotation = line(world), ROPE.at(torch.arange(SEQ))
+    parts = torch.randn(world, 4, SEQ, 4, HEAD_DIM).double()
+    for placement in (Partial("sum"), Partial("avg")):
+        of_x = DTensor.from_local(parts[dist.get_rank()], mesh, [placement])
+        with quiet():
+            turned = rotation(of_x, layout="bshd")
+        assert turned.placements == (placement,)
+        whole = parts.sum(0) if placement == Partial("sum") else parts.mean(0)
+        wanted, _ = kernel_cases.expected(whole, rotation.cos, rotation.sin, "bshd", "half", OFFSET, back=False)
+        torch.testing.assert_close(turned.full_tensor(), torch.from_numpy(wanted).contiguous())
+    largest = DTensor.from_local(parts[dist.get_rank()], mesh, [Partial("max")])  # not linear: reduced before
+    right(rotation(largest, layout="bshd"), parts.amax(0), rotation, "bshd")
+
+
+@check
+def sharded_channels_are_gathered_once(world: int) -> None:
+    mesh, rotation, q, k = line(world), ROPE.at(torch.arange(SEQ)), made("bshd"), made("bshd", heads=3)
+    of_q, of_k = spread(q, mesh, Shard(3)), spread(k, mesh, Shard(3))
+    with sent(2):
+        turned = rotation(of_q, of_k, layout="bshd")
+    for x, y in zip((q, k), turned, strict=True):
+        right(y, x, rotation, "bshd")
+    rotation.apply_(of_q, layout="bshd")
+    assert of_q.placements == (Shard(3),)
+    right(of_q, q, rotation, "bshd")
+
+
+@check
+def sharded_tables(world: int) -> None:
+    mesh, q, k = line(world), made("bshd"), made("bshd", heads=world)
+    plain = ROPE.at(torch.arange(SEQ))
+    for at_tables, at_q, count in (
+        (Replicate(), Replicate(), 0),
+        (Replicate(), Shard(0), 0),
+        (Replicate(), Shard(1), 0),
+        (Shard(0), Shard(1), 0),
+        (Shard(0), Shard(0), 2),  # cos and sin
+        (Shard(0), Shard(2), 2),
+    ):
+        cos, sin = (spread(table, mesh, at_tables) for table in (plain.cos, plain.sin))
+        rotation = Rotation(cos, sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
+        of_q, of_k = spread(q, mesh, at_q), spread(k, mesh, at_q)
+        with sent(count):
+            turned = rotation(of_q, of_k, layout="bshd")
+        with quiet():  # what was gathered is kept for the layers after
+            again = rotation(of_q, of_k, layout="bshd")
+        for x, y, z in zip((q, k), turned, again, strict=True):
+            right(y, x, plain, "bshd", (at_tables, at_q))
+            assert torch.equal(y.to_local(), z.to_local())
+            assert y.placements == (at_q,)
+
+
+@check
+def tables_of_this_rank(world: int) -> None:
+    mesh, rank, layout = line(world), dist.get_rank(), "bshd"
+    starts = torch.arange(4)[:, None] * 5
+    for positions, placement, mine in (
+        (torch.arange(SEQ), Shard(1), lambda p: p.chunk(world)[rank]),
+        (starts + torch.arange(SEQ), Shard(0), lambda p: p.chunk(world)[rank]),
+        (starts + torch.arange(SEQ), Shard(1), lambda p: p.chunk(world, 1)[rank]),
+    ):
+        q = made(layout)
+        of_q = spread(q, mesh, placement)
+        with quiet():
+            turned = ROPE.at(mine(positions))(of_q, layout=layout)
+        right(turned, q, ROPE.at(positions), layout, placement)
+    q = made("bshd")
+    with quiet():  # a row for the whole batch
+        turned = ROPE.at(torch.arange(SEQ)[None])(spread(q, mesh, Shard(0 if world == 2 else 1)), layout="bshd")
+    right(turned, q, ROPE.at(torch.arange(SEQ)), "bshd")
+    one = made("bshd", batch=world)  # a sequence for each rank, whose tables could be those of all
+    of_one = spread(one, mesh, Shard(0))
+    with quiet():
+        turned = ROPE.at(torch.arange(SEQ)[None] + rank)(of_one, layout="bshd")
+    right(turned, one, ROPE.at(torch.arange(world)[:, None] + torch.arange(SEQ)), "bshd")
+
+
+@check
+def tables_per_head(world: int) -> None:
+    mesh = line(world)
+    for layout, batch in itertools.product(LAYOUTS, (None, 4)):
+        if batch is not None and layout == "thd":
+            continue
+        shape = (*(() if batch is None else (batch,)), 4, SEQ, 4)
+        rotation = Rotation(
+            *torch.randn(2, *shape), pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET, per_head=True
+        )
+        q = made(layout)
+        for name, placement in sharded(layout).items():
+            with quiet():
+                turned = rotation(spread(q, mesh, placement), layout=layout)
+            cos, sin = (t if batch is not None else t[None] for t in (rotation.cos, rotation.sin))
+            exact, size = kernel_cases.expected(q, cos, sin, layout, "half", OFFSET, back=False)
+            kernel_cases.check(turned.full_tensor(), exact, size, layout, (layout, name))
+
+
+@check
+def one_angle_for_all(world: int) -> None:
+    mesh, q = line(world), made("bshd")
+    for placement in (Shard(0), Shard(1), Shard(2)):
+        rotation = ROPE.shift(-3)
+        with quiet():
+            turned = rotation(spread(q, mesh, placement), layout="bshd")
+        right(turned, q, rotation, "bshd")
+
+
+@check
+def uneven_shards(world: int) -> None:
+    mesh = line(world)
+    for placement, sizes in (
+        (Shard(1), {"seq": 5}),
+        (Shard(2), {"heads": 3}),
+        (Shard(0), {"batch": 3}),
+        (Shard(2), {"heads": 1}),  # nothing for the others
+        (Shard(1), {"seq": 1}),
+        (Shard(0), {"batch": 1}),
+    ):
+        q = made("bshd", **sizes)
+        rotation = ROPE.at(torch.arange(q.shape[1]))
+        of_q = spread(q, mesh, placement)
+        with quiet():
+            turned = rotation(of_q, layout="bshd")
+            rotation.apply_(of_q, layout="bshd")
+            wants = spread(q, mesh, placement).requires_grad_()
+            (rotation(wants, layout="bshd") * of_q.detach()).to_local().sum().backward()
+        assert turned.placements == of_q.placements == wants.grad.placements == (placement,)
+        right(turned, q, rotation, "bshd", (placement, sizes))
+        right(of_q, q, rotation, "bshd", (placement, sizes))
+        torch.testing.assert_close(wants.grad.full_tensor(), q)
+
+
+@check
+def keys_with_other_placements(world: int) -> None:
+    """Fewer key heads than ranks: they are replicated."""
+    mesh, q, k = line(world), made("bshd"), made("bshd", heads=1)
+    rotation = ROPE.at(torch.arange(SEQ))
+    for at_q, at_k in ((Shard(2), Replicate()), (Shard(1), Replicate()), (Shard(1), Shard(0))):
+        of_q, of_k = spread(q, mesh, at_q), spread(k, mesh, at_k).clone()
+        with quiet():
+            turned = rotation(of_q, of_k, layout="bshd")
+            rotation.apply_(of_q, of_k, layout="bshd")
+        for x, y, z, placement in zip((q, k), turned, (of_q, of_k), (at_q, at_k), strict=True):
+            assert y.placements == z.placements == (placement,)
+            right(y, x, rotation, "bshd", (at_q, at_k))
+            right(z, x, rotation, "bshd", (at_q, at_k))
+
+
+@check
+def gradients(world: int) -> None:
+    mesh = line(world)
+    for layout in LAYOUTS:
+        rotation, q, k = ROPE.at(torch.arange(SEQ)), made(layout), made(layout, heads=world)
+        up = made(layout), made(layout, heads=world)
+        for name, placement in sharded(layout).items():
+            of_q, of_k = (spread(x, mesh, placement).requires_grad_() for x in (q, k))
+            with quiet():
+                rotation(of_q.detach(), of_k.detach(), layout=layout)
+                turned = rotation(of_q, of_k, layout=layout)  # which differs in nothing but that it is recorded
+                torch.autograd.backward(turned, [spread(x, mesh, placement) for x in up])
+            for x, grad in zip((of_q, of_k), up, strict=True):
+                assert x.grad.placements == (placement,)
+                right(x.grad, grad, rotation, layout, (layout, name), back=True)
+            of_q.grad = None
+            with quiet():  # a gradient that is whole on every rank: each takes its part
+                rotation(of_q, layout=layout).backward(spread(up[0], mesh, Replicate()))
+            assert of_q.grad.placements == (placement,)
+            right(of_q.grad, up[0], rotation, layout, (layout, name), back=True)
+
+
+@check
+def gradients_of_other_placements(world: int) -> None:
+    """Whatever placement the gradient comes with, it is the right one."""
+    mesh, rotation, q, up = line(world), ROPE.at(torch.arange(SEQ)), made("bshd"), made("bshd")
+    for at_q, at_grad in itertools.product((Shard(0), Shard(1), Replicate()), (Shard(0), Shard(1), Shard(2), Shard(3))):
+        of_q = spread(q, mesh, at_q).requires_grad_()
+        rotation(of_q, layout="bshd").backward(spread(up, mesh, at_grad))
+        right(of_q.grad, up, rotation, "bshd", (at_q, at_grad), back=True)
+    pending = DTensor.from_local(up / world, mesh, [Partial()])
+    of_q = spread(q, mesh, Shard(1)).requires_grad_()
+    rotation(of_q, layout="bshd").backward(pending)
+    torch.testing.assert_close(of_q.grad.full_tensor(), rotation.inverse()(up, layout="bshd"), rtol=1e-5, atol=1e-6)
+
+
+@check
+def learned_tables(world: int) -> None:
+    mesh, q, up = line(world), made("bshd").double(), made("bshd").double()
+    angle = torch.randn(SEQ, 4, dtype=torch.float64)
+    exact_cos, exact_sin = oracle_gradient(q, up)
+
+    def rotation_of(cos: Tensor, sin: Tensor) -> Rotation:
+        return Rotation(cos, sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
+
+    for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
+        of_q, of_up = spread(q, mesh, placement), spread(up, mesh, placement)
+        cos, sin = angle.cos().requires_grad_(), angle.sin().requires_grad_()
+        rotation_of(cos, sin)(of_q, layout="bshd").backward(of_up)
+        torch.testing.assert_close(cos.grad, exact_cos)
+        torch.testing.assert_close(sin.grad, exact_sin)
+        cos, sin = (spread(t, mesh, Replicate()).requires_grad_() for t in (angle.cos(), angle.sin()))
+        rotation_of(cos, sin)(of_q, layout="bshd").backward(of_up)
+        torch.testing.assert_close(cos.grad.full_tensor(), exact_cos)
+        torch.testing.assert_close(sin.grad.full_tensor(), exact_sin)
+    rank = dist.get_rank()
+    cos, sin = (t.chunk(world)[rank].clone().requires_grad_() for t in (angle.cos(), angle.sin()))
+    rotation_of(cos, sin)(spread(q, mesh, Shard(1)), layout="bshd").backward(spread(up, mesh, Shard(1)))
+    torch.testing.assert_close(cos.grad, exact_cos.chunk(world)[rank])
+    in_place = spread(q, mesh, Shard(1)) * 1
+    cos = angle.cos().requires_grad_()
+    rotation_of(cos, angle.sin()).apply_(in_place, layout="bshd")
+    in_place.backward(spread(up, mesh, Shard(1)))
+    torch.testing.assert_close(cos.grad, exact_cos)
+
+
+def oracle_gradient(q: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """To cos and sin `[seq, pairs]` of half pairs, written out: d(a cos − b sin, a sin + b cos)."""
+    a, b = q[..., OFFSET : OFFSET + 4], q[..., OFFSET + 4 : OFFSET + 8]
+    g, h = up[..., OFFSET : OFFSET + 4], up[..., OFFSET + 4 : OFFSET + 8]
+    return (g * a + h * b).sum((0, 2)), (h * a - g * b).sum((0, 2))
+
+
+@check
+def in_place(world: int) -> None:
+    mesh = line(world)
+    for layout in LAYOUTS:
+        rotation, q, k = ROPE.at(torch.arange(SEQ)), made(layout), made(layout, heads=world)
+        for name, placement in sharded(layout).items():
+            of_q, of_k = spread(q, mesh, placement), spread(k, mesh, placement)
+            if placement.is_replicate():  # which is the tensor itself
+                of_q, of_k = of_q.clone(), of_k.clone()
+            parts, version = (of_q.to_local(), of_k.to_local()), of_q._version
+            with quiet():
+                rotation.apply_(of_q, of_k, layout=layout)
+            assert of_q._version > version
+            for x, y, part in zip((q, k), (of_q, of_k), parts, strict=True):
+                assert y.to_local().data_ptr() == part.data_ptr()
+                right(y, x, rotation, layout, (layout, name))
+
+
+@check
+def strides(world: int) -> None:
+    """What comes out has the strides that PyTorch says of it, whatever those of q are."""
+    mesh, rotation, whole = line(world), ROPE.at(torch.arange(SEQ)), made("bhsd")
+    views = {
+        "transposed": (whole, lambda x: x.transpose(1, 2), "bshd", Shard(1)),
+        "part of a fused tensor": (made("bshd", heads=8), lambda x: x[:, :, 2:5], "bshd", Shard(1)),
+        "every other channel": (torch.randn(4, SEQ, 4, 2 * HEAD_DIM), lambda x: x[..., ::2], "bshd", Shard(0)),
+    }
+    for name, (x, view, layout, placement) in views.items():
+        of_x = view(spread(x, mesh, placement))
+        for _ in range(2):
+            with quiet():
+                turned = rotation(of_x, layout=layout)
+            right(turned, view(x), rotation, layout, name)
+            right(turned.transpose(1, 2), view(x).transpose(1, 2), rotation, "bhsd", name)
+            part = turned.to_local()
+            longer = [axis for axis in range(4) if part.shape[axis] > 1]
+            assert sorted(longer, key=turned.stride) == sorted(longer, key=part.stride), name
+
+
+@check
+def tables_that_change(world: int) -> None:
+    """What is kept of tables for the next layer follows a change of the tables."""
+    mesh, q = line(world), made("bshd")
+    for of_tables in (None, Replicate(), Shard(0)):
+        for of_q in (spread(q, mesh, Shard(1)), spread(q, mesh, Shard(2))):
+            rotation = ROPE.at(torch.arange(SEQ) if of_tables is None else spread(torch.arange(SEQ), mesh, of_tables))
+            rotation(of_q, layout="bshd")
+            later = ROPE.at(torch.arange(SEQ) + 5)
+            for table, other in ((rotation.cos, later.cos), (rotation.sin, later.sin)):
+                table.copy_(other if of_tables is None else spread(other, mesh, of_tables))
+            right(rotation(of_q, layout="bshd"), q, later, "bshd", of_tables)
+
+
+@check
+def placements_in_turn(world: int) -> None:
+    """What one call kept of plain tables is not taken for q of other placements."""
+    mesh, rotation, q = line(world), ROPE.at(torch.arange(SEQ)), made("bshd")
+    for placement in (Shard(1), Shard(2), Shard(1), Replicate(), Shard(0)):
+        with quiet():
+            turned = rotation(spread(q, mesh, placement), layout="bshd")
+        right(turned, q, rotation, "bshd", placement)
+
+
+@check
+def inference_mode(world: int) -> None:
+    mesh, q = line(world), made("bshd")
+    ordinary = ROPE.at(torch.arange(SEQ))
+    with torch.inference_mode():
+        for rotation in (ordinary, ROPE.at(torch.arange(SEQ))):
+            for placement in (Shard(1), Shard(2)):
+                of_q = spread(q, mesh, placement)
+                for _ in range(2):
+                    right(rotation(of_q, layout="bshd"), q, ordinary, "bshd", placement)
+        inside = ROPE.at(torch.arange(SEQ))
+        inside(spread(q, mesh, Shard(1)), layout="bshd")
+        for table, other in (
+            (inside.cos, ROPE.at(torch.arange(SEQ) + 5).cos),
+            (inside.sin, ROPE.at(torch.arange(SEQ) + 5).sin),
+        ):
+            table.copy_(other)
+        right(inside(spread(q, mesh, Shard(1)), layout="bshd"), q, ROPE.at(torch.arange(SEQ) + 5), "bshd")
+    wants = spread(q, mesh, Shard(2)).requires_grad_()
+    ordinary(wants, layout="bshd").backward(spread(q, mesh, Shard(2)))  # nothing of inference mode is kept
+    right(wants.grad, q, ordinary, "bshd", back=True)
+
+
+@check
+def in_place_in_a_fused_projection(world: int) -> None:
+    mesh, rotation = line(world), ROPE.at(torch.arange(SEQ))
+    whole = torch.randn(4, SEQ, 6, HEAD_DIM)
+    for placement in (Shard(0), Shard(1)):
+        fused = spread(whole, mesh, placement)
+        with quiet():
+            rotation.apply_(fused[:, :, :3], fused[:, :, 3:5], layout="bshd")
+        right(fused[:, :, :5], whole[:, :, :5], rotation, "bshd", placement)
+        assert torch.equal(fused.full_tensor()[:, :, 5:], whole[:, :, 5:])
+    fused = spread(whole, mesh, Shard(1))
+    raises(r"q and k must not share elements", lambda: rotation.apply_(fused, fused, layout="bshd"))
+    raises(r"q and k must not share", lambda: rotation.apply_(fused[:, :, :3], fused[:, :, 2:], layout="bshd"))
+    weight = spread(whole, mesh, Shard(1)).requires_grad_()
+    recorded = weight * 1
+    with quiet():
+        rotation.apply_(recorded[:, :, :3], layout="bshd")
+        recorded.backward(spread(whole, mesh, Shard(1)))
+    right(weight.grad[:, :, :3], whole[:, :, :3], rotation, "bshd", back=True)
+
+
+@check
+def who_saved_it_hears_of_the_change(world: int) -> None:
+    mesh, rotation = line(world), ROPE.at(torch.arange(SEQ))
+    weight, q = (spread(made("bshd"), mesh, Shard(2)) for _ in range(2))
+    loss = (weight.requires_grad_() * q).sum()
+    with torch.no_grad():
+        rotation.apply_(q.clone(), layout="bshd")
+        rotation.apply_(q, layout="bshd")
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+
+
+@check
+def compiled(world: int) -> None:
+    mesh, q, k, nodes = line(world), made("bshd"), made("bshd", heads=world), []
+
+    def graph(module: torch.fx.GraphModule, _: object) -> Any:
+        nodes.extend(str(node.target) for node in module.graph.nodes)
+        return make_boxed_func(module.forward)
+
+    graphs = aot_autograd(fw_compiler=graph)
+
+    def step(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotation = Rotation(cos, sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
+        turned = rotation(q, k, layout="bshd")
+        rotation.apply_(q, layout="bshd")
+        return turned
+
+    plain = ROPE.at(torch.arange(SEQ))
+    for placement in (Shard(0), Shard(1), Shard(2)):
+        torch._dynamo.reset()
+        run = torch.compile(step, fullgraph=True, backend=graphs)
+        for tables in ((plain.cos, plain.sin), tuple(spread(t, mesh, Replicate()) for t in (plain.cos, plain.sin))):
+            of_q, of_k = spread(q, mesh, placement), spread(k, mesh, placement)
+            turned = run(of_q, of_k, *tables)
+            for x, y in ((q, turned[0]), (k, turned[1]), (q, of_q)):
+                assert y.placements == (placement,)
+                right(y, x, plain, "bshd", placement)
+        wants = spread(q, mesh, placement).requires_grad_()
+        up = spread(q, mesh, placement)
+        rotate = torch.compile(lambda x: plain(x, layout="bshd"), fullgraph=True, backend=graphs)
+        rotate(wants).backward(up)
+        right(wants.grad, q, plain, "bshd", placement, back=True)
+    assert any("mul" in node for node in nodes)
+    assert not [node for node in nodes if "c10d" in node]
+
+
+@check
+def positions(world: int) -> None:
+    mesh = line(world)
+    rows = torch.arange(4)[:, None] * 7 + torch.arange(SEQ)
+    for whole, placement in (
+        (torch.arange(SEQ), Shard(0)),
+        (torch.arange(SEQ), Replicate()),
+        (torch.arange(5), Shard(0)),
+        (rows, Shard(0)),
+        (rows, Shard(1)),
+        (rows.float() / 2, Shard(1)),
+    ):
+        for numerics in ("exact", "float32"):
+            with quiet():
+                rotation = ROPE.at(spread(whole, mesh, placement), numerics=numerics)
+            alone = ROPE.at(whole, numerics=numerics)
+            for table, wanted in ((rotation.cos, alone.cos), (rotation.sin, alone.sin)):
+                assert table.placements == (placement,)
+                assert table.shape == wanted.shape
+                assert torch.equal(table.full_tensor(), wanted)
+    q = made("bshd")
+    with quiet():
+        turned = ROPE.at(spread(rows, mesh, Shard(1)))(spread(q, mesh, Shard(1)), layout="bshd")
+        embedded = RotaryEmbedding(ROPE, layout="bshd")(spread(q, mesh, Shard(1)), None, spread(rows, mesh, Shard(1)))
+        plain = RotaryEmbedding(ROPE, layout="bshd")(spread(q, mesh, Shard(1)), None, rows)
+    for y in (turned, embedded, plain):
+        right(y, q, ROPE.at(rows), "bshd")
+    raises(r"must be on the device of their mesh", lambda: ROPE.at(spread(rows, mesh, Shard(1)), device="meta"))
+
+
+@check
+def positions_with_axes(world: int) -> None:
+    from ropewalk import Axes
+
+    rope = Rope(12, 1e4, "half", axes=Axes.sections((2, 2, 2)))
+    mesh = line(world)
+    whole = torch.stack([torch.arange(4)[:, None] * i + torch.arange(SEQ) for i in (1, 2, 3)])
+    for placement, of_tables in ((Shard(2), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Replicate())):
+        with quiet():
+            rotation = rope.at(spread(whole, mesh, placement))
+        assert rotation.cos.placements == (of_tables,)
+        assert torch.equal(rotation.cos.full_tensor(), rope.at(whole).cos)
+    assert torch.equal(rope.at(spread(whole, mesh, Shard(0))).sin.full_tensor(), rope.at(whole).sin)
+
+
+@check
+def refusals(world: int) -> None:
+    mesh, rotation, q = line(world), ROPE.at(torch.arange(SEQ)), made("bshd")
+    of_q = spread(q, mesh, Shard(1))
+    mixed = r"q and k must be DTensors of the same mesh, got "
+    raises(mixed + "a DTensor, a plain tensor", lambda: rotation(of_q, q, layout="bshd"))
+    raises(mixed + "a plain tensor, a DTensor", lambda: rotation(q, of_q, layout="bshd"))
+    tables = ROPE.at(spread(torch.arange(SEQ), mesh, Replicate()))
+    raises(mixed + "a plain tensor beside cos, sin: a DTensor", lambda: tables(q, layout="bshd"))
+    raises(mixed, lambda: tables.apply_(q, layout="bshd"))
+    other = spread(q, plane(world), Shard(1), Replicate())
+    raises(mixed + "a DTensor, a DTensor", lambda: rotation(of_q, other, layout="bshd"))
+    neither = rf"axis 1 of q, cos and sin must have rows for all {SEQ} or this rank's {SEQ // world}, got 3 "
+    raises(neither, lambda: ROPE.at(torch.arange(3))(of_q, layout="bshd"))
+    whole = spread(q, mesh, Replicate())
+    raises(r"q in layout 'bshd' must have 3 tokens", lambda: ROPE.at(torch.arange(3))(whole, layout="bshd"))
+    raises(r"layout must be one of", lambda: rotation(of_q, layout="bsdh"))
+    raises(r"must have 4 axes", lambda: rotation(of_q[:, :, 0], layout="bshd"))
+    one = spread(made("bshd", batch=world), mesh, Shard(0))
+    keys = spread(made("bshd", batch=world), mesh, Replicate())
+    ours = ROPE.at(torch.arange(SEQ)[None])
+    clear = rf"of all tokens or of this rank's, got tables with 1 row beside an axis of {world}"
+    raises(clear, lambda: ours(one, keys, layout="bshd"))
+    cos = ours.cos.clone().requires_grad_()
+    learned = Rotation(cos, ours.sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
+    raises(clear, lambda: learned(one, layout="bshd"))
+
+
+def raises(pattern: str, call: Callable[[], object]) -> None:
+    with pytest.raises(RopeError, match=pattern):
+        call()
+
+
+@check
+def learned_rope(world: int) -> None:
+    """Frequencies that are trained, beside sharded q: the gradient is that of the whole."""
+    mesh, q, up = line(world), made("bshd"), made("bshd")
+    rope = LearnedRope.from_rope(Rope(HEAD_DIM, 1e4, "half"))
+    grads = []
+    for placement in (None, Shard(0), Shard(1), Shard(2)):
+        rope.zero_grad()
+        x, grad = (q, up) if placement is None else (spread(q, mesh, placement), spread(up, mesh, placement))
+        rope(torch.arange(SEQ))(x, layout="bshd").backward(grad)
+        grads.append(rope.inv_freq.grad.clone())
+    for grad in grads[1:]:
+        torch.testing.assert_close(grad, grads[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,52 @@
+"""On several processes with gloo: one group for each number of processes runs the checks of `worker.py`, once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "worker.py"
+FILES = ("dtensor_checks.py", "module_checks.py")
+
+
+def names() -> list[str]:
+    """The checks, read from the files: importing them would load torch.distributed.tensor here."""
+    lines = [line for file in FILES for line in (WORKER.parent / file).read_text().splitlines()]
+    return [lines[i + 1].removeprefix("def ").split("(")[0] for i, line in enumerate(lines) if line == "@check"]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda world: f"{world} processes")
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """Of each process: name of a check → what it raised, or None."""
+    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(request.param), str(rendezvous)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(request.param)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    ends = [f"the process ended after:\n{output[-4000:]}" for output in said]
+    told = [dict(json.loads(line) for line in output.splitlines() if line.startswith('["')) for output in said]
+    return [{name: of_rank.get(name, end) for name in names()} for of_rank, end in zip(told, ends, strict=True)]
+
+
+@pytest.mark.parametrize("name", names())
+def test_check(outcomes: list[dict[str, str | None]], name: str) -> None:
+    failures = [f"rank {rank}: {of_rank[name]}" for rank, of_rank in enumerate(outcomes) if of_rank[name] is not None]
+    assert not failures, "\n".join(failures)
+
+
+def test_there_are_checks() -> None:
+    assert len(names()) > 15

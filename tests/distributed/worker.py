@@ -1,0 +1,47 @@
+"""One process of a group: `python worker.py RANK WORLD RENDEZVOUS`. Runs every check, and prints what came of each.
+
+Each line is a JSON list: the name of a check, and what it raised, or null. The checks of all files are in `CHECKS`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).parents[1]))  # what the tests have in common
+
+import dtensor_checks
+import module_checks
+
+CHECKS = {**dtensor_checks.CHECKS, **module_checks.CHECKS}
+
+
+def main(rank: int, world: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    for name, check in CHECKS.items():
+        failure = None
+        try:
+            for watching in (True, False) if name in dtensor_checks.CHECKS else (True,):
+                dtensor_checks.WATCHING[0] = watching
+                torch.manual_seed(0)
+                check(world)
+        except (Exception, pytest.fail.Exception):
+            failure = traceback.format_exc()
+        sys.stdout.write(json.dumps([name, failure]) + "\n")
+        sys.stdout.flush()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
