@@ -365,7 +365,8 @@ def test_the_rotation_of_an_outdated_step() -> None:
     cache, k = KVCache(1, 1, 1, HEAD_DIM, capacity=8), torch.ones(1, 2, 1, HEAD_DIM)
     old = cache.step(2, attention_mask=torch.ones(1, 2, dtype=torch.int64))
     rotation = old.rotation(ROPE)
-    old.layer(0).append(k, k)
+    with torch.no_grad():
+        old.layer(0).attend(k, k, k, rotation=rotation)
     step = cache.step(2)
     with pytest.raises(RopeError, match=r"CacheStep.rotation: a step must be the newest of its cache"):
         old.rotation(ROPE)
