@@ -36,6 +36,19 @@ def test_forms(path: Path) -> None:
     assert all(grade.right is not False for grade in report.grades)
 
 
+def test_tables_of_rows_come_before_tables_for_all() -> None:
+    """`[seq, channels]` fits tokens before heads as well, by broadcasting: then no row could have its own positions."""
+    path = Path(__file__).parent / "right" / "hugging_face_without_an_axis.py"
+    report = conformance.check(f"{path}:Rotary,apply_rotary_pos_emb")
+    assert (report.found["layout"], report.found["positions"]) == ("bhsd", "each row of the batch has its own")
+    (rows,) = [grade for grade in report.grades if grade.name == "ragged rows"]
+    assert rows.right is True
+    report = conformance.check(f"{path}:Rotary,apply_rotary_pos_emb", layout="bshd")
+    (rows,) = [grade for grade in report.grades if grade.name == "ragged rows"]
+    assert rows.right is None
+    assert rows.says.startswith("not judged: ")
+
+
 @pytest.mark.parametrize("model", FAMILIES)
 def test_transformers(model: str) -> None:
     report = conformance.check(f"transformers:{model}")

@@ -126,11 +126,11 @@ def _batch(known: Known, report: Report) -> str | None:
 def _ragged(known: Known, report: Report) -> str | None:
     positions = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
     if not known.subject.takes(positions):
-        return (
-            "all rows of a batch share their positions: none other can be passed"
-            if known.subject.positions == "shared"
-            else None
-        )
+        if known.subject.positions == "shared":
+            report.grade(
+                "ragged rows", "not judged: all rows of a batch share their positions, no others can be passed"
+            )
+        return None
     q_off, k_off = known.off(positions)
     if _bad(q_off, k_off) and not {"batch-ignored", "positions-ignored"} & {*report.codes}:
         x = known.tensor(3, TOKENS, HEADS, 1)

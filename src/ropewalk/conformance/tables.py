@@ -31,7 +31,8 @@ SINGLE: tuple[Width, ...] = get_args(Width)[3:]
 Axes = Literal["bs", "b1s", "bs1", "sb1", "s"]
 """Axes before the columns: batch and seq, with 1 where heads stand, or seq alone."""
 
-AXES: tuple[Axes, ...] = get_args(Axes)
+OF_ROWS: tuple[Axes, ...] = get_args(Axes)[:-1]
+"""Those with an axis for the rows of a batch."""
 
 
 def written(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tuple[Tensor, ...]:

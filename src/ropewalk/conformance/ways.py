@@ -90,8 +90,8 @@ def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
     elif "offset" in known:
         modes = ("offset",)
     by_name = roles.by_name(function)
-    for layout in LAYOUTS:
-        for mode in modes:
+    for mode in modes:
+        for layout in LAYOUTS:
             if layout == "thd" and mode == "rows":
                 continue
 
@@ -107,39 +107,44 @@ def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
 
 
 def _taken(function: Any, known: roles.Roles, sources: list[Source], *, ours: bool) -> Iterator[Subject]:
-    """A function that takes tables. Hugging Face's, which have unsqueeze_dim, mean heads before tokens."""
+    """A function that takes tables: first those with an axis of rows, whatever the layout, then those without.
+
+    `[seq, channels]` with an axis put in between fits tokens before heads by broadcasting alone. Hugging Face's functions,
+    which have unsqueeze_dim, mean heads before tokens.
+    """
     names = ("table",) if "table" in known else ("cos", "sin")
     by_name = roles.by_name(function)
     gathers = "positions" in known and roles.required(function, known["positions"])
-    for layout in ("bhsd", "bshd", "sbhd", "thd") if "axis" in known else LAYOUTS:
-        for axes in ("s",) if layout == "thd" or gathers else tables.AXES:
-            for axis in (1, 2) if "axis" in known else (None,):
-                for source in sources:
+    layouts = ("bhsd", "bshd", "sbhd", "thd") if "axis" in known else LAYOUTS
+    of_rows = [] if gathers else [(layout, axes) for layout in layouts if layout != "thd" for axes in tables.OF_ROWS]
+    for layout, axes in [*of_rows, *((layout, "s") for layout in layouts)]:
+        for axis in (1, 2) if "axis" in known else (None,):
+            for source in sources:
 
-                    def prepared(
-                        q: Tensor,
-                        k: Tensor | None,
-                        positions: Tensor,
-                        axes: Any = axes,
-                        axis: Any = axis,
-                        source: Source = source,
-                    ) -> Any:
-                        rows = torch.arange(int(positions.max()) + 1)[None] if gathers else positions
-                        kept = source.make(q, rows)
-                        given = _arguments(known, q, k) | ({known["positions"]: positions} if gathers else {})
-                        given |= {known[n]: tables.with_axes(t, axes) for n, t in zip(names, kept, strict=True)}
-                        return by_name, given | ({} if axis is None else {known["axis"]: axis})
+                def prepared(
+                    q: Tensor,
+                    k: Tensor | None,
+                    positions: Tensor,
+                    axes: Any = axes,
+                    axis: Any = axis,
+                    source: Source = source,
+                ) -> Any:
+                    rows = torch.arange(int(positions.max()) + 1)[None] if gathers else positions
+                    kept = source.make(q, rows)
+                    given = _arguments(known, q, k) | ({known["positions"]: positions} if gathers else {})
+                    given |= {known[n]: tables.with_axes(t, axes) for n, t in zip(names, kept, strict=True)}
+                    return by_name, given | ({} if axis is None else {known["axis"]: axis})
 
-                    positions: Positions = "rows" if gathers or axes != "s" else "shared"
-                    yield Subject(
-                        f"{'' if ours else 'tables, then '}{_shape(function, known)}",
-                        layout,
-                        "k" in known,
-                        positions if source.counts else "none",
-                        ours,
-                        prepared,
-                        tables=source.name if ours else f"{source.name}, {axes}, {axis}",
-                    )
+                positions: Positions = "rows" if gathers or axes != "s" else "shared"
+                yield Subject(
+                    f"{'' if ours else 'tables, then '}{_shape(function, known)}",
+                    layout,
+                    "k" in known,
+                    positions if source.counts else "none",
+                    ours,
+                    prepared,
+                    tables=source.name if ours else f"{source.name}, {axes}, {axis}",
+                )
 
 
 def _our_tables(single: bool) -> list[Source]:
