@@ -109,8 +109,8 @@ def _own(function: Any, known: roles.Roles) -> Iterator[Subject]:
 def _taken(function: Any, known: roles.Roles, sources: list[Source], *, ours: bool) -> Iterator[Subject]:
     """A function that takes tables: first those with an axis of rows, whatever the layout, then those without.
 
-    `[seq, channels]` with an axis put in between fits tokens before heads by broadcasting alone. Hugging Face's functions,
-    which have unsqueeze_dim, mean heads before tokens.
+    `[seq, channels]` with an axis put in between fits tokens before heads by broadcasting alone. Hugging Face's
+    functions, which have unsqueeze_dim, mean heads before tokens.
     """
     names = ("table",) if "table" in known else ("cos", "sin")
     by_name = roles.by_name(function)
