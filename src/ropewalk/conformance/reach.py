@@ -80,12 +80,22 @@ def longer(subject: Subject, structure: Structure, channels: int, law: Law, repo
     except Refused as e:
         report.grade(f"{n:,} tokens", f"raises: {e}")
         return
+    sizes, wanted = z.abs(), rope.attention_factor
+    directions, short = z / sizes, replace(law, factor=1.0)
     moving = torch.from_numpy(rope.inv_freq[rope.inv_freq != 0].copy())
-    right = replace(law, inv_freq=moving, factor=rope.attention_factor).error(z, positions) < usual(n)
+    right = replace(short, inv_freq=moving).error(directions, positions) < usual(n)
     if not right:
-        says = "They are those of a short one." if law.error(z, positions) < usual(n) else "They are neither."
+        says = (
+            "They are those of a short one." if short.error(directions, positions) < usual(n) else "They are neither."
+        )
         report.add("length-ignored", f"Frequencies of a sequence of {n:,} tokens should be others. {says}")
-    report.grade(f"{n:,} tokens", "as it should be" if right else "not scaled for that length", right)
+        report.grade(f"{n:,} tokens", "not scaled for that length", False)
+        return
+    right = bool(((sizes / wanted - 1).abs() < 2e-3).all())
+    if not right:
+        found = f"{float(sizes.median()):.5g}, and should be by {wanted:.5g}"
+        report.add("attention-factor", f"In a sequence of {n:,} tokens cos and sin are multiplied by {found}.")
+    report.grade(f"{n:,} tokens", "as it should be" if right else "multiplied by another attention factor", right)
 
 
 def _asked(subject: Subject, length: int | None) -> Iterator[Tensor]:
