@@ -92,7 +92,7 @@ BUGS: dict[str, Bug] = {
         "the base is not that of the config", "Read rope_theta (in rope_parameters since transformers 5)."
     ),
     "length-ignored": Bug(
-        "the scaling of long sequences is missing or another one",
+        "the scaling does not depend on the length of the sequence as it should",
         "Choose the factors by the length of the sequence, not by the position of each token.",
     ),
     "low-precision-frequencies": Bug("inv_freq is rounded to 16 bits", "Keep inv_freq in float32."),

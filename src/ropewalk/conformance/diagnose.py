@@ -135,6 +135,10 @@ def _judge_law(
     elif rope is None:
         rope = _rope_that_fits(subject, found, channels, numbers, expected, report)
     held = law.of(numbers, SMALL, rope, channels)
+    if held.code in ("wrong-base", "wrong-frequencies") and expected.longer is not None and not subject.ours:
+        other = law.of(numbers, SMALL, expected.longer, channels)
+        if other.code is None:
+            held = replace(other, code="length-ignored", says="A short sequence has the frequencies of a long one.")
     told = subject.ours or expected.rope is not None or expected.base is not None
     if not told and held.code in ("wrong-base", "wrong-frequencies"):
         fastest = float(held.inv_freq.abs().max())
