@@ -102,6 +102,19 @@ class TestCall:
             conformance.check(f)
         assert conformance.check(f, call="x,positions").codes == []
 
+    def test_a_function_that_is_given_tables_has_no_scheme(self) -> None:
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 32,
+            "long_factor": [2.0] * 32,
+            "factor": 8.0,
+            "original_max_position_embeddings": 4096,
+        }
+        target = f"{RIGHT / 'hugging_face_without_an_axis.py'}:apply_rotary_pos_emb"
+        report = conformance.check(target, config=LLAMA | {"max_position_embeddings": 32768, "rope_scaling": scaling})
+        assert report.codes == []
+        assert "8,192 tokens" not in [grade.name for grade in report.grades]
+
     def test_a_parameter_left_out(self) -> None:
         def f(a: Tensor, scale: float = 1.0, b: Tensor | None = None) -> Tensor:
             return rotated(a, torch.arange(a.shape[1]) if b is None else b) * scale

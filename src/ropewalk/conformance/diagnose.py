@@ -55,7 +55,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         conditions.judge(known, report)
     if not subject.ours and held.code is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
         reach.judge(subject, found, channels, held, report, expected.length)
-    if expected.longer is not None and expected.length is not None and held.code is None:
+    if not subject.ours and expected.longer is not None and expected.length is not None and held.code is None:
         reach.longer(subject, found, channels, held, report, expected.longer, 2 * expected.length)
     if held.rounding is None:
         dtypes.judge(known, held, report, expected.length)
