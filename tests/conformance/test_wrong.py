@@ -39,6 +39,16 @@ def test_named_by_its_bug_and_no_other(path: Path) -> None:
     assert wrong[1:] in ([], ALSO.get(bug, []))
 
 
+def test_what_comes_after_other_calls_is_not_judged() -> None:
+    path = Path(__file__).parent / "wrong" / "earlier_calls_matter__tables_of_a_length.py"
+    report = conformance.check(f"{path}:Rotary")
+    assert [code for code in report.codes if code != "lost-on-meta"] == ["earlier-calls-matter"]
+    assert [grade.name for grade in report.grades if grade.right is False] == ["earlier calls"]
+    (views,) = [grade for grade in report.grades if grade.name == "views"]
+    assert views.right is None
+    assert views.says.startswith("not judged: ")
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(FILES) >= 30
     assert len({bug_of(path) for path in FILES}) >= 40

@@ -51,6 +51,7 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         return
     held = _judge_law(subject, found, channels, numbers, expected, report)
     known = Known(subject, found, channels, numbers, _judge_k(subject, found, channels, numbers, report))
+    sure = report.codes
     if not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*report.codes}:
         conditions.judge(known, report)
     if not subject.ours and held.code is None and not {"positions-ignored", "offset-ignored"} & {*report.codes}:
@@ -59,8 +60,9 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         reach.longer(subject, found, channels, held, report, expected.longer, 2 * expected.length)
     if held.rounding is None:
         dtypes.judge(known, held, report, expected.length)
-    states.judge(known, report, expected.length)
-    dtypes.cast(known, held, report, expected.length)
+    states.judge(known, report, expected.length, sure)
+    if "earlier-calls-matter" not in report.codes:
+        dtypes.cast(known, held, report, expected.length)
     if compiled:
         compile_.judge(known, report)
 
