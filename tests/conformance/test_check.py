@@ -382,7 +382,7 @@ class TestAssert:
         assert conformance.assert_right(rotated).verdict == "right"
 
     def test_fails_with_the_report(self) -> None:
-        with pytest.raises(AssertionError, match="wrong-base: the base is not that of the config"):
+        with pytest.raises(AssertionError, match="wrong-base: the base is not what it should be"):
             conformance.assert_right(rotated, config=LLAMA | {"rope_theta": 500000.0})
 
     def test_fixture(self, assert_rope: Callable[..., Any]) -> None:

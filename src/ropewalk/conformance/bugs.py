@@ -86,10 +86,12 @@ BUGS: dict[str, Bug] = {
         "Divide by rotary_dim: base ** (-2i / rotary_dim).",
     ),
     "wrong-exponent": Bug(
-        "the exponents are half of what they should be", "Use base ** (-2i / dim), i from 0 to dim/2 - 1."
+        "the exponents are over another size than the rotated channels",
+        "Use base ** (-2i / dim), i from 0 to dim/2 - 1.",
     ),
     "wrong-base": Bug(
-        "the base is not that of the config", "Read rope_theta (in rope_parameters since transformers 5)."
+        "the base is not what it should be",
+        "Pass the base; in a config read rope_theta (rope_parameters since transformers 5).",
     ),
     "length-ignored": Bug(
         "the scaling does not depend on the length of the sequence as it should",

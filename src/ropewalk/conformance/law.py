@@ -161,7 +161,11 @@ def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
     if dim != head_dim:
         over = rope.base ** (-steps / head_dim)
         yield "frequencies-over-head-dim", f"The exponents are 2i/{head_dim}, and {dim} channels are rotated.", over
-    yield "wrong-exponent", f"The exponents are i/{dim}.", rope.base ** (-steps / 2 / dim)
+    for size in (dim - 2, dim + 2, dim // 2, 2 * dim):
+        if size > 0:
+            says = f"The exponents are 2i/{size}, and {dim} channels are rotated"
+            as_base = f"that is base {rope.base ** (dim / size):.6g} with 2i/{dim}"
+            yield "wrong-exponent", f"{says}; {as_base}.", rope.base ** (-steps / size)
 
 
 def measured(numbers: Tensor, positions: Tensor) -> Tensor:
