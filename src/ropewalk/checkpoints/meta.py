@@ -160,12 +160,12 @@ def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
         "rope_theta": rope.base,
     }
     if rope.scaling is not None:
-        constants = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        scaling = rope.scaling
-        if not isinstance(scaling, Llama3) or any(getattr(scaling, key) != value for key, value in constants.items()):
+        factor = getattr(rope.scaling, "factor", 1.0)
+        of_meta = Llama3(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+        if rope.scaling != of_meta:
             cure = "Convert with --format hf."
-            raise _checks.error("convert", "Meta's code has no scaling but Llama 3.1's", repr(scaling), cure)
-        params |= {"use_scaled_rope": True, "rope_scaling_factor": scaling.factor}
+            raise _checks.error("convert", "Meta's code has no scaling but Llama 3.1's", repr(rope.scaling), cure)
+        params |= {"use_scaled_rope": True, "rope_scaling_factor": factor}
     written = from_config(params).rope
     if (written.base, written.scaling, written.head_dim) != (rope.base, rope.scaling, rope.head_dim):
         raise _checks.error("convert", "params.json must be able to say the rope", repr(rope), "Use --format hf.")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk import NTK, Llama3, Rope, YaRN
+from ropewalk import Rope
 
 CLOSE = 2e-5
 """Of cos and sin, at positions below 64: float32 frequencies and products are off by 64 · 2⁻²² at most."""
@@ -143,21 +144,9 @@ def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
-            if isinstance(scaling, NTK):
-                yield "ntk-exponent", f"The base is multiplied by {factor:g}.", (rope.base * factor) ** (-steps / dim)
-            mirrored = plain + plain / factor - rope.inv_freq
-            if isinstance(scaling, YaRN):
-                other = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
-                yield "yarn-truncate", f"It is as with truncate: {str(not scaling.truncate).lower()}.", other.inv_freq
-                yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, slow ones are not.", mirrored
-            if isinstance(scaling, Llama3):
-                between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > plain / factor * (1 + 1e-9))
-                yield (
-                    "llama3-smooth-inverted",
-                    f"{between.sum()} pairs between are on the wrong side.",
-                    np.where(between, mirrored, rope.inv_freq),
-                )
-                yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+            of_scheme = _OF_SCHEME.get(scaling.rope_type)
+            if of_scheme is not None:
+                yield from of_scheme(rope, scaling, plain)
     if dim != head_dim:
         over = rope.base ** (-steps / head_dim)
         yield "frequencies-over-head-dim", f"The exponents are 2i/{head_dim}, and {dim} channels are rotated.", over
@@ -166,6 +155,35 @@ def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
             says = f"The exponents are 2i/{size}, and {dim} channels are rotated"
             as_base = f"that is base {rope.base ** (dim / size):.6g} with 2i/{dim}"
             yield "wrong-exponent", f"{says}; {as_base}.", rope.base ** (-steps / size)
+
+
+_Known = tuple[str, str, np.ndarray]
+
+
+def _of_ntk(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
+    steps = np.arange(0, rope.rotary_dim, 2)
+    frequencies = (rope.base * scaling.alpha) ** (-steps / rope.rotary_dim)
+    yield "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
+
+
+def _of_yarn(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
+    other = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
+    yield "yarn-truncate", f"It is as with truncate: {str(not scaling.truncate).lower()}.", other.inv_freq
+    mirrored = plain + plain / scaling.factor - rope.inv_freq
+    yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+
+
+def _of_llama3(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
+    slowest = plain / scaling.factor
+    between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
+    mirrored = plain + slowest - rope.inv_freq
+    says = f"{between.sum()} pairs between are on the wrong side."
+    yield "llama3-smooth-inverted", says, np.where(between, mirrored, rope.inv_freq)
+    yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+
+
+# The known bugs of one scheme, by its rope_type: the bug, what it says, and the frequencies it gives.
+_OF_SCHEME = {"ntk": _of_ntk, "yarn": _of_yarn, "llama3": _of_llama3}
 
 
 def measured(numbers: Tensor, positions: Tensor) -> Tensor:
