@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize(("form", "kills", "stages"), [("hf", KILLS, 3), ("meta", 4, 1)])
+@pytest.mark.parametrize(("form", "kills", "stages"), [("hf", KILLS, 2), ("meta", 4, 1)])
 def test_killed(form: str, kills: int, stages: int, tmp_path: Path) -> None:
     source: Any = write_model(tmp_path / "a", shards=5)
     (source / "tokenizer.json").write_text("{}" * 1000)
@@ -62,7 +62,8 @@ def test_killed(form: str, kills: int, stages: int, tmp_path: Path) -> None:
     calls, expected = int(alone.stdout), contents(tmp_path / "alone")
     drawn, killed, moments = random.Random(0), 0, set()
     target = tmp_path / "b"
-    while killed < kills:
+    # How far the calls go depends on what a new interpreter has to import, so more are drawn where that is needed.
+    while killed < kills or (len(moments) < stages and killed < 5 * kills):
         ran = convert(source, target, "interleaved", form, drawn.randint(1, calls))
         if target.exists():  # it was at its end, or had little left to do
             assert contents(target) == expected
