@@ -76,7 +76,7 @@ def rotate_and_attend(
         scale: of the scores.
         append: stores the rotated keys and the values and returns all keys and values; None: these are all.
         causal, dropout: as in `attend`.
-        norm: of q and k before rotation; None: none.
+        norm: of q and k before rotation, or None where there is no norm.
 
     Returns:
         `[batch, seq, heads, head_dim]`.

@@ -43,7 +43,7 @@ def rotate_and_store(
             one block for each row.
         slot_mapping: int64, one for each token, `[batch, seq]` or, in layout "thd", `[tokens]`: block · block_size +
             place in the block. −1: not stored (vLLM's meaning). No two tokens may have one slot.
-        norm: of q and k before rotation; None: none.
+        norm: of q and k before rotation, or None where there is no norm.
 
     Returns:
         q, normed and rotated: a new tensor of its shape and dtype.

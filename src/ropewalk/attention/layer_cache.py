@@ -79,7 +79,7 @@ class LayerCache:
             mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1, for
                 the keys of `step.key_positions`. It is joined with `step.mask`, which alone counts when it is None.
             scale: of the scores; head_dim^(−1/2) when None.
-            norm: of q and k before rotation; None: none.
+            norm: of q and k before rotation, or None where there is no norm.
 
         Returns:
             `[batch, seq, heads, head_dim]`.
