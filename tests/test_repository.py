@@ -1,0 +1,91 @@
+"""Workflows, hooks, forms and metadata for a public host agree with CI and with the package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ropewalk
+from ropewalk.checkpoints import pth
+from ropewalk.configs import source
+from ropewalk.configs.gguf import header
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CI = (ROOT / ".ci" / "run").read_text()
+
+
+def parsed(name: str) -> dict[Any, Any]:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def commands(job: dict[str, Any]) -> list[str]:
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
+class TestWorkflow:
+    jobs = parsed(".github/workflows/ci.yml")["jobs"]
+
+    def test_the_checks_are_those_of_ci(self) -> None:
+        assert commands(self.jobs["all-checks"]) == [".ci/run"]
+
+    def test_the_tests_are_run_by_the_command_of_the_readme(self) -> None:
+        assert commands(self.jobs["tests"]) == re.findall(
+            r"^pip install .*pytest.*$", (ROOT / "README.md").read_text(), re.M
+        )
+
+    def test_every_python_that_is_claimed_is_tested(self) -> None:
+        claimed = {name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)}
+        assert claimed <= set(self.jobs["tests"]["strategy"]["matrix"]["python"])
+
+    def test_the_rows_of_versions_exist(self) -> None:
+        assert commands(self.jobs["versions"]) == ['python tools/matrix.py "${{ matrix.row }}"']
+        for row in self.jobs["versions"]["strategy"]["matrix"]["row"]:
+            listed = subprocess.run(
+                [sys.executable, ROOT / "tools" / "matrix.py", "--list", row],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert len(listed.stdout.splitlines()) == 1, row
+
+
+def test_hooks_run_what_ci_runs() -> None:
+    (repository,) = parsed(".pre-commit-config.yaml")["repos"]
+    for hook in repository["hooks"]:
+        assert re.search(rf"^{re.escape(hook['entry'])}\b", CI, re.M), hook["entry"]
+
+
+@pytest.mark.parametrize("form", ["bug", "model"])
+def test_forms_ask_for_the_output_of_doctor(form: str) -> None:
+    fields = {field["id"]: field for field in parsed(f".github/ISSUE_TEMPLATE/{form}.yml")["body"]}
+    assert "ropewalk doctor" in fields["doctor"]["attributes"]["label"]
+    assert fields["doctor"]["validations"]["required"]
+
+
+def test_the_citation_is_of_this_package() -> None:
+    citation = parsed("CITATION.cff")
+    assert citation["version"] == ropewalk.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert [author["name"] for author in citation["authors"]] == [author["name"] for author in PROJECT["authors"]]
+
+
+def test_the_bounds_of_the_security_page_are_those_of_the_code() -> None:
+    rows = {line.split("|")[1].strip(): line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "|" in line}
+    config, gguf = rows["`config.json`, `params.json`"], rows["GGUF header"]
+    assert f"{source._MAX_BYTES // 2**20} MiB, 2¹⁸ values, nested at most {source._MAX_DEPTH} deep" in config
+    assert source._MAX_VALUES == 2**18
+    assert (
+        f"{header._MAX_BYTES // 2**20} MiB of header, {header._MAX_KEYS:,} keys, {header._MAX_TENSORS:,} tensors"
+        in gguf
+    )
+    assert f"2²¹ array items, {header._MAX_NESTING} levels" in gguf
+    assert header._MAX_ITEMS == 2**21
+    assert "weights_only=True, mmap=True" in Path(pth.__file__).read_text()
