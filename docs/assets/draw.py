@@ -1,6 +1,6 @@
-"""Draw the pictures of docs/schemes/, inverse frequency before and after each scheme, and that of docs/several-axes.md.
+"""Draw the pictures of docs/schemes/ (inverse frequency before and after), derivation.md and several-axes.md.
 
-Each is an SVG beside this file.
+Each picture is an SVG beside this file.
 
 Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are committed, and building the site draws
 nothing. Needs `pip install "ropewalk[plots]"`:
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from ropewalk import Axes, Rope, plots
@@ -25,7 +26,7 @@ from ropewalk.schemes import NTK, DynamicNTK, Linear, Llama3, LongRoPE, Proporti
 
 HERE = Path(__file__).parent
 LENGTHS = HERE.parents[1] / "tests" / "golden" / "lengths.json"
-MOST_BYTES = 60_000
+MOST_BYTES = 80_000
 
 
 def phi3() -> LongRoPE:
@@ -64,7 +65,31 @@ def pictures() -> Iterator[tuple[str, Figure]]:
             line.set_markevery(max(1, rope.rotary_dim // 128))  # a dot for each of up to 64 pairs
         yield name, figure
     qwen = Rope(80, 10_000.0, "half", axes=Axes.axial((40, 40)))
+    plain = Rope(128, 10_000.0, "interleaved")
+    yield "rotated-vector", plots.rotated_vector(plain)
+    yield "pairs", plots.pairs(plain)
+    yield "decay", plots.decay(plain, longest=4096)
+    yield "matrix", matrix(Rope(8, 10_000.0, "interleaved"), position=3)
     yield "angle-field", plots.angle_field(qwen, 14, 14, pairs=[0, 1, 2, 4, 20, 21, 22, 24])
+
+
+def matrix(rope: Rope, position: int) -> Figure:
+    """The matrix that rotates a head at one position: a 2 × 2 block for each pair of neighbouring channels."""
+    import torch
+
+    unit_vectors = torch.eye(rope.head_dim, dtype=torch.float64)[:, None]  # tokens, heads, channels
+    positions = torch.full((rope.head_dim,), position)
+    columns = rope.at(positions, dtype=torch.float64)(unit_vectors, layout="thd")[:, 0]
+    figure = plots.blank(height=7.0)
+    axes = figure.subplots()
+    axes.imshow(columns.T, cmap="RdBu", vmin=-1, vmax=1)
+    for (channel, row), value in np.ndenumerate(columns.numpy()):
+        colour = "white" if abs(value) > 0.5 else "black"
+        axes.text(channel, row, f"{value:.3g}", ha="center", va="center", color=colour)
+    axes.set(
+        xlabel="channel before", ylabel="channel after", title=f"R at position {position}, {rope.head_dim} channels"
+    )
+    return figure
 
 
 def main() -> None:
