@@ -20,7 +20,7 @@ from ropewalk.programs import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-INDEX = (ROOT / "docs" / "index.md").read_text("utf-8")
+INDEX, START, TOUR = ((ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("index", "start", "tour"))
 REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
 PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
@@ -251,15 +251,30 @@ def test_the_front_page_is_short_and_its_two_commands_stand() -> None:
 # The other pages.
 
 
-def test_the_first_page_of_the_documentation_names_every_page_and_command() -> None:
+def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> None:
     pages = re.findall(r"(?:^|\s)([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE)
     assert {"attention.md", "lab.md", "speed.md"} <= set(pages)
-    linked = set(re.findall(r"\]\(([\w/-]+\.md)", INDEX))
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)", INDEX + START + TOUR))
     assert {page for page in pages if not page.startswith("schemes/")} - {"index.md"} <= linked
+    assert {"start.md", "tour.md"} <= set(re.findall(r"\]\(([\w/-]+\.md)", INDEX))
     for command in cli.main.commands:
-        assert f"ropewalk {command} " in INDEX, command
+        assert f"ropewalk {command} " in TOUR, command
     for name in ("RotaryAttention", "KVCache", "SelfExtend", "RotaryEmbedding"):
-        assert name in INDEX, name
+        assert name in TOUR, name
+
+
+def test_the_numbers_of_the_home_page_are_those_of_the_readme() -> None:
+    """Other tests compare those of the README with the results."""
+    claims = {
+        r"\*\*([\d.e-]+)\*\* \| The largest error": r"within ([\d.e-]+) of the exact values",
+        r"off by up to ([\d.e-]+) within the first 131,072": r"off by up to ([\d.e-]+) within the first 131,072",
+        r"\*\*([\d.]+) ms\*\*": r"4,096 tokens takes ([\d.]+) ms",
+        r"formula takes (\d+) ms": r"formula takes (\d+)–",
+        r"\*\*(\d+)\+\*\*": r"more than (\d+) model types",
+    }
+    for home, readme in claims.items():
+        (here,), (there,) = re.findall(home, INDEX), re.findall(readme, " ".join(README.split()))
+        assert here == there, home
 
 
 def test_what_public_calls_return_is_in_the_reference() -> None:

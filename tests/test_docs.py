@@ -165,6 +165,17 @@ def test_block(block: Block, outcomes_of: Callable[[Path], dict[Block, Exception
     check(block, outcomes_of(block.page))
 
 
+def test_the_notebook_runs() -> None:
+    notebook = json.loads((ROOT / "examples" / "rope.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) >= 8
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with torch.random.fork_rng(devices=[]):
+        for number, cell in enumerate(cells):
+            exec(compile(cell, f"rope.ipynb[{number}]", "exec", dont_inherit=True, optimize=0), namespace)
+
+
 def test_the_pages_that_teach_are_executed() -> None:
     executed = {page.relative_to(ROOT).as_posix(): sum(b.runs for b in blocks) for page, blocks in BLOCKS.items()}
     for name in (
