@@ -1,6 +1,7 @@
-"""peers/: q and k of known inputs, rotated by other packages. A package that is not installed leaves its file as it is.
+"""peers/ and torchtitan.json: q and k of known inputs, rotated by other packages.
 
-Torchtune, rotary-embedding-torch and MLX are packages. The other peers were recorded from a commit of their source.
+A package that is not installed leaves its file as it is. Torchtitan, torchtune, rotary-embedding-torch and MLX are
+packages. The other peers were recorded from a commit of their source.
 """
 
 from __future__ import annotations
@@ -112,6 +113,21 @@ def torchtune(case: dict[str, Any]) -> dict[str, Any]:
     return record(case, turn, rotary.theta)
 
 
+def torchtitan(case: dict[str, Any]) -> dict[str, Any]:
+    """Its own module, built from its own config. The frequencies are the angles in row 1 of its table."""
+    module = getattr(package("torchtitan.models.common.rope"), case["class"])
+    rotary = module.Config(**case["params"], max_seq_len=max(case["positions"]) + 1).build()
+    positions = torch.tensor([case["positions"]])
+    row = rotary.cache[1]
+    cos, sin = (row.real, row.imag) if row.is_complex() else row.chunk(2)
+    inv_freq = torch.atan2(sin.double(), cos.double())[: case["params"]["dim"] // 2].float()
+
+    def turn(x: Tensor) -> Tensor:  # torchtitan has the heads after the tokens, and rotates q and k in one call
+        return rotary(x.transpose(1, 2), x.transpose(1, 2), positions)[0].transpose(1, 2)  # type: ignore[no-any-return]
+
+    return record(case, turn, inv_freq)
+
+
 def mlx(case: dict[str, Any]) -> dict[str, Any]:
     core, params = package("mlx.core"), dict(case["params"])
     offset = params.pop("offset", None)
@@ -145,4 +161,5 @@ GOLDEN = [
     _of(rotary_embedding_torch, "rotary-embedding-torch"),
     _of(torchtune, "torchtune"),
     _of(mlx, "mlx"),
+    files.Golden("torchtitan.json", lambda case: str(case["id"]), torchtitan, package="torchtitan", rows="cases"),
 ]
