@@ -37,6 +37,8 @@ SLOW = (
     "configs/test_source.py::test_files_are_read_or_refused_at_bounded_cost",
     "distributed/",
     "gpu/",
+    "integrations/test_torchtitan.py::TestCall::test_compiled",
+    "integrations/test_torchtitan_itself.py",
     "integrations/test_transformers_peft.py",
     "integrations/test_transformers_processes.py",
     "integrations/test_transformers_table.py::test_model",

@@ -1,0 +1,175 @@
+"""An override for torchtitan: its rotary modules rotate q and k through ropewalk.
+
+    torchrun ... -m torchtitan.train ... --override.imports ropewalk.integrations.torchtitan.rope
+
+torchtitan imports this file when that flag names it, so it imports torchtitan at the top. The fields of the configs are
+those of `torchtitan/models/common/rope.py` in torchtitan 0.3.0 (sequences in a batch) and at b5bcd76 (tokens folded).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torchtitan.config import derive, override
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
+
+from ropewalk import schemes
+from ropewalk._checks import choice, error
+from ropewalk._layout import Layout, Pairing
+from ropewalk.rope import Rope
+
+_WHO = "ropewalk in torchtitan"
+_READ = frozenset(
+    {
+        *("dim", "theta", "scaling"),
+        *("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        *("rope_factor", "beta_fast", "beta_slow", "original_seq_len", "truncate"),
+    }
+)
+# The length of torchtitan's table, under its two names, and the fields of every module's config. They change no angle.
+_IDLE = frozenset({"max_seq_len", "max_context_length", "param_init", "sharding_config"})
+
+
+class _Ropewalk:
+    """What both modules share; torchtitan's class follows it in the order of inheritance.
+
+    Each call computes the angles of its own tokens. Nothing is cached between calls, so no rotation is ever stale.
+
+    Attributes:
+        rope: the `Rope` that the config means.
+        cache: torchtitan's buffer, empty. Code that reads angles from it fails, and gets no other angles than these.
+    """
+
+    pairing: Pairing
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self.rope = rope_of(config, self.pairing)
+
+    def _precompute_cache(self) -> Tensor:
+        return torch.empty(0)
+
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rotate q and k into new tensors, as torchtitan's modules do.
+
+        Args:
+            query: `[tokens, heads, dim]`, or `[batch, seq, heads, dim]`; plain or DTensor.
+            key: the same with its own number of heads.
+            positions: int32 or int64, `[tokens]`, or `[batch, seq]` or `[1, seq]`, any value; plain or DTensor. Plain
+                ones beside DTensors are of all tokens, or of this rank's, which their size tells. None is 0, 1, 2, ...
+
+        Returns:
+            Shapes, dtypes, placements and SPMD types of query and key.
+
+        Raises:
+            RopeError: a shape or dtype does not fit.
+        """
+        if not spmd.is_type_checking():
+            return self._rotate(query, key, positions)
+        # The checker knows no kernel. A rotation keeps every type: it changes channels, which are never sharded.
+        with spmd.no_typecheck():
+            rotated = self._rotate(query, key, positions)
+        for tensor, like in zip(rotated, (query, key), strict=True):
+            if spmd.has_local_type(like):
+                spmd.assert_type_like(tensor, like)
+        return rotated
+
+    def _rotate(self, query: Tensor, key: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            positions = torch.arange(query.shape[-3], device=query.device)
+        layout: Layout = "thd" if query.ndim == 3 else "bshd"
+        return self.rope.at(positions, device=query.device)(query, key, layout=layout)
+
+    def extra_repr(self) -> str:
+        """The rope."""
+        return repr(self.rope)
+
+
+class RopewalkComplexRoPE(_Ropewalk, ComplexRoPE):  # type: ignore[misc]
+    """torchtitan's `ComplexRoPE`, for pairs of neighbouring channels (Llama, DeepSeek)."""
+
+    pairing: Pairing = "interleaved"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):  # type: ignore[misc]
+        """The fields of `ComplexRoPE.Config`."""
+
+
+class RopewalkCosSinRoPE(_Ropewalk, CosSinRoPE):  # type: ignore[misc]
+    """torchtitan's `CosSinRoPE`, for pairs half a head apart (Qwen 3, gpt-oss)."""
+
+    pairing: Pairing = "half"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):  # type: ignore[misc]
+        """The fields of `CosSinRoPE.Config`."""
+
+
+_MODULES: dict[type, Any] = {ComplexRoPE.Config: RopewalkComplexRoPE, CosSinRoPE.Config: RopewalkCosSinRoPE}
+
+
+@override(target=RoPE.Config, description="rotary embeddings by ropewalk")  # type: ignore[untyped-decorator]
+def rope(config: Any) -> Any:
+    """The override: torchtitan calls it with the config of every rotary module, before it builds the model.
+
+    Args:
+        config: a `ComplexRoPE.Config` or a `CosSinRoPE.Config`.
+
+    Returns:
+        The config of the module that takes its place, with the same fields.
+
+    Raises:
+        RopeError: the config is of another class, such as the `MRoPE` of Qwen 3.5; or has a field that is not known
+            here, or a value that has no `Rope`.
+    """
+    module = _MODULES.get(type(config))
+    if module is None:
+        names = " or ".join(cls.__qualname__ for cls in _MODULES)
+        cure = "Train this model without the override."
+        raise error(_WHO, f"a rotary module must be configured by {names}", type(config).__qualname__, cure)
+    rope_of(config, module.pairing)
+    return derive(config, module.Config)
+
+
+def rope_of(config: Any, pairing: Pairing) -> Rope:
+    """The rope that a config of torchtitan means. An attention factor is not part of it: models of torchtitan scale
+    their scores instead.
+
+    Args:
+        config: a `RoPE.Config`.
+        pairing: of the module: "interleaved" for `ComplexRoPE`, "half" for `CosSinRoPE`.
+
+    Raises:
+        RopeError: the fields are not those that are read here, or a value has no `Rope`.
+    """
+    names = {field.name for field in fields(config)} - _IDLE
+    if names != _READ:
+        differing = [*(f"{name} too" for name in sorted(names - _READ)), *(f"no {n}" for n in sorted(_READ - names))]
+        cure = "Another torchtitan needs another ropewalk: train this model without the override."
+        raise error(_WHO, f"the fields of {type(config).__qualname__} must be known", ", ".join(differing), cure)
+    return Rope(head_dim=config.dim, base=config.theta, pairing=pairing, scaling=_scaling(config))
+
+
+def _scaling(config: Any) -> schemes.Scaling | None:
+    choice(_WHO, "scaling", config.scaling, ("none", "llama", "yarn"))
+    if config.scaling == "llama":
+        return schemes.Llama3(
+            factor=config.scaling_factor,
+            low_freq_factor=config.low_freq_factor,
+            high_freq_factor=config.high_freq_factor,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+        )
+    if config.scaling == "yarn" and config.rope_factor > 1.0:  # a factor up to 1 changes nothing in torchtitan
+        return schemes.YaRN(
+            factor=config.rope_factor,
+            original_max_position_embeddings=config.original_seq_len,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            truncate=config.truncate,
+            attention_factor=1.0,
+        )
+    return None
