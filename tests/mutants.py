@@ -82,6 +82,7 @@ SUITE = [
     "tests/checkpoints",
     "tests/rotation/test_qk_norm.py",
     "tests/attention/test_fused_step.py",
+    "tests/integrations/test_torchtitan.py",
     "tests/integrations/test_vllm.py",
     "tests/integrations/test_transformers.py",
     "tests/integrations/test_transformers_refused.py",
@@ -689,6 +690,13 @@ MUTANTS = [
     Mutant("worst first", "lab/findings.py", "sign = -1 if more_is_better else 1", "sign = 1 if more_is_better else -1"),
     Mutant("luck is certain", "lab/findings.py", '"Expected, and so on {every}:": all', '"Expected, and so on {every}:": any'),
     Mutant("whole range", "lab/results.py", "min(self.values)) / 2", "min(self.values))"),
+    Mutant("torchtitan: unknown fields ignored", "integrations/torchtitan.py", "if names != _READ:", "if _READ - names:"),
+    Mutant("torchtitan: SPMD types lost", "integrations/torchtitan.py", "if spmd.has_local_type(like):", "if False:"),
+    Mutant("torchtitan: attention factor twice", "integrations/torchtitan.py", "            attention_factor=1.0,\n", ""),
+    Mutant("torchtitan: truncate ignored", "integrations/torchtitan.py", "            truncate=config.truncate,\n", ""),
+    Mutant("torchtitan: a subclass served", "integrations/torchtitan.py", "_MODULES.get(type(config))", "next((m for c, m in _MODULES.items() if isinstance(config, c)), None)"),
+    Mutant("torchtitan: positions counted over another axis", "integrations/torchtitan.py", "query.shape[-3]", "query.shape[0]"),
+    Mutant("torchtitan: a factor below 1 scales", "integrations/torchtitan.py", "config.rope_factor > 1.0", "config.rope_factor > 0.0"),
 ]  # fmt: skip
 
 
