@@ -1,4 +1,4 @@
-"""The command line: what all commands have in common. Each of them is a file in `commands`.
+"""The command line. Each command is a file in `commands`.
 
 `explain` and `--help` start without torch; whatever needs it is imported inside its command.
 """
@@ -25,7 +25,7 @@ from ropewalk.programs.commands.lab import lab
 
 
 class _Group(click.Group):
-    """What all commands have in common: no traceback, whatever the arguments, the files and the terminal are."""
+    """Handles errors for all commands: no arguments, files or terminals cause a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command. Characters that the encoding of the terminal does not have are written as escapes."""
@@ -38,7 +38,7 @@ class _Group(click.Group):
         """Errors of ropewalk and of the system become one line on stderr and exit status 1."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # nobody reads on: click ends in silence, with exit status 1
+        except BrokenPipeError:  # the reader closed the pipe: click exits silently with status 1
             raise
         except (ropewalk.RopeError, OSError) as e:
             raise click.ClickException(str(e)) from e
@@ -47,7 +47,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(ropewalk.__version__, prog_name="ropewalk")
 def main() -> None:
-    """Rotary position embeddings: what a config means, the exact angle of every token, q and k turned."""
+    """Read, check, compare, convert and measure rotary position embeddings (RoPE)."""
 
 
 for command in (bench, check, convert, demo, diff, doctor, explain, export, generate, lab):

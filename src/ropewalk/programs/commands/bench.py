@@ -1,4 +1,4 @@
-"""`ropewalk bench`: timings of the rotation."""
+"""`ropewalk bench`: time the rotation."""
 
 from __future__ import annotations
 
@@ -11,55 +11,64 @@ from click.core import ParameterSource
 from ropewalk import _checks
 
 
-@click.command()
+@click.command(short_help="Time the rotation on this machine.")
 @click.option(
-    "--tokens", type=click.IntRange(1, 2**20), multiple=True, help="A size; may be repeated. [1 128 1024 4096]"
+    "--tokens",
+    type=click.IntRange(1, 2**20),
+    multiple=True,
+    help="Number of tokens; may be repeated. [1 128 1024 4096]",
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), multiple=True, help="May be repeated. [both]")
 @click.option("--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True)
-@click.option("--backward/--no-backward", default=True, show_default=True, help="Also forward and backward together.")
-@click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also under torch.compile.")
+@click.option(
+    "--backward/--no-backward", default=True, show_default=True, help="Also time forward and backward together."
+)
+@click.option("--compile/--no-compile", "compiled", default=True, show_default=True, help="Also time torch.compile.")
 @click.option(
     "--only",
     multiple=True,
-    help="Only contenders with this in their name, beside copy_, which is always measured; may be repeated.",
+    help="Time only contenders whose name contains this text, and copy_; may be repeated.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Of PyTorch and ONNX Runtime. [as PyTorch finds]")
-@click.option("--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Samples of each contender.")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch and ONNX Runtime. [PyTorch's default]")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Number of samples of each contender."
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="No round begins later, after the third.",
+    help="Start no new round after this time, except the first three.",
 )
 @click.option(
     "--stream",
     type=click.IntRange(min=0),
-    help="Tokens of a long sequence in chunks, 0 for none. [1000000; 0 with --quick]",
+    help="Length of a sequence that is rotated in chunks, in tokens; 0 skips it. [1000000; 0 with --quick]",
 )
 @click.option(
     "--quick",
     is_flag=True,
-    help="At most 5 rounds and 5 seconds for a table, no long sequence unless --stream says one.",
+    help="At most 5 rounds and 5 seconds for each table, and no long sequence unless --stream is given.",
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything as JSON.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw time over that of copy_.")
+@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Plot the times relative to copy_.")
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="cuda: on a GPU of NVIDIA or AMD. Its cases are fixed; of the options above it takes --backward, --compile, "
+    help="cuda: an NVIDIA or AMD GPU. Its cases are fixed; of the options above it accepts --backward, --compile, "
     "--only, --rounds, --seconds and --json.",
 )
 @click.option(
     "--decode",
     is_flag=True,
-    help="Instead: tokens per second of a small Qwen 3 while it decodes, against the caches of transformers. Of the "
-    "options above it takes --dtype, --threads, --rounds and --json.",
+    help="Instead, measure the tokens per second of a small Qwen 3 while it decodes, compared with the caches of "
+    "transformers. Of the options above it accepts --dtype, --threads, --rounds and --json.",
 )
-@click.option("--rehearse", is_flag=True, help="With --device cuda: small, on the CPU, to see that it works.")
+@click.option(
+    "--rehearse", is_flag=True, help="With --device cuda: run small cases on the CPU, to test the benchmark itself."
+)
 @click.pass_context
 def bench(
     context: click.Context,
@@ -80,9 +89,9 @@ def bench(
     decode: bool,
     rehearse: bool,
 ) -> None:
-    """Time the rotation against a copy, the usual code and other libraries; only what is right is timed.
+    """Time the rotation, a copy, the usual code and other libraries.
 
-    On this CPU, unless --device cuda is passed.
+    Every contender's result is checked before it is timed. The benchmark runs on the CPU unless --device cuda is given.
     """
     _refuse_what_has_no_effect(context, "--decode" if decode else f"--device {device}")
     from ropewalk.programs import bench as the_bench
@@ -124,9 +133,9 @@ _NO_EFFECT = {
 
 
 def _refuse_what_has_no_effect(context: click.Context, measured: str) -> None:
-    """Of the options of `bench`, with this one."""
+    """Raise for options that have no effect with --decode or --device."""
     for option in context.command.params:
         name, flag = str(option.name), option.opts[0]
         if name in _NO_EFFECT[measured] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            cure = "It has no effect there: leave it out, or measure something else."
+            cure = "It has no effect there. Leave it out."
             raise _checks.error("bench", f"{flag} must be left out with {measured}", flag, cure)

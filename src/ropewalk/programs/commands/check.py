@@ -1,4 +1,4 @@
-"""`ropewalk check`: what somebody's rotary embeddings do, and which bug they have."""
+"""`ropewalk check`: find out what a rotary embedding computes, and which bug it has."""
 
 from __future__ import annotations
 
@@ -12,35 +12,39 @@ import click
 import ropewalk
 
 
-@click.command()
+@click.command(short_help="Find the bug of a rotary embedding.")
 @click.argument("target")
-@click.option("--config", help="What the code should do: config.json, folder, params.json, GGUF file or hub id.")
-@click.option("--layer", type=click.IntRange(min=0), help="Whose rope of the config is meant, where layers differ.")
-@click.option("--head-dim", type=click.IntRange(min=2), help="Without a config: channels of a head (64).")
-@click.option("--base", type=float, help="Without a config: the base that it should have.")
 @click.option(
-    "--pairing", type=click.Choice(["half", "interleaved"]), help="Without a config: the pairing that it should have."
+    "--config", help="The config that the code should implement: config.json, folder, params.json, GGUF file or hub id."
+)
+@click.option("--layer", type=click.IntRange(min=0), help="The layer whose rope to compare with, if the layers differ.")
+@click.option("--head-dim", type=click.IntRange(min=2), help="Without a config: the number of channels of a head. [64]")
+@click.option("--base", type=float, help="Without a config: the expected base.")
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="Without a config: the expected pairing.")
+@click.option(
+    "--layout", type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]), help="The layout of its tensors. [found by trying]"
 )
 @click.option(
-    "--layout", type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]), help="Of its tensors; tried out otherwise."
+    "--call", metavar="ROLES", help='The roles of its parameters, in order, such as "q,k,cos,sin" or "x,positions".'
 )
-@click.option("--call", metavar="ROLES", help='What its parameters are, in order: "q,k,cos,sin", "x,positions".')
 @click.option(
-    "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="For its constructor; may be given again."
+    "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of its constructor; may be repeated."
 )
-@click.option("--compile", "compiled", is_flag=True, help="Count graph breaks under torch.compile, too.")
-@click.option("--strict", is_flag=True, help="Take cautions for errors.")
+@click.option("--compile", "compiled", is_flag=True, help="Also count graph breaks under torch.compile.")
+@click.option("--strict", is_flag=True, help="Treat cautions as errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.pass_context
 def check(
     ctx: click.Context, /, target: str, arguments: tuple[str, ...], as_json: bool, strict: bool, **options: Any
 ) -> None:
-    """Say what the rotary embedding TARGET does, and what is wrong with it.
+    """Check what the rotary embedding TARGET computes, and name its bug.
 
-    TARGET is module:name or file.py:name, a function or a class; two names, file.py:make,apply, where one makes cos and
-    sin for the other; or transformers:MODEL. It is imported and called.
+    TARGET is a function or a class, given as module:name or file.py:name. Give two names, as in file.py:make,apply, if
+    the first computes cos and sin for the second. transformers:MODEL checks the code of transformers for a model.
 
-    Exit status: 0 right, 1 wrong, 2 it could not be judged.
+    TARGET is imported and called, so check only code that you would run.
+
+    The exit status is 0 if the code is right, 1 if it is wrong, and 2 if it cannot be judged.
     """
     click.echo(ropewalk.conformance.says_what_runs(target), err=True)
     sys.path.insert(0, "")  # a module in this folder, as `python -m` finds it

@@ -1,4 +1,4 @@
-"""`ropewalk convert`: the weights of q and k in another pairing, and Hugging Face's format in Meta's place or back."""
+"""`ropewalk convert`: convert weights between pairings, and between the formats of Hugging Face and Meta."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ if TYPE_CHECKING:
 _Folder = click.Path(path_type=Path)
 
 
-@click.command()
+@click.command(short_help="Convert weights between pairings and formats.")
 @click.argument("source", metavar="SRC", type=_Folder)
 @click.argument("target", metavar="DST", type=_Folder)
 @click.option("--to", type=click.Choice(["half", "interleaved"]), required=True, help="The pairing to write.")
-@click.option("--format", "form", type=click.Choice(["hf", "meta"]), default="hf", show_default=True)
-@click.option("--dry-run", is_flag=True, help="List what would change, and write nothing.")
-@click.option("--verify", is_flag=True, help="Prove equal attention scores in every layer before DST appears.")
-@click.option("--base-config", type=_Folder, help="For a LoRA adapter: the config of its model, if not beside it.")
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
-@click.option("--factor", type=float, help="For Meta's params.json, which does not carry it: 8 or 32.")
-@click.option("--max-positions", type=click.IntRange(min=1), help="For a config.json made of Meta's params.json.")
-@click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
+@click.option(
+    "--format", "form", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="The format to write."
+)
+@click.option("--dry-run", is_flag=True, help="List the changes without writing anything.")
+@click.option("--verify", is_flag=True, help="Compare the attention scores of every layer before DST appears.")
+@click.option(
+    "--base-config", type=_Folder, help="For a LoRA adapter: the config of its model, if it is not in the same folder."
+)
+@click.option(
+    "--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing of SRC, for an unknown model_type."
+)
+@click.option(
+    "--factor", type=float, help="The scaling factor for Meta's params.json, which does not contain it: 8 or 32."
+)
+@click.option(
+    "--max-positions",
+    type=click.IntRange(min=1),
+    help="The context length to write when converting from Meta's params.json.",
+)
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
 def convert(
     source: Path,
     target: Path,
@@ -39,12 +51,12 @@ def convert(
     max_positions: int | None,
     ignore: tuple[str, ...],
 ) -> None:
-    """Write the checkpoint SRC to the new folder DST, its q and k in another pairing of channels.
+    """Convert the checkpoint SRC to another pairing of channels, into the new folder DST.
 
-    SRC is the folder of a model of Hugging Face (safetensors), of a LoRA adapter, or of Meta's Llama
-    (consolidated.*.pth and params.json). Rows of q and k move; no number changes, and everything else is copied.
+    SRC is the folder of a Hugging Face model (safetensors), of a LoRA adapter, or of Meta's Llama (consolidated.*.pth
+    and params.json). The rows of q and k are reordered. No number changes, and everything else is copied.
 
-    DST appears when all is written. A run that was stopped goes on when it is started again.
+    DST appears only when it is complete. To continue after an interruption, run the same command again.
     """
     from ropewalk import checkpoints
 

@@ -1,4 +1,4 @@
-"""`ropewalk demo`: the library on the published numbers of one model."""
+"""`ropewalk demo`: a tour of the library on the published config of one model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(short_help="Take a short tour of the library.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("ropewalk-demo"),
     show_default=True,
-    help="Where the pictures go.",
+    help="The folder for the pictures.",
 )
 def demo(folder: Path) -> None:
-    """Turn q and k on the published numbers of Llama 3.1 8B, check them, time them, draw them. No download."""
+    """Rotate q and k as Llama 3.1 8B does, check and time the result, and draw pictures.
+
+    Nothing is downloaded.
+    """
     from ropewalk.programs import demo as the_demo
 
     the_demo.run(folder, click.echo)

@@ -1,4 +1,4 @@
-"""`ropewalk diff`: what engines make of one config, or what changed between two."""
+"""`ropewalk diff`: compare how engines read one config, or compare two configs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ import click
 import ropewalk
 
 
-@click.command()
+@click.command(short_help="Compare engines, or two configs.")
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("source2", type=click.Path(path_type=Path), required=False)
-@click.option("--length", type=click.IntRange(min=1), help="The longest sequence, in tokens. [what the config says]")
+@click.option(
+    "--length", type=click.IntRange(min=1), help="The length of the longest sequence, in tokens. [from the config]"
+)
 @click.option(
     "--engine",
     "engines",
     multiple=True,
     metavar="NAME",
-    help="Only this one of transformers, vllm, sglang, llama.cpp, mlx-lm, exllamav3; may be given again. The first is "
-    "what the others are compared with.",
+    help="Compare only these engines: transformers, vllm, sglang, llama.cpp, mlx-lm, exllamav3. May be repeated; the "
+    "others are compared with the first.",
 )
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
-@click.option("--base", type=float, help="For a config that states no base.")
-@click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@click.option("--base", type=float, help="The base, for a config without one.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw frequencies and scores over each other.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Plot the frequencies and scores into this file.")
 def diff(
     source: Path,
     source2: Path | None,
@@ -41,14 +43,14 @@ def diff(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Say what engines make of the config SOURCE, or what changed from SOURCE to SOURCE2.
+    """Compare how engines read the config SOURCE, or compare SOURCE with SOURCE2.
 
-    With one config: the attention factor, the frequencies and the scores of transformers, vLLM, SGLang, llama.cpp,
-    mlx-lm and exllamav3, how far apart they are, and which engine does not run it. With two: what a fine-tune changed,
-    and whether weights and KV caches still fit.
+    With one config, show the attention factor, the frequencies and the scores of transformers, vLLM, SGLang, llama.cpp,
+    mlx-lm and exllamav3, how much they differ, and which engines do not support the config. With two configs, show what
+    changed, and whether weights and KV caches are still valid.
 
-    A source is a config.json, the folder of a model, or a hub id such as meta-llama/Llama-3.1-8B; two of them may also
-    be Meta's params.json or GGUF files. Nothing is run, and no weights are read.
+    A source is a config.json, the folder of a model, or a hub id such as meta-llama/Llama-3.1-8B. Two sources may
+    also be Meta's params.json or GGUF files. No model is run, and no weights are read.
     """
     if plot is not None:
         ropewalk.plots.check_path(plot)

@@ -1,4 +1,4 @@
-"""`ropewalk doctor`: versions and backends."""
+"""`ropewalk doctor`: show versions and backends."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import click
 import ropewalk
 
 
-@click.command()
+@click.command(short_help="Show versions and usable backends.")
 def doctor() -> None:
-    """Say which versions are here, and which backends are usable and why the others are not."""
+    """Show the installed versions, and which backends are usable or why they are not."""
     click.echo(f"ropewalk    {ropewalk.__version__}")
     click.echo(f"python      {platform.python_version()} on {platform.platform()}")
     for package in ("torch", "numpy", "triton", "matplotlib"):
@@ -30,7 +30,7 @@ def _version(package: str) -> str:
 
 
 def _backends() -> dict[str, str]:
-    """Each backend and whether it can be used."""
+    """The state of each backend: usable, or the reason why it is not."""
     try:
         importlib.import_module("torch")
         return ropewalk.backends()

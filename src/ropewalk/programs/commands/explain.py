@@ -1,4 +1,4 @@
-"""`ropewalk explain`: what a config means for rotation."""
+"""`ropewalk explain`: show what a config means for the rotation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ import click
 import ropewalk
 
 
-@click.command()
+@click.command(short_help="Show what a config means.")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--length", type=click.IntRange(min=1), help="Also say what holds for sequences of so many tokens.")
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="For a model_type ropewalk does not know.")
-@click.option("--base", type=float, help="For a config that states no base.")
-@click.option("--factor", type=float, help="For Meta's params.json, which does not carry it: 8 or 32.")
+@click.option("--length", type=click.IntRange(min=1), help="Also show what happens at this sequence length, in tokens.")
+@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
+@click.option("--base", type=float, help="The base, for a config without one.")
+@click.option(
+    "--factor", type=float, help="The scaling factor for Meta's params.json, which does not contain it: 8 or 32."
+)
 @click.option(
     "--text-only",
     is_flag=True,
-    help="The rope of text tokens (M-RoPE), without the vision tower; no effect on text models of one axis.",
+    help="Show only the rope of text tokens (M-RoPE), without the vision tower; no effect on text models of one axis.",
 )
-@click.option("--ignore", multiple=True, metavar="KEY", help="Read past a key of the config; may be given again.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw inverse frequencies before and after.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    help="Plot the inverse frequencies before and after scaling into this file.",
+)
 def explain(
     source: Path,
     length: int | None,
@@ -37,7 +43,7 @@ def explain(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Say what the config SOURCE means for rotation.
+    """Show what the config SOURCE means for the rotation, and where each value comes from.
 
     SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B.

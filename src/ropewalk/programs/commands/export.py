@@ -1,4 +1,4 @@
-"""`ropewalk export`: a model of the lab in the format of another program."""
+"""`ropewalk export`: export a model of the lab for another program."""
 
 from __future__ import annotations
 
@@ -7,21 +7,29 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(short_help="Export a model of the lab.")
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("target", type=click.Path(path_type=Path))
-@click.option("--format", "form", type=click.Choice(["hf", "llama2.c"]), required=True, help="A folder, or one file.")
-@click.option("--max-positions", type=click.IntRange(min=1), required=True, help="The length to write, in tokens.")
-@click.option("--force", is_flag=True, help="Replace an export that is there already.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["hf", "llama2.c"]),
+    required=True,
+    help="hf writes a folder, llama2.c one file.",
+)
+@click.option(
+    "--max-positions", type=click.IntRange(min=1), required=True, help="The context length to write, in tokens."
+)
+@click.option("--force", is_flag=True, help="Replace an existing export.")
 def export(checkpoint: Path, target: Path, form: str, max_positions: int, force: bool) -> None:
-    """Write the model of a CHECKPOINT of the lab to TARGET: a Llama of Hugging Face, or llama2.c's file.
+    """Export the model of a CHECKPOINT of the lab to TARGET, for Hugging Face or llama2.c.
 
-    hf: TARGET is a folder, new or empty. It gets config.json, model.safetensors and, for a model of bytes,
-    tokenizer.json and tokenizer_config.json, all at once. llama2.c: TARGET is a new file; a model of bytes also gets a
-    tokenizer.bin beside it.
+    With hf, TARGET is a new or empty folder. It gets config.json, model.safetensors and, for a model of bytes,
+    tokenizer.json and tokenizer_config.json, all at once. With llama2.c, TARGET is a new file; for a model of bytes,
+    tokenizer.bin is written next to it.
 
-    Nothing that exists is replaced without --force. With it, the files named above are, but never CHECKPOINT itself,
-    nor a folder that holds anything else.
+    Existing files are replaced only with --force, and then only the files named above. CHECKPOINT itself, and folders
+    that hold anything else, are never replaced.
     """
     from ropewalk.lab import export as the_export
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 
-@click.command()
+@click.command(short_help="Compare context-extension methods on small models.")
 @click.option(
     "--task", type=click.Choice(["copy", "text"]), help="Only this task, on one seed; text: about 13 minutes."
 )
