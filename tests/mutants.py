@@ -635,7 +635,7 @@ MUTANTS = [
     Mutant("YaRN overflow", YARN, "if not math.isfinite(self.table_factor()) or self.table_factor() <= 0.0:", "if False:"),
     Mutant("params.json: any pairing", "configs/read.py", 'if pairing not in (None, "interleaved"):', "if False:"),
     Mutant("cli: encoding", "programs/cli.py", 'stream.reconfigure(errors="backslashreplace")', "pass"),
-    Mutant("cli: closed pipe", "programs/cli.py", "        except BrokenPipeError:  # nobody reads on: click ends in silence, with exit status 1\n            raise\n", ""),
+    Mutant("cli: closed pipe", "programs/cli.py", "        except BrokenPipeError:  # the reader closed the pipe: click exits silently with status 1\n            raise\n", ""),
     Mutant("cli: plot path", "programs/commands/explain.py", "    plots.check_path(plot)\n", ""),
     Mutant("plots: backend", "plots/figure.py", "except ValueError as e:  # matplotlib", "except KeyError as e:  # matplotlib"),
     # the files of the lab
