@@ -16,7 +16,7 @@ import pytest
 
 import ropewalk
 from ropewalk import plots, schemes
-from ropewalk.plots import turns
+from ropewalk.plots import vectors
 
 LLAMA3 = schemes.Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = ropewalk.Rope(head_dim=128, base=500_000.0, pairing="half", scaling=LLAMA3)
@@ -138,7 +138,7 @@ def test_a_rope_with_axes_turns_as_text():
     rope = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((8, 8)))
     one = ropewalk.Rope(8, 1e4, "half")
     for pair in range(8):
-        several, wanted = (turns._turned_unit_vector(*given, tokens=5) for given in ((rope, pair), (one, pair % 4)))
+        several, wanted = (vectors._rotated_unit_vector(*given, tokens=5) for given in ((rope, pair), (one, pair % 4)))
         np.testing.assert_allclose(several, wanted)
 
 
@@ -390,7 +390,7 @@ LEARNED = ropewalk.LearnedRope.projected(head_dim=16, heads=3, pairing="interlea
     ("rope", "given", "message"),
     [
         (LEARNED, {"head": 0}, "positions must be given for a LearnedRope"),
-        (LEARNED, {}, "head must be given where heads have frequencies of their own"),
+        (LEARNED, {}, "head must be given if each head has its own frequencies"),
         (LEARNED, {"head": 3, "positions": np.zeros((2, 6))}, "head must be an integer from 0 to 2, got 3"),
         (LEARNED, {"head": 0, "axis_names": ("x", "y")}, r"axis_names must be \(\) for a LearnedRope"),
         (ropewalk.LearnedRope.from_rope(PLAIN), {}, "rope must have axes, got a LearnedRope of one axis"),

@@ -1,7 +1,7 @@
-"""Pictures of a rope: how fast its pairs turn, what a turn looks like, an image too, and what distance does to a score.
+"""Plots of a rope: its frequencies, the rotation of a pair, the angles over an image, and scores over distance.
 
-Each function takes a Rope (`times_copy` a benchmark's rows) and returns a matplotlib Figure, 1000 pixels wide; `save`
-writes it. No pyplot and no global state, so no display is needed. matplotlib comes with
+Each function takes a Rope (`times_copy` takes the rows of a benchmark) and returns a matplotlib Figure, 1000 pixels
+wide; `save` writes it. The functions use no pyplot and no global state, so they need no display. matplotlib comes with
 `pip install "ropewalk[plots]"`.
 """
 
@@ -14,7 +14,7 @@ from ropewalk.plots.figure import FORMATS as FORMATS
 from ropewalk.plots.figure import blank as blank
 from ropewalk.plots.figure import check_path as check_path
 from ropewalk.plots.figure import save as save
-from ropewalk.plots.speed import inv_freq as inv_freq
+from ropewalk.plots.frequencies import inv_freq as inv_freq
 from ropewalk.plots.timings import times_copy as times_copy
-from ropewalk.plots.turns import pairs as pairs
-from ropewalk.plots.turns import rotated_vector as rotated_vector
+from ropewalk.plots.vectors import pairs as pairs
+from ropewalk.plots.vectors import rotated_vector as rotated_vector

@@ -1,4 +1,4 @@
-"""Several ropes of the same channels beside each other: what engines make of a config, or what a fine-tune changed."""
+"""Plot several ropes over each other, to compare engines or a model with its fine-tune."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WHO = "plots.differences"
 
 
 def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
-    """Frequencies over those of the first rope, and what distance does to a score in each.
+    """Plot frequencies relative to the first rope, and the score over distance for each rope.
 
     Args:
-        ropes: name → static rope, at least one, all with as many pairs. Ropes that are equal are drawn as one line,
+        ropes: name → static rope, at least one, all with the same number of pairs. Equal ropes are drawn as one line
             with all of their names.
         longest: greatest distance, in tokens, at least 1.
 
     Returns:
         A Figure: above, the inverse frequency of each pair over that of the first rope (ratio, log axis) over pair
-        index, without pairs that stand still; below, the score of q = k, all ones, per pair with the attention factor
-        in it, over distance (tokens, log axis from 1 on; at most 2000 distances).
+        index, without pairs that do not rotate; below, the score of q = k, all ones, per pair including the attention
+        factor, over distance (tokens, log axis from 1 on; at most 2000 distances).
 
     Raises:
         RopeError: there is no rope, their numbers of pairs differ, one depends on the length, longest is out of range,
@@ -40,21 +40,23 @@ def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
         names_of.setdefault(rope, []).append(name)
     if len({len(rope.inv_freq) for rope in names_of}) != 1:
         got = f"{[len(rope.inv_freq) for rope in names_of]} pairs" if names_of else "none"
-        raise _checks.error(_WHO, "ropes must be ropes with the same number of pairs", got, "Draw others apart.")
+        raise _checks.error(
+            _WHO, "ropes must be ropes with the same number of pairs", got, "Plot the others separately."
+        )
     figure = blank(height=7.5)
     upper, lower = figure.subplots(2, 1)
     first, distance = next(iter(names_of)).inv_freq, distances(longest)
     markers = "osv^D<>"
     for i, (colour, (rope, names)) in enumerate(zip(colours(len(names_of)), names_of.items(), strict=True)):
         speed, label = rope.inv_freq, ", ".join(names)
-        turning = (first > 0) & (speed > 0)
-        index = np.flatnonzero(turning)
+        rotating = (first > 0) & (speed > 0)
+        index = np.flatnonzero(rotating)
         style = {"color": colour, "marker": markers[i % len(markers)], "markersize": 4, "linewidth": 1}
-        upper.plot(index, speed[turning] / first[turning], label=label, **style)
+        upper.plot(index, speed[rotating] / first[rotating], label=label, **style)
         score = rope.attention_factor**2 * np.cos(np.outer(distance, speed)).mean(axis=1)
         lower.plot(distance, score, color=colour, linewidth=1, label=label)
     upper.set_yscale("log")
-    upper.set(xlabel="pair index (0 turns fastest)", ylabel=f"inverse frequency / that of {next(iter(ropes))}")
+    upper.set(xlabel="pair index (0 is the fastest)", ylabel=f"inverse frequency / that of {next(iter(ropes))}")
     upper.locator_params(axis="x", integer=True)
     lower.axhline(0, color=GREY, linewidth=1)
     lower.set(ylabel="score of q = k, all ones, per pair", xlim=(0, longest))

@@ -39,8 +39,8 @@ def angle_field(
     Args:
         rope: a rope with axes; or a `LearnedRope` of several axes, whose pairs may listen to all of them.
         height, width: patches in a column and in a row of patches, from 1 to 512.
-        pairs: which pairs, 1 to 16 of them; None for those of each axis that turn fastest, about 8 in all. Of a
-            `LearnedRope`, the 8 that turn fastest.
+        pairs: which pairs, 1 to 16 of them; None for the fastest pairs of each axis, about 8 in all. For a
+            `LearnedRope`, None gives the 8 fastest pairs.
         positions: what `rope.at` would get, `[axes, height · width]`, row-major: an array, or a tensor on the CPU. None
             for rows and columns from 0 on the last two axes, and 0 on an axis before them (time, image). A
             `LearnedRope` needs them, since only you know what its axes are: (x, y) in RoPE-Mixed.
@@ -49,9 +49,9 @@ def angle_field(
 
     Returns:
         A Figure: a panel for each pair, whose colour is the cosine of the angle (dimensionless, without attention
-        factor) over row and column (patches); above it the axis and the wavelength, in units of positions. Its frame
-        has the colour that the axis has in `inv_freq`. Of a `LearnedRope`, the frequencies of all axes stand above it
-        in place of the axis, and the wavelength is that along the direction in which the pair turns fastest.
+        factor) over row and column (patches). Its title has the axis and the wavelength, in units of positions. Its
+        frame has the colour of the axis in `inv_freq`. For a `LearnedRope` the title has the frequencies of all axes
+        instead of the axis, and the wavelength along the direction in which the angle of the pair grows fastest.
 
     Raises:
         RopeError: the rope has no axes, or neither two nor three and no positions are given; a number is out of range;
@@ -75,7 +75,9 @@ def angle_field(
     if positions is None and not axis:
         fix = 'Pass e.g. positions=ropewalk.positions.grid(height, width, order="wh"), for RoPE-Mixed.'
         raise _checks.error(_WHO, "positions must be given for a LearnedRope", "None", fix)
-    places = _grid(count, height, width) if positions is None else _given(positions, (count, height * width))
+    places = (
+        _grid(count, height, width) if positions is None else _checked_positions(positions, (count, height * width))
+    )
     lengths = np.sqrt(np.square(speeds).sum(0))
     shown = _fastest(axis or [0] * total, count if axis else 1, lengths) if pairs is None else _checked(pairs, total)
     columns = min(_COLUMNS, len(shown))
@@ -124,7 +126,7 @@ def _of_learned(
         must, got = "axis_names must be () for a LearnedRope, whose pairs listen to all axes", _checks.shown(axis_names)
         raise _checks.error(_WHO, must, got, "Leave it out.")
     if (head is None) != (rope.heads is None):
-        must = "head must be given where heads have frequencies of their own, and None where all have the same"
+        must = "head must be given if each head has its own frequencies, and None if all share them"
         raise _checks.error(_WHO, must, f"head={head} and heads={rope.heads}", "Pass e.g. head=0, or leave it out.")
     speeds = rope.inv_freq.detach().double().cpu().numpy()
     if head is not None and rope.heads is not None:
@@ -136,12 +138,12 @@ def _grid(count: int, height: int, width: int) -> np.ndarray:
     """Row and column of each patch on the last two axes, float64 `[count, height · width]`; 0 on one before them."""
     if count not in (2, 3):
         fix = 'Pass e.g. positions=ropewalk.positions.grid(height, width, order="0hw0").'
-        raise _checks.error(_WHO, "rope must have two axes or three where no positions are given", str(count), fix)
+        raise _checks.error(_WHO, "rope must have two or three axes if no positions are given", str(count), fix)
     row, column = np.indices((height, width)).reshape(2, -1)
     return np.stack((*[np.zeros_like(row)] * (count - 2), row, column)).astype(np.float64)
 
 
-def _given(positions: ArrayLike, shape: tuple[int, int]) -> np.ndarray:
+def _checked_positions(positions: ArrayLike, shape: tuple[int, int]) -> np.ndarray:
     """The positions as float64, if they are finite and of this shape."""
     try:
         places = np.asarray(positions, dtype=np.float64)
@@ -157,7 +159,7 @@ def _given(positions: ArrayLike, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _fastest(axis: Sequence[int], count: int, speed: np.ndarray) -> list[int]:
-    """The pairs of each axis that turn fastest, about 8 in all, one axis after another."""
+    """The fastest pairs of each axis, about 8 in all, one axis after another."""
     chosen: list[int] = []
     for one in range(count):
         (pairs,) = np.nonzero(np.equal(axis, one))

@@ -1,4 +1,4 @@
-"""What a turn looks like: one pair, and all pairs of a head."""
+"""Plot the rotation of one pair, and of all pairs of a head."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
-    """The vector (1, 0) in one pair of channels, turned by the rope at positions 0, 1, 2, …
+    """Plot the vector (1, 0) in one pair of channels, rotated to positions 0, 1, 2, …
 
     Args:
-        rope: any rope; the library itself turns the vector.
-        pair: which pair, from 0 to rotary_dim // 2 − 1.
-        tokens: how many positions, from 1 to 16.
+        rope: any rope; the library itself rotates the vector.
+        pair: the index of the pair, from 0 to rotary_dim // 2 − 1.
+        tokens: the number of positions, from 1 to 16.
 
     Returns:
         A Figure: one arrow for each position and the unit circle; both axes dimensionless, of equal scale.
@@ -34,10 +34,10 @@ def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
     figure = blank(height=7.0)
     axes = figure.subplots()
     speed = rope.inv_freq[pair]
-    turn = np.linspace(0, 2 * math.pi, 361)
-    axes.plot(np.cos(turn), np.sin(turn), color=GREY, linewidth=1, label="unit circle")
+    circle = np.linspace(0, 2 * math.pi, 361)
+    axes.plot(np.cos(circle), np.sin(circle), color=GREY, linewidth=1, label="unit circle")
     shades = colours(tokens)
-    for position, (x, y) in enumerate(_turned_unit_vector(rope, pair, tokens)):
+    for position, (x, y) in enumerate(_rotated_unit_vector(rope, pair, tokens)):
         label = f"position {position}: {position * speed:.4g} rad"
         axes.quiver(
             0, 0, x, y, angles="xy", scale_units="xy", scale=1, width=0.008, color=shades[position], label=label
@@ -50,20 +50,20 @@ def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
     factor = "" if rope.attention_factor == 1.0 else f", times the attention factor {rope.attention_factor:.4g}"
-    axes.set_title(f"(1, 0) turned by its position: pair {pair}, {speed:.4g} rad per token{factor}")
+    axes.set_title(f"(1, 0) rotated by its position: pair {pair}, {speed:.4g} rad per token{factor}")
     return figure
 
 
 def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
-    """All pairs of a head at once: cos(position · inverse frequency) as colours, so that fast and slow pairs show.
+    """Plot cos(position · inverse frequency) of all pairs of a head as colours.
 
     Args:
         rope: any rope.
-        tokens: how many positions from 0 on, from 2 to 4096.
+        tokens: the number of positions from 0 on, from 2 to 4096.
 
     Returns:
         A Figure: colour is the cosine (without attention factor) over position (tokens) and pair index; on the right
-        the wavelength of some pairs. A line shows where each pair has made its first full turn.
+        the wavelength of some pairs. A line shows where each pair completes its first full turn.
 
     Raises:
         RopeError: rope is no Rope, tokens is out of range, or matplotlib is missing.
@@ -79,7 +79,7 @@ def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
     axes.plot(first_turn, np.arange(len(speed)), color="black", linewidth=2, label="first full turn (one wavelength)")
     axes.set(xlim=(-0.5, tokens - 0.5), ylim=(len(speed) - 0.5, -0.5))
     axes.set_xlabel("position (tokens)")
-    axes.set_ylabel("pair index (0 turns fastest)")
+    axes.set_ylabel("pair index (0 is the fastest)")
     right = axes.secondary_yaxis("right")
     shown = np.unique(np.linspace(0, len(speed) - 1, min(9, len(speed))).round().astype(int))
     right.set_yticks(shown, [f"{wavelength[i]:,.{0 if wavelength[i] >= 100 else 1}f}" for i in shown])
@@ -91,8 +91,8 @@ def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
     return figure
 
 
-def _turned_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
-    """(1, 0) in one pair, turned by the rope at positions 0 … tokens − 1: float64 `[tokens, 2]`."""
+def _rotated_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
+    """The vector (1, 0) in one pair, rotated to positions 0 … tokens − 1: float64 `[tokens, 2]`."""
     import torch
 
     half = rope.pairing == "half"
@@ -102,5 +102,5 @@ def _turned_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
     x[..., first] = 1.0
     positions = torch.arange(tokens)
     positions = positions if rope.axes is None else positions.expand(rope.axes.count, -1)  # as text
-    turned = rope.at(positions, dtype=torch.float64)(x, layout="thd")
-    return turned[:, 0, [first, second]].numpy()
+    rotated = rope.at(positions, dtype=torch.float64)(x, layout="thd")
+    return rotated[:, 0, [first, second]].numpy()

@@ -1,4 +1,4 @@
-"""How fast each pair turns."""
+"""Plot the inverse frequency of each pair."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ if TYPE_CHECKING:
 
 
 def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
-    """Speed of each pair before and after scaling, and the trained length where the scheme knows it.
+    """Plot the inverse frequency of each pair before and after scaling, and the trained length if the scheme states it.
 
     Args:
-        rope: any rope with a scaling or without.
-        axis_names: what its axes are, for the legend: `.axis_names` of a model's ropes or of its tower.
+        rope: any rope, with or without scaling.
+        axis_names: the names of its axes for the legend: `.axis_names` of a model's ropes or of its vision tower.
 
     Returns:
         A Figure: inverse frequency (radians per token, log axis) over pair index; on the right the wavelength in
-        tokens. "Before" is the same Rope with scaling None. Idle pairs (inverse frequency 0) are not drawn. Where the
-        rope has several axes, the colour of a pair's marker says to which of them it listens, and the units are
-        positions in place of tokens.
+        tokens. "Before" is the same Rope with scaling None. Pairs with inverse frequency 0 are not drawn. If the rope
+        has several axes, the colour of a pair's marker shows its axis, and the units are positions instead of tokens.
 
     Raises:
-        RopeError: rope is no Rope, axis_names are not those of its axes, or matplotlib is missing.
+        RopeError: rope is no Rope, axis_names do not fit its axes, or matplotlib is missing.
     """
     check_rope("plots.inv_freq", rope)
     names = names_of("plots.inv_freq", rope, axis_names)
@@ -54,23 +53,23 @@ def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
     if trained is not None:
         label = f"one turn within the trained length of {trained:,} tokens"
         axes.axhline(2 * math.pi / trained, color=ORANGE, label=label)
-    axes.set_xlabel("pair index (0 turns fastest)")
+    axes.set_xlabel("pair index (0 is the fastest)")
     axes.locator_params(axis="x", integer=True)
     axes.set_ylabel(f"inverse frequency (radians per {unit})")
     tokens = axes.secondary_yaxis("right", functions=(_wavelength, _wavelength))
     tokens.set_ylabel(f"wavelength ({unit}s per full turn)")
     axes.grid(alpha=0.3)
     axes.legend()
-    axes.set_title(f"How fast each of the {len(after)} pairs turns (base {rope.base:,.10g}, {scheme(rope)})")
+    axes.set_title(f"Inverse frequency of {len(after)} pairs (base {rope.base:,.10g}, {scheme(rope)})")
     return figure
 
 
-def _drawn(speed: np.ndarray) -> np.ndarray:
-    """The speeds that a log axis can show: NaN in the place of 0."""
-    return np.where(speed > 0, speed, np.nan)
+def _drawn(frequency: np.ndarray) -> np.ndarray:
+    """The frequencies with NaN instead of 0, which a log axis cannot show."""
+    return np.where(frequency > 0, frequency, np.nan)
 
 
-def _wavelength(speed: ArrayLike) -> ArrayLike:
-    """Tokens per turn from radians per token, and back: it is its own inverse."""
+def _wavelength(frequency: ArrayLike) -> ArrayLike:
+    """Convert radians per token to tokens per turn; the function is its own inverse."""
     with np.errstate(divide="ignore"):
-        return 2 * math.pi / np.asarray(speed, dtype=np.float64)
+        return 2 * math.pi / np.asarray(frequency, dtype=np.float64)
