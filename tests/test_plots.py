@@ -411,7 +411,7 @@ LEARNED = ropewalk.LearnedRope.projected(head_dim=16, heads=3, pairing="interlea
         (
             ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((4, 4, 4, 4))),
             {},
-            "rope must have two axes or three where no positions are given, got 4",
+            "rope must have two or three axes if no positions are given, got 4",
         ),
     ],
 )
