@@ -286,7 +286,7 @@ def save_one(file: Path, rope: Rope | None) -> None:
     model(torch.tensor([[1, 2]]), None).sum().backward()
     optimizer.step()
     identity = checkpoint.identity(model, rope, {"steps": 1}, {})
-    checkpoint.save(file, identity, dict(model.named_parameters()), optimizer, [1.0], 0.5)
+    checkpoint.save(file, identity, checkpoint.state(dict(model.named_parameters()), optimizer), [1.0], 0.5)
 
 
 def test_a_training_that_diverges_keeps_the_steps_before(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ WATCHED = Watched(**{field.name: getattr(COPY, field.name) for field in dataclas
 
 @pytest.fixture(autouse=True)
 def _quick_estimate(monkeypatch):
-    monkeypatch.setattr(study, "estimate", lambda left: 100.0 * len(left))
+    monkeypatch.setattr(study, "estimate", lambda left, folder: 100.0 * len(left))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def ran(tmp_path_factory):
     """One run of everything: folder, result, lines."""
     folder, said = tmp_path_factory.mktemp("lab") / "out", []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "estimate", lambda left: 100.0 * len(left))
+        patch.setattr(study, "estimate", lambda left, folder: 100.0 * len(left))
         result = study.run(Study([COPY, tiny_lab.TEXT], [3, 4], baselines=True), folder, said.append)
     return folder, result, said
 
@@ -142,7 +142,7 @@ def rows_of(folder):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "estimate", lambda left: 1.0)
+        patch.setattr(study, "estimate", lambda left, folder: 1.0)
         Watched.reset()
         rows = rows_of(tmp_path_factory.mktemp("undisturbed"))
     # 4 steps and 5 fine-tunes of 2; 10 methods of 5 lengths, of which 4 dynamic ones have 2 in common with none and 2
@@ -252,17 +252,18 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         study.run(Study([COPY], [0]), tmp_path / "file", print)
 
 
-def test_the_estimate_by_hand(monkeypatch):
+def test_the_estimate_by_hand(monkeypatch, tmp_path):
     monkeypatch.undo()
-    monkeypatch.setattr(study, "_step_seconds", lambda part: 0.5 if part.method else 0.25)
+    monkeypatch.setattr(study, "_step_seconds", lambda part, folder: 0.5 if part.method else 0.25)
     monkeypatch.setattr(study, "_row_seconds", lambda part: 3.0)
     # 4 steps of 0.25 s and 10 rows of 3 s; 5 times 2 steps of 0.5 s and a row; 3 times 4 steps of 0.25 s and a row.
-    assert study.estimate(parts.parts(COPY, 0, baselines=True)) == (1 + 30) + 5 * (1 + 3) + 3 * (1 + 3)
+    assert study.estimate(parts.parts(COPY, 0, baselines=True), tmp_path) == (1 + 30) + 5 * (1 + 3) + 3 * (1 + 3)
 
 
-def test_the_estimate_is_measured(monkeypatch):
+def test_the_estimate_is_measured(monkeypatch, tmp_path):
     monkeypatch.undo()
-    assert 0 < study.estimate(parts.parts(COPY, 0, baselines=False)) < 60
+    assert 0 < study.estimate(parts.parts(COPY, 0, baselines=False), tmp_path) < 60
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_studies():

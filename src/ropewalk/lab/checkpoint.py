@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks
-from ropewalk.lab import files
+from ropewalk.lab import files, ranks
 from ropewalk.lab.files import Kind
 from ropewalk.lab.model import LanguageModel, Size, shapes
 
@@ -76,13 +76,20 @@ def identity(
     return plain
 
 
+def state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of a training by the names that they have in a file; zeros for moments before the first step."""
+    tensors = {f"weights.{name}": value.detach() for name, value in parameters.items()}
+    for name, parameter in parameters.items():
+        kept = optimizer.state[parameter]
+        tensors |= {
+            f"{moment}.{name}": kept[moment] if moment in kept else torch.zeros_like(parameter.detach())
+            for moment in _MOMENTS
+        }
+    return tensors
+
+
 def save(
-    file: Path,
-    identity: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    losses: list[float],
-    seconds: float,
+    file: Path, identity: Mapping[str, Any], state: Mapping[str, Tensor], losses: list[float], seconds: float
 ) -> None:
     """Write the state after a step; a process killed meanwhile leaves the file of the step before.
 
@@ -93,10 +100,7 @@ def save(
         RopeError: a loss, weight or moment is not finite, or the file cannot be written; that of the step before is
             still there.
     """
-    tensors = {f"weights.{name}": value.detach() for name, value in parameters.items()}
-    for name, parameter in parameters.items():
-        tensors |= {f"{moment}.{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}
-    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    tensors = {**state, "losses": torch.tensor(losses, dtype=torch.float64)}
     if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():  # a pass over each: cheaper than isfinite
         must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
         raise _checks.error("lab", must, came, f"Take a lower learning rate; {file} has the steps before.")
@@ -105,34 +109,48 @@ def save(
         files.write_tensors(unfinished, tensors, {**metadata, "sha256": _digest(tensors, metadata)})
 
 
-def resume(
-    file: Path,
-    identity: Mapping[str, Any],
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-) -> tuple[list[float], float]:
-    """Load what `save` wrote, if there is such a file: losses of the steps done, and the seconds they took.
+def restore(
+    parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], steps: int
+) -> None:
+    """Set parameters and optimizer to a state, after so many steps.
+
+    Args:
+        parameters: plain, or DTensors: then each process takes its shards.
+        tensors: as of `state`; plain, or DTensors placed as the parameters are.
+    """
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(_placed(tensors[f"weights.{name}"], parameter))
+            moments = {moment: _placed(tensors[f"{moment}.{name}"], parameter) for moment in _MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(steps), device=parameter.device), **moments}
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """value, split over the processes as the parameter is."""
+    if ranks.count() == 1:
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    mesh = parameter.device_mesh
+    return distribute_tensor(value.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+
+
+def check_same(place: Path, found: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Check that what was found there is of this training.
 
     Raises:
-        RopeError: the file is of another training (the message says what differs), or no checkpoint.
+        RopeError: it is of another; the message says what differs.
     """
-    if not file.exists():
-        return [], 0.0
-    found = read(file)
-    different = [key for key in identity if found.identity[key] != identity[key]]
+    different = [key for key in identity if found.get(key) != identity[key]]
     if different:
         raise _checks.error(
             "lab",
-            f"{file} must be a checkpoint of this training",
+            f"{place} must be a checkpoint of this training",
             f"one that differs in {', '.join(different)}",
             "Name another folder, or delete the file to start anew.",
         )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(found.tensors[f"weights.{name}"])
-            state = {moment: found.tensors[f"{moment}.{name}"] for moment in _MOMENTS}
-            optimizer.state[parameter] = {"step": torch.tensor(float(len(found.losses))), **state}
-    return found.losses, found.seconds
 
 
 def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any]]:

@@ -229,7 +229,7 @@ class LanguageModel(nn.Module):
             return learned
         # Vaswani et al. 2017 (1706.03762), sections 3.4 and 3.5: the embedding is multiplied by √width.
         width = self.size.hidden_size
-        speeds = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        speeds = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device=x.device) / width)
         angles = positions.to(torch.float64).unsqueeze(-1) * speeds
         waves = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
         return torch.add(waves.to(x.dtype), x, alpha=width**0.5)

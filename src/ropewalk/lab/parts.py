@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 
 from ropewalk import Rope, _checks
+from ropewalk.lab import ranks
 from ropewalk.lab.files import writing
 from ropewalk.lab.measure import Plan
 from ropewalk.lab.methods import METHODS, TUNES, Method
@@ -107,7 +108,7 @@ class Part:
     def run(
         self, folder: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
     ) -> list[Row]:
-        """Train, or go on; measure what is not measured yet.
+        """Train, or go on; measure what is not measured yet. Of several processes, only the first measures.
 
         Args:
             folder: what was done is kept in it.
@@ -122,6 +123,9 @@ class Part:
             RopeError: the folder holds a training of that name with another recipe, or on another text.
         """
         model = self._trained(folder, progress)
+        return ranks.on_first(lambda: self._measured(model, folder, say))
+
+    def _measured(self, model: LanguageModel, folder: Path, say: Callable[[str], None] | None) -> list[Row]:
         rows = self.rows(folder)
         left = list(self.plans.items())[len(rows) :]
         if left and say is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -16,8 +18,8 @@ from typing import Any
 import torch
 
 import ropewalk
-from ropewalk import _checks, _lock, plots
-from ropewalk.lab import report, tasks
+from ropewalk import _checks, plots
+from ropewalk.lab import ranks, report, tasks
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.parts import Part, Row, parts, write_json
 from ropewalk.lab.progress import Progress
@@ -68,34 +70,42 @@ def full(seed: int, *, baselines: bool) -> Study:
 def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     """Run what is not done yet, and write the report: tables, words, JSON, pictures.
 
+    Several processes (`ranks.joined`) must all call this with the same arguments. They train each model together; the
+    first one decides what is left, measures, reports and writes.
+
     Args:
         folder: where everything is kept; made if it is not there. Running again with the same folder goes on where
             the last run stopped, also after Ctrl-C or a kill.
-        say: called with each line for the reader.
+        say: called with each line for the reader, in the first process.
 
     Returns:
-        What `report.json` holds: date, versions, threads, tasks, rows (`Part.run`), seconds of this run.
+        What `report.json` holds: date, versions, processes, threads of each, tasks, rows (`Part.run`),
+        seconds of this run.
 
     Raises:
         RopeError: matplotlib or safetensors is missing; the folder cannot be made or written, or holds another
             training under the same name; another process works in it.
     """
-    plots.blank(height=1.0)  # so that a missing matplotlib is told now
-    _make(folder)
-    with _lock.held("lab", folder / "lock", f"in {folder}"):
-        return _run_in(study, folder, say)
+    ranks.on_first(lambda: _prepare(folder))
+    with ranks.locked(folder / "lock", f"in {folder}"):
+        return _run_in(study, folder, say if ranks.rank() == 0 else lambda line: None)
 
 
 def _run_in(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     began = time.monotonic()
-    left = [part for part in study.parts() if not part.done(folder)]
+    done = ranks.on_first(lambda: [part.done(folder) for part in study.parts()])
+    left = [part for part, is_done in zip(study.parts(), done, strict=True) if not is_done]
     if left:
-        say(f"{torch.get_num_threads()} threads, {len(left)} of {len(study.parts())} parts to do, kept in {folder}")
-        say(f"This will take about {_minutes(estimate(left))}. Ctrl-C stops it; the same command goes on from there.")
+        threads = f"{torch.get_num_threads()} threads"
+        if ranks.count() > 1:
+            threads = f"{ranks.count()} processes, {threads} in each"
+        say(f"{threads}, {len(left)} of {len(study.parts())} parts to do, kept in {folder}")
+        expected = _minutes(estimate(left, folder))
+        say(f"This will take about {expected}. Ctrl-C stops it; the same command goes on from there.")
     rows: list[Row] = []
     try:
         for number, part in enumerate(study.parts(), start=1):
-            rows += _run(part, folder, say, f"[{number}/{len(study.parts())}] {part.name}")
+            rows += _run(part, folder, say, f"[{number}/{len(study.parts())}] {part.name}", part not in left)
     except KeyboardInterrupt:
         say("")
         say(f"Stopped. What is done is kept in {folder}; the same command goes on from there.")
@@ -103,51 +113,66 @@ def _run_in(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"ropewalk": ropewalk.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "processes": ranks.count(),
         "threads": torch.get_num_threads(),
         "seconds": round(time.monotonic() - began, 1),
         "tasks": [report.described(task) for task in study.tasks],
         "rows": rows,
     }
-    write_json(folder / "report.json", result)
-    for line in report.written(result, folder):
+    for line in ranks.on_first(lambda: _report(result, folder)):
         say(line)
     if left:
         say(f"This run took {_minutes(time.monotonic() - began)}.")
     return result
 
 
-def _run(part: Part, folder: Path, say: Say, label: str) -> list[Row]:
-    if part.done(folder):
-        return part.rows(folder)
+def _run(part: Part, folder: Path, say: Say, label: str, done: bool) -> list[Row]:
+    if done:
+        return ranks.on_first(lambda: part.rows(folder))
     say(label)
-    return part.run(folder, Progress(part.name, sys.stderr), lambda line: say(f"  {line}"))
+    progress = Progress(part.name, sys.stderr) if ranks.rank() == 0 else None
+    return part.run(folder, progress, lambda line: say(f"  {line}"))
 
 
-def estimate(left: Sequence[Part]) -> float:
+def _report(result: dict[str, Any], folder: Path) -> list[str]:
+    write_json(folder / "report.json", result)
+    return list(report.written(result, folder))
+
+
+def estimate(left: Sequence[Part], folder: Path) -> float:
     """Seconds that these parts will take on this machine: a few steps and measurements of each kind are timed.
 
     Steps of an interrupted training that are done already are counted again.
+
+    Args:
+        left: the parts.
+        folder: checkpoints of the timed steps are in a folder of it, which is deleted.
     """
     seconds: dict[tuple[Task, bool], tuple[float, float]] = {}
     total = 0.0
     for part in left:
         kind = (part.task, part.method is not None)
         if kind not in seconds:
-            seconds[kind] = _step_seconds(part), _row_seconds(part)
+            seconds[kind] = _step_seconds(part, folder), ranks.on_first(functools.partial(_row_seconds, part))
         step, row = seconds[kind]
         total += step * part.recipe.steps + row * len(part.plans)
     return total
 
 
-def _step_seconds(part: Part, *, steps: int = 8) -> float:
-    """A step of the training, checkpoint included."""
+def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
+    """A step of the training."""
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # the same model in every process
         model = LanguageModel(part.task.size)
     batches = part.task.batches(0, longest=part.longest, sequences=part.sequences)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "timed.safetensors"
-        recipe = dataclasses.replace(part.recipe, steps=steps)
+    recipe = dataclasses.replace(part.recipe, steps=steps)
+    timed = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix=".timed-", dir=folder)))  # all processes see it
+    try:
+        file = timed / "timed.safetensors"
         return train(model, part.task.rope, batches, recipe, file=file, about={}).seconds / steps
+    finally:
+        if ranks.rank() == 0:
+            shutil.rmtree(timed, ignore_errors=True)
 
 
 def _row_seconds(part: Part) -> float:
@@ -165,7 +190,8 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
 
 
-def _make(folder: Path) -> None:
+def _prepare(folder: Path) -> None:
+    plots.blank(height=1.0)  # so that a missing matplotlib is told now
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk import _checks, _lock
-from ropewalk.lab import checkpoint
+from ropewalk import _checks
+from ropewalk.lab import checkpoint, ranks, shards
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.progress import Progress
+
+EVERY = 10
+"""Steps from one checkpoint of several processes to the next: writing one takes as long as a few small steps."""
 
 
 class Batch(NamedTuple):
@@ -88,10 +91,16 @@ class Trained:
     seconds: float
 
 
-def loss_of(logits: Tensor, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats for each target that counts."""
+def loss_of(logits: Tensor, batch: Batch, targets: int | None = None) -> Tensor:
+    """Mean cross-entropy in nats for each target that counts.
+
+    Args:
+        targets: what the sum is divided by: those that count in a whole batch of which this one is a part; those of
+            `batch` when None.
+    """
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-    return each.mean() if batch.mask is None else each[batch.mask.flatten()].mean()
+    counted = each if batch.mask is None else each[batch.mask.flatten()]
+    return counted.sum() / (counted.numel() if targets is None else targets)
 
 
 def train(
@@ -104,15 +113,22 @@ def train(
     about: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Trained:
-    """Train the model in place, keeping a checkpoint of every step.
+    """Train the model in place, keeping checkpoints.
 
-    Where the file holds a checkpoint of the same training, go on from its step; of a finished one, only load it. A
-    killed process loses the step it was in and nothing more, and the weights in the end are bitwise those of an
-    undisturbed training (same machine, same versions, same number of threads).
+    Where there is a checkpoint of the same training, go on from its step; of a finished one, only load it. The
+    weights in the end are bitwise those of an undisturbed training (same machine, same versions, same number of
+    processes and threads).
+
+    One process keeps every step in `file`: if it is killed, the step it was in is lost and nothing more.
+
+    Several processes (`ranks.joined`) must all call this with the same arguments. FSDP2 splits the model over them,
+    and each takes its share of the sequences of every batch. They keep every EVERY-th step in `shards.folder_of(file)`,
+    which all machines must see; in the end the first process writes `file` and deletes that folder. Any number of
+    processes goes on from either. The losses are those of one process but for the rounding of sums.
 
     Args:
         model: with its initial weights: the same whenever the same training is called again.
-        rope: turns q and k; static. None does not rotate.
+        rope: rotates q and k; static. None does not rotate.
         batch: step, counted from 0 → what it learns from. Must depend on the step alone.
         recipe: how.
         file: of the checkpoint; its folder is made.
@@ -122,9 +138,10 @@ def train(
 
     Raises:
         RopeError: the file holds a checkpoint of another training, or is none; it cannot be written; another process
-            trains with it; loss or weights are no longer finite. What was kept before stays as it was.
+            trains with it; loss or weights are no longer finite; the processes were given different trainings. What
+            was kept before stays as it was.
     """
-    with _lock.held("lab", file.with_name(f"{file.name}.lock"), str(file)):
+    with ranks.locked(file.with_name(f"{file.name}.lock"), str(file)):
         return _train(model, rope, batch, recipe, file, about, progress)
 
 
@@ -138,7 +155,10 @@ def _train(
     progress: Progress | None,
 ) -> Trained:
     identity = checkpoint.identity(model, rope, asdict(recipe), about)
-    parameters = dict(model.named_parameters())
+    _check_agreement(identity)
+    several, device = ranks.count() > 1, ranks.device()
+    trained = shards.split(model) if several else model
+    parameters = dict(trained.named_parameters())
     decayed = [p for p in parameters.values() if p.ndim > 1]
     plain = [p for p in parameters.values() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
@@ -147,31 +167,115 @@ def _train(
         betas=recipe.betas,
         fused=True,
     )
-    losses, seconds = checkpoint.resume(file, identity, parameters, optimizer)
+    losses, seconds = _resume(file, identity, parameters, optimizer)
     rotations: dict[int, ropewalk.Rotation | None] = {}
-    model.train()
+    trained.train()
     with _deterministic():
         for step in range(len(losses), recipe.steps):
             began = time.perf_counter()
-            now = batch(step)
-            positions = torch.arange(now.tokens.shape[1])
+            whole = batch(step)
+            targets = whole.targets.numel() if whole.mask is None else int(whole.mask.sum())
+            now = _share(whole, device)
+            positions = torch.arange(now.tokens.shape[1], device=device)
             if len(positions) not in rotations:
                 rotations[len(positions)] = None if rope is None else rope.at(positions)
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)
             optimizer.zero_grad()
             placed = positions if model.size.absolute else None
-            loss = loss_of(model(now.tokens, rotations[len(positions)], positions=placed), now)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = loss_of(trained(now.tokens, rotations[len(positions)], positions=placed), now, targets)
+            # FSDP2 takes the mean of the gradients of all processes; the gradient of the whole batch is their sum.
+            (loss * ranks.count()).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
             optimizer.step()
-            losses.append(loss.item())
+            losses.append(ranks.total(loss))
             seconds += time.perf_counter() - began
-            checkpoint.save(file, identity, parameters, optimizer, losses, seconds)
+            if not several:
+                checkpoint.save(file, identity, checkpoint.state(parameters, optimizer), losses, seconds)
+            elif len(losses) % EVERY == 0 or len(losses) == recipe.steps:
+                shards.save(file, identity, checkpoint.state(parameters, optimizer), losses, seconds)
             if progress is not None:
                 progress.step(step + 1, recipe.steps, losses[-1])
+    if several:
+        _gather(model, file, identity, checkpoint.state(parameters, optimizer), losses, seconds)
     model.eval()
     return Trained(tuple(losses), seconds)
+
+
+def _check_agreement(identity: Mapping[str, Any]) -> None:
+    """Check that all processes were given the same training: an initial weight or a text may differ by machine."""
+    identities = ranks.from_all(identity)
+    if different := [key for key in identity if any(other[key] != identities[0][key] for other in identities)]:
+        cure = "Start all of them with the same command, and with the same versions of Python, PyTorch and ropewalk."
+        must = "every process must train the same model on the same data"
+        ranks.fail(_checks.error("lab", must, f"processes that differ in {', '.join(different)}", cure))
+
+
+def _resume(
+    file: Path, identity: Mapping[str, Any], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+) -> tuple[list[float], float]:
+    """Load the last checkpoint of this training, if there is one: the losses of its steps, and their seconds."""
+
+    def latest() -> checkpoint.Checkpoint | shards.Last | None:
+        whole = checkpoint.read(file) if file.exists() else None
+        last = shards.read(file)
+        if whole is not None:
+            checkpoint.check_same(file, whole.identity, identity)
+        if last is not None:
+            checkpoint.check_same(shards.folder_of(file), last.identity, identity)
+        if last is not None and (whole is None or len(last.losses) > len(whole.losses)):
+            shards.tidy(file, keep=last.folder)
+            return last
+        shards.tidy(file, keep=None)
+        return whole
+
+    found = ranks.on_first(latest)
+    if found is None:
+        return [], 0.0
+    if isinstance(found, checkpoint.Checkpoint):
+        tensors = found.tensors
+    else:
+        tensors = {name: torch.empty_like(value) for name, value in checkpoint.state(parameters, optimizer).items()}
+        shards.load(file, found, tensors)
+    checkpoint.restore(parameters, optimizer, tensors, len(found.losses))
+    if ranks.count() == 1 and isinstance(found, shards.Last):
+        checkpoint.save(file, identity, tensors, found.losses, found.seconds)
+        shards.tidy(file, keep=None)
+    return found.losses, found.seconds
+
+
+def _gather(
+    model: LanguageModel,
+    file: Path,
+    identity: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    losses: list[float],
+    seconds: float,
+) -> None:
+    """Bring the trained weights into the whole model of every process; leave the file that one process leaves."""
+    tensors = shards.whole(state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"weights.{name}"])
+
+    def keep() -> None:
+        if not shards.folder_of(file).exists():
+            return  # the file was finished before
+        checkpoint.save(file, identity, tensors, losses, seconds)
+        shards.tidy(file, keep=None)
+
+    ranks.on_first(keep)
+
+
+def _share(batch: Batch, device: torch.device) -> Batch:
+    """The sequences of this process. One for which none is left gets the first one, with no target that counts."""
+    if ranks.count() == 1:
+        return batch
+    rows = torch.arange(len(batch.tokens)).tensor_split(ranks.count())[ranks.rank()]
+    mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
+    if not len(rows):
+        rows, mask = torch.tensor([0]), torch.zeros_like(mask)
+    return Batch(batch.tokens[rows].to(device), batch.targets[rows].to(device), mask[rows].to(device))
 
 
 @contextmanager

@@ -32,10 +32,16 @@ def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) ->
     For a model that writes text, run `ropewalk lab --task text`. It is in ropewalk-lab/parts/text-0-trained.safetensors
     (under --out; 0 is the seed) from its first step on, and is trained to the end before anything else is done. Pass
     that file to `ropewalk generate` and `ropewalk export`.
+
+    Several processes train each model together under torchrun: `torchrun --nproc-per-node 4 -m ropewalk lab`.
     """
-    from ropewalk.lab import study
+    from ropewalk.lab import ranks, study
 
     if quick and task == "text":
         raise click.UsageError("--quick is the copy task, so it cannot be combined with --task text. Drop one of them.")
     chosen = {None: study.full, "copy": study.quick, "text": study.text}["copy" if quick else task]
-    study.run(chosen(seed, baselines=baselines), out, click.echo)
+    try:
+        with ranks.joined():
+            study.run(chosen(seed, baselines=baselines), out, click.echo)
+    except ranks.FirstFailedError:
+        raise SystemExit(1) from None

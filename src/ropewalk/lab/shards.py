@@ -1,0 +1,221 @@
+"""A model split over processes by FSDP2, and its checkpoints on disk, which any number of processes can read.
+
+Beside `x.safetensors` there is a folder `x.safetensors.shards` while several processes train. Each checkpoint is a
+folder in it, to which `torch.distributed.checkpoint` writes one safetensors file for each process; `last.json` names
+the last checkpoint that is whole, and is replaced after all of its files are written.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk import _checks
+from ropewalk.lab import files, ranks
+from ropewalk.lab.model import LanguageModel
+
+VERSION = "1"
+"""Of `last.json`."""
+
+
+@dataclass(frozen=True)
+class Last:
+    """What `last.json` says.
+
+    Args:
+        version: VERSION.
+        identity: which training it is of, as `checkpoint.identity` makes it.
+        losses: of each step that is done, in nats; at least one.
+        seconds: that these steps took.
+        folder: name of the folder with the tensors.
+        sha256: name of each file in that folder → its digest.
+    """
+
+    version: str
+    identity: dict[str, Any]
+    losses: list[float]
+    seconds: float
+    folder: str
+    sha256: dict[str, str]
+
+
+def split(model: LanguageModel) -> LanguageModel:
+    """A copy of the model on `ranks.device()` whose parameters are split over all processes: FSDP2, layer by layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = ranks.device()
+    mesh = init_device_mesh(device.type, (ranks.count(),))
+    shards = copy.deepcopy(model).to(device)
+    for layer in shards.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(shards, mesh=mesh)
+    return shards
+
+
+def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same with every DTensor gathered, on the CPU of every process."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).cpu() for name, value in tensors.items()
+    }
+
+
+def save(
+    file: Path, identity: Mapping[str, Any], tensors: Mapping[str, Tensor], losses: list[float], seconds: float
+) -> None:
+    """Write the state after a step: each process its own shards. All processes must call it.
+
+    A process killed meanwhile leaves the checkpoint before, which is deleted after the new one is whole.
+
+    Args:
+        file: of the training; the checkpoints are in the folder beside it.
+        tensors: as of `checkpoint.state`, of DTensors.
+
+    Raises:
+        RopeError: a loss, weight or moment is not finite, or some process cannot write. The last checkpoint is still
+            there.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+    from torch.distributed.tensor import DTensor
+
+    local = [value.to_local() for value in tensors.values() if isinstance(value, DTensor)]
+    finite = math.isfinite(losses[-1]) and bool(torch.nn.utils.get_total_norm(local).isfinite())
+    folder = folder_of(file) / f"step-{len(losses):08d}"
+    if not all(ranks.from_all(finite)):
+        must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
+        ranks.fail(_checks.error("lab", must, came, f"Take a lower learning rate; {folder.parent} has earlier steps."))
+    try:
+        # The format without pickles: nothing in it is executed when it is read.
+        save_shards(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as e:  # raised in every process
+        ranks.fail(_unwritable(folder, e.failures))
+    digests = ranks.from_all(_digests(folder, f"shard-{ranks.rank() + 1:05d}-*"))  # a process knows its own files
+    last = Last(
+        VERSION, dict(identity), losses, seconds, folder.name, {k: v for each in digests for k, v in each.items()}
+    )
+    ranks.on_first(lambda: _publish(file, last))
+
+
+def read(file: Path) -> Last | None:
+    """What the last whole checkpoint beside `file` says, all of it checked but its tensors; None without one.
+
+    Raises:
+        RopeError: it is broken.
+    """
+    manifest = folder_of(file) / "last.json"
+    if not manifest.exists():
+        return None
+    must = f"it must be a manifest of version {VERSION}"
+    try:
+        found = Last(**json.loads(manifest.read_text(encoding="utf-8")))
+        valid = (
+            found.version == VERSION
+            and isinstance(found.identity, dict)
+            and isinstance(found.sha256, dict)
+            and len(found.losses) > 0
+            and all(isinstance(number, float) and math.isfinite(number) for number in [*found.losses, found.seconds])
+            and found.folder == f"step-{len(found.losses):08d}"
+        )
+    except (OSError, ValueError, TypeError, RecursionError) as e:
+        raise _broken(manifest, must, f"{type(e).__name__}: {e!s:.80}") from e
+    if not valid:
+        raise _broken(manifest, must, "one with other values")
+    actual = _digests(manifest.parent / found.folder, "*")
+    if actual != found.sha256:
+        different = sorted(name for name in actual.keys() | found.sha256 if actual.get(name) != found.sha256.get(name))
+        came = f"missing, added or changed: {', '.join(different[:4])}"
+        raise _broken(manifest, f"{found.folder} must hold the files that it lists", came)
+    return found
+
+
+def load(file: Path, last: Last, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the tensors, plain or DTensors, from the checkpoint: each process reads its own part.
+
+    Raises:
+        RopeError: a tensor is missing or has another shape.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+    folder = folder_of(file) / last.folder
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # told where a process is alone
+        try:
+            load_shards(
+                dict(tensors),
+                storage_reader=HuggingFaceStorageReader(str(folder)),
+                no_dist=ranks.count() == 1,
+            )
+        except CheckpointException as e:
+            ranks.fail(_broken(folder, "it must hold the tensors of this training", _first(e.failures)))
+
+
+def tidy(file: Path, keep: str | None) -> None:
+    """Delete all checkpoints of several processes but one: what a killed process has left, and older ones.
+
+    Args:
+        keep: name of the folder that stays; None deletes all, and the manifest first.
+    """
+    parent = folder_of(file)
+    if keep is None:
+        (parent / "last.json").unlink(missing_ok=True)
+        shutil.rmtree(parent, ignore_errors=True)
+        return
+    for folder in parent.glob("step-*"):
+        if folder.name != keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_of(file: Path) -> Path:
+    """Where the checkpoints of several processes that train `file` are kept."""
+    return file.with_name(f"{file.name}.shards")
+
+
+def _publish(file: Path, last: Last) -> None:
+    manifest = folder_of(file) / "last.json"
+    with files.writing(manifest) as unfinished:
+        unfinished.write_text(json.dumps(asdict(last)), encoding="utf-8")
+    tidy(file, keep=last.folder)
+
+
+def _digests(folder: Path, pattern: str) -> dict[str, str]:
+    digests = {}
+    for path in sorted(folder.glob(pattern)):
+        with path.open("rb") as opened:
+            digests[path.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return digests
+
+
+def _unwritable(folder: Path, failures: Mapping[int, Any]) -> _checks.RopeError:
+    came = _first(failures)
+    shutil.rmtree(folder, ignore_errors=True)
+    must = f"{folder.parent} must be a folder that every process can write to"
+    return _checks.error("lab", must, came, "Make room, or name another. The last checkpoint is unchanged.")
+
+
+def _first(failures: Mapping[int, Any]) -> str:
+    """The first failure, as torch.distributed.checkpoint reports them: rank → (exception, traceback)."""
+    rank, (error, _) = min(failures.items())
+    if isinstance(error, KeyboardInterrupt):  # Ctrl-C
+        raise error
+    return f"{type(error).__name__} in process {rank}: {error!s:.200}"
+
+
+def _broken(path: Path, must: str, came: str) -> _checks.RopeError:
+    return _checks.error("lab", f"{path}: {must}", came, f"Delete {path.parent} to go on without it.")

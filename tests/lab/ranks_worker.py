@@ -1,0 +1,221 @@
+"""Trains a tiny model with several processes, kills some of them, and goes on: run by test_ranks.py.
+
+The parent only imports: every process of a group is a fork of one that has torch loaded and has run nothing yet.
+What comes out is one line of JSON: the name of each file → of each run how its processes ended, and the steps on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo  # the first optimizer of a process imports it, which takes longer than all steps here
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+
+from ropewalk import Rope, RopeError
+from ropewalk.lab import checkpoint, ranks, shards, train
+from ropewalk.lab.model import LanguageModel, Size
+from ropewalk.lab.train import Batch, Recipe
+
+# Over 4 processes, 17 rows of the embedding are 5, 5, 5 and 2; 6 of k_proj are 2, 2, 2 and none.
+SIZE = Size(17, 12, 10, 2, 2, num_kv_heads=1)
+TIED = replace(SIZE, tied=True, absolute="learned", max_positions=7)
+ROPE = Rope(6, 1e4, "half")
+RECIPE = Recipe(14, 3e-2, warmup=3, clip=0.5)
+EVERY = 3
+PATIENCE = 60.0
+"""Seconds until a process that has not ended is taken to hang."""
+
+
+def batch(step: int, masked: bool = True) -> Batch:
+    """From 2 to 5 sequences that count up by 1 or 3, modulo 17; more targets count in each than in the one before."""
+    chance = np.random.default_rng((5, step))
+    first, by = chance.integers(0, 17, size=(2 + step % 4, 1)), chance.choice([1, 3], size=(2 + step % 4, 1))
+    rows = torch.from_numpy((first + by * np.arange(8)) % 17)
+    counts = torch.from_numpy(chance.random((len(rows), 7)) < (np.arange(1, len(rows) + 1) / len(rows))[:, None] ** 3)
+    counts[-1, 0] = True
+    return Batch(rows[:, :-1], rows[:, 1:], counts if masked else None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training by `world` processes, with something that goes wrong in the process `who`.
+
+    Args:
+        before: called with a step, in the place of its batch.
+        prepare: called before the training.
+    """
+
+    world: int
+    size: Size = SIZE
+    masked: bool = True
+    who: int = 0
+    before: Callable[[int], None] | None = None
+    prepare: Callable[[], None] | None = None
+    seed: int = 0
+
+
+def trained(run: Run, rank: int, file: Path, rendezvous: Path) -> None:
+    torch.set_num_threads(1)
+    train.EVERY = EVERY
+    if run.world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=run.world)
+    wrong = rank == run.who
+    if wrong and run.prepare is not None:
+        run.prepare()
+    torch.manual_seed(3 + (run.seed if wrong else 0))
+    model = LanguageModel(run.size)
+
+    def batches(step: int) -> Batch:
+        if wrong and run.before is not None:
+            run.before(step)
+        return batch(step, run.masked)
+
+    with ranks.reporting_loss():
+        done = train.train(model, ROPE, batches, RECIPE, file=file, about={})
+    if run.world > 1:
+        weights = {name: value.tolist() for name, value in model.named_parameters()}
+        every: list[object] = [None] * run.world
+        dist.all_gather_object(every, (done.losses, weights))
+        assert all(one == every[0] for one in every), "the processes end with different models"
+        dist.destroy_process_group()
+
+
+def outcome(run: Run, file: Path, rendezvous: Path) -> list[str]:
+    """How each process ended: "done", the signal, the error that it raised, or "hung"."""
+    children = []
+    for rank in range(run.world):
+        said = rendezvous.with_name(f"{rendezvous.name}.{rank}")
+        child = os.fork()
+        if child == 0:
+            try:
+                trained(run, rank, file, rendezvous)
+                said.write_text("done")
+            except RopeError as e:
+                said.write_text(f"{type(e).__name__}: {e}")
+            except BaseException:
+                said.write_text(f"traceback: {traceback.format_exc()}")
+            finally:
+                os._exit(0)
+        children.append((child, said))
+    ends, began = [], time.monotonic()
+    for child, said in children:
+        status = None
+        while status is None and time.monotonic() - began < PATIENCE:
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = code if pid else time.sleep(0.02)
+        if status is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            ends.append("hung")
+        elif os.WIFSIGNALED(status):
+            ends.append(signal.Signals(os.WTERMSIG(status)).name)
+        else:
+            ends.append(said.read_text())
+    return ends
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(step: int) -> Callable[[int], None]:
+    return lambda now: die() if now == step else None
+
+
+def raise_at(step: int) -> Callable[[int], None]:
+    def check(now: int) -> None:
+        if now == step:
+            raise MemoryError("this process has no memory left")
+
+    return check
+
+
+def die_with_half_a_shard(step: int) -> None:
+    """Kill this process when half of its part of the checkpoint of that step is on disk."""
+    digests = shards._digests
+
+    def truncated(folder: Path, pattern: str) -> dict[str, str]:
+        for path in folder.glob(pattern):
+            if folder.name == f"step-{step:08d}":
+                os.truncate(path, path.stat().st_size // 2)
+                die()
+        return digests(folder, pattern)
+
+    shards._digests = truncated
+
+
+def die_at_replace(number: int) -> None:
+    """Kill the first process when it is about to make its manifest, or the file in the end, the valid one."""
+    replace, left = os.replace, [number]
+
+    def replace_or_die(new: Path, old: Path) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            die()
+        replace(new, old)
+
+    os.replace = replace_or_die
+
+
+def full_disk() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+
+# File → the runs on it, one after another. A manifest is replaced after steps 3, 6, 9, 12 and 14.
+RUNS: dict[str, list[Run]] = {
+    **{f"{world}": [Run(world)] for world in (1, 2, 4)},
+    **{f"{world} tied": [Run(world, TIED, masked=False)] for world in (1, 4)},
+    "killed": [
+        Run(2, who=1, before=die_at(8)),
+        Run(2, who=1, prepare=partial(die_with_half_a_shard, 12)),
+        Run(2, who=0, prepare=partial(die_at_replace, 1)),
+        Run(2, who=0, prepare=partial(die_at_replace, 1)),
+        Run(2),
+        Run(2, who=0, before=die_at(0)),
+    ],
+    "others": [
+        Run(1, before=die_at(2)),
+        Run(4, who=3, before=die_at(4)),
+        Run(2, who=0, before=die_at(7)),
+        Run(1, before=die_at(8)),
+        Run(4, who=2, before=die_at(13)),
+        Run(1),
+    ],
+    "error": [Run(2, who=1, before=raise_at(4)), Run(2, who=0, before=raise_at(5))],
+    "disagree": [Run(2, who=1, seed=1)],
+    "full": [Run(2, who=1, before=lambda step: full_disk() if step == 4 else None)],
+}
+
+
+def steps_in(file: Path) -> tuple[int, int]:
+    """Steps in the file of one process, and in the last checkpoint of several."""
+    last = shards.read(file)
+    return len(checkpoint.read(file).losses) if file.exists() else 0, 0 if last is None else len(last.losses)
+
+
+def main(folder: Path) -> None:
+    outcomes: dict[str, list[tuple[list[str], tuple[int, int]]]] = {name: [] for name in RUNS}
+    for name, runs in RUNS.items():
+        file = folder / f"{name}.safetensors"
+        for number, run in enumerate(runs):
+            outcomes[name].append((outcome(run, file, folder / f"rendezvous {name} {number}"), steps_in(file)))
+    sys.stdout.write(json.dumps(outcomes) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,11 @@
+"""One of the processes of `torchrun -m ropewalk lab --quick`, with a task that takes seconds: run by test_ranks.py."""
+
+import runpy
+import sys
+
+import tiny_lab
+from ropewalk.lab import tasks
+
+tasks.COPY = tiny_lab.COPY
+sys.argv[0] = "ropewalk"
+runpy.run_module("ropewalk", run_name="__main__", alter_sys=True)
