@@ -1,7 +1,8 @@
 """Trains a tiny model with several processes, kills some of them, and goes on: run by test_ranks.py.
 
 The parent only imports: every process of a group is a fork of one that has torch loaded and has run nothing yet.
-What comes out is one line of JSON: the name of each file → of each run how its processes ended, and the steps on disk.
+What comes out is one line of JSON: the name of each file → of each run how its processes ended, the steps on disk, and
+the step that it began with.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ def trained(run: Run, rank: int, file: Path, rendezvous: Path) -> None:
     model = LanguageModel(run.size)
 
     def batches(step: int) -> Batch:
+        if rank == 0 and not (began := began_in(rendezvous)).exists():
+            began.write_text(str(step))
         if wrong and run.before is not None:
             run.before(step)
         return batch(step, run.masked)
 
-    with ranks.reporting_loss():
+    with ranks.reporting_lost_peers():
         done = train.train(model, ROPE, batches, RECIPE, file=file, about={})
     if run.world > 1:
         weights = {name: value.tolist() for name, value in model.named_parameters()}
@@ -202,6 +205,11 @@ RUNS: dict[str, list[Run]] = {
 }
 
 
+def began_in(rendezvous: Path) -> Path:
+    """Where the first process of a run writes the first step that it does."""
+    return rendezvous.with_name(f"{rendezvous.name}.began")
+
+
 def steps_in(file: Path) -> tuple[int, int]:
     """Steps in the file of one process, and in the last checkpoint of several."""
     last = shards.read(file)
@@ -209,11 +217,13 @@ def steps_in(file: Path) -> tuple[int, int]:
 
 
 def main(folder: Path) -> None:
-    outcomes: dict[str, list[tuple[list[str], tuple[int, int]]]] = {name: [] for name in RUNS}
+    outcomes: dict[str, list[tuple[list[str], tuple[int, int], int | None]]] = {name: [] for name in RUNS}
     for name, runs in RUNS.items():
         file = folder / f"{name}.safetensors"
         for number, run in enumerate(runs):
-            outcomes[name].append((outcome(run, file, folder / f"rendezvous {name} {number}"), steps_in(file)))
+            rendezvous = folder / f"rendezvous {name} {number}"
+            ends, began = outcome(run, file, rendezvous), began_in(rendezvous)
+            outcomes[name].append((ends, steps_in(file), int(began.read_text()) if began.exists() else None))
     sys.stdout.write(json.dumps(outcomes) + "\n")
 
 

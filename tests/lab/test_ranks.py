@@ -28,7 +28,8 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.pare
 # every step begins with the differences of those before. Measured over these 14 steps: 2.3e-7.
 ROUNDING = 1e-6
 
-Outcomes = dict[str, list[tuple[list[str], list[int]]]]
+# File → of each run on it how its processes ended, [steps in the file, steps in the shards], the step it began with.
+Outcomes = dict[str, list[tuple[list[str], list[int], int | None]]]
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +66,12 @@ def test_losses_are_those_of_one_process(worked: tuple[Path, Outcomes], several:
 def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
     """In a step, while a shard is written, before a manifest is valid, and before the file in the end is."""
     outcomes = worked[1]["killed"]
-    assert [sorted(end.split(":")[0] for end in ends) for ends, _ in outcomes] == [
+    assert [sorted(end.split(":")[0] for end in ends) for ends, _, _ in outcomes] == [
         *[["RopeError", "SIGKILL"]] * 4,
         *[["done", "done"]] * 2,
     ]
-    assert [steps for _, steps in outcomes] == [[0, 6], [0, 9], [0, 12], [0, 14], [14, 0], [14, 0]]
+    assert [steps for _, steps, _ in outcomes] == [[0, 6], [0, 9], [0, 12], [0, 14], [14, 0], [14, 0]]
+    assert [began for _, _, began in outcomes] == [0, 6, 9, 12, None, None]
     found, wanted = read(worked, "killed"), read(worked, "2")
     assert found.losses == wanted.losses
     for name, value in wanted.tensors.items():
@@ -79,13 +81,14 @@ def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
 def test_resumed_by_other_numbers_of_processes(worked: tuple[Path, Outcomes]) -> None:
     """1, 4, 2, 1, 4 and 1; test_losses_are_those_of_one_process looks at the outcome."""
     outcomes = worked[1]["others"]
-    assert [steps for _, steps in outcomes] == [[2, 0], [2, 3], [2, 6], [8, 0], [8, 12], [14, 0]]
-    assert all(ends.count("SIGKILL") == 1 for ends, _ in outcomes[:-1])
+    assert [steps for _, steps, _ in outcomes] == [[2, 0], [2, 3], [2, 6], [8, 0], [8, 12], [14, 0]]
+    assert [began for _, _, began in outcomes] == [0, 2, 3, 6, 8, 12]
+    assert all(ends.count("SIGKILL") == 1 for ends, _, _ in outcomes[:-1])
     assert not shards.folder_of(worked[0] / "others.safetensors").exists()
 
 
 def test_an_error_of_one_process_ends_all(worked: tuple[Path, Outcomes]) -> None:
-    for who, (ends, steps) in zip((1, 0), worked[1]["error"], strict=True):
+    for who, (ends, steps, _) in zip((1, 0), worked[1]["error"], strict=True):
         assert "MemoryError: this process has no memory left" in ends[who]
         lost = f"RopeError: lab: all processes must go on until the end, got process {1 - who} has lost another one. "
         assert ends[1 - who].startswith(lost)
@@ -93,7 +96,7 @@ def test_an_error_of_one_process_ends_all(worked: tuple[Path, Outcomes]) -> None
 
 
 def test_an_error_of_all_is_told_by_the_first(worked: tuple[Path, Outcomes]) -> None:
-    ends, steps = worked[1]["disagree"][0]
+    ends, steps, _ = worked[1]["disagree"][0]
     message = (
         "lab: every process must train the same model on the same data, got processes that differ in initial weights. "
     )
@@ -104,7 +107,7 @@ def test_an_error_of_all_is_told_by_the_first(worked: tuple[Path, Outcomes]) -> 
 
 def test_a_full_disk_of_one_process_leaves_the_checkpoint_before(worked: tuple[Path, Outcomes]) -> None:
     folder, outcomes = worked
-    ends, steps = outcomes["full"][0]
+    ends, steps, _ = outcomes["full"][0]
     parent = folder / "full.safetensors.shards"
     message = f"lab: {parent} must be a folder that every process can write to, got OSError in process 1: "
     assert ends[0].startswith(f"RopeError: {message}")

@@ -49,7 +49,7 @@ def joined() -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     try:
-        with reporting_loss():
+        with reporting_lost_peers():
             yield
     except BaseException:
         if not gpus:  # NCCL would wait for the others, who may wait for this process; gloo closes its connections
@@ -59,7 +59,7 @@ def joined() -> Iterator[None]:
 
 
 @contextmanager
-def reporting_loss() -> Iterator[None]:
+def reporting_lost_peers() -> Iterator[None]:
     """Say in one line that another process has ended, where PyTorch raises an error of its own.
 
     Raises:

@@ -104,10 +104,12 @@ def save(
         save_shards(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as e:  # raised in every process
         ranks.fail(_unwritable(folder, e.failures))
-    digests = ranks.from_all(_digests(folder, f"shard-{ranks.rank() + 1:05d}-*"))  # a process knows its own files
-    last = Last(
-        VERSION, dict(identity), losses, seconds, folder.name, {k: v for each in digests for k, v in each.items()}
-    )
+    # A process lists its own file alone: those of other machines may not be visible to it yet.
+    digests = ranks.from_all(_digests(folder, f"shard-{ranks.rank() + 1:05d}-*"))
+    sha256 = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+    if len(sha256) != ranks.count():
+        raise RuntimeError(f"{ranks.count()} processes wrote {sorted(sha256)}: this PyTorch names shards differently")
+    last = Last(VERSION, dict(identity), losses, seconds, folder.name, sha256)
     ranks.on_first(lambda: _publish(file, last))
 
 
