@@ -73,7 +73,6 @@ SLOW = (
     "test_learned.py::TestCasts::test_fsdp2_mixed_precision",
     "test_learned.py::TestGradients::test_gradcheck",
     "test_learned.py::TestTraining",
-    "test_nn.py::test_fsdp2_mixed_precision",
     "test_recorders.py",
 )
 

@@ -44,8 +44,8 @@ MAY_IMPORT = {
     "attention": BOTTOM | {"positions", "rope", "rotation"},
     "learned": BOTTOM | {"rope", "rotation"},
     "xpos": BOTTOM | {"rope", "rotation"},
-    "nn": BOTTOM | {"rope", "rotation", "attention"},
-    "parallel": BOTTOM | {"attention", "positions", "rotation"},
+    "nn": BOTTOM | {"_dtensor", "rope", "rotation", "attention"},
+    "parallel": BOTTOM | {"attention", "nn", "positions", "rotation"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
     "integrations": BOTTOM | {"axes", "configs", "conformance", "schemes", "rope", "rotation"},
     "checkpoints": BOTTOM | {"_lock", "configs", "rope", "rotation", "schemes"},

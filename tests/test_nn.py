@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,27 +78,3 @@ def test_refusals() -> None:
         RotaryEmbedding(ROPE, layout="bsdh")
     with pytest.raises(TypeError):
         embed()(torch.randn(2, 3, 4, 16), None)  # positions are never guessed
-
-
-def test_fsdp2_mixed_precision(tmp_path: Path) -> None:
-    """Two processes, bfloat16 parameters and inputs cast: cos and sin stay float32. A dataclass does not (the trap)."""
-    worker = Path(__file__).parent / "fsdp_worker.py"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(tmp_path / "rendezvous")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=180)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, said, strict=True):
-        assert process.returncode == 0, output
-        assert "dataclass torch.bfloat16" in output
-        assert "Rotation torch.float32" in output
-        assert "all equal" in output

@@ -1,4 +1,4 @@
-"""DTensors of torch.distributed: is this one, and two tables made of each rank's positions.
+"""DTensors of torch.distributed: is this one, tables made of each rank's positions, and weights that all ranks have.
 
 torch.distributed.tensor is not imported here for those who have not: a DTensor exists only where somebody has.
 """
@@ -70,3 +70,18 @@ def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]
 
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+def local_weight(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight as a plain tensor, where it is a DTensor that all ranks have, and x is plain. Otherwise as it is.
+
+    x is then taken as the heads of this rank: backwards, the gradients of the weight are summed over the ranks.
+    """
+    if not is_dtensor(weight) or is_dtensor(x) or not all(p.is_replicate() for p in weight.placements):
+        return weight
+    import torch
+    from torch.distributed.tensor import Partial
+
+    if torch.is_grad_enabled():
+        weight = weight.redistribute(placements=weight.placements)  # nothing to do now; backwards it sums
+    return weight.to_local(grad_placements=[Partial()] * len(weight.placements))

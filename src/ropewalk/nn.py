@@ -9,10 +9,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
+from ropewalk._dtensor import local_weight
 from ropewalk._layout import AXES, Layout
 from ropewalk.attention import attend as attention
 from ropewalk.attention import masks
 from ropewalk.attention.attend import AttendingCache
+from ropewalk.attention.heads import split_heads
 from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.mask_tensors import causal as causal_mask
 from ropewalk.attention.mask_tensors import check_mask, joined
@@ -76,7 +78,7 @@ class HeadNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., head_dim]`, normed, in the dtype of x."""
-        return rms_norm(x, self.weight, eps=cast(float, self.eps))
+        return rms_norm(x, local_weight(self.weight, x), eps=cast(float, self.eps))
 
 
 _any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
@@ -102,8 +104,8 @@ class RotaryAttention(torch.nn.Module):
 
     Args:
         hidden_size: channels of the model.
-        num_heads: heads of queries.
-        num_kv_heads: heads of keys and values, a divisor of num_heads (GQA; 1 is MQA); num_heads when None.
+        num_heads: heads of queries, in the whole model: tensor parallelism does not change it.
+        num_kv_heads: heads of keys and values, likewise; a divisor of num_heads (GQA; 1 is MQA); num_heads when None.
         head_dim: channels of a head; hidden_size / num_heads when None.
         bias: whether the projections of q, k and v have one (Qwen 2).
         o_bias: whether the projection of the output has one (with bias: `attention_bias` of Hugging Face's Llama).
@@ -214,9 +216,8 @@ class RotaryAttention(torch.nn.Module):
                 something else than it must.
         """
         self._check(x, rotation, mask, cache)
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = split_heads("RotaryAttention", q, k, v, self.head_dim, self.num_heads, self.num_kv_heads)
         norm = self._norm(q, k, v, cache)
         if norm is None and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast makes some norms float32
@@ -246,7 +247,7 @@ class RotaryAttention(torch.nn.Module):
             return None
         if cache is not None and not getattr(cache, "takes_norm", False):
             return None
-        return QKNorm(of_q.weight, of_k.weight, of_q.eps)
+        return QKNorm(local_weight(of_q.weight, q), local_weight(of_k.weight, k), of_q.eps)
 
     def _attend(
         self,

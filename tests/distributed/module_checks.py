@@ -1,20 +1,30 @@
-"""FSDP2, DDP and meta initialisation around `RotaryAttention`: the same numbers as in one process."""
+"""FSDP, DDP, checkpoints and meta initialisation around `RotaryAttention`: the same numbers as in one process."""
 
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ropewalk import Rope, RotaryAttention
+from ropewalk import Rope, RotaryAttention, RotaryEmbedding
+from ropewalk.parallel import HeadwiseParallel
 
 CHECKS: dict[str, Callable[[int], None]] = {}
-ROPE = Rope(8, 1e4, "half")
+ROPE, FAR = Rope(8, 5e5, "half"), torch.tensor([0, 9, 1_000_003])
 
 
 def check(function: Callable[[int], None]) -> Callable[[int], None]:
@@ -23,9 +33,9 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kv_heads: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(RotaryAttention(32, 4, num_kv_heads=2, qk_norm=1e-6) for _ in range(2))
+        self.blocks = nn.ModuleList(RotaryAttention(32, 4, num_kv_heads=kv_heads, qk_norm=1e-6) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         rotation = ROPE.at(torch.arange(x.shape[1]))
@@ -34,9 +44,31 @@ class Model(nn.Module):
         return x
 
 
-def losses(model: nn.Module, batches: list[Tensor]) -> list[float]:
-    """Of three steps of SGD, each on a batch of its own."""
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+@dataclass
+class Tables:
+    """A Rotation as others have it."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Watching(nn.Module):
+    """Remembers the dtype of the tables that reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 8, bias=False)
+        self.embed = RotaryEmbedding(ROPE, layout="bshd")
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: Tensor, rotation: Any, positions: Tensor) -> Any:
+        self.seen = rotation.cos.dtype
+        return self.embed(self.project(x), None, positions)
+
+
+def losses(model: nn.Module, batches: list[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of one step for each batch."""
+    found = []
     for x in batches:
         loss = model(x).square().mean()
         optimizer.zero_grad()
@@ -46,13 +78,16 @@ def losses(model: nn.Module, batches: list[Tensor]) -> list[float]:
     return found
 
 
-def compare(parallel: nn.Module, alone: nn.Module, world: int) -> None:
-    """Each rank takes its rows of a batch; the losses' mean over ranks is that of the batch."""
-    batches = [torch.randn(4, 5, 32) for _ in range(3)]
-    rank = torch.distributed.get_rank()
-    mine = torch.stack(losses(parallel, [x.chunk(world)[rank] for x in batches]))
-    torch.distributed.all_reduce(mine)
-    torch.testing.assert_close(mine / world, torch.stack(losses(alone, batches)), rtol=1e-5, atol=1e-6)
+def compare(parallel: nn.Module, alone: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Each rank of the group takes its rows of a batch; the losses' mean over ranks is that of the batch."""
+    batches, size = [torch.randn(4, 5, 32) for _ in range(3)], dist.get_world_size(group)
+    rows = [x.chunk(size)[dist.get_rank(group)] for x in batches]
+    ours, right = (
+        torch.stack(losses(model, of_model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        for model, of_model in ((parallel, rows), (alone, batches))
+    )
+    dist.all_reduce(ours, group=group)
+    torch.testing.assert_close(ours / size, right, rtol=1e-5, atol=1e-6)
 
 
 @check
@@ -62,7 +97,7 @@ def fsdp2(world: int) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    compare(model, alone, world)
+    compare(model, alone)
 
 
 @check
@@ -80,10 +115,114 @@ def fsdp2_from_meta(world: int) -> None:
             parameter.copy_(
                 torch.distributed.tensor.distribute_tensor(whole, parameter.device_mesh, parameter.placements)
             )
-    compare(model, alone, world)
+    compare(model, alone)
 
 
 @check
 def ddp(world: int) -> None:
     alone = Model()
-    compare(DistributedDataParallel(copy.deepcopy(alone)), alone, world)
+    compare(DistributedDataParallel(copy.deepcopy(alone)), alone)
+
+
+@check
+def fsdp1(world: int) -> None:
+    alone = Model()
+    model = FullyShardedDataParallel(copy.deepcopy(alone), device_id=torch.device("cpu"), use_orig_params=True)
+    compare(model, alone)
+
+
+@check
+def fsdp2_with_activation_checkpoints(world: int) -> None:
+    alone = Model()
+    model = copy.deepcopy(alone)
+    model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+    for block in model.blocks:
+        fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    compare(model, alone)
+
+
+@check
+def fsdp2_with_tensor_parallel(world: int) -> None:
+    """Batches over one axis of the mesh, and heads over the other; also where ranks share a key head."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "heads"))
+    for kv_heads in (1, 2):
+        alone = Model(kv_heads)
+        model = copy.deepcopy(alone)
+        parallelize_module(model, mesh["heads"], {"blocks.*": HeadwiseParallel()})
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        compare(model, alone, mesh["data"].get_group())
+
+
+@check
+def fsdp2_in_bfloat16(world: int) -> None:
+    """Parameters and inputs are cast, and a Rotation is not. A dataclass of cos and sin is: the trap."""
+    layer = Watching()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+    rotation, x = ROPE.at(FAR), torch.randn(2, 3, 4, 8)
+    for tables, dtype in ((Tables(rotation.cos, rotation.sin), torch.bfloat16), (rotation, torch.float32)):
+        out = layer(x, tables, FAR)
+        out.float().square().sum().backward()
+        assert layer.seen == dtype
+    # Angles made inside the layer are exact as well: q is bfloat16 there, and its rotation is rounded once.
+    q = x.bfloat16() @ layer.project.weight.full_tensor().bfloat16().T
+    assert torch.equal(out, rotation(q, layout="bshd"))
+    assert layer.project.weight.grad is not None
+
+
+def on_mesh(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Model()
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@check
+def checkpoints(world: int) -> None:
+    """Saved after two steps and loaded into a fresh model, the next losses are the same bits; the file has no rope."""
+    told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    batches = [torch.randn(2, 5, 32) for _ in range(4)]
+    model, optimizer = on_mesh(init_device_mesh("cpu", (world,)))
+    losses(model, batches[:2], optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    assert not [name for name in of_model if "rope" in name or "inv_freq" in name or "cos" in name]
+    checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=told[0])
+    again, its_optimizer = on_mesh(init_device_mesh("cpu", (world,)))
+    load(again, its_optimizer, told[0])
+    assert losses(again, batches[2:], its_optimizer) == losses(model, batches[2:], optimizer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(told[0])
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    checkpoint.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+
+
+@check
+def checkpoint_of_fewer_processes(world: int) -> None:
+    """Saved by half of them, loaded by all: the same parameters, whole."""
+    told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    saved, group = {}, dist.new_group(list(range(world // 2)))
+    if dist.get_rank() < world // 2:
+        model, optimizer = on_mesh(DeviceMesh.from_group(group, "cpu"))
+        losses(model, [torch.randn(2, 5, 32)], optimizer)
+        saved = {name: whole.full_tensor() for name, whole in model.named_parameters()}
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=told[0], process_group=group)
+    dist.barrier()
+    model, optimizer = on_mesh(init_device_mesh("cpu", (world,)))
+    load(model, optimizer, told[0])
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor()
+        assert name not in saved or torch.equal(whole, saved[name])
+    assert bool(saved) == (dist.get_rank() < world // 2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(told[0])

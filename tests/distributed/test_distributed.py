@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parent / "worker.py"
-FILES = ("dtensor_checks.py", "module_checks.py")
+FILES = ("dtensor_checks.py", "module_checks.py", "tensor_parallel_checks.py")
 
 
 def names() -> list[str]:

@@ -19,8 +19,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # what the tests have in common
 
 import dtensor_checks
 import module_checks
+import tensor_parallel_checks
 
-CHECKS = {**dtensor_checks.CHECKS, **module_checks.CHECKS}
+CHECKS = {**dtensor_checks.CHECKS, **module_checks.CHECKS, **tensor_parallel_checks.CHECKS}
 
 
 def main(rank: int, world: int, rendezvous: str) -> None:

@@ -1,0 +1,254 @@
+"""`HeadwiseParallel`: outputs and every gradient are those of the whole layer, written out in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import attention_oracle as written_out
+import oracle
+from attention_oracle import Turn
+from ropewalk import KVCache, PagedKVCache, Rope, RopeError, RotaryAttention, SelfExtend
+from ropewalk.kernels import backend
+from ropewalk.parallel import ContextParallel, HeadwiseParallel
+from ropewalk.positions import context_parallel
+
+CHECKS: dict[str, Callable[[int], None]] = {}
+HIDDEN, HEADS, HEAD_DIM, SEQ, EPS = 12, 4, 6, 8, 1e-6
+ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+CAUSAL, PLACES = written_out.causal(SEQ), written_out.pairs(torch.arange(SEQ))
+# Measured: 2e-15 in values of size 5.
+EXACT: dict[str, Any] = {"rtol": 0, "atol": 3e-14}
+
+
+def check(function: Callable[[int], None]) -> Callable[[int], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def layer(kv_heads: int = 2, **options: Any) -> RotaryAttention:
+    made = RotaryAttention(HIDDEN, HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM, **options).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, mean=0.3, std=0.3)
+    return made
+
+
+def line(world: int) -> Any:
+    return init_device_mesh("cpu", (world,))
+
+
+def sharded(attention: RotaryAttention, mesh: Any, **options: Any) -> RotaryAttention:
+    parallelize_module(attention, mesh, HeadwiseParallel(**options))
+    return attention
+
+
+def weights_of(attention: RotaryAttention) -> dict[str, Tensor]:
+    return {name: p.detach().clone().requires_grad_() for name, p in attention.named_parameters()}
+
+
+def wanted(x: Tensor, weights: dict[str, Tensor], kv_heads: int, at: Any = None) -> Tensor:
+    """The layer written out, without ropewalk."""
+    eps = EPS if "q_norm.weight" in weights else None
+    at = PLACES if at is None else at
+    return written_out.attention(x, weights, heads=HEADS, kv_heads=kv_heads, turn=TURN, at=at, seen=CAUSAL, eps=eps)
+
+
+def inputs(batch: int = 2) -> tuple[Tensor, Tensor]:
+    """Hidden states, and what their outputs are multiplied with before they are summed to the loss."""
+    x, factor = torch.randn(2, batch, SEQ, HIDDEN, dtype=torch.float64)
+    return x.requires_grad_(), factor
+
+
+def rotation() -> Any:
+    return ROPE.at(torch.arange(SEQ), dtype=torch.float64)
+
+
+def same_gradients(attention: RotaryAttention, weights: dict[str, Tensor]) -> None:
+    for name, parameter in attention.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert parameter.grad.placements == parameter.placements, name  # no sum is pending
+        torch.testing.assert_close(parameter.grad.full_tensor(), weights[name].grad, **EXACT)
+
+
+def collectives(comm: CommDebugMode) -> dict[str, int]:
+    return {str(name).split(".")[-1]: count for name, count in comm.get_comm_counts().items() if count}
+
+
+@check
+def outputs_and_every_gradient(world: int) -> None:
+    for kv_heads, options in itertools.product((1, 2, 4), ({}, {"qk_norm": EPS, "bias": True, "o_bias": True})):
+        attention = layer(kv_heads, **options)
+        weights, (x, factor) = weights_of(attention), inputs()
+        sharded(attention, line(world))
+        right = wanted(x, weights, kv_heads)
+        (right * factor).sum().backward()
+        summed = (2 if "qk_norm" in options else 0) + (2 if kv_heads < world else 0)  # norms; keys and values
+        for watching in (True, False):  # where somebody watches, the norms are modules to call
+            of_x = x.detach().clone().requires_grad_()
+            with CommDebugMode() if watching else contextlib.nullcontext() as forward:
+                out = attention(of_x, rotation())
+            torch.testing.assert_close(out, right, **EXACT)
+            attention.zero_grad()
+            with CommDebugMode() if watching else contextlib.nullcontext() as backward:
+                (out * factor).sum().backward()
+            if watching:
+                assert collectives(forward) == {"all_reduce": 1}
+                assert collectives(backward) == {"all_reduce": 1 + summed}
+            torch.testing.assert_close(of_x.grad, x.grad, **EXACT)
+            same_gradients(attention, weights)
+
+
+@check
+def the_sequence_sharded_too(world: int) -> None:
+    rank = dist.get_rank()
+    for kv_heads in (1, 4):
+        attention = layer(kv_heads, qk_norm=EPS, o_bias=True)
+        weights, (x, factor) = weights_of(attention), inputs()
+        sharded(attention, line(world), sequence_parallel=True)
+        part = x.detach().chunk(world, 1)[rank].clone().requires_grad_()
+        with CommDebugMode() as forward:
+            out = attention(x=part, rotation=rotation())
+        assert collectives(forward) == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        right = wanted(x, weights, kv_heads)
+        torch.testing.assert_close(out, right.chunk(world, 1)[rank], **EXACT)
+        (right * factor).sum().backward()
+        (out * factor.chunk(world, 1)[rank]).sum().backward()
+        torch.testing.assert_close(part.grad, x.grad.chunk(world, 1)[rank], **EXACT)
+        same_gradients(attention, weights)
+
+
+@check
+def a_plan_by_hand(world: int) -> None:
+    """PyTorch's own styles: outputs are right, and the gradient of each norm is that of this rank's heads alone."""
+    attention = layer(4, qk_norm=EPS)
+    weights, (x, factor) = weights_of(attention), inputs()
+    plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
+    parallelize_module(attention, line(world), plan)
+    right, out = wanted(x, weights, 4), attention(x.detach(), rotation())
+    torch.testing.assert_close(out, right, **EXACT)
+    (right * factor).sum().backward()
+    (out * factor).sum().backward()
+    torch.testing.assert_close(attention.q_proj.weight.grad.full_tensor(), weights["q_proj.weight"].grad, **EXACT)
+    for norm in (attention.q_norm, attention.k_norm):
+        gradient = norm.weight.grad.clone()
+        exact = weights["q_norm.weight" if norm is attention.q_norm else "k_norm.weight"].grad
+        assert (gradient - exact).abs().max() > 0.01
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(gradient, exact, **EXACT)
+
+
+@check
+def a_plan_that_splits_a_head(world: int) -> None:
+    attention = layer(1)
+    plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
+    parallelize_module(attention, line(world), plan)
+    with pytest.raises(RopeError, match="k_proj must yield whole heads, a multiple of head_dim=6 channels, got "):
+        attention(torch.ones(1, SEQ, HIDDEN).double(), rotation())
+    attention = layer(2)
+    parallelize_module(attention, line(world), {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
+    message = f"heads that belong together, 2 query heads for each key head, got {HEADS // world} query heads and 2 key"
+    with pytest.raises(RopeError, match=message):
+        attention(torch.ones(1, SEQ, HIDDEN).double(), rotation())
+
+
+@check
+@torch.no_grad()
+def caches(world: int) -> None:
+    """Token by token; norm, rotation and write are one call of a kernel, with the weights and heads of this rank."""
+    for kv_heads in (1, 4):
+        attention = layer(kv_heads, qk_norm=EPS)
+        weights, x = weights_of(attention), inputs()[0].detach()
+        sharded(attention, line(world))
+        right, local = wanted(x, weights, kv_heads), max(1, kv_heads // world)
+        paged = PagedKVCache(1, local, HEAD_DIM, blocks=8, block_size=4, dtype=torch.float64)
+        rows = [paged.admit(), paged.admit()]
+        dense = KVCache(1, 2, local, HEAD_DIM, capacity=SEQ, dtype=torch.float64)
+        for begin in (dense.step, functools.partial(paged.step, rows=rows)):
+            for i in range(SEQ):
+                step = begin(1)
+                turned = step.rotation(ROPE, dtype=torch.float64)
+                with torch.profiler.profile() if i == SEQ - 1 else contextlib.nullcontext() as seen:
+                    out = attention(x[:, i : i + 1], turned, cache=step.layer(0))
+                torch.testing.assert_close(out, right[:, i : i + 1], **EXACT)
+            assert ("ropewalk::step" in {event.key for event in seen.key_averages()}) == backend.AT_ONCE
+    step = KVCache(1, 2, 4, HEAD_DIM, capacity=1, dtype=torch.float64).step(1)  # the key heads of the whole model
+    message = rf"q must have shape \(2, 1, heads, 6\), with a multiple of 4 heads, got \(2, 1, {HEADS // world}, 6\)"
+    with pytest.raises(RopeError, match=message):
+        attention(x[:, :1], step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
+
+
+@check
+def self_extend(world: int) -> None:
+    attention = layer(2, qk_norm=EPS)
+    weights, (x, factor) = weights_of(attention), inputs()
+    sharded(attention, line(world))
+    right = wanted(x, weights, 2, written_out.self_extend(range(SEQ), 2, 4))
+    (right * factor).sum().backward()
+    out = attention(x.detach(), SelfExtend(ROPE, 2, 4).at(torch.arange(SEQ), dtype=torch.float64))
+    torch.testing.assert_close(out, right, **EXACT)
+    (out * factor).sum().backward()
+    same_gradients(attention, weights)
+
+
+@check
+def with_context_parallel(world: int) -> None:
+    """A mesh of two axes: the sequence over one, the heads over the other."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("context", "heads"))
+    attention = layer(2, qk_norm=EPS)
+    weights, (x, factor) = weights_of(attention), inputs()
+    sharded(attention, mesh["heads"])
+    right = wanted(x, weights, 2)
+    (right * factor).sum().backward()
+    places = context_parallel(SEQ, mesh.get_local_rank("context"), 2, "head-tail")
+    cache = ContextParallel(places, mesh["context"].get_group())
+    out = attention(x.detach()[:, places], ROPE.at(places, dtype=torch.float64), cache=cache)
+    torch.testing.assert_close(out, right[:, places], **EXACT)
+    (out * factor[:, places]).sum().backward()
+    for parameter in attention.parameters():
+        dist.all_reduce(parameter.grad.to_local(), group=mesh["context"].get_group())
+    same_gradients(attention, weights)
+
+
+@check
+def compiled(world: int) -> None:
+    if world > 2:  # it takes long, and the graph is the same for more
+        return
+    attention = layer(4, qk_norm=EPS)
+    weights, (x, factor) = weights_of(attention), inputs()
+    sharded(attention, line(world))
+    right = wanted(x, weights, 4)
+    (right * factor).sum().backward()
+    out = torch.compile(attention, backend="aot_eager", fullgraph=True)(x.detach(), rotation())
+    torch.testing.assert_close(out, right, **EXACT)
+    (out * factor).sum().backward()
+    same_gradients(attention, weights)
+
+
+@check
+def from_meta(world: int) -> None:
+    """Sharded before it has values, as large models are built."""
+    for kv_heads in (1, 4):
+        filled = layer(kv_heads, qk_norm=EPS)
+        weights, (x, factor) = weights_of(filled), inputs()
+        with torch.device("meta"):
+            attention = layer(kv_heads, qk_norm=EPS)
+        sharded(attention, line(world)).to_empty(device="cpu")
+        for name, parameter in attention.named_parameters():
+            whole = distribute_tensor(weights[name].detach(), parameter.device_mesh, parameter.placements)
+            parameter.data.copy_(whole)
+        right, out = wanted(x, weights, kv_heads), attention(x.detach(), rotation())
+        torch.testing.assert_close(out, right, **EXACT)
+        (right * factor).sum().backward()
+        (out * factor).sum().backward()
+        same_gradients(attention, weights)
