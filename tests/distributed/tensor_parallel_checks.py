@@ -163,29 +163,31 @@ def a_plan_that_splits_a_head(world: int) -> None:
 
 
 @check
-@torch.no_grad()
 def caches(world: int) -> None:
     """Token by token; norm, rotation and write are one call of a kernel, with the weights and heads of this rank."""
-    for kv_heads in (1, 4):
-        attention = layer(kv_heads, qk_norm=EPS)
-        weights, x = weights_of(attention), inputs()[0].detach()
-        sharded(attention, line(world))
-        right, local = wanted(x, weights, kv_heads), max(1, kv_heads // world)
-        paged = PagedKVCache(1, local, HEAD_DIM, blocks=8, block_size=4, dtype=torch.float64)
-        rows = [paged.admit(), paged.admit()]
-        dense = KVCache(1, 2, local, HEAD_DIM, capacity=SEQ, dtype=torch.float64)
-        for begin in (dense.step, functools.partial(paged.step, rows=rows)):
-            for i in range(SEQ):
-                step = begin(1)
-                turned = step.rotation(ROPE, dtype=torch.float64)
-                with torch.profiler.profile() if i == SEQ - 1 else contextlib.nullcontext() as seen:
-                    out = attention(x[:, i : i + 1], turned, cache=step.layer(0))
-                torch.testing.assert_close(out, right[:, i : i + 1], **EXACT)
-            assert ("ropewalk::step" in {event.key for event in seen.key_averages()}) == backend.AT_ONCE
-    step = KVCache(1, 2, 4, HEAD_DIM, capacity=1, dtype=torch.float64).step(1)  # the key heads of the whole model
-    message = rf"q must have shape \(2, 1, heads, 6\), with a multiple of 4 heads, got \(2, 1, {HEADS // world}, 6\)"
-    with pytest.raises(RopeError, match=message):
-        attention(x[:, :1], step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
+    with torch.no_grad():
+        for kv_heads in (1, 4):
+            attention = layer(kv_heads, qk_norm=EPS)
+            weights, x = weights_of(attention), inputs()[0].detach()
+            sharded(attention, line(world))
+            right, local = wanted(x, weights, kv_heads), max(1, kv_heads // world)
+            paged = PagedKVCache(1, local, HEAD_DIM, blocks=8, block_size=4, dtype=torch.float64)
+            rows = [paged.admit(), paged.admit()]
+            dense = KVCache(1, 2, local, HEAD_DIM, capacity=SEQ, dtype=torch.float64)
+            for begin in (dense.step, functools.partial(paged.step, rows=rows)):
+                for i in range(SEQ):
+                    step = begin(1)
+                    turned = step.rotation(ROPE, dtype=torch.float64)
+                    with torch.profiler.profile() if i == SEQ - 1 else contextlib.nullcontext() as seen:
+                        out = attention(x[:, i : i + 1], turned, cache=step.layer(0))
+                    torch.testing.assert_close(out, right[:, i : i + 1], **EXACT)
+                assert ("ropewalk::step" in {event.key for event in seen.key_averages()}) == backend.AT_ONCE
+        step = KVCache(1, 2, 4, HEAD_DIM, capacity=1, dtype=torch.float64).step(1)  # the key heads of the whole model
+        message = (
+            rf"q must have shape \(2, 1, heads, 6\), with a multiple of 4 heads, got \(2, 1, {HEADS // world}, 6\)"
+        )
+        with pytest.raises(RopeError, match=message):
+            attention(x[:, :1], step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
 
 
 @check

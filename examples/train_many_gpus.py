@@ -1,0 +1,169 @@
+"""Train a small language model on many GPUs: FSDP2, and where asked for, heads and sequences sharded too.
+
+    torchrun --nproc-per-node 8 examples/train_many_gpus.py --tensor 2 --context 2
+
+The ranks form a mesh of three axes, context × data × tensor. Along `data` they have rows of the batch, along `tensor`
+some of the heads of each layer, and along `context` some of the tokens of each row. `data` is what remains. Where there
+is no GPU the same runs on the CPU with gloo. The losses do not depend on the mesh, up to rounding.
+
+The text is any file, read as bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import ropewalk
+from ropewalk.parallel import ContextParallel, HeadwiseParallel
+from ropewalk.positions import context_parallel
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-6), nn.RMSNorm(hidden, eps=1e-6)
+        self.attention = ropewalk.RotaryAttention(hidden, heads, num_kv_heads=kv_heads, qk_norm=1e-6)
+        self.mlp = MLP(hidden)
+
+    def forward(self, x: Tensor, rotation: ropewalk.Rotation, context: ContextParallel | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, cache=context)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, layers: int, hidden: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, hidden)
+        self.blocks = nn.ModuleList(Block(hidden, heads, kv_heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.head = nn.Linear(hidden, 256, bias=False)
+
+    def forward(
+        self, tokens: Tensor, labels: Tensor, rotation: ropewalk.Rotation, context: ContextParallel | None
+    ) -> Tensor:
+        """The loss, a mean over the tokens of this rank."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, rotation, context)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
+    """Heads, hidden channels and, between them, the sequence over `tensor`; then the parameters over `data`."""
+    if mesh["tensor"].size() > 1:
+        plan = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "blocks.*.attention_norm": SequenceParallel(),
+            "blocks.*.attention": HeadwiseParallel(sequence_parallel=True),
+            "blocks.*.mlp_norm": SequenceParallel(),
+            "blocks.*.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            "blocks.*.mlp.up": ColwiseParallel(),
+            "blocks.*.mlp.down": RowwiseParallel(output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh["tensor"], plan)
+    # A Rotation stays float32 under this policy. Ranks of one context have the same parameters.
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mesh.device_type == "cuda" else MixedPrecisionPolicy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["context", "data"], mp_policy=policy)
+
+
+def batch(text: Tensor, step: int, rows: int, seq: int) -> Tensor:
+    """Rows of seq + 1 bytes: the same on every rank."""
+    starts = torch.randint(len(text) - seq, (rows,), generator=torch.Generator().manual_seed(step))
+    return torch.stack([text[start : start + seq + 1] for start in starts.tolist()])
+
+
+def train(options: argparse.Namespace) -> None:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    data = dist.get_world_size() // (options.tensor * options.context)
+    shape = (options.context, data, options.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("context", "data", "tensor"))
+
+    torch.manual_seed(0)  # every rank begins with the same parameters
+    model = LanguageModel(options.layers, options.hidden, options.heads, options.kv_heads).to(device)
+    shard(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+
+    rope = ropewalk.Rope(head_dim=options.hidden // options.heads, base=10_000.0, pairing="half")
+    group = mesh["context"].get_group()
+    places = context_parallel(options.seq, dist.get_rank(group), options.context, "head-tail")
+    text = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8).long()
+    for step in range(options.steps):
+        tokens = batch(text, step, options.rows, options.seq).chunk(data)[mesh.get_local_rank("data")]
+        inputs, labels = (tokens[:, places + shift].to(device) for shift in (0, 1))
+        rotation = rope.at(places, device=device)  # of all tokens that reach attention on this rank
+        context = ContextParallel(places.to(device), group) if options.context > 1 else None
+        loss = model(inputs, labels, rotation, context)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+        mean = loss.detach()
+        dist.all_reduce(mean)  # the ranks along `tensor` have the same loss
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {mean.item() / dist.get_world_size():.5f}", flush=True)
+    if options.save is not None:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=options.save)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensor", type=int, default=1, help="ranks that share the heads of each layer")
+    parser.add_argument("--context", type=int, default=1, help="ranks that share the tokens of each row")
+    parser.add_argument("--text", default=__file__, help="a file to learn; this one if not given")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=16, help="rows of a batch, over all ranks")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--save", help="a folder for a checkpoint of torch.distributed.checkpoint at the end")
+    options = parser.parse_args()
+    ranks, shared = int(os.environ.get("WORLD_SIZE", "0")), options.tensor * options.context
+    if not ranks or ranks % shared or options.rows % (ranks // shared) or options.seq % (2 * shared):
+        parser.error(
+            "start it with torchrun; tensor · context must divide the number of ranks, what remains of them must "
+            "divide --rows, and 2 · tensor · context must divide --seq"
+        )
+    train(options)
+
+
+if __name__ == "__main__":
+    main()

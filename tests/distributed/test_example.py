@@ -1,0 +1,67 @@
+"""examples/train_many_gpus.py, tiny and on the CPU: the losses are the same for every mesh."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_many_gpus.py"
+SIZES = {"steps": 4, "rows": 4, "seq": 32, "layers": 2, "hidden": 32, "heads": 4, "kv-heads": 2, "learning-rate": 0.01}
+SIZE = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+
+
+def ran(processes: int, *options: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run(
+        [*launcher, str(SCRIPT), *SIZE, *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def losses(process: subprocess.CompletedProcess[str]) -> list[float]:
+    assert process.returncode == 0, process.stdout + process.stderr
+    steps = re.findall(r"^step (\d+): loss ([\d.]+)$", process.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in steps] == [0, 1, 2, 3]
+    return [float(loss) for _, loss in steps]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return losses(ran(1))
+
+
+@pytest.mark.parametrize(("processes", "options"), [(2, ("--context", "2")), (4, ("--tensor", "2"))])
+def test_losses(alone: list[float], processes: int, options: tuple[str, ...], tmp_path: Path) -> None:
+    assert losses(ran(processes, *options, "--save", str(tmp_path / "saved"))) == pytest.approx(alone, abs=5e-5)
+    assert alone[-1] < alone[0] - 0.5
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) == processes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (None, []),  # not started with torchrun
+        ("3", ["--tensor", "2"]),
+        ("3", []),  # for 4 rows
+        ("4", ["--context", "4", "--seq", "12"]),
+    ],
+)
+def test_refuses_what_does_not_divide(
+    ranks: str | None, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SIZE, *options])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "tensor · context must divide the number of ranks" in capsys.readouterr().err
