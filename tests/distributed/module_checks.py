@@ -17,9 +17,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import attention_oracle as written_out
+import oracle
 from ropewalk import Rope, RotaryAttention, RotaryEmbedding
 from ropewalk.parallel import HeadwiseParallel
 
@@ -226,3 +229,16 @@ def checkpoint_of_fewer_processes(world: int) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(told[0])
+
+
+@check
+def positions_as_a_buffer_of_pytorchs_context_parallel(world: int) -> None:
+    """It cuts tokens and positions alike; its attention needs CUDA, and is not called here."""
+    positions, q = torch.arange(4 * world), torch.randn(2, 4 * world, 3, 8)
+    whole = written_out.Turn(oracle.inv_freq(5e5, 8), "half")(q.double(), positions)
+    local = q.clone()
+    with context_parallel(init_device_mesh("cpu", (world,)), buffers=[local, positions], buffer_seq_dims=[1, 0]):
+        assert positions.shape == (4,)
+        rotated, held = ROPE.at(positions)(local, layout="bshd"), positions.clone()
+    torch.testing.assert_close(rotated.double(), whole[:, held], rtol=1e-6, atol=1e-6)
+    assert positions.tolist() == list(range(4 * world))

@@ -123,7 +123,11 @@ def the_sequence_sharded_too(world: int) -> None:
         right = wanted(x, weights, kv_heads)
         torch.testing.assert_close(out, right.chunk(world, 1)[rank], **EXACT)
         (right * factor).sum().backward()
-        (out * factor.chunk(world, 1)[rank]).sum().backward()
+        with CommDebugMode() as backward:
+            (out * factor.chunk(world, 1)[rank]).sum().backward()
+        summed = 2 if kv_heads == 4 else 4  # norms; keys and values
+        expected = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": summed}
+        assert collectives(backward) == expected, collectives(backward)
         torch.testing.assert_close(part.grad, x.grad.chunk(world, 1)[rank], **EXACT)
         same_gradients(attention, weights)
 

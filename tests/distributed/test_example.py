@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_many_gpus.py"
-SIZES = {"steps": 4, "rows": 4, "seq": 32, "layers": 2, "hidden": 32, "heads": 4, "kv-heads": 2, "learning-rate": 0.01}
-SIZE = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "train_many_gpus.py"
+# What the page runs with four processes: the options of the mesh, and sizes that are small enough for a test.
+COMMAND = f"torchrun --nproc-per-node 4 {SCRIPT.relative_to(ROOT).as_posix()} --tensor 2 "
+(LINE,) = re.findall(f"^{COMMAND}(.*)$", (ROOT / "docs" / "many-machines.md").read_text("utf-8"), re.MULTILINE)
+SIZE = LINE.split()
 
 
 def ran(processes: int, *options: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +54,7 @@ def test_losses(alone: list[float], processes: int, options: tuple[str, ...], tm
     [
         (None, []),  # not started with torchrun
         ("3", ["--tensor", "2"]),
-        ("3", []),  # for 4 rows
+        ("3", []),  # for 16 rows
         ("4", ["--context", "4", "--seq", "12"]),
     ],
 )

@@ -81,7 +81,9 @@ class HeadwiseParallel(ParallelStyle):
             """x as one DTensor for the three projections: their gradients are then added before they are reduced."""
             if args:
                 return (_whole(args[0], device_mesh, of_x), *args[1:]), kwargs
-            return args, {**kwargs, "x": _whole(kwargs["x"], device_mesh, of_x)}
+            if "x" in kwargs:
+                return args, {**kwargs, "x": _whole(kwargs["x"], device_mesh, of_x)}
+            return args, kwargs
 
         attention.register_forward_pre_hook(share_x, with_kwargs=True)
         return attention
