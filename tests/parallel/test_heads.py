@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ropewalk import RopeError, RotaryAttention
-from ropewalk.parallel import HeadwiseParallel
+from ropewalk.parallel import HeadwiseParallel, attention_plan
 
 
 @pytest.fixture
@@ -77,3 +77,34 @@ def test_in_a_plan_of_a_model(ranks: DeviceMesh) -> None:
             assert module.weight.placements[0].is_replicate()
             assert not module.weight.requires_grad
     assert torch.equal(attention.k_norm.weight.to_local(), torch.ones(2))
+
+
+class TestAttentionPlan:
+    def test_names_every_attention(self) -> None:
+        """The names are those by which parallelize_module finds modules, and all heads are sharded."""
+        layers = [
+            torch.nn.ModuleDict({"self_attn": RotaryAttention(16, 4), "mlp": torch.nn.Linear(16, 16)}) for _ in "ab"
+        ]
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+        plan = attention_plan(model, sequence_parallel=True)
+        assert list(plan) == ["layers.0.self_attn", "layers.1.self_attn"]
+        for name, style in plan.items():
+            assert isinstance(model.get_submodule(name), RotaryAttention)
+            assert isinstance(style, HeadwiseParallel)
+            assert style.sequence_parallel
+
+    @pytest.mark.parametrize(
+        ("model", "came"),
+        [
+            (RotaryAttention(16, 4), "a RotaryAttention. Pass HeadwiseParallel() to parallelize_module"),
+            (torch.nn.Linear(2, 2), "Linear without any"),
+            ("attention", "'attention'"),
+        ],
+    )
+    def test_refuses(self, model: object, came: str) -> None:
+        with pytest.raises(RopeError) as raised:
+            attention_plan(model)  # type: ignore[arg-type]
+        assert came in str(raised.value)
+        assert str(raised.value).startswith(
+            "attention_plan: model must be a module that contains RotaryAttention layers"
+        )

@@ -89,6 +89,38 @@ class HeadwiseParallel(ParallelStyle):
         return attention
 
 
+def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """Build the plan that shards every `RotaryAttention` of a model by its heads.
+
+    Args:
+        model: the model, or a part of it such as a block.
+        sequence_parallel: see `HeadwiseParallel`.
+
+    Returns:
+        Name of each `RotaryAttention` in the model → `HeadwiseParallel`. Add the entries of the other layers, and pass
+        the result to `parallelize_module(model, mesh, plan)`.
+
+    Raises:
+        RopeError: model is no module, it is a `RotaryAttention` itself, or it contains none.
+
+    Example:
+        >>> block = nn.ModuleDict({"attention": RotaryAttention(64, 4), "up": nn.Linear(64, 256)})
+        >>> attention_plan(block)
+        {'attention': HeadwiseParallel(sequence_parallel=False)}
+    """
+    who, must = "attention_plan", "model must be a module that contains RotaryAttention layers"
+    fix = "Pass the model that parallelize_module will get."
+    if not isinstance(model, nn.Module):
+        raise _checks.error(who, must, _checks.shown(model), fix)
+    if isinstance(model, RotaryAttention):
+        fix = "Pass HeadwiseParallel() to parallelize_module instead of a plan."
+        raise _checks.error(who, must, "a RotaryAttention", fix)
+    names = [name for name, module in model.named_modules() if isinstance(module, RotaryAttention)]
+    if not names:
+        raise _checks.error(who, must, f"{type(model).__name__} without any", fix)
+    return {name: HeadwiseParallel(sequence_parallel=sequence_parallel) for name in names}
+
+
 def _whole(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:
     """x on every rank, of which a plain tensor is the part that the placement says."""
     spread = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
