@@ -1,4 +1,4 @@
-"""`ropewalk lab`: train small models and see what each scaling makes of long sequences."""
+"""`ropewalk lab`: train small models and compare context-extension methods on them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ import click
 
 @click.command(short_help="Compare context-extension methods on small models.")
 @click.option(
-    "--task", type=click.Choice(["copy", "text"]), help="Only this task, on one seed; text: about 13 minutes."
+    "--task", type=click.Choice(["copy", "text"]), help="Run only this task, on one seed. text takes about 13 minutes."
 )
-@click.option("--quick", is_flag=True, help="The same as --task copy: a few minutes.")
+@click.option("--quick", is_flag=True, help="Same as --task copy, a few minutes.")
 @click.option("--baselines", is_flag=True, help="Also train models with learned, sinusoidal and no positions.")
-@click.option("--seed", type=click.IntRange(0, 2**28), default=0, show_default=True, help="The first of them.")
+@click.option("--seed", type=click.IntRange(0, 2**28), default=0, show_default=True, help="The first seed.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("ropewalk-lab"),
     show_default=True,
-    help="Where everything is kept. The same folder again goes on where the last run stopped.",
+    help="The folder for all results. A run in the same folder continues the previous one.",
 )
 def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) -> None:
-    """Train small models on short sequences; see what each scaling makes of long ones, and short fine-tunes.
+    """Train small models on short sequences, and measure context-extension methods on long ones.
 
-    Two tasks, copying and the text that Python ships, on three seeds: about an hour on two cores, and it says
-    beforehand how long here; --quick takes less than 6 minutes. No scaling, PI, NTK, by parts, Llama 3, YaRN, PI, NTK
-    and YaRN as dynamic, Self-Extend; fine-tunes with none, PI, NTK, YaRN and a larger base. Tables, JSON, pictures and
-    words are written at the end, of what this command was asked for: name another --out to keep both of two.
+    There are two tasks, copying and the text that Python ships, each on three seeds. They take about an hour on two
+    cores; the command estimates the time before it starts. --quick takes less than 6 minutes.
 
-    For a model that writes text, run `ropewalk lab --task text`. It is in ropewalk-lab/parts/text-0-trained.safetensors
-    (under --out; 0 is the seed) from its first step on, and is trained to the end before anything else is done. Pass
-    that file to `ropewalk generate` and `ropewalk export`.
+    The methods are no scaling, PI, NTK, by parts, Llama 3, YaRN, dynamic PI, NTK and YaRN, and Self-Extend. Fine-tunes
+    use none, PI, NTK, YaRN and a larger base. At the end the command writes tables, JSON, plots and a report of what it
+    was asked for; use another --out to keep the results of two commands.
 
-    Several processes train each model together under torchrun: `torchrun --nproc-per-node 4 -m ropewalk lab`.
+    For a model that writes text, run `ropewalk lab --task text`. Its file is
+    ropewalk-lab/parts/text-0-trained.safetensors (under --out; 0 is the seed). It exists from the first step on, and it
+    is fully trained before anything else runs. Pass it to `ropewalk generate` and `ropewalk export`.
+
+    Under torchrun several processes train each model together: `torchrun --nproc-per-node 4 -m ropewalk lab`.
     """
     from ropewalk.lab import ranks, study
 
