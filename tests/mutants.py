@@ -491,7 +491,7 @@ MUTANTS = [
     Mutant("norm: gradient without its mean", "rotation/qk_norm.py", "g - y * (g * y).mean(-1, keepdim=True)", "g"),
     Mutant("step: slot below", "attention/fused_step.py", "low < -1 or high >= blocks", "high >= blocks"),
     Mutant("step: beside", "attention/layer_cache.py", "and not step._beside", ""),
-    Mutant("norms watched", "nn.py", "_is_watched(of_q) or _is_watched(of_k) or not", "not"),
+    Mutant("norms watched", "nn.py", "_has_hooks(of_q) or _has_hooks(of_k) or not", "not"),
     Mutant("paged step stored by rows", "attention/paged_step.py", "return self.step.slot_mapping.view(self.step.order.shape)", "return self.step.slot_mapping.view(self.step.order.shape).clamp(min=0)"),
     Mutant("a caution counts as wrong", "conformance/report.py", "any(one.severity == \"wrong\" for one in self.findings)", "bool(self.findings)"),
     Mutant("far positions may be off by anything", "conformance/reach.py", "4 * position * 2.0**-24", "4 * position"),

@@ -1,4 +1,4 @@
-"""Modules: thin joins of a Rope and the rotation, for those who build models from modules."""
+"""Modules for building models: `RotaryEmbedding` and `RotaryAttention`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from ropewalk.rotation.reference import rms_norm
 class RotaryEmbedding(torch.nn.Module):
     """Rotate q and k at explicit positions.
 
-    No parameters, no buffers, nothing in `state_dict`: its only state is the Rope, plain numbers that `.half()`,
-    `.to()`, meta initialisation and FSDP cannot touch. In a deep model, call `rope.at(positions)` once and hand the
-    rotation to every layer instead: this module makes the angles at each call.
+    The module has no parameters, no buffers and nothing in `state_dict`. Its only state is the Rope: plain numbers that
+    `.half()`, `.to()`, meta initialisation and FSDP cannot change. It computes the angles at each call. In a model with
+    several layers, call `rope.at(positions)` once instead, and pass the rotation to every layer.
 
     Args:
-        rope: how fast each pair rotates.
+        rope: the frequency of each pair.
         layout: "bshd", "bhsd", "sbhd" or "thd": the order of the axes of q and k.
 
     Raises:
@@ -61,31 +61,31 @@ class RotaryEmbedding(torch.nn.Module):
         self.layout = layout
 
     def forward(self, q: Tensor, k: Tensor | None, positions: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """`rope.at(positions)(q, k, layout=layout)` on the device of q; see there for arguments and errors.
+        """Compute `rope.at(positions)(q, k, layout=layout)` on the device of q; see there for arguments and errors.
 
-        positions have a row for each axis where the rope has `axes`. With k None, one tensor comes back.
+        If the rope has `axes`, positions have one row for each axis. If k is None, one tensor is returned.
         """
         rotation = self.rope.at(positions, device=q.device)
         return rotation(q, layout=self.layout) if k is None else rotation(q, k, layout=self.layout)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return what `print(model)` shows."""
         return f"{self.rope!r}, layout={self.layout!r}"
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """torch.nn.RMSNorm over the channels of each head, with the bits of `QKNorm`: its mean is made in float64."""
+    """RMSNorm over the channels of each head, bitwise equal to `QKNorm`: the mean is computed in float64."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., head_dim]`, normed, in the dtype of x."""
+        """Normalize x `[..., head_dim]`; the result has the dtype of x."""
         return rms_norm(x, local_weight(self.weight, x), eps=cast(float, self.eps))
 
 
 _any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
 
 
-def _is_watched(module: torch.nn.Module) -> bool:
-    """Whether somebody wants to see it called."""
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook of the module, or a global one, must see its calls."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -96,28 +96,29 @@ def _is_watched(module: torch.nn.Module) -> bool:
 
 
 class RotaryAttention(torch.nn.Module):
-    """Multi-head attention as in Llama: q, k and v projected, q and k rotated, attention, projected back.
+    """Multi-head attention as in Llama: project to q, k and v, rotate q and k, attend, project back.
 
     Parameters have the names of Hugging Face's Llama attention (`q_proj`, `k_proj`, `v_proj`, `o_proj`; `q_norm`,
-    `k_norm` as in Qwen 3), so its weights load as they are. The rope is not part of it: whoever runs the layers makes
-    one rotation for each forward pass and hands it to all of them.
+    `k_norm` as in Qwen 3), so its weights load without renaming. The rope is not part of the module. Compute one
+    rotation for each forward pass, and pass it to all layers.
 
     Args:
         hidden_size: channels of the model.
-        num_heads: heads of queries, in the whole model: tensor parallelism does not change it.
-        num_kv_heads: heads of keys and values, likewise; a divisor of num_heads (GQA; 1 is MQA); num_heads when None.
-        head_dim: channels of a head; hidden_size / num_heads when None.
-        bias: whether the projections of q, k and v have one (Qwen 2).
-        o_bias: whether the projection of the output has one (with bias: `attention_bias` of Hugging Face's Llama).
-        qk_norm: ε of an RMSNorm over the channels of each head of q and k, before rotation (Qwen 3); None: none.
+        num_heads: number of query heads of the whole model, also under tensor parallelism.
+        num_kv_heads: number of heads of keys and values, likewise. It divides num_heads (GQA; 1 is MQA).
+            None means num_heads.
+        head_dim: channels of a head. None means hidden_size / num_heads.
+        bias: whether the projections of q, k and v have a bias (Qwen 2).
+        o_bias: whether the output projection has a bias (with bias: `attention_bias` of Hugging Face's Llama).
+        qk_norm: ε of the RMSNorm that is applied to each head of q and k before rotation (Qwen 3). None disables it.
         softmax_factor: multiplies the softmax scale head_dim^(−1/2), dimensionless: `ModelRopes.softmax_factor`.
-        causal: whether a token sees only the tokens before it and itself. False for encoders, which have no cache.
-        window: a token sees itself and the window − 1 tokens before it, and with causal False also the window − 1 after
-            it; None: all. With a `KVCache` that keeps more tokens, those that are too old are masked.
-        dropout: probability with which each attention weight is set to 0 in training mode, 0 ≤ dropout ≤ 1.
+        causal: whether a token attends only to itself and the tokens before it. False is for encoders, without a cache.
+        window: each token attends to itself and the window − 1 tokens before it, and with causal=False also to the
+            window − 1 after it. None means no limit. If a `KVCache` keeps more tokens, the older ones are masked.
+        dropout: probability of setting an attention weight to 0 in training mode, 0 ≤ dropout ≤ 1.
 
     Raises:
-        RopeError: a number is impossible, or heads do not divide.
+        RopeError: a number is out of range, or the numbers of heads do not divide.
 
     Example:
         >>> attention = RotaryAttention(hidden_size=8, num_heads=2, num_kv_heads=1)
@@ -151,16 +152,16 @@ class RotaryAttention(torch.nn.Module):
         if self.num_heads % self.num_kv_heads:
             raise _checks.error(
                 who,
-                "num_kv_heads must divide num_heads, since each of them serves as many query heads",
+                "num_kv_heads must divide num_heads, since each key head serves the same number of query heads",
                 f"{self.num_kv_heads} for {self.num_heads}",
                 "Pass a divisor.",
             )
         if head_dim is None and self.hidden_size % self.num_heads:
             raise _checks.error(
                 who,
-                "num_heads must divide hidden_size, or head_dim be given",
+                "num_heads must divide hidden_size, unless head_dim is given",
                 f"{self.num_heads} for {self.hidden_size}",
-                "Pass head_dim as the model has it.",
+                "Pass the head_dim of the model.",
             )
         self.head_dim = (
             self.hidden_size // self.num_heads
@@ -191,36 +192,35 @@ class RotaryAttention(torch.nn.Module):
         mask: Tensor | BlockMask | None = None,
         cache: AttendingCache | None = None,
     ) -> Tensor:
-        """Attention of each token to those that it sees: those before it and itself, unless causal is False.
+        """Attend from each token to itself and the tokens before it, or to all tokens if causal is False.
 
         Args:
             x: `[batch, seq, hidden_size]`.
-            rotation: of exactly these tokens: `rope.at(positions)`, `step.rotation(rope)` with a cache, or
-                `SelfExtend.at(...)`. None: this layer does not rotate. With a cache, it must be made for the positions
-                `[batch, seq]` of that step, and anew for each step.
-            mask: narrows causality: bool (True: seen) or additive in the dtype of x (any under autocast, which casts
-                it), four axes `[batch, heads, seq, keys]`, each of full size or 1; fewer axes could be read in more
-                than one way and are refused. See `masks` for packed documents, sliding windows and padding. Or a
-                `BlockMask` for FlexAttention, used as it is, which says causality and window itself, such as
-                `masks.packed_blocks`.
+            rotation: the rotation of exactly these tokens: `rope.at(positions)`, `step.rotation(rope)` with a cache, or
+                `SelfExtend.at(...)`. None means that this layer does not rotate. With a cache, it must be computed for
+                the positions `[batch, seq]` of that step, again for each step.
+            mask: restricts attention further, in addition to causality. Either a tensor `[batch, heads, seq, keys]`,
+                each axis of full size or 1: bool (True means attend) or added to the scores, in the dtype of x (any
+                under autocast). Fewer axes are ambiguous and refused. See `masks` for packed documents, sliding windows
+                and padding. Or a `BlockMask` for FlexAttention, such as `masks.packed_blocks`, which must include
+                causality and window itself.
             cache: `step.layer(i)` of a `KVCache`, for the tokens of x, in the dtype of x or of autocast. The keys of
-                mask are then those of `step.key_positions`, and mask is a tensor. Or any other `AttendingCache`, which
-                rotates, stores and attends as it likes.
+                mask are then those of `step.key_positions`, and mask must be a tensor. Or any other `AttendingCache`,
+                which does its own rotation, storage and attention.
 
         Returns:
-            Shape of x, and its dtype or that of autocast.
+            A tensor of the shape of x, in the dtype of x or of autocast.
 
         Raises:
-            RopeError: an argument is none of these, a shape does not fit, the rotation cannot be that of the cache's
-                step, a BlockMask comes with a KVCache or with a rotation in two passes, or another cache returns
-                something else than it must.
+            RopeError: an argument has another type or shape, the rotation does not fit the cache's step, a BlockMask is
+                combined with a KVCache or with a rotation in two passes, or another cache returns a wrong result.
         """
         self._check(x, rotation, mask, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = split_heads("RotaryAttention", q, k, v, self.head_dim, self.num_heads, self.num_kv_heads)
         norm = self._norm(q, k, v, cache)
         if norm is None and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast makes some norms float32
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # under autocast some norms return float32
         if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
             mask = mask.to(q.dtype)
         scale = self.head_dim**-0.5 * self.softmax_factor
@@ -228,22 +228,22 @@ class RotaryAttention(torch.nn.Module):
         if cache is None:
             attended = self._attend(q, k, v, rotation=rotation, mask=mask, scale=scale, norm=norm)
         else:
-            mask = self._within(cache, mask)
+            mask = self._with_window(cache, mask)
             attended = cache.attend(q, k, v, rotation=rotation, mask=mask, scale=scale, **fused)
             attention.check_attended("RotaryAttention", cache, attended, q, v)
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 
     def _norm(self, q: Tensor, k: Tensor, v: Tensor, cache: AttendingCache | None) -> QKNorm | None:
-        """The norms of q and k as what rotates can take over; None where they are modules to call, or there are none.
+        """The norms of q and k if one kernel can apply them and rotate; None if their modules must be called.
 
-        They are called where something was put in their place or hooked on them (tensor parallel plans, FSDP, who looks
-        at activations), and before a cache that knows of no norms.
+        The modules must be called if they were replaced or have hooks (tensor parallel plans, FSDP, code that records
+        activations), and if the cache does not support norms.
         """
         of_q, of_k = self.q_norm, self.k_norm
         if type(of_q) is not HeadNorm or type(of_k) is not HeadNorm or of_q.eps != of_k.eps or of_q.eps is None:
             return None
-        if _is_watched(of_q) or _is_watched(of_k) or not q.dtype == k.dtype == v.dtype:
+        if _has_hooks(of_q) or _has_hooks(of_k) or not q.dtype == k.dtype == v.dtype:
             return None
         if cache is not None and not getattr(cache, "takes_norm", False):
             return None
@@ -260,12 +260,12 @@ class RotaryAttention(torch.nn.Module):
         scale: float,
         norm: QKNorm | None = None,
     ) -> Tensor:
-        """Without a cache: over the keys of these tokens. Where plain causality is all, no mask says it."""
+        """Attend without a cache, to the keys of these tokens. Plain causality needs no mask."""
         if isinstance(mask, Tensor):
             check_mask("RotaryAttention", mask, q, k.shape[1])
         if not isinstance(mask, BlockMask):
-            seen = self._seen(q.shape[1], q.device, dense=mask is not None or isinstance(rotation, TwoPass))
-            mask = mask if seen is None else joined(mask, seen)
+            allowed = self._allowed(q.shape[1], q.device, dense=mask is not None or isinstance(rotation, TwoPass))
+            mask = mask if allowed is None else joined(mask, allowed)
         return attention.rotate_and_attend(
             q,
             k,
@@ -278,13 +278,13 @@ class RotaryAttention(torch.nn.Module):
             norm=norm,
         )
 
-    def _seen(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
-        """bool `[1, 1, seq, seq]`: what causality and the window leave; None where plain causality, or nothing, is all.
+    def _allowed(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
+        """The mask of causality and window, bool `[1, 1, seq, seq]`; None if attention needs no mask for them.
 
         Args:
-            seq: tokens.
-            device: where.
-            dense: whether causality has to be part of a mask.
+            seq: number of tokens.
+            device: the device of the mask.
+            dense: whether the mask must include causality.
         """
         if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
             window = masks.sliding_window(seq, self.window, device=device)
@@ -293,14 +293,14 @@ class RotaryAttention(torch.nn.Module):
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device) if dense else None
         return causal_mask(seq, seq, device) if dense else None
 
-    def _within(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
-        """The user's mask, joined with the window of this layer where the cache keeps more."""
+    def _with_window(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
+        """The user's mask, combined with the window of this layer if the cache keeps more tokens."""
         if self.window is None or isinstance(mask, BlockMask):
             return mask
         if not isinstance(cache, LayerCache):
             raise _checks.error(
                 "RotaryAttention",
-                "a cache of your own applies its window itself, so that window must be None",
+                "window must be None with a cache of your own, which applies its window itself",
                 f"window={self.window} and a {type(cache).__name__}",
                 "Build the layer without a window, or use a KVCache.",
             )
@@ -317,7 +317,7 @@ class RotaryAttention(torch.nn.Module):
         if cache is not None and not callable(getattr(cache, "attend", None)):
             raise _checks.error(
                 who,
-                "cache must be one layer of a step of a KVCache, another cache with such a method attend, or None",
+                "cache must be one layer of a step of a KVCache, another object with such a method attend, or None",
                 _checks.shown(cache),
                 "Call step = cache.step(seq) once for each forward pass, and pass step.layer(i).",
             )
@@ -335,16 +335,16 @@ class RotaryAttention(torch.nn.Module):
                 who,
                 "mask must be a tensor, a BlockMask or None",
                 _checks.shown(mask),
-                "Plain causality needs no mask; ropewalk.masks makes those for documents, windows and padding.",
+                "Plain causality needs no mask; ropewalk.masks builds masks for documents, windows and padding.",
             )
         if isinstance(rotation, TwoPass):
             raise _checks.error(
                 who,
-                "in two passes, mask must be a tensor",
+                "with a rotation in two passes, mask must be a tensor",
                 "a BlockMask",
                 "Pass a dense mask, e.g. masks.packed(cu_seqlens, total).",
             )
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return what `print(model)` shows."""
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

@@ -240,7 +240,7 @@ def test_says_what_it_is() -> None:
         ((24, 0), {}, "num_heads must be an integer at least 1, got 0"),
         ((24, 4), {"num_kv_heads": 3}, "num_kv_heads must divide num_heads.*got 3 for 4"),
         ((24, 4), {"num_kv_heads": 0}, "num_kv_heads must be an integer at least 1"),
-        ((24, 5), {}, "num_heads must divide hidden_size, or head_dim be given, got 5 for 24"),
+        ((24, 5), {}, "num_heads must divide hidden_size, unless head_dim is given, got 5 for 24"),
         ((24, 4), {"head_dim": 0}, "head_dim must be an integer"),
         ((24, 4), {"softmax_factor": 0}, "softmax_factor must be a finite number greater than 0"),
         ((24, 4), {"qk_norm": True}, "qk_norm must be a finite number greater than 0, got True"),
@@ -274,7 +274,7 @@ def test_refuses_arguments() -> None:
         (r"four axes \[batch, heads, seq, keys\] = \[2, 4, 7, 7\], .* \(2, 7\)", (x, rotation), {"mask": x[..., 0]}),
         (r"got shape \(7,\)", (x, rotation), {"mask": x[0, :, 0]}),
         (
-            "in two passes, mask must be a tensor, got a BlockMask",
+            "with a rotation in two passes, mask must be a tensor, got a BlockMask",
             (x, SelfExtend(ROPE, 2, 2).at(torch.arange(SEQ), dtype=torch.float64)),
             {"mask": blocks},
         ),
