@@ -215,7 +215,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, {}, "rope_scaling: Linear: factor must be a finite number of at least 1, got 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, {}, "Linear: factor must be a finite number"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 8}}, {}, "Llama3: high_freq_factor must be a finite number of at least 8"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 0.5}}, {}, "were the two swapped?"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 0.5}}, {}, "Check that the two are not swapped"),
         ({"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": 4096}, {}, "rope_scaling.original_max_position_embeddings: it must agree with original_max_position_embeddings, which is 4096"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention: the layer types must be among all"),
         ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor: llama rotates the whole head, got 0.5"),
@@ -269,14 +269,17 @@ def test_the_config_is_not_changed() -> None:
     ("changes", "warning"),
     [
         ({"finetuned": True}, "rope_scaling.finetuned has no effect: it records that the weights were fine-tuned."),
-        ({"mscale": 1.0}, "count only together"),
-        ({"mscale_all_dim": 1.0}, "count only together"),
+        ({"mscale": 1.0}, "have an effect only together"),
+        ({"mscale_all_dim": 1.0}, "have an effect only together"),
         ({"mscale": 0.7, "mscale_all_dim": 0.7}, "equal, so the attention factor is 1"),
         (
             {"mscale": 0.7, "mscale_all_dim": 0.7, "attention_factor": 1.2},
-            "so mscale and mscale_all_dim do not change cos and sin",
+            "so mscale and mscale_all_dim do not affect cos and sin",
         ),
-        ({"factor": 16.0}, "max_position_embeddings is 4096, neither original_max_position_embeddings 32768 nor"),
+        (
+            {"factor": 16.0},
+            "max_position_embeddings is 4096, which is neither original_max_position_embeddings (32768) nor",
+        ),
     ],
 )
 def test_warnings(changes: dict[str, Any], warning: str) -> None:

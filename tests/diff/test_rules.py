@@ -73,8 +73,8 @@ def test_what_the_scheme_itself_says_of_engines() -> None:
     assert {name for name in FILES if rows[name][both] != 1.0} == {"exllamav3", "llama.cpp"}
     cases = {row["case"]: row["config"] for row in golden("vllm")["rows"]}
     for case in (alone, zero):
-        assert "mlx-lm uses one alone, SGLang a 0." in " ".join(from_config(cases[case]).warnings)
-    assert "so the attention factor is 1; engines differ." in " ".join(from_config(cases[both]).warnings)
+        assert "mlx-lm uses one alone and SGLang a 0." in " ".join(from_config(cases[case]).warnings)
+    assert "so the attention factor is 1. Engines differ." in " ".join(from_config(cases[both]).warnings)
 
 
 KEYS = {

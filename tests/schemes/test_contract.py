@@ -1,4 +1,4 @@
-"""What a scheme from outside must keep: its class, what it does with odd values, and what it returns."""
+"""Checks for schemes from outside: the class, its handling of odd values, and its return values."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ CONFIG: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "num_attentio
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    made = [schemes.register(Careless), schemes.register(Halting)]
+    added = [schemes.register(Careless), schemes.register(Halting)]
     yield
-    for scheme in made:
+    for scheme in added:
         schemes.unregister(scheme)
 
 
@@ -80,11 +80,11 @@ def test_what_a_scheme_raises_names_the_file_the_scheme_and_the_value(tmp_path: 
     cases: list[tuple[dict[str, Any], str]] = [
         (
             {"rope_type": "careless", "strength": "a"},
-            "the frequencies of Careless(strength='a', table=()) could not be worked out: TypeError: unsupported",
+            "the frequencies of Careless(strength='a', table=()) could not be computed: TypeError: unsupported",
         ),
         (
             {"rope_type": "careless", "strength": 0},
-            "the frequencies of Careless(strength=0, table=()) could not be worked out: ZeroDivisionError: ",
+            "the frequencies of Careless(strength=0, table=()) could not be computed: ZeroDivisionError: ",
         ),
         (
             {"rope_type": "careless", "table": 3},
@@ -139,7 +139,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Fixed(Scheme):
-    """Returns what it was given."""
+    """Returns the values that it holds."""
 
     rope_type: ClassVar[str] = "fixed"
     frequencies_of_pairs: Any
@@ -148,13 +148,13 @@ class Fixed(Scheme):
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         return self.frequencies_of_pairs  # type: ignore[no-any-return]
 
-    def table_factor(self) -> float:
+    def compute_attention_factor(self) -> float:
         return self.factor  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Odd(Fixed):
-    """Overrides `frequencies` with something else than two things."""
+    """Overrides `frequencies` with a wrong return value."""
 
     def frequencies(self, base: float, rotary_dim: int) -> Any:
         return self.frequencies_of_pairs
@@ -172,11 +172,12 @@ def test_frequencies_must_be_a_number_for_each_pair(wrong: Any) -> None:
 def test_frequencies_come_with_a_factor() -> None:
     with pytest.raises(RopeError, match="attention_factor must be a finite number of at least"):
         Rope(4, 1e4, "half", scaling=Fixed((1.0, 0.5), factor=math.nan))
-    with pytest.raises(RopeError, match=r"frequencies of Odd\(.*\) must be inv_freq and attention factor, got 3"):
-        Rope(4, 1e4, "half", scaling=Odd(3))
     with pytest.raises(
-        RopeError, match=r"frequencies of Odd\(.*\) must be inv_freq and attention factor, or None only"
+        RopeError, match=r"frequencies of Odd\(.*\) must return inv_freq and the attention factor, got 3"
     ):
+        Rope(4, 1e4, "half", scaling=Odd(3))
+    says = r"frequencies of Odd\(.*\) must return inv_freq and the attention factor \(only a LengthDependent may"
+    with pytest.raises(RopeError, match=says):
         Rope(4, 1e4, "half", scaling=Odd(None))
 
 
@@ -245,25 +246,41 @@ def test_register_checks_the_class() -> None:
         (int, a_class + "<class 'int'>"),
         (3, a_class + "3"),
         (Fixed(()), a_class),
-        (NoDataclass, "NoDataclass must be a dataclass that is frozen and compared by value"),
-        (ByIdentity, "ByIdentity must be a dataclass that is frozen and compared by value"),
-        (Thawed, "Thawed must be a dataclass that is frozen and compared by value"),
-        (Nameless, "rope_type of Nameless must be a word, got none"),
-        (Unfinished, "Unfinished must have every method that a scheme needs, got one without inv_freq"),
-        (NameAsField, "rope_type of NameAsField must be no field"),
-        (OneAlias, "aliases of OneAlias must be a tuple of words, got 'other'"),
+        (NoDataclass, "NoDataclass must be a frozen dataclass that is compared by value"),
+        (ByIdentity, "ByIdentity must be a frozen dataclass that is compared by value"),
+        (Thawed, "Thawed must be a frozen dataclass that is compared by value"),
+        (Nameless, "rope_type of Nameless must be a non-empty string, got none"),
+        (Unfinished, "Unfinished must implement every abstract method of Scheme, got a class without inv_freq"),
+        (NameAsField, "rope_type of NameAsField must be a class variable, got a dataclass field"),
+        (OneAlias, "aliases of OneAlias must be a tuple of non-empty strings, got 'other'"),
     ]
     each(((repr(case[0]), case) for case in cases), refused)
 
 
-def test_only_what_is_registered_can_be_forgotten() -> None:
+def test_only_a_registered_scheme_can_be_unregistered() -> None:
     for scheme in (Careless, 3):
-        with pytest.raises(RopeError, match=r"schemes.unregister: scheme must be one that is registered, got "):
+        with pytest.raises(RopeError, match=r"schemes.unregister: scheme must be a registered class, got "):
             schemes.unregister(scheme)  # type: ignore[arg-type]
 
 
+def test_a_scheme_that_overrides_the_old_name_of_the_factor() -> None:
+    with pytest.warns(DeprecationWarning, match="Dated: table_factor was renamed to compute_attention_factor"):
+
+        @dataclass(frozen=True)
+        class Dated(Fixed):
+            def table_factor(self) -> float:
+                return 2.5
+
+    assert Rope(4, 1e4, "half", scaling=Dated((1.0, 0.5))).attention_factor == 2.5
+
+
+def test_the_old_name_of_the_factor_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="table_factor was renamed to compute_attention_factor"):
+        assert Fixed((1.0,), factor=1.5).table_factor() == 1.5
+
+
 def test_help_says_what_each_attribute_is() -> None:
-    """A string after an attribute is not shown by `help`."""
+    """`help` does not show a string after an attribute, so the docstring describes each one."""
     words = schemes.Scaling.__doc__ or ""
     for name in schemes.Scaling.__annotations__:
         assert f"        {name}: " in words

@@ -1,4 +1,4 @@
-"""Dynamic NTK and LongRoPE: nothing without a length, and then the formula."""
+"""Dynamic NTK and LongRoPE: an error without a length, and the formula with one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestUnresolved:
             lambda rope: RotaryEmbedding(rope, layout="thd")(torch.ones(3, 1, 8), None, torch.arange(3)),
         ],
     )
-    def test_names_the_cure(self, rope: Rope, use: Any) -> None:
+    def test_the_message_names_the_fix(self, rope: Rope, use: Any) -> None:
         with pytest.raises(RopeError, match=r"Use rope\.at_length\(n\), once"):
             use(rope)
 
@@ -86,10 +86,10 @@ def test_dynamic_with_factor_one_still_scales() -> None:
 
 @given(st.floats(1, 1e4), st.sampled_from([100.0, 1e4, 1e6]), st.integers(2, 64))
 def test_ntk(alpha: float, base: float, pairs: int) -> None:
-    mine = NTK(alpha).inv_freq(base, 2 * pairs)
-    np.testing.assert_allclose(mine, np.array(oracle.ntk(base, 2 * pairs, alpha), float), rtol=1e-12)
-    assert mine[0] == 1.0
-    assert mine[-1] == pytest.approx(base ** (-(2 * pairs - 2) / (2 * pairs)) / alpha)
+    computed = NTK(alpha).inv_freq(base, 2 * pairs)
+    np.testing.assert_allclose(computed, np.array(oracle.ntk(base, 2 * pairs, alpha), float), rtol=1e-12)
+    assert computed[0] == 1.0
+    assert computed[-1] == pytest.approx(base ** (-(2 * pairs - 2) / (2 * pairs)) / alpha)
 
 
 def test_ntk_of_a_single_pair() -> None:
@@ -128,10 +128,10 @@ def test_proportional(share: float, factor: float) -> None:
     np.testing.assert_allclose(rope.inv_freq, np.array(oracle.proportional(1e6, 64, share, factor), float), rtol=1e-14)
     assert (rope.wavelength == np.inf).sum() == 32 - int(share * 32)
     q = torch.randn(1, 2, 64)
-    turned = rope.at(torch.tensor([1000]))(q, layout="thd")
+    rotated = rope.at(torch.tensor([1000]))(q, layout="thd")
     idle = torch.from_numpy(rope.inv_freq == 0)
-    assert torch.equal(turned[..., :32][..., idle], q[..., :32][..., idle])
-    assert torch.equal(turned[..., 32:][..., idle], q[..., 32:][..., idle])
+    assert torch.equal(rotated[..., :32][..., idle], q[..., :32][..., idle])
+    assert torch.equal(rotated[..., 32:][..., idle], q[..., 32:][..., idle])
 
 
 def test_proportional_is_not_partial() -> None:
@@ -170,7 +170,7 @@ def test_per_pair() -> None:
         (lambda: Proportional(0), "partial_rotary_factor must be a finite number greater than 0"),
         (lambda: Proportional(1.5), "partial_rotary_factor must be at most 1, got 1.5"),
         (lambda: Proportional(0.5, factor=0), "factor must be a finite number of at least 1"),
-        (lambda: Rope(8, 1e4, "half", scaling=Proportional(0.1)), "at least one pair of rotary_dim=8 must turn"),
+        (lambda: Rope(8, 1e4, "half", scaling=Proportional(0.1)), "at least one pair of rotary_dim=8 must rotate"),
         (lambda: PerPair([1, -2]), "PerPair: factors[1] must be a finite number greater than 0"),
         (lambda: Rope(8, 1e4, "half", scaling=PerPair([1.0])), "PerPair: factors must have 4 numbers"),
         (lambda: PerPair([1.0], attention_factor=0), "attention_factor must be a finite number greater than 0"),

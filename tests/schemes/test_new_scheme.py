@@ -1,4 +1,4 @@
-"""Schemes made up here and registered from outside: everything that asks a scheme finds them."""
+"""Invented schemes, registered from outside: readers, writers, `explain` and plots support them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sloth(Scheme):
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         return tuple(w / self.slowness if i % 2 else w for i, w in enumerate(default.inv_freq(base, rotary_dim)))
 
-    def table_factor(self) -> float:
+    def compute_attention_factor(self) -> float:
         return 1.5
 
     def trained_length(self, longest: int | None) -> int:
@@ -96,9 +96,9 @@ OWL = {**CONFIG, "rope_parameters": {"rope_type": "owl", "rope_theta": BASE, "ni
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    made = [schemes.register(Sloth), schemes.register(Owl)]
+    added = [schemes.register(Sloth), schemes.register(Owl)]
     yield
-    for scheme in made:
+    for scheme in added:
         schemes.unregister(scheme)
 
 
@@ -204,7 +204,7 @@ def test_broken_configs(tmp_path: Path) -> None:
 
 
 def test_a_name_belongs_to_one_scheme() -> None:
-    with pytest.raises(RopeError, match=r"names .* must belong to one scheme, got Sloth, sloth, slow_loris"):
+    with pytest.raises(RopeError, match=r"must not belong to another scheme, got Sloth, sloth, slow_loris"):
         schemes.register(Sloth)
 
 

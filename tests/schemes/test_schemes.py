@@ -1,4 +1,4 @@
-"""Each scheme against its formula in mpmath; released models stand in tests/test_golden.py."""
+"""Each scheme against its formula in mpmath; released models are in tests/test_golden.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_linear(factor: float, base: float, pairs: int) -> None:
 def test_llama3_is_ntk_by_parts(base: float, factor: float, low: float, high: float, length: int) -> None:
     scheme = Llama3(factor, low, high, length)
     assert_frequencies(scheme, base, 128, oracle.by_parts(base, 128, factor, low, high, length))
-    assert scheme.table_factor() == 1.0
+    assert scheme.compute_attention_factor() == 1.0
 
 
 def test_llama3_with_equal_factors_blends_nothing() -> None:
@@ -41,7 +41,7 @@ def test_llama3_with_equal_factors_blends_nothing() -> None:
 
 
 def test_llama3_with_a_pair_exactly_on_the_edge() -> None:
-    """The one pair that turns exactly once: neither kept nor divided by zero."""
+    """The one pair that completes exactly one turn: divided by the factor, without a division by zero."""
     length = 8192
     w = 2 * math.pi / length
     turns = length * w / (2 * math.pi)
@@ -121,14 +121,14 @@ def test_yarn_ramp_of_no_width_is_a_step() -> None:
     ],
 )
 def test_yarn_attention_factor(given_: dict[str, float], factor: float) -> None:
-    assert YaRN(32, 4096, **given_).table_factor() == pytest.approx(factor, abs=5e-6)
+    assert YaRN(32, 4096, **given_).compute_attention_factor() == pytest.approx(factor, abs=5e-6)
 
 
 @pytest.mark.parametrize(
     ("factor", "magnitude"), [(1, 1.0), (2, 1.069315), (4, 1.138629), (8, 1.207944), (16, 1.277259), (40, 1.368888)]
 )
 def test_yarn_temperature_of_the_paper(factor: float, magnitude: float) -> None:
-    assert YaRN(factor, 4096).table_factor() == pytest.approx(magnitude, abs=5e-7)
+    assert YaRN(factor, 4096).compute_attention_factor() == pytest.approx(magnitude, abs=5e-7)
 
 
 @pytest.mark.parametrize(

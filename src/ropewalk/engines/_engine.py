@@ -199,7 +199,7 @@ def magnitude(factor: float, weight: float = 1.0) -> float:
 
 def with_attention(scaling: YaRN, factor: float) -> YaRN:
     """The scheme with this attention factor; itself where it has that already."""
-    return scaling if scaling.table_factor() == factor else replace(scaling, attention_factor=factor)
+    return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
 def partly_kept(asked: Asked, scaling: YaRN, share: float, attention: float) -> Rope:

@@ -1,6 +1,6 @@
-"""How fast does each pair rotate? One scheme, one file; each a frozen dataclass of plain numbers.
+"""The schemes, which define how fast each pair rotates. Each is a frozen dataclass of plain numbers in its own file.
 
-A new scheme is its file and one line at the end of this one.
+To add a scheme, add its file and register the class at the end of this one.
 """
 
 from __future__ import annotations
@@ -42,28 +42,33 @@ __all__ = [
 ]
 
 SCHEMES: dict[str, type[Scaling]] = {}
-"""rope_type of a config → scheme. "default" is no scheme; `NTK` is "dynamic" with alpha; no config names `PerPair`."""
+"""Maps the rope_type of a config to its scheme. "default" has none. `NTK` is "dynamic" with alpha, and `PerPair` has no
+rope_type in configs, so neither is a value here."""
 
 BY_NAME: dict[str, type[Scaling]] = {}
-"""Name of the class → scheme: every one that is registered."""
+"""Maps class names to schemes: every registered scheme."""
 
 ALIASES = {"mrope": "default", "xdrope": "dynamic"}
-"""Another name in configs → rope_type. "mrope" and Hunyuan's "xdrope" say that tokens have several axes."""
+"""Maps other names in configs to a rope_type. "mrope" and Hunyuan's "xdrope" mean that tokens have several axes."""
 
 _Class = TypeVar("_Class", bound=type[Scaling])
 
 
 def register(scheme: _Class) -> _Class:
-    """Make a scheme known to `from_config`, `ModelRopes.explain` and checkpoints of the lab; a class decorator.
+    """Register a scheme for `from_config`, `ModelRopes.explain` and the lab's checkpoints; usable as a decorator.
 
-    It is known in this process, from here on. The command `ropewalk explain` is a process of its own, which cannot know
-    it: call `from_config(path).explain()` where the scheme is registered.
+    The registration holds in this process only. The command `ropewalk explain` runs in another process and does not see
+    it, so call `from_config(path).explain()` in the process that registers the scheme.
 
     Args:
-        scheme: a frozen dataclass, subclass of `Scheme` or `LengthDependent`.
+        scheme: a frozen dataclass that subclasses `Scheme` or `LengthDependent`.
+
+    Returns:
+        The same class.
 
     Raises:
-        RopeError: it is not such a class, or has no `rope_type`; a scheme of that name, rope_type or alias exists.
+        RopeError: the class is not of that form or has no `rope_type`, or another scheme has its name, rope_type or one
+            of its aliases.
 
     Example:
         >>> from dataclasses import dataclass
@@ -84,8 +89,8 @@ def register(scheme: _Class) -> _Class:
     taken = {"default", *SCHEMES, *ALIASES} & {scheme.rope_type, *scheme.aliases}
     taken |= BY_NAME.keys() & {scheme.__name__}
     if taken:
-        must = "names of a class and of a rope_type must belong to one scheme"
-        raise _checks.error("schemes.register", must, ", ".join(sorted(taken)), "Choose another name.")
+        must = "the class name, rope_type and aliases must not belong to another scheme"
+        raise _checks.error("schemes.register", must, ", ".join(sorted(taken)), "Choose other names.")
     BY_NAME[scheme.__name__] = scheme
     if scheme.in_configs:
         SCHEMES[scheme.rope_type] = scheme
@@ -94,13 +99,13 @@ def register(scheme: _Class) -> _Class:
 
 
 def unregister(scheme: type[Scaling]) -> None:
-    """Forget a scheme that was registered, as a test does with one of its own.
+    """Remove a registered scheme, for example at the end of a test.
 
     Raises:
-        RopeError: it is not registered.
+        RopeError: the scheme is not registered.
     """
     if scheme not in BY_NAME.values():
-        must, cure = "scheme must be one that is registered", "Pass what register was given."
+        must, cure = "scheme must be a registered class", "Pass the class that was passed to register."
         raise _checks.error("schemes.unregister", must, _checks.shown(scheme), cure)
     del BY_NAME[scheme.__name__]
     if scheme.in_configs:
@@ -109,5 +114,5 @@ def unregister(scheme: type[Scaling]) -> None:
             del ALIASES[name]
 
 
-for _known in (DynamicNTK, Linear, Llama3, LongRoPE, NTK, PerPair, Proportional, YaRN):
-    register(_known)
+for _scheme_class in (DynamicNTK, Linear, Llama3, LongRoPE, NTK, PerPair, Proportional, YaRN):
+    register(_scheme_class)

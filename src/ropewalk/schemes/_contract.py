@@ -1,4 +1,4 @@
-"""What a scheme must keep, whoever wrote it: its class, how it is built from the values of a file, what it returns."""
+"""Checks for every scheme, including those from outside: its class, its construction and its return values."""
 
 from __future__ import annotations
 
@@ -10,49 +10,54 @@ from typing import Any, cast
 from ropewalk import _checks
 from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme
 
-_CURE = "Is the value right? A scheme must check its values where it is built, and raise a RopeError."
+_CURE = "Check the value. A scheme must validate its values in __post_init__ and raise a RopeError."
 
 
 def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
-    """The scheme from the values of a file, field by field.
+    """Build a scheme from the values of a file.
+
+    Args:
+        scheme: the class.
+        values: maps each field to its value.
 
     Raises:
-        RopeError: its own; or what else it raised, or that it is not hashable, with its name and the values.
+        RopeError: the scheme's own error, or any other exception that building it raises, with its name and values. A
+            scheme that is not hashable is an error too.
     """
     try:
-        made = scheme(**values)
-        hash(made)  # a Rope is hashable, and so is all that it consists of
+        instance = scheme(**values)
+        hash(instance)  # a rope is hashable, so everything in it must be
     except _checks.RopeError:
         raise
-    except Exception as e:  # whatever a scheme from outside raises
-        said = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items()) or "nothing"
-        raise _checks.failed(f"{scheme.__name__} could not be built from {said}", e, _CURE) from e
-    return made
+    except Exception as e:  # a scheme from outside may raise anything
+        arguments = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items()) or "no values"
+        raise _checks.failed(f"{scheme.__name__} could not be built from {arguments}", e, _CURE) from e
+    return instance
 
 
 def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
-    """inv_freq and attention factor of a rope with this scheme, checked; None where they depend on the length.
+    """Return the checked inv_freq and attention factor of a rope, or None if they depend on the length.
 
     Raises:
-        RopeError: the scheme's own; or what else it raised; or what it returned is not that.
+        RopeError: the scheme's own error, any other exception that it raises, or an invalid return value.
     """
     try:
-        known = scheme.frequencies(base, rotary_dim)
+        result = scheme.frequencies(base, rotary_dim)
     except _checks.RopeError:
         raise
-    except Exception as e:  # whatever a scheme from outside raises
-        what = f"Rope: the frequencies of {_checks.shown(scheme)} could not be worked out"
+    except Exception as e:  # a scheme from outside may raise anything
+        what = f"Rope: the frequencies of {_checks.shown(scheme)} could not be computed"
         raise _checks.failed(what, e, _CURE) from e
-    if known is None and isinstance(scheme, LengthDependent):
+    if result is None and isinstance(scheme, LengthDependent):
         return None
-    if not isinstance(known, tuple) or len(known) != 2:
-        must = f"frequencies of {_checks.shown(scheme)} must be inv_freq and attention factor"
-        must += ", or None only for a LengthDependent" if known is None else ""
-        raise _checks.error("Rope", must, _checks.shown(known), "Subclass Scheme, and write inv_freq.")
-    inv_freq, factor = known
+    if not isinstance(result, tuple) or len(result) != 2:
+        must = f"frequencies of {_checks.shown(scheme)} must return inv_freq and the attention factor"
+        must += " (only a LengthDependent may return None)" if result is None else ""
+        raise _checks.error("Rope", must, _checks.shown(result), "Subclass Scheme and override inv_freq.")
+    inv_freq, factor = result
     pairs = rotary_dim // 2
     must = f"inv_freq of {_checks.shown(scheme)} must be a tuple of rotary_dim // 2 = {pairs} finite numbers"
-    cure = "Return the radians per position of each pair; 0.0 for one that stands still."
+    cure = "Return the frequency of each pair in radians per position, and 0.0 for a pair that does not rotate."
     if not isinstance(inv_freq, tuple) or len(inv_freq) != pairs:
         got = f"{len(inv_freq)} numbers" if isinstance(inv_freq, tuple) else _checks.shown(inv_freq)
         raise _checks.error("Rope", must, got, cure)
@@ -64,36 +69,38 @@ def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[fl
 
 
 def check_class(scheme: object) -> None:
-    """Raise unless `schemes.register` can take it: a finished scheme of plain numbers, with names of its own."""
+    """Raise a RopeError unless `schemes.register` can accept the class: a complete, frozen scheme with a rope_type."""
     who = "schemes.register"
     if not isinstance(scheme, type) or not issubclass(scheme, (Scheme, LengthDependent)):
         must, cure = "scheme must be a subclass of Scheme or LengthDependent", "Pass the class, not an instance."
         raise _checks.error(who, must, _checks.shown(scheme), cure)
     name = scheme.__name__
     if missing := sorted(scheme.__abstractmethods__):
-        must, cure = f"{name} must have every method that a scheme needs", "Write what is missing."
-        raise _checks.error(who, must, f"one without {', '.join(missing)}", cure)
-    made = vars(scheme).get("__dataclass_params__")
-    if made is None or not (made.frozen and made.eq):
-        must, cure = (
-            f"{name} must be a dataclass that is frozen and compared by value",
-            "Write @dataclass(frozen=True).",
-        )
-        raise _checks.error(who, must, "another class" if made is None else f"{made!r:.80}", cure)
+        must, cure = f"{name} must implement every abstract method of Scheme", "Implement the missing methods."
+        raise _checks.error(who, must, f"a class without {', '.join(missing)}", cure)
+    options = vars(scheme).get("__dataclass_params__")
+    if options is None or not (options.frozen and options.eq):
+        must = f"{name} must be a frozen dataclass that is compared by value"
+        got = "a class without @dataclass" if options is None else f"{options!r:.80}"
+        raise _checks.error(who, must, got, "Decorate it with @dataclass(frozen=True).")
     fields = {f.name for f in dataclasses.fields(cast(Any, scheme))}
     for attribute in fields & {"rope_type", "aliases", "in_configs", "idle", "gguf", "whole_head", "per_axis"}:
-        must, cure = f"{attribute} of {name} must be no field", "Leave out its type, or write ClassVar."
-        raise _checks.error(who, must, "one", cure)
-    _check_words(who, scheme)
+        must = f"{attribute} of {name} must be a class variable"
+        raise _checks.error(who, must, "a dataclass field", "Annotate it with ClassVar, or remove the annotation.")
+    _check_names(who, scheme)
 
 
-def _check_words(who: str, scheme: type[Scaling]) -> None:
-    """rope_type and aliases are words."""
+def _check_names(who: str, scheme: type[Scaling]) -> None:
+    """Raise a RopeError unless rope_type and the aliases are non-empty strings."""
     name, rope_type = scheme.__name__, inspect.getattr_static(scheme, "rope_type", None)
     if not isinstance(rope_type, str) or not rope_type:
         got = "none" if rope_type is None else _checks.shown(rope_type)
-        cure = 'It is the name in configs: write rope_type = "..." in the class.'
-        raise _checks.error(who, f"rope_type of {name} must be a word", got, cure)
+        cure = 'Set rope_type = "..." in the class: it is the name of the scheme in configs.'
+        raise _checks.error(who, f"rope_type of {name} must be a non-empty string", got, cure)
     aliases: object = scheme.aliases
     if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and alias for alias in aliases):
-        raise _checks.error(who, f"aliases of {name} must be a tuple of words", _checks.shown(aliases), "Write ().")
+        must, cure = (
+            f"aliases of {name} must be a tuple of non-empty strings",
+            'Set aliases = ("...",), or () for none.',
+        )
+        raise _checks.error(who, must, _checks.shown(aliases), cure)

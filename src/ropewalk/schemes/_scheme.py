@@ -1,11 +1,12 @@
-"""What every scheme is: plain numbers, the rule by which they change the frequencies, and all that is known about it.
+"""Base classes of schemes. A scheme holds plain numbers, the rule that applies them to frequencies, and metadata.
 
-A config reader, `explain`, a plot and a writer ask the scheme. None of them knows which schemes there are.
+Config readers, writers, `explain` and plots get everything they need from these methods. None of them names a scheme.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -14,27 +15,29 @@ import numpy as np
 
 from ropewalk import _checks
 
+_RENAMED = "table_factor was renamed to compute_attention_factor. The old name will be removed in the next release."
+
 
 class Scaling(ABC):
-    """What `Rope.scaling` may be: a frozen dataclass of plain numbers whose fields are keys of a config.
+    """The type of `Rope.scaling`: a frozen dataclass of plain numbers whose fields are keys of a config.
 
-    Subclass `Scheme` where the frequencies are known, and `LengthDependent` where they depend on the length of the
-    sequence. `ropewalk.schemes.register` makes configs find it.
+    To write a scheme, subclass `Scheme`, or `LengthDependent` if the frequencies depend on the length of the sequence.
+    Pass the class to `ropewalk.schemes.register` so that `from_config` finds it.
 
-    A scheme checks its values in `__post_init__`: it raises a `RopeError` for what cannot be, and makes tuples of
-    lists, since a Rope is hashable.
+    A scheme validates its values in `__post_init__`. It raises a `RopeError` for invalid values and converts lists to
+    tuples, because a Rope must be hashable.
 
     Attributes:
-        rope_type: the name in a config of Hugging Face (`rope_parameters["rope_type"]`).
-        aliases: other names of it in configs.
-        in_configs: whether `rope_type` may stand in a config; False where only code makes it.
-        idle: keys without effect that files of this scheme hold beside its fields → what they are.
-        gguf: field → its key in a GGUF file, without the architecture before it; or the tensor, for those of llama.cpp
-            that have one. Where it says something, `rope.scaling.type` may be `rope_type`.
-        whole_head: whether the share of the head that rotates is a field of the scheme, so that `Rope.rotary_dim` is
-            the whole head.
-        per_axis: whether it is meant for frequencies of each axis too (`Axes.axial`), where `rotary_dim` is the number
-            of channels of one axis. Its attention factor is then the same for any number.
+        rope_type: the scheme's name in a Hugging Face config (`rope_parameters["rope_type"]`).
+        aliases: other names for it in configs.
+        in_configs: whether a config may contain `rope_type`. False for schemes that only code creates.
+        idle: keys that files with this scheme contain but that have no effect, mapped to a description.
+        gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. If
+            this is not empty, `rope.scaling.type` may be `rope_type`.
+        whole_head: whether the share of the head that rotates is a field of the scheme. `Rope.rotary_dim` is then the
+            whole head.
+        per_axis: whether the scheme also applies to the frequencies of each axis (`Axes.axial`), where `rotary_dim` is
+            the number of channels of one axis. Its attention factor must not depend on that number.
     """
 
     rope_type: ClassVar[str]
@@ -47,129 +50,153 @@ class Scaling(ABC):
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
-        """inv_freq and attention factor of a rope; None where they depend on the length.
+        """Return inv_freq and the attention factor of a rope, or None if they depend on the length.
 
         Raises:
-            RopeError: the scheme cannot be that of a rope with so many rotated channels.
+            RopeError: the scheme does not fit a rope with `rotary_dim` rotated channels.
         """
 
     @abstractmethod
     def at_length(self, n: int) -> Scaling | None:
-        """What holds for sequences of up to n tokens; None is no scaling."""
+        """Return the scheme for sequences of up to n tokens; None means no scaling."""
 
     @classmethod
     def meant(cls, keys: Collection[str]) -> type[Scaling]:
-        """The scheme that a config means by this rope_type, given its keys: this one, but for "dynamic" with alpha."""
+        """Return the scheme that a config with this rope_type and these keys describes.
+
+        That is this class, except that "dynamic" with the key alpha means `NTK`.
+        """
         return cls
 
     @classmethod
-    def implied(cls, given: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
-        """Fields that a config may leave out, since the deployed code takes them from elsewhere: value, and where from.
+    def implied(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+        """Return the fields that a config may omit because the deployed code derives them from other keys.
 
         Args:
-            given: the fields that the config states.
+            stated: the fields that the config states.
             longest: its max_position_embeddings, in tokens, or None.
+
+        Returns:
+            Maps each such field to its value and the name of the key that it comes from.
         """
         return {}
 
     def to_hf(self) -> dict[str, Any]:
-        """`rope_type` and parameters for `rope_parameters` of a config of Hugging Face; lists for tuples.
+        """Return `rope_type` and the parameters for `rope_parameters` of a Hugging Face config, with tuples as lists.
 
         Raises:
-            RopeError: no config can say it.
+            RopeError: a config cannot express this scheme.
         """
         if not self.in_configs:
-            cure = "Build the Rope in code: no config can say it."
+            cure = "No config can express this scheme. Build the Rope in code."
             raise _checks.error(type(self).__name__, "a scheme must have a rope_type to be written", "none", cure)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         stated = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
         return {"rope_type": self.rope_type, **{key: value for key, value in stated.items() if value is not None}}
 
     def facts(self) -> dict[str, Any]:
-        """`rope_type` and every field, as `explain` gives them: ready for JSON, which has no infinity."""
+        """Return `rope_type` and every field for `explain`. All values are valid JSON, which has no infinity."""
         return {"rope_type": self.rope_type, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
     @property
     def label(self) -> str:
-        """What pictures and messages call it."""
+        """The name of the scheme in plots and messages."""
         return type(self).__name__
 
     def trained_length(self, longest: int | None) -> int | None:
-        """Tokens the model was trained on before scaling, given the longest of its file; None where nothing says it."""
+        """Return the length in tokens that the model was trained on before scaling, or None if it is not known.
+
+        Args:
+            longest: the model's length in tokens that the file states, or None.
+        """
         return longest
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """What a reader of a model's file should know, in words.
+        """Return the warnings that a reader of the model's file should see, as sentences.
 
         Args:
-            longest: the model's length in tokens as the file says, or None.
-            named: the key that says so.
-            trained: the length before scaling, in tokens, where the file states it beside the scheme.
+            longest: the model's length in tokens that the file states, or None.
+            named: the key that states it.
+            trained: the length before scaling, in tokens, if the file states it outside the scheme.
         """
         return []
 
     @property
     def softmax_factor(self) -> float:
-        """What DeepSeek's attention multiplies its softmax scale by, dimensionless."""
+        """The factor by which DeepSeek's attention multiplies its softmax scale, dimensionless."""
         return 1.0
 
     def as_base(self, base: float, rotary_dim: int) -> float | None:
-        """The base that alone gives the same rope, or None: for configs that cannot say the scheme."""
+        """Return the base that gives the same rope without the scheme, or None if there is none.
+
+        Writers use it for configs that cannot express the scheme.
+        """
         return None
 
 
 class Scheme(Scaling):
-    """A rule that changes the frequencies of a rope in the same way for sequences of every length."""
+    """A scheme that scales the frequencies of a rope in the same way for sequences of every length."""
 
     @abstractmethod
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair, scaling applied: a tuple of rotary_dim // 2 finite numbers."""
+        """Return the scaled frequencies: a tuple of rotary_dim // 2 finite numbers in radians per position."""
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """The same as deployed code makes them, each operation rounded to float32; for `numerics` of `Rope.at`.
+        """Return the frequencies that deployed code computes in float32, rounding after each operation.
 
-        Here, for a scheme that nobody has deployed: those of `inv_freq`, rounded once. A scheme whose deployed code
-        works in float32 says so in its own file; a subclass of one that changes `inv_freq` changes this too.
+        `Rope.at` uses them for `numerics`. This default, for schemes without deployed code, rounds `inv_freq` once. A
+        scheme whose deployed code works in float32 overrides it, and so must a subclass that overrides `inv_freq`.
         """
         numbers: list[float] = np.array(self.inv_freq(base, rotary_dim), dtype=np.float64).astype(np.float32).tolist()
         return tuple(numbers)
 
-    def table_factor(self) -> float:
-        """What multiplies cos and sin, dimensionless; 1.0 unless a scheme says otherwise."""
+    def compute_attention_factor(self) -> float:
+        """Return the factor that multiplies cos and sin, dimensionless. It is 1.0 unless a scheme overrides this."""
         return 1.0
 
+    def table_factor(self) -> float:
+        """Deprecated name of `compute_attention_factor`."""
+        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
+        return self.compute_attention_factor()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "table_factor" in vars(cls):
+            warnings.warn(f"{cls.__name__}: {_RENAMED}", DeprecationWarning, stacklevel=2)
+            setattr(cls, "compute_attention_factor", cls.table_factor)  # noqa: B010 - mypy refuses the assignment
+
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float]:
-        """inv_freq and attention factor."""
-        return self.inv_freq(base, rotary_dim), self.table_factor()
+        """Return inv_freq and the attention factor."""
+        return self.inv_freq(base, rotary_dim), self.compute_attention_factor()
 
     def at_length(self, n: int) -> Scheme:
-        """This scheme: it is the same at every length."""
+        """Return this scheme, which is the same at every length."""
         return self
 
 
 class LengthDependent(Scaling):
-    """A rule whose frequencies are known only for a length: `Rope.at_length` replaces it by a `Scheme`."""
+    """A scheme whose frequencies depend on the length of the sequence. `Rope.at_length` replaces it by a `Scheme`."""
 
     @abstractmethod
     def at_length(self, n: int) -> Scheme | None:
-        """The scheme for sequences of up to n tokens, or None for the default frequencies."""
+        """Return the scheme for sequences of up to n tokens, or None for the default frequencies."""
 
     def frequencies(self, base: float, rotary_dim: int) -> None:
-        """None, after `check`."""
+        """Call `check` and return None."""
         self.check(rotary_dim)
 
     def check(self, rotary_dim: int) -> None:
-        """Raise if this cannot be the scheme of a rope with so many rotated channels."""
+        """Raise a RopeError if the scheme does not fit a rope with `rotary_dim` rotated channels."""
 
 
 def check_scaling(who: str, value: object) -> None:
-    """Raise unless `value` is a scheme or None."""
+    """Raise a RopeError unless `value` is a scheme or None."""
     if value is not None and not isinstance(value, Scaling):
         raise _checks.error(
             who,
             "scaling must be a scheme of ropewalk.schemes or None",
             _checks.shown(value),
-            "Build one, e.g. Llama3(...), or read a config with from_config.",
+            "Pass one, e.g. Llama3(...), or read a config with from_config.",
         )

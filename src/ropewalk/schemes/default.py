@@ -1,4 +1,4 @@
-"""The geometric progression that every scheme starts from.
+"""The default frequencies: the geometric progression that every scheme starts from.
 
 Source: Su et al. 2021, "RoFormer", arXiv:2104.09864, section 3.2.2: θ_i = 10000^(−2(i−1)/d), i from 1. Deployed as
 `compute_default_rope_parameters` in transformers 5.23 (`rope_type` "default").
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
-    """base^(−2i / rotary_dim) for i = 0 … rotary_dim/2 − 1.
+    """Return base^(−2i / rotary_dim) for i = 0 … rotary_dim/2 − 1.
 
     Args:
-        base: the 10000 of the paper, dimensionless, greater than 1. Called `rope_theta` in configs.
-        rotary_dim: channels that turn, even.
+        base: 10000 in the paper, dimensionless, greater than 1. Configs call it `rope_theta`.
+        rotary_dim: number of channels that rotate; even.
 
     Returns:
-        rotary_dim // 2 float64 numbers in radians per position; the first is 1.0, the fastest.
+        rotary_dim // 2 float64 numbers in radians per position. The first is 1.0, the fastest.
 
     Example:
         >>> inv_freq(10_000.0, 4)
@@ -30,7 +30,7 @@ def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
 
 
 def inv_freq_float32(base: float, rotary_dim: int) -> tuple[float, ...]:
-    """The same as transformers 5.23 and Meta's code make them: the exponent, the power and its inverse in float32.
+    """Return the same frequencies as transformers 5.23 and Meta's code: exponent, power and inverse in float32.
 
     Example:
         >>> inv_freq_float32(10_000.0, 4)
@@ -40,10 +40,10 @@ def inv_freq_float32(base: float, rotary_dim: int) -> tuple[float, ...]:
 
 
 def powers_float32(base: float, rotary_dim: int) -> Tensor:
-    """base^(2i / rotary_dim), exponent and power rounded to float32: a float32 tensor of rotary_dim // 2 on the CPU.
+    """Return base^(2i / rotary_dim) as a float32 CPU tensor of shape [rotary_dim // 2].
 
-    PyTorch raises to the power, since no two libraries round it alike. On a CPU without AVX2, neither does PyTorch: a
-    few in a thousand then differ in the last bit.
+    Exponent and power are rounded to float32. The power is computed by PyTorch, because libraries round it
+    differently. On a CPU without AVX2, PyTorch itself rounds a few values in a thousand differently in the last bit.
     """
     import torch
 
@@ -53,5 +53,5 @@ def powers_float32(base: float, rotary_dim: int) -> Tensor:
 
 
 def listed(numbers: Tensor) -> tuple[float, ...]:
-    """The numbers of a tensor as a tuple; what is exactly float32 stays so."""
+    """Return the values of a tensor as a tuple of floats. float32 values are represented exactly."""
     return tuple(numbers.tolist())

@@ -1,8 +1,8 @@
-"""Dynamic NTK: no scaling up to the trained length, beyond it NTK-aware scaling that grows with the length.
+"""Dynamic NTK: no scaling up to the trained length, and NTK-aware scaling that grows with the length beyond it.
 
-The frequencies depend on the length of the sequence. Engines disagree on which length that is (of this call, of the
-longest call so far, the longest that is configured), and keys already in a cache keep the rotation of an earlier
-length. Here the caller says it once: `rope.at_length(n)`.
+The frequencies depend on the length of the sequence. Engines disagree on which length that is: that of this call, of
+the longest call so far, or the configured maximum. Keys already in a cache keep the rotation of an earlier length. In
+ropewalk the caller fixes the length once, with `rope.at_length(n)`.
 
 Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.3. Deployed as
 `_compute_dynamic_ntk_parameters` in transformers 5.23.
@@ -22,11 +22,11 @@ from ropewalk.schemes.ntk import NTK
 
 @dataclass(frozen=True)
 class DynamicNTK(LengthDependent):
-    """At length n beyond max_position_embeddings, NTK with alpha = factor · n / max_position_embeddings − (factor − 1).
+    """Beyond max_position_embeddings, apply NTK with alpha = factor · n / max_position_embeddings − (factor − 1).
 
     Args:
-        factor: how fast alpha grows, dimensionless, at least 1. With 1, too, it is no scaling only up to
-            max_position_embeddings: beyond, alpha is n / max_position_embeddings.
+        factor: how fast alpha grows with the length n, dimensionless, at least 1. A factor of 1 still scales beyond
+            max_position_embeddings, with alpha = n / max_position_embeddings.
         max_position_embeddings: trained length, in tokens.
 
     Raises:
@@ -43,7 +43,7 @@ class DynamicNTK(LengthDependent):
         object.__setattr__(self, "max_position_embeddings", length)
 
     def at_length(self, n: int) -> NTK | None:
-        """None (the default frequencies) up to max_position_embeddings, else `NTK`.
+        """Return `NTK` for lengths beyond max_position_embeddings, and None (the default frequencies) up to it.
 
         Raises:
             RopeError: alpha would not be finite.
@@ -53,32 +53,33 @@ class DynamicNTK(LengthDependent):
         alpha = self.factor * n / self.max_position_embeddings - (self.factor - 1)
         if not math.isfinite(alpha):
             must = "factor times the length must be finite"
-            raise _checks.error("DynamicNTK", must, f"factor={self.factor:g}", "Is the factor right?")
+            raise _checks.error("DynamicNTK", must, f"factor={self.factor:g}", "Pass a smaller factor.")
         return NTK(alpha=alpha)
 
     @classmethod
     def meant(cls, keys: Collection[str]) -> type[Scaling]:
-        """`NTK` where the config gives alpha (Hunyuan), which holds at every length."""
+        """Return `NTK` if the config has the key alpha (Hunyuan): its frequencies are the same at every length."""
         return NTK if "alpha" in keys else cls
 
     @classmethod
-    def implied(cls, given: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
-        """max_position_embeddings is that of the model."""
+    def implied(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+        """Take max_position_embeddings from the model if the scheme's section omits it."""
         name = "max_position_embeddings"
-        return {} if longest is None or name in given else {name: (longest, name)}
+        return {} if longest is None or name in stated else {name: (longest, name)}
 
     def to_hf(self) -> dict[str, Any]:
-        """The factor; max_position_embeddings is that of the model."""
+        """Return rope_type and factor. max_position_embeddings is a key of the model, not of this section."""
         return {"rope_type": self.rope_type, "factor": self.factor}
 
     def trained_length(self, longest: int | None) -> int:
-        """max_position_embeddings."""
+        """Return max_position_embeddings."""
         return self.max_position_embeddings
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """That the frequencies depend on the length."""
+        """Warn that the frequencies depend on the length."""
         return [
-            "the frequencies grow slower with the length: engines differ in which length they take; say at_length(n)."
+            "the frequencies decrease as the length grows, and engines differ in which length they use. "
+            "Call at_length(n)."
         ]

@@ -1,4 +1,4 @@
-"""Position interpolation: every pair slowed by the same factor, so `factor` positions share the angle of one.
+"""Position interpolation: divide every frequency by the same factor, so that `factor` positions span the angle of one.
 
 Source: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation",
 arXiv:2306.15595, section 3.2. Deployed as `_compute_linear_scaling_rope_parameters` in transformers 5.23.
@@ -17,10 +17,10 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class Linear(Scheme):
-    """inv_freq / factor.
+    """Divide every frequency by `factor`.
 
     Args:
-        factor: wanted length / trained length, dimensionless, at least 1.
+        factor: target length / trained length, dimensionless, at least 1.
 
     Raises:
         RopeError: factor is not a finite number of at least 1.
@@ -39,20 +39,20 @@ class Linear(Scheme):
         object.__setattr__(self, "factor", _checks.number("Linear", "factor", self.factor, at_least=1.0))
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair: the default ones, divided by factor."""
+        """Return the default frequencies divided by factor, in radians per position."""
         return tuple(w / self.factor for w in default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """As transformers 5.23: the default ones in float32, divided in float32."""
+        """Return the frequencies of transformers 5.23: the default ones and the division are in float32."""
         return default.listed(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
 
     def trained_length(self, longest: int | None) -> None:
-        """None: max_position_embeddings may be the length before or after."""
+        """Return None: max_position_embeddings may be the length before or after scaling."""
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """That the trained length is not known."""
+        """Warn that the trained length is not known."""
         if trained is not None:
             return []
-        return [f"the file does not say on which length the model was trained: {named} may be before or after."]
+        return [f"the file does not state the trained length: {named} may be the length before or after scaling."]

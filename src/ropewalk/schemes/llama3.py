@@ -1,6 +1,6 @@
-"""Llama 3.1: pairs that turn fast keep their speed, slow ones are slowed by `factor`, those between are blended.
+"""Llama 3.1 scaling: keep fast frequencies, divide slow ones by `factor`, and blend the two in between.
 
-The same as NTK-by-parts with α = low_freq_factor and β = high_freq_factor, and no temperature.
+This is NTK-by-parts with α = low_freq_factor and β = high_freq_factor, without an attention factor.
 
 Source: the Llama 3.1 release (`apply_scaling` in meta-llama/llama-models, models/llama3/model.py at a9c89c47). Deployed
 as `_compute_llama3_parameters` in transformers 5.23.
@@ -19,16 +19,17 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class Llama3(Scheme):
-    """Slow the pairs that turn less than `high_freq_factor` times within the trained length.
+    """Slow the pairs that complete fewer than `high_freq_factor` turns within the trained length.
 
-    With turns = original_max_position_embeddings / wavelength of a pair: more than high_freq_factor turns, inv_freq
-    is kept; fewer than low_freq_factor, inv_freq / factor; between, both are blended in proportion to the turns.
+    A pair completes original_max_position_embeddings / wavelength turns. With more than high_freq_factor turns, its
+    inv_freq is kept. With fewer than low_freq_factor turns, it becomes inv_freq / factor. In between, the two are
+    blended linearly in the number of turns.
 
     Args:
-        factor: wanted length / trained length, dimensionless, at least 1 (8 in Llama 3.1, 32 in Llama 3.2).
-        low_freq_factor: turns, greater than 0 (1 in Llama 3).
-        high_freq_factor: turns, at least low_freq_factor (4 in Llama 3). Equal is allowed and blends nothing: Llama 4
-            Scout ships 1 and 1.
+        factor: target length / trained length, dimensionless, at least 1 (8 in Llama 3.1, 32 in Llama 3.2).
+        low_freq_factor: number of turns, greater than 0 (1 in Llama 3).
+        high_freq_factor: number of turns, at least low_freq_factor (4 in Llama 3). If the two are equal, no pair is
+            blended: Llama 4 Scout has 1 and 1.
         original_max_position_embeddings: trained length, in tokens (8192 in Llama 3).
 
     Raises:
@@ -54,7 +55,7 @@ class Llama3(Scheme):
                 "high_freq_factor",
                 self.high_freq_factor,
                 at_least=self.low_freq_factor,
-                cure="It must not be less than low_freq_factor; were the two swapped?",
+                cure="It must not be less than low_freq_factor. Check that the two are not swapped.",
             ),
         )
         put(
@@ -63,11 +64,11 @@ class Llama3(Scheme):
         )
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair: kept, slowed or blended by how often it turns in the trained length."""
+        """Return the frequencies in radians per position: kept, divided or blended by the number of turns."""
         return tuple(self._scaled(w) for w in default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """As transformers 5.23 and Meta's code: the same choice by wavelength, each operation in float32."""
+        """Return the frequencies of transformers 5.23 and Meta's code, which compute the same rule in float32."""
         import torch
 
         length, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor
@@ -85,12 +86,12 @@ class Llama3(Scheme):
         turns = self.original_max_position_embeddings * w / (2 * math.pi)
         if turns > self.high_freq_factor:
             return w
-        # "<=" so that low == high divides nothing by zero.
+        # "<=" avoids a division by zero where low == high.
         if turns <= self.low_freq_factor:
             return w / self.factor
         smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return (1 - smooth) * w / self.factor + smooth * w
 
     def trained_length(self, longest: int | None) -> int:
-        """original_max_position_embeddings."""
+        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings

@@ -1,7 +1,8 @@
-"""LongRoPE: each pair slowed by a searched factor of its own, one list for short sequences and one for long ones.
+"""LongRoPE: divide the frequency of each pair by its own factor, with one list for short and one for long sequences.
 
-When "long" applies, seven engines have seven rules (of this call, of the whole batch, of what is configured, always).
-Here the caller says it once: `rope.at_length(n)` takes the long list where n exceeds the trained length.
+Seven engines have seven rules for choosing the list: by the length of this call, of the whole batch, by the configured
+length, or always the long one. In ropewalk the caller decides once: `rope.at_length(n)` uses the long list if n exceeds
+the trained length.
 
 Source: Ding et al. 2024, arXiv:2402.13753, section 3; Phi-3's released code. Deployed as
 `_compute_longrope_parameters` in transformers 5.23; short_mscale and long_mscale as in its models/phimoe.
@@ -16,25 +17,25 @@ from typing import Any, ClassVar
 
 from ropewalk import _checks
 from ropewalk.schemes._scheme import LengthDependent
-from ropewalk.schemes.per_pair import PerPair, as_many_as_pairs, numbers
+from ropewalk.schemes.per_pair import PerPair, check_one_per_pair, positive_numbers
 
 
 @dataclass(frozen=True)
 class LongRoPE(LengthDependent):
-    """inv_freq / short_factor up to the trained length, inv_freq / long_factor beyond.
+    """Divide the frequencies by short_factor up to the trained length and by long_factor beyond it.
 
-    The attention factor, which applies in both, is, in this order: short_mscale or long_mscale if given;
-    `attention_factor` if given; else √(1 + ln factor / ln original_max_position_embeddings).
+    The attention factor applies in both cases. It is the first of these that is given: short_mscale or long_mscale,
+    then `attention_factor`, else √(1 + ln factor / ln original_max_position_embeddings).
 
     Args:
         short_factor, long_factor: rotary_dim // 2 numbers greater than 0, dimensionless.
         original_max_position_embeddings: trained length, in tokens, at least 2.
-        factor: wanted length / trained length, dimensionless; at least 1, needed unless the attention factor is given.
-        attention_factor: multiplier of cos and sin, dimensionless, greater than 0; None computes it.
-        short_mscale, long_mscale: the same for one of the lists (Phi-3.5-MoE), or None. Given together or not at all.
+        factor: target length / trained length, dimensionless, at least 1. Required to compute the attention factor.
+        attention_factor: multiplier of cos and sin, dimensionless, greater than 0. None computes it from `factor`.
+        short_mscale, long_mscale: the attention factor of each list (Phi-3.5-MoE), or None. Pass both or neither.
 
     Raises:
-        RopeError: a value is outside its range, a list has the wrong length, or the attention factor cannot be told.
+        RopeError: a value is outside its range, a list has the wrong length, or nothing gives the attention factor.
     """
 
     rope_type: ClassVar[str] = "longrope"
@@ -58,7 +59,7 @@ class LongRoPE(LengthDependent):
             object.__setattr__(self, name, value)
 
         for name in ("short_factor", "long_factor"):
-            put(name, numbers("LongRoPE", name, getattr(self, name)))
+            put(name, positive_numbers("LongRoPE", name, getattr(self, name)))
         length = _checks.length(
             "LongRoPE", "original_max_position_embeddings", self.original_max_position_embeddings, at_least=2
         )
@@ -73,52 +74,53 @@ class LongRoPE(LengthDependent):
                 "LongRoPE",
                 "short_mscale and long_mscale must be given together",
                 f"{self.short_mscale} and {self.long_mscale}",
-                "Add the other one or remove both.",
+                "Add the missing one or remove both.",
             )
         if self.factor is None and self.attention_factor is None and self.short_mscale is None:
             raise _checks.error(
                 "LongRoPE",
                 "factor, attention_factor or both mscales must be given",
                 "none of them",
-                "factor is max_position_embeddings / original_max_position_embeddings of the model.",
+                "Add factor: it is max_position_embeddings / original_max_position_embeddings of the model.",
             )
 
     def check(self, rotary_dim: int) -> None:
-        """Raise unless both lists have a number for each pair."""
-        as_many_as_pairs("LongRoPE", "short_factor", self.short_factor, rotary_dim)
-        as_many_as_pairs("LongRoPE", "long_factor", self.long_factor, rotary_dim)
+        """Raise a RopeError unless both lists have one number for each pair."""
+        check_one_per_pair("LongRoPE", "short_factor", self.short_factor, rotary_dim)
+        check_one_per_pair("LongRoPE", "long_factor", self.long_factor, rotary_dim)
 
     def at_length(self, n: int) -> PerPair:
-        """`PerPair` with the long list where n exceeds original_max_position_embeddings, else with the short one."""
+        """Return `PerPair`: with the long list if n exceeds original_max_position_embeddings, else the short one."""
         long = n > self.original_max_position_embeddings
         mscale = self.long_mscale if long else self.short_mscale
         return PerPair(
             factors=self.long_factor if long else self.short_factor,
-            attention_factor=self._magnitude() if mscale is None else mscale,
+            attention_factor=self._default_attention_factor() if mscale is None else mscale,
         )
 
-    def _magnitude(self) -> float:
+    def _default_attention_factor(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
         return math.sqrt(1 + math.log(self.factor or 1.0) / math.log(self.original_max_position_embeddings))
 
     @classmethod
-    def implied(cls, given: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
-        """factor is the model's length by the trained one, where that is a factor."""
-        trained = given.get("original_max_position_embeddings")
-        if "factor" in given or longest is None or not isinstance(trained, int) or not 0 < trained <= longest:
+    def implied(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+        """Compute a missing factor as the model's length / the trained length, if that is at least 1."""
+        trained = stated.get("original_max_position_embeddings")
+        if "factor" in stated or longest is None or not isinstance(trained, int) or not 0 < trained <= longest:
             return {}
         return {"factor": (longest / trained, "max_position_embeddings / original_max_position_embeddings")}
 
     def trained_length(self, longest: int | None) -> int:
-        """original_max_position_embeddings."""
+        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """That the frequencies depend on the length."""
+        """Warn that the frequencies depend on the length."""
         length = self.original_max_position_embeddings
         return [
-            f"two sets of frequencies: the long ones beyond {length} tokens. Engines differ in when; say at_length(n)."
+            f"there are two sets of frequencies, and the long one applies beyond {length} tokens. "
+            "Engines differ in when they switch. Call at_length(n)."
         ]

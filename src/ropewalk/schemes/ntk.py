@@ -1,4 +1,4 @@
-"""NTK-aware scaling: a larger base, chosen so that the fastest pair keeps its speed and the slowest is slowed by alpha.
+"""NTK-aware scaling: a larger base that keeps the fastest frequency and divides the slowest by alpha.
 
 Source: bloc97, "NTK-Aware Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.1, equation 15 there with
 s = alpha. Deployed as `compute_ntk_alpha_rope_parameters` in transformers 5.23 (Hunyuan) and as `alpha` of vLLM's
@@ -19,14 +19,14 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class NTK(Scheme):
-    """base · alpha^(d / (d − 2)), the same at every length.
+    """Replace the base by base · alpha^(d / (d − 2)) at every length, where d is rotary_dim.
 
     Args:
-        alpha: how much the slowest pair is slowed, dimensionless, at least 1 (1000 in Hunyuan).
+        alpha: divisor of the slowest frequency, dimensionless, at least 1 (1000 in Hunyuan).
 
     Raises:
-        RopeError: alpha is not a finite number of at least 1; rotary_dim is 2, where the formula divides by zero; the
-            larger base is not finite in float64.
+        RopeError: alpha is not a finite number of at least 1; rotary_dim is 2, for which the formula divides by zero;
+            or the larger base is not finite in float64.
 
     Example:
         >>> NTK(alpha=4.0).inv_freq(10_000.0, 4)
@@ -34,11 +34,11 @@ class NTK(Scheme):
     """
 
     rope_type: ClassVar[str] = "ntk"
-    in_configs: ClassVar[bool] = False  # there it is "dynamic" with alpha
+    in_configs: ClassVar[bool] = False  # configs spell it "dynamic" with alpha
     per_axis: ClassVar[bool] = True
     gguf: ClassVar[Mapping[str, str]] = {"alpha": "rope.scaling.alpha"}
     idle: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), "is not read where alpha is given"
+        ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), "is not read if alpha is given"
     )
     alpha: float
 
@@ -46,21 +46,26 @@ class NTK(Scheme):
         object.__setattr__(self, "alpha", _checks.number("NTK", "alpha", self.alpha, at_least=1.0))
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair: the default ones of the larger base."""
+        """Return the default frequencies of the larger base, in radians per position."""
         return default.inv_freq(self.as_base(base, rotary_dim), rotary_dim)
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """As transformers 5.23 for Hunyuan: the larger base in float64, the rest in float32.
+        """Return the frequencies of transformers 5.23 for Hunyuan: the larger base is in float64, the rest in float32.
 
-        For dynamic NTK it makes the larger base in float32 where it is given the length as a tensor. At a quarter of
-        the lengths (measured on 1,659) the frequencies there differ from these in the last bits.
+        For dynamic NTK, transformers computes the larger base in float32 if the length is a tensor. At a quarter of the
+        lengths (measured on 1,659), its frequencies then differ from these in the last bits.
         """
         return default.inv_freq_float32(self.as_base(base, rotary_dim), rotary_dim)
 
     def as_base(self, base: float, rotary_dim: int) -> float:
-        """The larger base."""
+        """Return the larger base."""
         if rotary_dim == 2:
-            raise _checks.error("NTK", "rotary_dim must be at least 4", "2", "One pair alone cannot be stretched.")
+            raise _checks.error(
+                "NTK",
+                "rotary_dim must be at least 4",
+                "2",
+                "NTK needs two pairs, since it keeps the frequency of the first.",
+            )
         try:
             stretched: float = base * self.alpha ** (rotary_dim / (rotary_dim - 2))
         except OverflowError:
@@ -68,9 +73,9 @@ class NTK(Scheme):
         if stretched == math.inf:
             must = f"base · alpha^({rotary_dim}/{rotary_dim - 2}) must be a finite float64"
             got = f"base={base:g} and alpha={self.alpha:g}"
-            raise _checks.error("NTK", must, got, "Is alpha right? Hunyuan has 1000.")
+            raise _checks.error("NTK", must, got, "Pass a smaller alpha; Hunyuan has 1000.")
         return stretched
 
     def to_hf(self) -> dict[str, Any]:
-        """ "dynamic" with alpha, as Hunyuan's configs say it."""
+        """Return rope_type "dynamic" and alpha, as in Hunyuan's configs."""
         return {"rope_type": "dynamic", "alpha": self.alpha}

@@ -1,7 +1,7 @@
-"""Proportional RoPE (p-RoPE): the fastest pairs turn as in a whole head, the others stand still.
+"""Proportional RoPE (p-RoPE): the fastest pairs rotate as in a whole head, and the others do not rotate.
 
-Not partial rotation: the exponent is over the whole head, and the pairs are those of the whole head (channel i with
-i + head_dim/2), so the same share gives other frequencies and other channels.
+This is not partial rotation. The exponent and the pairs are those of the whole head (channel i pairs with
+i + head_dim/2), so the same share gives other frequencies and other channels than partial rotation.
 
 Source: Barbero et al. 2024, "Round and Round We Go!", arXiv:2410.06205, section 6.1. Deployed as
 `_compute_proportional_rope_parameters` in transformers 5.23 (Gemma 4).
@@ -19,16 +19,16 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class Proportional(Scheme):
-    """The first int(partial_rotary_factor · rotary_dim // 2) pairs turn at inv_freq / factor; the rest at 0.
+    """Rotate the first int(partial_rotary_factor · rotary_dim // 2) pairs at inv_freq / factor, and no other pair.
 
-    `Rope.rotary_dim` is the whole head (`Rope.head_dim`).
+    `Rope.rotary_dim` must be the whole head (`Rope.head_dim`).
 
     Args:
-        partial_rotary_factor: share of the pairs that turn, dimensionless, greater than 0, at most 1.
-        factor: slows all of them, dimensionless, at least 1.
+        partial_rotary_factor: share of the pairs that rotate, dimensionless, greater than 0 and at most 1.
+        factor: divisor of their frequencies, dimensionless, at least 1.
 
     Raises:
-        RopeError: a value is outside its range, or no pair is left to turn.
+        RopeError: a value is outside its range, or no pair rotates.
 
     Example:
         >>> Proportional(partial_rotary_factor=0.5).inv_freq(10_000.0, 8)
@@ -44,30 +44,30 @@ class Proportional(Scheme):
         share = _checks.number("Proportional", "partial_rotary_factor", self.partial_rotary_factor, above=0.0)
         if share > 1.0:
             raise _checks.error(
-                "Proportional", "partial_rotary_factor must be at most 1", f"{share}", "It is a share of the pairs."
+                "Proportional", "partial_rotary_factor must be at most 1", f"{share}", "Pass the share of the pairs."
             )
         object.__setattr__(self, "partial_rotary_factor", share)
         object.__setattr__(self, "factor", _checks.number("Proportional", "factor", self.factor, at_least=1.0))
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair: the default ones of the whole head, 0 after the share that turns."""
-        turning = self._turning(rotary_dim)
+        """Return the frequencies in radians per position: the default ones / factor, and 0 for the other pairs."""
+        rotated = self._rotated_pairs(rotary_dim)
         inv_freq = default.inv_freq(base, rotary_dim)
-        return tuple(w / self.factor if i < turning else 0.0 for i, w in enumerate(inv_freq))
+        return tuple(w / self.factor if i < rotated else 0.0 for i, w in enumerate(inv_freq))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """As transformers 5.23: the default ones of the whole head in float32, divided in float32."""
-        turning = self._turning(rotary_dim)
+        """Return the frequencies of transformers 5.23: the default ones and the division are in float32."""
+        rotated = self._rotated_pairs(rotary_dim)
         slowed = default.listed(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
-        return slowed[:turning] + (0.0,) * (rotary_dim // 2 - turning)
+        return slowed[:rotated] + (0.0,) * (rotary_dim // 2 - rotated)
 
-    def _turning(self, rotary_dim: int) -> int:
-        turning = int(self.partial_rotary_factor * rotary_dim // 2)
-        if turning == 0:
+    def _rotated_pairs(self, rotary_dim: int) -> int:
+        rotated = int(self.partial_rotary_factor * rotary_dim // 2)
+        if rotated == 0:
             raise _checks.error(
                 "Proportional",
-                f"at least one pair of rotary_dim={rotary_dim} must turn",
+                f"at least one pair of rotary_dim={rotary_dim} must rotate",
                 f"partial_rotary_factor={self.partial_rotary_factor}",
-                "Use no rope at all where nothing turns.",
+                "Increase the share, or use no Rope at all.",
             )
-        return turning
+        return rotated

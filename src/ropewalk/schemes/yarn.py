@@ -1,8 +1,8 @@
-"""YaRN: like Llama 3, fast pairs keep their speed and slow ones are slowed; and attention is sharpened by a factor.
+"""YaRN: keep fast frequencies and divide slow ones, as Llama 3 does, and sharpen attention by a factor.
 
-The ramp between the two runs linearly over the *pair index*, between the indices of the pairs that turn `beta_fast` and
-`beta_slow` times within the trained length. That is the authors' code, which every runtime follows; the paper's text
-ramps over the number of turns instead, and differs by up to 3.3 times in a single frequency.
+Between the two, a ramp is linear in the *pair index*. It runs from the pair that completes `beta_fast` turns within the
+trained length to the pair that completes `beta_slow`. That is the authors' code, which every runtime follows. The
+paper's text defines the ramp over the number of turns instead, and a single frequency then differs by up to 3.3 times.
 
 Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, sections 3.2 to 3.4; jquesnelle/yarn at 995db5b
 (LlamaYaRNScaledRotaryEmbedding). Deployed as `_compute_yarn_parameters` in transformers 5.23. mscale and
@@ -23,28 +23,28 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class YaRN(Scheme):
-    """Slow the slow pairs by `factor`, and multiply cos and sin by an attention factor.
+    """Divide the frequencies of slow pairs by `factor`, and multiply cos and sin by an attention factor.
 
-    The attention factor is, in this order: `attention_factor` if given; m(mscale) / m(mscale_all_dim) if both are
-    given and not 0; else m(1), where m(c) = 0.1 · c · ln(factor) + 1. One of mscale and mscale_all_dim without the
-    other has no effect, as in the deployed code.
+    With m(c) = 0.1 · c · ln(factor) + 1, the attention factor is the first that applies: `attention_factor` if given;
+    m(mscale) / m(mscale_all_dim) if both are given and not 0; else m(1). As in the deployed code, mscale or
+    mscale_all_dim alone has no effect on it.
 
     Args:
-        factor: wanted length / trained length, dimensionless, at least 1.
+        factor: target length / trained length, dimensionless, at least 1.
         original_max_position_embeddings: trained length, in tokens.
-        beta_fast: turns within the trained length from which a pair keeps its speed; at most 1e6.
-        beta_slow: turns up to which a pair is slowed by the whole factor; at least 1e-6, at most beta_fast. Equal
-            makes the ramp a step (Kimi K2).
-        truncate: round the ends of the ramp outwards to whole pairs. False in gpt-oss.
-        attention_factor: multiplier of cos and sin, dimensionless, greater than 0; None computes it.
-        mscale, mscale_all_dim: DeepSeek's weights of the attention factor, dimensionless, at least 0; None is not
-            given.
+        beta_fast: a pair with at least so many turns within the trained length keeps its frequency; at most 1e6.
+        beta_slow: a pair with at most so many turns is slowed by the whole factor; at least 1e-6 and at most beta_fast.
+            If it equals beta_fast, the ramp is a step (Kimi K2).
+        truncate: whether the ends of the ramp are rounded outwards to whole pairs. False in gpt-oss.
+        attention_factor: multiplier of cos and sin, dimensionless, greater than 0. None computes it as above.
+        mscale, mscale_all_dim: DeepSeek's weights of the attention factor, dimensionless, at least 0. None means that
+            the config does not state them.
 
     Raises:
         RopeError: a value is outside its range, or beta_slow is greater than beta_fast.
 
     Example:
-        >>> round(YaRN(factor=16.0, original_max_position_embeddings=4096).table_factor(), 6)
+        >>> round(YaRN(factor=16.0, original_max_position_embeddings=4096).compute_attention_factor(), 6)
         1.277259
     """
 
@@ -87,7 +87,7 @@ class YaRN(Scheme):
                 self.beta_fast,
                 at_least=self.beta_slow,
                 at_most=1e6,
-                cure="It must not be less than beta_slow; were the two swapped?",
+                cure="It must not be less than beta_slow. Check that the two are not swapped.",
             ),
         )
         if not isinstance(self.truncate, bool):
@@ -102,14 +102,13 @@ class YaRN(Scheme):
         for name in ("mscale", "mscale_all_dim"):
             if (value := getattr(self, name)) is not None:
                 put(name, _checks.number("YaRN", name, value, at_least=0.0))
-        if not math.isfinite(self.table_factor()) or self.table_factor() <= 0.0:
+        if not math.isfinite(self.compute_attention_factor()) or self.compute_attention_factor() <= 0.0:
             got = f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}"
-            raise _checks.error(
-                "YaRN", "the attention factor must be finite and greater than 0", got, "Models have 0.1 to 1."
-            )
+            must, cure = "the attention factor must be finite and greater than 0", "Released models have 0.1 to 1."
+            raise _checks.error("YaRN", must, got, cure)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Radians per position of each pair: a blend of the default ones and those divided by factor."""
+        """Return a blend of the default frequencies and those divided by factor, in radians per position."""
         low, high = self.ramp(base, rotary_dim)
         slowed = (min(max((i - low) / (high - low), 0.0), 1.0) for i in range(rotary_dim // 2))
         return tuple(
@@ -117,71 +116,77 @@ class YaRN(Scheme):
         )
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """As transformers 5.23 and the authors' code: the ends of the ramp in float64, the rest in float32."""
+        """Return the frequencies of transformers 5.23 and the authors' code.
+
+        The ends of the ramp are computed in float64, everything else in float32.
+        """
         import torch
 
         first, last = self.ramp(base, rotary_dim)
         powers = default.powers_float32(base, rotary_dim)
         index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
         kept = 1 - ((index - first) / (last - first)).clamp(0, 1)
-        # The share that is slowed is 1 - kept there, and not the ramp: 1 - (1 - x) is not x in float32.
+        # The deployed code uses 1 - kept as the slowed share. In float32 that is not the ramp, since 1 - (1 - x) != x.
         return default.listed(1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept)
 
     def ramp(self, base: float, rotary_dim: int) -> tuple[float, float]:
-        """The pair indices between which the slowing grows from nothing to the whole factor."""
+        """Return the pair indices between which the slowing grows from none to the whole factor."""
         low = self._index_of_turns(self.beta_fast, base, rotary_dim)
         high = self._index_of_turns(self.beta_slow, base, rotary_dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        # The upper clamp is rotary_dim - 1 and not the last pair: so the deployed code has it.
+        # The deployed code clamps to rotary_dim - 1, not to the index of the last pair.
         low, high = max(low, 0), min(high, rotary_dim - 1)
         return (low, high + 0.001) if low == high else (low, high)
 
     def _index_of_turns(self, turns: float, base: float, rotary_dim: int) -> float:
-        """The (fractional) index of the pair that turns so many times within the trained length."""
+        """Return the (fractional) index of the pair that completes `turns` turns within the trained length."""
         length = self.original_max_position_embeddings
         return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    def table_factor(self) -> float:
-        """What multiplies cos and sin, dimensionless."""
+    def compute_attention_factor(self) -> float:
+        """Return the factor that multiplies cos and sin, dimensionless."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-        return self._magnitude(1.0)
+            return self._weighted(self.mscale) / self._weighted(self.mscale_all_dim)
+        return self._weighted(1.0)
 
-    def _magnitude(self, weight: float) -> float:
+    def _weighted(self, weight: float) -> float:
+        """Return m(weight) as defined in the docstring of the class."""
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     @property
     def softmax_factor(self) -> float:
-        """m(mscale_all_dim)², dimensionless; 1 where mscale_all_dim is not given or 0."""
+        """m(mscale_all_dim)², dimensionless; 1 if mscale_all_dim is None or 0."""
         if not self.mscale_all_dim:
             return 1.0
-        m = self._magnitude(self.mscale_all_dim)
+        m = self._weighted(self.mscale_all_dim)
         return m * m
 
     def trained_length(self, longest: int | None) -> int:
-        """original_max_position_embeddings."""
+        """Return original_max_position_embeddings."""
         return self.original_max_position_embeddings
 
     def warnings(
         self, longest: int | None, *, named: str = "max_position_embeddings", trained: int | None = None
     ) -> list[str]:
-        """Lengths that contradict the factor, and mscales that engines read in different ways."""
+        """Warn of lengths that contradict the factor, and of mscales that engines interpret differently."""
         warnings = []
         trained, scaled = self.original_max_position_embeddings, self.original_max_position_embeddings * self.factor
         if longest not in (None, trained, scaled):
             warnings.append(
-                f"{named} is {longest}, neither original_max_position_embeddings {trained} nor that times factor, "
-                f"{scaled:.0f}; the factor decides the angles."
+                f"{named} is {longest}, which is neither original_max_position_embeddings ({trained}) nor that times "
+                f"factor ({scaled:.0f}). The factor determines the angles."
             )
         if self.mscale is None and self.mscale_all_dim is None:
             return warnings
         if self.attention_factor is not None:
-            warnings.append("attention_factor is given, so mscale and mscale_all_dim do not change cos and sin.")
+            warnings.append("attention_factor is given, so mscale and mscale_all_dim do not affect cos and sin.")
         elif not (self.mscale and self.mscale_all_dim):
-            warnings.append("mscale and mscale_all_dim count only together; mlx-lm uses one alone, SGLang a 0.")
+            warnings.append(
+                "mscale and mscale_all_dim have an effect only together, but mlx-lm uses one alone and SGLang a 0."
+            )
         elif self.mscale == self.mscale_all_dim:
-            warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1; engines differ.")
+            warnings.append("mscale and mscale_all_dim are equal, so the attention factor is 1. Engines differ.")
         return warnings

@@ -164,8 +164,8 @@ class SchemeReader:
         self._check_stated_magnitude(scheme)
         extra = self._attention_factor()
         if extra != 1.0:
-            scheme = dataclasses.replace(scheme, attention_factor=scheme.table_factor() * extra)
-        self.magnitude = scheme.table_factor()
+            scheme = dataclasses.replace(scheme, attention_factor=scheme.compute_attention_factor() * extra)
+        self.magnitude = scheme.compute_attention_factor()
         return scheme
 
     def _mscale(self) -> dict[str, float]:
@@ -199,10 +199,10 @@ class SchemeReader:
     def _check_stated_magnitude(self, scheme: YaRN) -> None:
         """llama.cpp computes YaRN's factor itself, whatever yarn_attn_factor says: both must be the same."""
         stated = self.keys.number("rope.scaling.yarn_attn_factor", above=0.0)
-        if stated is not None and not math.isclose(stated, scheme.table_factor(), rel_tol=1e-5):
+        if stated is not None and not math.isclose(stated, scheme.compute_attention_factor(), rel_tol=1e-5):
             raise self.keys.fields.error(
                 self.keys.key("rope.scaling.yarn_attn_factor"),
-                f"it must be {scheme.table_factor():.7g}, which llama.cpp takes whatever the key says",
+                f"it must be {scheme.compute_attention_factor():.7g}, which llama.cpp takes whatever the key says",
                 f"{stated:g}",
                 "The model and llama.cpp differ: read its config.json instead.",
             )
