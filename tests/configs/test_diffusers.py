@@ -72,10 +72,10 @@ def test_flux() -> None:
     ropes = from_config(FLUX)
     assert ropes.layers == (Rope(128, 1e4, "interleaved", axes=Axes.axial((16, 56, 56))),) * 5
     assert ropes.axis_names == ("image", "row", "column")
-    assert ropes.origins["positions"].startswith("integers: the ids that the pipeline makes")
+    assert ropes.origins["positions"].startswith("integers: the ids that the pipeline computes")
     assert "column: pairs 36-63" in ropes.explain()
     json.dumps(ropes.facts(), allow_nan=False)
-    with pytest.raises(RopeError, match="must have been read from a config of Hugging Face"):
+    with pytest.raises(RopeError, match="must come from a Hugging Face config"):
         ropes.to_hf_config(version=5)
 
 
@@ -89,41 +89,53 @@ def test_cogvideox_2b_rotates_nothing() -> None:
     [
         (
             {**FLUX, "axes_dims_rope": [16, 56]},
-            "axes_dims_rope: it must be a list of 3 numbers of channels: image, row",
+            "axes_dims_rope must be a list of 3 numbers of channels: image, row",
         ),
         (
             {**FLUX, "axes_dims_rope": [16, 56, 58]},
-            "axes_dims_rope: the channels of the axes must add up to the 128 of a head, attention_head_dim, "
-            "got [16, 56, 58], which add up to 130. Are both from the same model?",
+            "axes_dims_rope must add up to the 128 channels of a head (attention_head_dim), "
+            "got [16, 56, 58], which adds up to 130. Check that both belong to the same model.",
         ),
-        ({**FLUX, "axes_dims_rope": [16, 56, 40]}, "got [16, 56, 40], which add up to 112."),
-        ({**FLUX, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 10]}, "the 32 of a head, attention_head_dim"),
-        ({**FLUX, "attention_head_dim": 96, "axes_dims_rope": None}, "got [16, 56, 56] of its class, which add"),
+        ({**FLUX, "axes_dims_rope": [16, 56, 40]}, "got [16, 56, 40], which adds up to 112."),
+        (
+            {**FLUX, "attention_head_dim": 32, "axes_dims_rope": [8, 12, 10]},
+            "the 32 channels of a head (attention_head_dim)",
+        ),
+        (
+            {**FLUX, "attention_head_dim": 96, "axes_dims_rope": None},
+            "got [16, 56, 56] (the default of the class), which add",
+        ),
         ({**FLUX, "axes_dims_rope": None, "attention_head_dim": 1}, "attention_head_dim must be an integer from 2 to"),
-        ({**LUMINA, "axes_dim_rope": [8, 8, 4]}, "the 24 of a head, hidden_size / num_attention_heads, got [8, 8, 4]"),
-        ({**LUMINA, "num_attention_heads": 5}, "hidden_size: it must be a multiple of num_attention_heads=5, got 48"),
-        ({"_class_name": "ZImageTransformer2DModel", "axes_dims": [32, 48, 32]}, "the 128 of a head, dim / n_heads"),
+        (
+            {**LUMINA, "axes_dim_rope": [8, 8, 4]},
+            "the 24 channels of a head (hidden_size / num_attention_heads), got [8, 8, 4]",
+        ),
+        ({**LUMINA, "num_attention_heads": 5}, "hidden_size must be a multiple of num_attention_heads=5, got 48"),
+        (
+            {"_class_name": "ZImageTransformer2DModel", "axes_dims": [32, 48, 32]},
+            "the 128 channels of a head (dim / n_heads)",
+        ),
         (
             {"_class_name": "HunyuanVideoTransformer3DModel", "rope_axes_dim": [16, 56, 40]},
-            "rope_axes_dim: the channel",
+            "rope_axes_dim must add up to the 128 channel",
         ),
         (
             {**COGVIDEOX, "attention_head_dim": 68},
-            "attention_head_dim: the channels of the axes must add up to the 68 of a head, attention_head_dim, "
-            "got [17, 24, 24] of its class, which add up to 65.",
+            "attention_head_dim must add up to the 68 channels of a head (attention_head_dim), "
+            "got [17, 24, 24] (the default of the class), which adds up to 65.",
         ),
         ({**FLUX, "axes_dims_rope": [16, 55, 57]}, "Axes.axial: channels must be even"),
         ({**FLUX, "axes_dims_rope": [16, 56, 0]}, "axes_dims_rope[2] must be an integer from 2 to"),
-        ({**FLUX, "rope_theta": 256.0}, "'rope_theta': a key about rotation must be one that this model_type reads"),
+        ({**FLUX, "rope_theta": 256.0}, "'rope_theta' is about rotation and must be a key that this model_type reads"),
         ({**FLUX, "num_layers": 0}, "num_layers must be an integer"),
         (
             {"_class_name": "MochiTransformer3DModel"},
-            "put its pos_frequencies into LearnedRope.projected(...).inv_freq",
+            "copy its pos_frequencies into LearnedRope.projected(...).inv_freq",
         ),
-        ({"_class_name": "LTXVideoTransformer3DModel"}, "run over the whole width of the model, so that each head"),
-        ({"_class_name": "LTX2VideoTransformer3DModel"}, "run over the whole width of the model, so that each head"),
+        ({"_class_name": "LTXVideoTransformer3DModel"}, "run over the whole width of the model. A Rope has the same"),
+        ({"_class_name": "LTX2VideoTransformer3DModel"}, "run over the whole width of the model. A Rope has the same"),
         ({"_class_name": "FluxPipeline"}, "got 'FluxPipeline'. It is a pipeline: pass the folder of its transformer"),
-        ({"_class_name": "Mine", "transformer": ["diffusers", "X"]}, "transformer/ beside model_index.json"),
+        ({"_class_name": "Mine", "transformer": ["diffusers", "X"]}, "transformer/ next to model_index.json"),
     ],
 )
 def test_refused(config: dict[str, Any], message: str) -> None:
@@ -134,18 +146,20 @@ def test_refused(config: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("how", [{"pairing": "interleaved"}, {"base": 1e4}])
 def test_nothing_is_passed(how: dict[str, Any]) -> None:
-    with pytest.raises(RopeError, match="pairing and base are for text models, got a config of diffusers"):
+    with pytest.raises(RopeError, match="pairing and base require a text model, got a config of diffusers"):
         from_config(FLUX, **how)
 
 
 def test_it_has_no_text() -> None:
-    with pytest.raises(RopeError, match="text_only is for text models, got a config of diffusers: 'FluxTransformer2DM"):
+    with pytest.raises(
+        RopeError, match="text_only requires a text model, got a config of diffusers: 'FluxTransformer2DM"
+    ):
         from_config(FLUX, text_only=True)
 
 
 def test_a_misspelt_class_is_recognised() -> None:
     def meant(name: str) -> str:
-        with pytest.raises(RopeError, match="_class_name: it must be a transformer that ropewalk knows") as raised:
+        with pytest.raises(RopeError, match="_class_name must be a transformer that ropewalk knows") as raised:
             from_config({"_class_name": name})
         return str(raised.value).partition("Did you mean ")[2].strip("'?")
 
@@ -166,7 +180,7 @@ def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:
         json.dumps({"_class_name": "FluxPipeline", "_diffusers_version": "0.42.1"})
     )
     with pytest.raises(
-        RopeError, match=r"model_index\.json: _class_name: .* It is a pipeline: pass the folder of its tr"
+        RopeError, match=r"model_index\.json: _class_name must .* It is a pipeline: pass the folder of its tr"
     ):
         from_config(tmp_path)
     (tmp_path / "transformer").mkdir()

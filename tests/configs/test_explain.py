@@ -61,11 +61,11 @@ def test_text_of_llama_31() -> None:
         "config (model_type llama)",
         "layers 0-31 of 32",
         "llama3: factor 8.0, low_freq_factor 1.0, high_freq_factor 4.0, original_max_position_embeddings 8192",
-        "half: channel i turns with i + 64",
+        "half: channel i rotates with i + 64",
         "channels          0 to 127 of 128 rotate, in 64 pairs",
         "6.28 to 20,473,564 tokens for a full turn",
         # papers: 29 pairs kept, 6 in the ramp with these divisors, 29 divided by 8
-        "pairs 0-28 keep their speed; pairs 29-34 slowed 1.207 to 5.257 times; pairs 35-63 slowed 8 times",
+        "pairs 0-28 are not slowed; pairs 29-34 by a factor of 1.207 to 5.257; pairs 35-63 by a factor of 8",
         "8,192 tokens; 35 of 64 pairs complete a turn within it",
         f"{'base':<32}  rope_theta",
         f"{'head_dim':<32}  hidden_size / num_attention_heads",
@@ -81,7 +81,7 @@ def test_text_of_llama_31() -> None:
     [
         (8192, "within the trained length"),
         (60_000, "every angle was seen in training"),
-        (80_000, "pairs 35-63 meet angles never seen in training"),  # slowed 8 times, they reach 65,536
+        (80_000, "pairs 35-63 reach angles that were not seen in training"),  # slowed 8 times, they reach 65,536
     ],
 )
 def test_length(length: int, words: str) -> None:
@@ -99,15 +99,15 @@ def test_length_must_be_one(length: Any) -> None:
         from_config(LLAMA31).explain(length)
 
 
-def test_layers_that_differ_are_told_apart() -> None:
+def test_layers_that_differ_are_listed_separately() -> None:
     local, far = Rope(8, 1e4, "interleaved"), Rope(16, 1e6, "half", rotary_dim=4, rotary_offset=8, scaling=Linear(8))
     said = ModelRopes(layers=(local, far, local, None), model_type="test", source="here").explain()
     for line in (
         "layers 0, 2 of 4",
-        "channel 2i turns with 2i + 1 (GPT-J, Meta's Llama)",
+        "channel 2i rotates with 2i + 1 (GPT-J, Meta's Llama)",
         "layers 1 of 4",
         "channels          8 to 11 of 16 rotate, in 2 pairs",
-        "pairs 0-1 slowed 8 times",
+        "pairs 0-1 by a factor of 8",
         "layers 3 of 4\n  no rotation",
     ):
         assert line in said
@@ -139,7 +139,7 @@ def test_axes_in_words() -> None:
 def test_attention_factor_in_words() -> None:
     rope = Rope(8, 1e4, "half", scaling=YaRN(16, 64))
     said = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
-    assert "1.27726 multiplies cos and sin, so scores of q and k grow 1.63139 times" in said
+    assert "1.27726 multiplies cos and sin, so attention scores grow by a factor of 1.63139" in said
 
 
 def test_ranges() -> None:
@@ -183,29 +183,29 @@ def test_frequencies_that_depend_on_the_length() -> None:
     ropes = ModelRopes((Rope(4, 1e4, "half", scaling=scheme),), "test", "here", trained_length=64)
     assert "longrope: short_factor 1 … 1.5 (2), long_factor 2 … 4 (2)" in ropes.explain()
     assert "depends on length  these are the frequencies at 64 tokens" in ropes.explain()
-    assert "pair 0 slowed 2 times; pair 1 slowed 4 times" in ropes.explain(65)
+    assert "pair 0 by a factor of 2; pair 1 by a factor of 4" in ropes.explain(65)
     json.dumps(ropes.facts(), allow_nan=False)
 
 
 def test_idle_pairs() -> None:
     ropes = ModelRopes((Rope(8, 1e4, "half", scaling=Proportional(0.5)),), "test", "here", trained_length=64)
-    assert "pairs 0-1 keep their speed; pairs 2-3 stand still" in ropes.explain()
+    assert "pairs 0-1 are not slowed; pairs 2-3 do not rotate" in ropes.explain()
     assert ropes.facts()["ropes"][0]["rope"]["wavelength"][2:] == [None, None]
     ropes.explain(100)
 
 
-def test_where_no_pair_turns() -> None:
+def test_no_pair_rotates() -> None:
     """A factor so large that every wavelength is beyond what a float can say."""
     scaling = {"type": "linear", "factor": 1e308}
     config = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4, "rope_scaling": scaling}
-    assert "no pair turns" in from_config(config).explain()
+    assert "no pair rotates" in from_config(config).explain()
 
 
 def test_several_axes() -> None:
     rope = Rope(16, 1e4, "half", axes=Axes.axial((4, 12), order=(1, 0)), scaling=Linear(2.0))
     ropes = ModelRopes((rope,), "test", "here")
     assert "axes              2 positions for each token; 0: pairs 2-7; 1: pairs 0-1" in ropes.explain()
-    assert "pairs 0-7 slowed 2 times" in ropes.explain()
+    assert "pairs 0-7 by a factor of 2" in ropes.explain()
     said = ropes.facts()["ropes"][0]["rope"]["axes"]
     assert json.loads(json.dumps(said)) == {
         "count": 2,

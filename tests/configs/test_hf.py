@@ -51,7 +51,7 @@ def test_llama_like(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "seed_oss"])
 def test_a_head_dim_that_is_no_quotient_is_never_guessed(model_type: str) -> None:
     with pytest.raises(
-        RopeError, match=r"head_dim: it must be given, got none\. In .* it is not hidden_size / num_att"
+        RopeError, match=r"head_dim must be given, got none\. Add it: in .* it is not hidden_size / num_att"
     ):
         from_config(config(model_type=model_type))
 
@@ -130,13 +130,13 @@ def test_base_of_the_first_llamas() -> None:
     ropes = from_config(config(rope_theta=..., rope_scaling={"type": "linear", "factor": 4.0}))
     assert ropes.rope.base == 10_000.0
     assert "implied by model_type llama" in ropes.origins["base"]
-    assert any("states no rope_theta" in warning for warning in ropes.warnings)
+    assert any("has no rope_theta" in warning for warning in ropes.warnings)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
 def test_a_missing_base_is_never_guessed(model_type: str) -> None:
     with pytest.raises(
-        RopeError, match=r"rope_theta: the base must be given, got none\. Add rope_theta, or pass base="
+        RopeError, match=r"rope_theta must be given, since it is the base, got none\. Add rope_theta, or pass base="
     ):
         from_config(config(model_type=model_type, head_dim=16, rope_theta=...))
     ropes = from_config(config(model_type=model_type, head_dim=16, rope_theta=...), base=1e6)
@@ -146,7 +146,7 @@ def test_a_missing_base_is_never_guessed(model_type: str) -> None:
 
 def test_a_base_lost_from_rope_parameters() -> None:
     """transformers 5 always writes it there; without it, something dropped it on the way."""
-    with pytest.raises(RopeError, match="rope_theta: the base must be given"):
+    with pytest.raises(RopeError, match="rope_theta must be given, since it is the base"):
         from_config(config(rope_theta=..., rope_parameters={"rope_type": "default"}))
 
 
@@ -155,7 +155,7 @@ def test_unknown_architecture_with_what_is_needed() -> None:
     ropes = from_config(values, pairing="interleaved")
     assert ropes.rope == Rope(16, 500000.0, "interleaved", rotary_dim=8)
     assert ropes.origins["pairing"] == "passed by the caller"
-    with pytest.raises(RopeError, match=r"partial_rotary_factor: it must be at most 1, got 1\.5"):
+    with pytest.raises(RopeError, match=r"partial_rotary_factor must be at most 1, got 1\.5"):
         from_config({**values, "partial_rotary_factor": 1.5}, pairing="half")
 
 
@@ -167,21 +167,21 @@ def test_the_same_pairing_may_be_passed() -> None:
     ("changes", "kwargs", "message"),
     [
         # the architecture
-        ({"model_type": "my_gpt"}, {}, "model_type: it must be one that ropewalk knows, got 'my_gpt'"),
+        ({"model_type": "my_gpt"}, {}, "model_type must be one that ropewalk knows, got 'my_gpt'"),
         ({"model_type": "gpt_neo"}, {}, "gpt_neo has no rotary positions: it has learned absolute positions."),
         ({"model_type": "lama"}, {}, "Did you mean 'llama'?"),
         ({"model_type": "my_gpt"}, {}, 'pass pairing="half" or pairing="interleaved" to from_config'),
-        ({"model_type": ...}, {}, "model_type: it must be a string, got None"),
-        ({"model_type": ["llama"]}, {}, "model_type: it must be a string, got ['llama']"),
+        ({"model_type": ...}, {}, "model_type must be a string, got None"),
+        ({"model_type": ["llama"]}, {}, "model_type must be a string, got ['llama']"),
         ({}, {"pairing": "neox"}, "from_config: pairing must be one of 'half', 'interleaved', got 'neox'"),
-        ({}, {"pairing": "interleaved"}, "model_type: llama has pairing 'half'"),
-        ({"rope_interleaved": True}, {}, "rope_interleaved: it must agree with the pairing 'half'"),
-        ({"rope_interleaved": 0}, {}, "rope_interleaved: it must agree"),
+        ({}, {"pairing": "interleaved"}, "model_type llama has the pairing 'half'"),
+        ({"rope_interleaved": True}, {}, "rope_interleaved must agree with the pairing 'half'"),
+        ({"rope_interleaved": 0}, {}, "rope_interleaved must agree"),
         # sizes
-        ({"hidden_size": ...}, {}, "hidden_size must be an integer at least 1, got None. It is needed where head_dim"),
+        ({"hidden_size": ...}, {}, "hidden_size must be an integer at least 1, got None. It is required if head_dim"),
         ({"num_attention_heads": 0}, {}, "num_attention_heads must be an integer at least 1, got 0"),
         ({"num_attention_heads": True}, {}, "num_attention_heads must be an integer"),
-        ({"hidden_size": 66}, {}, "hidden_size: it must be a multiple of num_attention_heads=4"),
+        ({"hidden_size": 66}, {}, "hidden_size must be a multiple of num_attention_heads=4"),
         ({"hidden_size": 60}, {}, "rotary_dim must be even"),
         ({"head_dim": 16.0}, {}, "head_dim must be an integer"),
         ({"head_dim": 10**9}, {}, "head_dim must be an integer from 2 to 65536"),
@@ -196,41 +196,41 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"rope_theta": math.nan}, {}, "rope_theta must be a finite number"),
         ({"rope_theta": 10**400}, {}, "rope_theta must be a finite number"),
         ({"rope_theta": [10000]}, {}, "rope_theta must be a finite number"),
-        ({}, {"base": 1e6}, "rope_theta: it is 500000, and base must agree with it, got base=1e+06"),
+        ({}, {"base": 1e6}, "rope_theta is 500000, and base must agree with it, got base=1e+06"),
         ({}, {"base": "1e6"}, "from_config: base must be a finite number"),
-        ({"rope_parameters": {"rope_theta": 1e6}}, {}, "rope_parameters.rope_theta: it must agree with rope_theta, which is 500000.0, got 1000000.0"),
+        ({"rope_parameters": {"rope_theta": 1e6}}, {}, "rope_parameters.rope_theta must agree with rope_theta, which is 500000.0, got 1000000.0"),
         # schemes
-        ({"rope_scaling": "linear"}, {}, "rope_scaling: it must be an object or null, got 'linear'"),
-        ({"rope_parameters": [1]}, {}, "rope_parameters: it must be an object or null"),
-        ({"rope_scaling": {"rope_type": "liner", "factor": 2}}, {}, "rope_scaling.rope_type: it must be one of default, dynamic, linear, llama3, longrope, proportional, yarn, got 'liner'. No other scheme is known. Did you mean 'linear'?"),
-        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, {}, "rope_scaling.rope_type: it must be one of"),
-        ({"rope_scaling": {"rope_type": 3}}, {}, "rope_scaling.rope_type: it must be one of"),
-        ({"rope_scaling": {"rope_type": ["linear"]}}, {}, "rope_scaling.rope_type: it must be one of"),
-        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, {}, "rope_scaling.rope_type: it must agree with rope_scaling.type, which is 'linear', got 'yarn'"),
-        ({"rope_scaling": {"factor": 2}}, {}, "rope_type 'default' must not have keys that it does not read, got 2. It would have no effect. Is rope_type missing?"),
-        ({"rope_scaling": {"type": "linear"}}, {}, "rope_type 'linear': factor must be given, got none"),
+        ({"rope_scaling": "linear"}, {}, "rope_scaling must be an object or null, got 'linear'"),
+        ({"rope_parameters": [1]}, {}, "rope_parameters must be an object or null"),
+        ({"rope_scaling": {"rope_type": "liner", "factor": 2}}, {}, "rope_scaling.rope_type must be one of default, dynamic, linear, llama3, longrope, proportional, yarn, got 'liner'. ropewalk knows no other scheme. Did you mean 'linear'?"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, {}, "rope_scaling.rope_type must be one of"),
+        ({"rope_scaling": {"rope_type": 3}}, {}, "rope_scaling.rope_type must be one of"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, {}, "rope_scaling.rope_type must be one of"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, {}, "rope_scaling.rope_type must agree with rope_scaling.type, which is 'linear', got 'yarn'"),
+        ({"rope_scaling": {"factor": 2}}, {}, "rope_scaling.factor must be a key that rope_type 'default' reads, got 2. It would have no effect. Check whether rope_type is missing."),
+        ({"rope_scaling": {"type": "linear"}}, {}, "factor must be given for rope_type 'linear', got none"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}, "original_max_position_embeddings must be given"),
-        ({"rope_scaling": {"type": "yarn", **YARN, "attn_factor": 1}}, {}, "rope_scaling.attn_factor: rope_type 'yarn' must not have keys that it does not read, got 1. It would have no effect. Did you mean 'attention_factor'?"),
-        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 32}}, {}, "rope_scaling.beta_fast: rope_type 'linear' must not have keys"),
+        ({"rope_scaling": {"type": "yarn", **YARN, "attn_factor": 1}}, {}, "rope_scaling.attn_factor must be a key that rope_type 'yarn' reads, got 1. It would have no effect. Did you mean 'attention_factor'?"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "beta_fast": 32}}, {}, "rope_scaling.beta_fast must be a key that rope_type 'linear' reads"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, {}, "rope_scaling: Linear: factor must be a finite number of at least 1, got 0.5"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, {}, "Linear: factor must be a finite number"),
         ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 8}}, {}, "Llama3: high_freq_factor must be a finite number of at least 8"),
         ({"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 0.5}}, {}, "Check that the two are not swapped"),
-        ({"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": 4096}, {}, "rope_scaling.original_max_position_embeddings: it must agree with original_max_position_embeddings, which is 4096"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention: the layer types must be among all"),
-        ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor: llama rotates the whole head, got 0.5"),
+        ({"rope_scaling": {"type": "yarn", **YARN}, "original_max_position_embeddings": 4096}, {}, "rope_scaling.original_max_position_embeddings must agree with original_max_position_embeddings, which is 4096"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention must be a layer type of this model (all)"),
+        ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor must be 1, since llama rotates the whole head, got 0.5"),
         ({"partial_rotary_factor": "half"}, {}, "partial_rotary_factor must be a finite number"),
         # keys that nothing reads
-        ({"attention_factor": 1.2}, {}, "'attention_factor': a key about rotation must be one that this model_type reads"),
-        ({"beta_fast": 32}, {}, "'beta_fast': a key about rotation"),
-        ({"use_dynamic_ntk": True}, {}, "'use_dynamic_ntk': a key about rotation"),
+        ({"attention_factor": 1.2}, {}, "'attention_factor' is about rotation and must be a key that this model_type reads"),
+        ({"beta_fast": 32}, {}, "'beta_fast' is about rotation"),
+        ({"use_dynamic_ntk": True}, {}, "'use_dynamic_ntk' is about rotation"),
         ({"headdim": 64}, {}, "Did you mean 'head_dim'?"),
-        ({"rope_thetta": 1e6}, {}, "'rope_thetta': a key about rotation must be one that this model_type reads"),
+        ({"rope_thetta": 1e6}, {}, "'rope_thetta' is about rotation and must be a key that this model_type reads"),
         ({"rope_thetta": 1e6}, {}, "Did you mean 'rope_theta'?"),
         ({"rope_scalling": {"type": "linear"}}, {}, "Did you mean 'rope_scaling'?"),
         ({"ropescaling": {"type": "linear"}}, {}, "Did you mean 'rope_scaling'?"),
-        ({"scaling_rope": {"type": "linear"}}, {}, "a key about rotation"),
-        ({"rotary_pct": 0.25}, {}, "'rotary_pct': a key about rotation must be one that this model_type reads"),
+        ({"scaling_rope": {"type": "linear"}}, {}, "is about rotation"),
+        ({"rotary_pct": 0.25}, {}, "'rotary_pct' is about rotation and must be a key that this model_type reads"),
         ({"no_rope_layers": [1, 0]}, {}, "'no_rope_layers'"),
     ],
 )  # fmt: skip

@@ -42,7 +42,7 @@ def test_what_is_not_in_the_cache_is_not_downloaded_unasked(cache: Path, monkeyp
         raise AssertionError("downloaded unasked")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unasked)
-    with pytest.raises(RopeError, match=r"owner/other: .* It looks like a hub id: pass download=True .*--download"):
+    with pytest.raises(RopeError, match=r"owner/other: .* If it is a hub id, pass download=True .*--download"):
         from_config("owner/other")
 
 
@@ -72,7 +72,7 @@ def test_a_download_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(RopeError, match=r"It looks like a hub id: install huggingface_hub, or pass the path of its"):
+    with pytest.raises(RopeError, match=r"If it is a hub id, install huggingface_hub, or pass the path of its"):
         from_config("owner/name")
 
 

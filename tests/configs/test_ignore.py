@@ -45,13 +45,13 @@ def test_the_cure_of_the_message_works(plain: dict[str, Any], stray: dict[str, A
     ignored = cure(str(raised.value))
     ropes = from_config(stray, ignore=ignored)
     assert ropes.layers == from_config(plain).layers
-    warning = f"{ignored[0]}: ignored, as asked; what it means in the model's own code is not described."
+    warning = f"{ignored[0]} was ignored as requested, so its effect in the model's own code is missing."
     assert ropes.warnings == (*from_config(plain).warnings, warning)
     assert warning in ropes.explain()
 
 
 def test_a_misspelt_key_is_named_where_the_right_one_is_missing() -> None:
-    with pytest.raises(RopeError, match=r"'rope_thetta': a key about rotation .* Did you mean 'rope_theta'"):
+    with pytest.raises(RopeError, match=r"'rope_thetta' is about rotation .* Did you mean 'rope_theta'"):
         from_config({"model_type": "mistral", "head_dim": 8, "num_hidden_layers": 2, "rope_thetta": 1e6})
 
 
@@ -72,7 +72,7 @@ def test_gguf(tmp_path: Path) -> None:
 def test_what_is_not_there_cannot_be_ignored() -> None:
     for config in (LLAMA, META):
         with pytest.raises(
-            RopeError, match=r"every key to ignore must be in the config, got 'rope_teta'\. .*'rope_theta'"
+            RopeError, match=r"every key in ignore must be in the config, got 'rope_teta'\. .*'rope_theta'"
         ):
             from_config(config, ignore=("rope_teta",))
     with pytest.raises(RopeError, match=r"got 'rope_scaling\.facto'\. .*'rope_scaling\.factor'"):
@@ -97,12 +97,12 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     path.write_text(json.dumps({**LLAMA, "rope_flavour": "vanilla", "rotary_pct": 1.0}))
     ran = CliRunner().invoke(main, ["explain", str(path), "--ignore", "rope_flavour", "--ignore", "rotary_pct"])
     assert ran.exit_code == 0, ran.output
-    assert "! rope_flavour: ignored, as asked" in ran.output
-    assert "! rotary_pct: ignored, as asked" in ran.output
+    assert "! rope_flavour was ignored as requested" in ran.output
+    assert "! rotary_pct was ignored as requested" in ran.output
 
 
 def test_what_has_no_effect_is_a_warning() -> None:
     chatglm = {"model_type": "chatglm", "kv_channels": 128, "num_layers": 2, "rotary_percent": 0.5}
     assert from_config(chatglm).warnings == (
-        "rotary_percent has no effect: the code of CodeGeeX 2 rotates half of the head, whatever it says.",
+        "rotary_percent has no effect: the code of CodeGeeX 2 always rotates half of the head.",
     )

@@ -48,23 +48,23 @@ def test_from_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "kwargs", "message"),
     [
-        (LLAMA31, {}, "the factor of the scaling must be passed, since the format does not carry it"),
+        (LLAMA31, {}, "use_scaled_rope needs the factor of the scaling, which the format does not contain"),
         (LLAMA31, {}, "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B)"),
         (LLAMA31, {"factor": 0.5}, "factor must be a finite number of at least 1"),
         (
             {**LLAMA31, "rope_scaling_factor": 8},
             {"factor": 32.0},
-            "rope_scaling_factor: it is 8, and factor must agree",
+            "rope_scaling_factor is 8, and factor must agree",
         ),
-        (LLAMA3, {"factor": 8.0}, "use_scaled_rope: it must be true where a factor is given"),
-        ({**LLAMA3, "use_scaled_rope": 1}, {}, "use_scaled_rope: it must be true or false, got 1"),
-        ({**LLAMA3, "rope_theta": None}, {}, "rope_theta: the base must be given"),
+        (LLAMA3, {"factor": 8.0}, "use_scaled_rope must be true if a factor is given"),
+        ({**LLAMA3, "use_scaled_rope": 1}, {}, "use_scaled_rope must be true or false, got 1"),
+        ({**LLAMA3, "rope_theta": None}, {}, "rope_theta must be given, since it is the base"),
         ({**LLAMA3, "rope_theta": "5e5"}, {}, "rope_theta must be a finite number"),
-        (LLAMA3, {"base": 1e6}, "rope_theta: it is 500000, and base must agree"),
-        ({**LLAMA3, "rope_thetta": 1}, {}, "'rope_thetta': a key about rotation must be one of"),
-        ({**LLAMA3, "yarn": {"factor": 4}}, {}, "'yarn': a key about rotation"),
-        ({**LLAMA3, "ntk_alpha": 4}, {}, "'ntk_alpha': a key about rotation"),
-        ({**LLAMA3, "dim": 4097}, {}, "dim: it must be a multiple of n_heads=32"),
+        (LLAMA3, {"base": 1e6}, "rope_theta is 500000, and base must agree"),
+        ({**LLAMA3, "rope_thetta": 1}, {}, "'rope_thetta' is about rotation and must be one of"),
+        ({**LLAMA3, "yarn": {"factor": 4}}, {}, "'yarn' is about rotation"),
+        ({**LLAMA3, "ntk_alpha": 4}, {}, "'ntk_alpha' is about rotation"),
+        ({**LLAMA3, "dim": 4097}, {}, "dim must be a multiple of n_heads=32"),
         ({**LLAMA3, "n_layers": 10**9}, {}, "n_layers must be an integer from 1 to 10000"),
         ({**LLAMA3, "n_heads": 0}, {}, "n_heads must be an integer at least 1"),
         ({**LLAMA3, "head_dim": 10**9}, {}, "config: Rope: head_dim must be"),
@@ -81,7 +81,7 @@ def test_head_dim_of_its_own() -> None:
 
 
 def test_factor_is_for_this_format_only() -> None:
-    with pytest.raises(RopeError, match=r"factor is for Meta's params\.json only"):
+    with pytest.raises(RopeError, match=r"factor requires Meta's params\.json"):
         from_config({"model_type": "llama"}, factor=8.0)
 
 
@@ -92,5 +92,5 @@ def test_scheme() -> None:
 def test_the_pairing_is_that_of_the_format() -> None:
     params = {"dim": 64, "n_layers": 1, "n_heads": 2, "rope_theta": 1e4}
     assert from_config(params, pairing="interleaved").rope.pairing == "interleaved"
-    with pytest.raises(RopeError, match=r"pairing of Meta's params\.json is 'interleaved', got 'half'"):
+    with pytest.raises(RopeError, match=r"pairing of Meta's params\.json must be 'interleaved', got 'half'"):
         from_config(params, pairing="half")

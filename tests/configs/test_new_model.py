@@ -15,7 +15,7 @@ from config_mutations import outcome
 from ropewalk import Rope, RopeError, from_config
 from ropewalk.configs import models
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL, NO_ROPE
 from ropewalk.configs.reader import Reader
 
@@ -28,11 +28,11 @@ class Heron(Architecture):
         c.origins["layer_types"] = "the odd layers"
         return [ALL if i % 2 else NO_ROPE for i in range(self.count(c))]
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        given = super().given(c, name, kind, layers)
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        collected = super().collect(c, name, kind, layers)
         thousands = c.fields.get("rope_thousands")
-        c.add(given, "rope_theta", thousands and 1000.0 * c.fields.size("rope_thousands"), "rope_thousands")
-        return given
+        c.add(collected, "rope_theta", thousands and 1000.0 * c.fields.size("rope_thousands"), "rope_thousands")
+        return collected
 
 
 HERON = Heron(source="a pond", pairing="interleaved", partial=0.5, kinds={ALL: Kind(bases=())}, in_transformers=False)
@@ -63,9 +63,11 @@ def test_it_is_read() -> None:
 
 
 def test_it_is_strict() -> None:
-    with pytest.raises(RopeError, match="'rope_millions': a key about rotation must be one that this model_type reads"):
+    with pytest.raises(
+        RopeError, match="'rope_millions' is about rotation and must be a key that this model_type reads"
+    ):
         from_config({**CONFIG, "rope_millions": 1})
-    with pytest.raises(RopeError, match="the base must be given"):
+    with pytest.raises(RopeError, match="must be given, since it is the base"):
         from_config({**CONFIG, "rope_thousands": None})
 
 
@@ -80,8 +82,8 @@ def test_broken_configs(tmp_path: Path) -> None:
     [
         ("foo", 3, "row must be an Architecture, got 3"),
         ("foo", Heron, "row must be an Architecture, got <class"),
-        (3, HERON, "model_type must be a word, got 3"),
-        ("", HERON, "model_type must be a word, got ''"),
+        (3, HERON, "model_type must be a non-empty string, got 3"),
+        ("", HERON, "model_type must be a non-empty string, got ''"),
     ],
 )
 def test_register_refuses(model_type: Any, row: Any, says: str) -> None:

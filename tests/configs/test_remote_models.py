@@ -35,9 +35,9 @@ def test_internlm(more: dict[str, Any], base: float, scaling: Any) -> None:
 @pytest.mark.parametrize(
     ("rotary", "message"),
     [
-        ({"base": 1e4, "kind": "x"}, "rotary.kind: it must be one of base, type, scaling_factor, got 'x'"),
-        ({"type": "xpos"}, "rotary.type: it must be one of default, dynamic"),
-        ([1], "rotary: it must be an object or null"),
+        ({"base": 1e4, "kind": "x"}, "rotary.kind must be one of base, type, scaling_factor, got 'x'"),
+        ({"type": "xpos"}, "rotary.type must be one of default, dynamic"),
+        ([1], "rotary must be an object or null"),
     ],
 )
 def test_internlm_refuses(rotary: Any, message: str) -> None:
@@ -59,9 +59,11 @@ def test_nemotron_nas() -> None:
     }
     rope = Rope(16, 5e5, "half")
     assert from_config(config).layers == (rope, None, None)
-    for wrong in ([1, 2, 3], [{}] * 3, None):
-        with pytest.raises(RopeError, match="block_configs: "):
+    for wrong in ([1, 2, 3], [{}] * 3):
+        with pytest.raises(RopeError, match="block_configs must contain objects with the key attention"):
             from_config({**config, "block_configs": wrong})
+    with pytest.raises(RopeError, match="block_configs must be given, since some layers have no attention"):
+        from_config({**config, "block_configs": None})
 
 
 def test_baichuan_by_its_width() -> None:
@@ -119,7 +121,7 @@ def test_qwen() -> None:
     ropes = from_config(config)
     assert ropes.rope == Rope(128, 1e6, "half")
     assert (ropes.trained_length, ropes.max_position_embeddings) == (2048, 8192)
-    assert "beyond 2048 tokens the model's own code takes NTK" in ropes.warnings[0]
+    assert "beyond 2048 tokens the model's own code uses NTK" in ropes.warnings[0]
     assert from_config({**config, "use_dynamic_ntk": False}).warnings == ()
 
 
@@ -139,4 +141,4 @@ def test_latent_attention_of_an_unknown_model() -> None:
         known.softmax_factor,
         known.output_order,
     )
-    assert "read as that of DeepSeek-V3" in ropes.warnings[0]
+    assert "read like that of DeepSeek-V3" in ropes.warnings[0]

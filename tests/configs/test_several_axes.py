@@ -47,7 +47,7 @@ def test_hunyuan_has_the_axes_of_its_first_code() -> None:
     assert recorded == [[0, 2]] * 32 + [[1, 3]] * 32
     assert ropes.rope.axes == Axes([0] * 16 + [1] * 16 + [2] * 16 + [3] * 16)
     assert ropes.axis_names == ("sequence", "width", "height", "image")
-    assert any("rotates text alone" in warning for warning in ropes.warnings)
+    assert any("is a rotation for text only" in warning for warning in ropes.warnings)
 
 
 QWEN2_VL = {
@@ -112,22 +112,22 @@ class TestSections:
     @pytest.mark.parametrize(
         ("config", "scaling", "message"),
         [
-            (QWEN2_VL, {"mrope_section": [4, 2, 3]}, "rope_scaling.mrope_section: its numbers must add up to the 8 "
+            (QWEN2_VL, {"mrope_section": [4, 2, 3]}, "rope_scaling.mrope_section must add up to the 8 "
              "pairs that rotate, got [4, 2, 3], which add up to 9"),
-            (QWEN2_VL, {}, "mrope_section: its numbers must add up to the 8 pairs that rotate, got [16, 24, 24], "
+            (QWEN2_VL, {}, "mrope_section must add up to the 8 pairs that rotate, got [16, 24, 24], "
              "implied by model_type qwen2_vl (transformers 5.23 models/qwen2_vl), which add up to 64"),
             (QWEN3_VL, {"mrope_section": [24, 20, 21]}, "add up to the 64 pairs that rotate, got [24, 20, 21], which"),
             ({**QWEN3_VL, "head_dim": 64}, {}, "add up to the 32 pairs that rotate, got [24, 20, 20], implied"),
             (QWEN2_VL, {"mrope_section": [4, 4]}, "must be a list of 3 numbers of pairs: time, height, width, got 2"),
-            (QWEN2_VL, {"mrope_section": "4"}, "rope_scaling.mrope_section: it must be a list of 3 numbers of pairs"),
+            (QWEN2_VL, {"mrope_section": "4"}, "rope_scaling.mrope_section must be a list of 3 numbers of pairs"),
             (QWEN2_VL, {"mrope_section": [4, 2.5, 2]}, "rope_scaling.mrope_section[1] must be an integer"),
             (QWEN2_VL, {"mrope_section": [9, -1, 0]}, "rope_scaling.mrope_section[1] must be an integer from 0 to"),
-            (QWEN2_VL, {"mrope_interleaved": True}, "rope_scaling.mrope_interleaved: it must be false, as qwen2_vl"),
-            (QWEN3_VL, {"mrope_interleaved": False}, "rope_scaling.mrope_interleaved: it must be true, as qwen3_vl"),
-            (HUNYUAN, {}, "mrope_section: it must be given in rope_parameters, got none"),
-            (HUNYUAN, {"mrope_section": [4, 4]}, "it must be a list of 3 to 4 numbers of pairs"),
+            (QWEN2_VL, {"mrope_interleaved": True}, "rope_scaling.mrope_interleaved must be false, as in qwen2_vl"),
+            (QWEN3_VL, {"mrope_interleaved": False}, "rope_scaling.mrope_interleaved must be true, as in qwen3_vl"),
+            (HUNYUAN, {}, "mrope_section must be given in rope_parameters, got none"),
+            (HUNYUAN, {"mrope_section": [4, 4]}, " must be a list of 3 to 4 numbers of pairs"),
             (HUNYUAN, {"mrope_section": [2, 2, 2, 2], "xdrope_section": [2, 2, 3, 1]},
-             "rope_scaling.xdrope_section: it must agree with rope_scaling.mrope_section"),
+             "rope_scaling.xdrope_section must agree with rope_scaling.mrope_section"),
             ({**QWEN3_VL, "model_type": "ernie4_5_vl_moe_text"}, {"mrope_section": [22, 21, 21]}, "h and w"),
         ],
     )  # fmt: skip
@@ -150,18 +150,18 @@ class TestSections:
             with pytest.raises(RopeError) as raised:
                 from_config(config, **how)  # type: ignore[arg-type]
             said = str(raised.value)
-            assert f"rope_scaling.{key}: tokens of this model_type must have one position each, as ropewalk" in said
-            assert "over several: build Rope(..., axes=Axes.sections(...)) by hand" in said
-            assert said.endswith(f"If you run text alone, pass ignore=('rope_scaling.{key}',).")
+            assert (
+                f"rope_scaling.{key} must not be given, since ropewalk knows this model_type with one position" in said
+            )
+            assert "to several axes: build Rope(..., axes=Axes.sections(...)) by hand" in said
+            assert said.endswith(f"For text alone, pass ignore=('rope_scaling.{key}',).")
             assert from_config(config, **how, ignore=(f"rope_scaling.{key}",)).rope.axes is None  # type: ignore[arg-type]
 
     def test_what_writing_refuses(self) -> None:
         config = {**QWEN2_VL, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
-        with pytest.raises(
-            RopeError, match=r"the ropes of qwen2_vl must have their axes, got .* without text_only=True"
-        ):
+        with pytest.raises(RopeError, match=r"the ropes of qwen2_vl must have axes, got .* without text_only=True"):
             from_config(config, text_only=True).to_hf_config(version=5)
         ropes = from_config(config)
         other = replace(ropes, layers=(replace(ropes.rope, axes=Axes([2, 0, 1, 0, 0, 0, 0, 0])),) * 2)
-        with pytest.raises(RopeError, match="axes must be such as qwen2_vl has"):
+        with pytest.raises(RopeError, match="the config of qwen2_vl must be able to express the axes"):
             other.to_hf_config(version=4)

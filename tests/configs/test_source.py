@@ -64,15 +64,15 @@ def test_infinity_elsewhere_in_a_file_is_no_concern(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "must be JSON in UTF-8"),
-        (json.dumps(CONFIG).encode()[:40], "Is the file complete?"),
-        (b"\xff\xfe\x00", "must be JSON in UTF-8"),
+        (b"", "the file must contain JSON in UTF-8"),
+        (json.dumps(CONFIG).encode()[:40], "Check that it is complete."),
+        (b"\xff\xfe\x00", "the file must contain JSON in UTF-8"),
         (b"[1, 2]", "a config must be a JSON object, got [1, 2]"),
         (b"null", "a config must be a JSON object, got None"),
-        (b'{"rope_theta": 1, "rope_theta": 2}', "every key must be given once, got 'rope_theta' twice"),
+        (b'{"rope_theta": 1, "rope_theta": 2}', "the keys of an object must be unique, got 'rope_theta' twice"),
         (b'{"a": {"b": 1, "b": 1}}', "got 'b' twice"),
-        (b"[" * 100_000, "must be JSON in UTF-8"),
-        (b'{"rope_theta": ' + b"9" * 5000 + b"}", "must be JSON in UTF-8"),
+        (b"[" * 100_000, "the file must contain JSON in UTF-8"),
+        (b'{"rope_theta": ' + b"9" * 5000 + b"}", "the file must contain JSON in UTF-8"),
         (b" " * (2 * 2**20 + 1), "a config must have at most 2097152 bytes"),
     ],
     ids=["empty", "truncated", "binary", "list", "null", "twice", "twice inside", "deep", "long number", "too long"],
@@ -88,17 +88,17 @@ def test_files_that_hold_no_config(tmp_path: Path, content: bytes, message: str)
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(RopeError, match="the config must be a file, got none there"):
+    with pytest.raises(RopeError, match="the config must be an existing file, got no such file"):
         from_config(tmp_path / "nowhere.json")
-    with pytest.raises(RopeError, match=r"config\.json: the config must be a file"):
+    with pytest.raises(RopeError, match=r"config\.json: the config must be an existing file"):
         from_config(tmp_path)
-    with pytest.raises(RopeError, match=r"cannot be read|must be a file"):
+    with pytest.raises(RopeError, match=r"cannot be read|must be an existing file"):
         from_config("a\0b")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(RopeError, match="the config must be a file"):
+    with pytest.raises(RopeError, match="the config must be an existing file"):
         from_config(tmp_path / "pipe")
 
 
@@ -141,7 +141,7 @@ def test_duplicate_keys_are_found_in_linear_time(tmp_path: Path, size: int) -> N
     path = tmp_path / "config.json"
     path.write_text(f'{{{keys(size)}, "k{size - 1}": 2}}')
     said, seconds = limited.read(path)
-    assert f"every key must be given once, got 'k{size - 1}' twice" in said
+    assert f"the keys of an object must be unique, got 'k{size - 1}' twice" in said
     assert seconds < 5
 
 
@@ -256,7 +256,7 @@ def test_arrays_and_tensors_are_lists() -> None:
         assert from_config({**config, "no_rope_layers": listed}).layers == expected
     assert from_config({**CONFIG, "head_dim": np.int64(16), "rope_theta": np.float64(1e6)}).rope == ROPE
     both = {"rope_type": ["default", "default"], "type": np.float64(1.0)}  # NumPy would compare them entry by entry
-    with pytest.raises(RopeError, match=r"it must agree with rope_parameters\.rope_type"):
+    with pytest.raises(RopeError, match=r" must agree with rope_parameters\.rope_type"):
         from_config({**CONFIG, "rope_parameters": {**both, "rope_theta": 1e6}})
 
 

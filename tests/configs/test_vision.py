@@ -84,7 +84,7 @@ class TestWholeConfigs:
         assert ropes.vision.axis_names == ("height", "width")
         assert ropes.vision.model_type == "qwen2_vl_vision"
         assert ropes.vision.source == "config: vision_config"
-        assert "from 0; patches in the order of blocks that are merged" in ropes.vision.positions
+        assert "from 0; patches are in the order of the blocks that are merged" in ropes.vision.positions
         assert from_config(QWEN2_VL, text_only=True).vision is None
         assert from_config(TEXT).vision is None
 
@@ -106,7 +106,7 @@ class TestWholeConfigs:
             ropes = from_config(whole)
             assert ropes.vision is None
             assert (
-                f"vision_config: {name!r} is no tower that ropewalk knows; its rope_theta was not read."
+                f"vision_config: ropewalk does not know the tower {name!r}, so its rope_theta was not read."
                 in ropes.warnings
             )
             assert not any("rope_theta was not" in warning for warning in from_config(whole, text_only=True).warnings)
@@ -114,9 +114,7 @@ class TestWholeConfigs:
     @pytest.mark.parametrize("inner", [[1], "none", 3, True])
     def test_a_tower_that_is_no_object(self, inner: object) -> None:
         whole = {"model_type": "llava", "text_config": TEXT, "vision_config": inner}
-        with pytest.raises(
-            RopeError, match=r"vision_config: it must be an object or null, got .*text_only=True leaves"
-        ):
+        with pytest.raises(RopeError, match=r"vision_config must be an object or null, got .*text_only=True to omit"):
             from_config(whole)
         assert from_config(whole, text_only=True).rope.base == 5e5
 
@@ -163,16 +161,16 @@ def test_gemma_4_has_a_rope_for_each_half() -> None:
     [
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e3}},
-            "rope_parameters.rope_theta: it must agree with 10000",
+            "rope_parameters.rope_theta must agree with rope_theta=10000",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: pixtral must have rope_type 'axial', got 'yarn'"),
-        ({"rope_parameters": {"factor": 4.0}}, "pixtral must not have keys that it does not read, got 4.0"),
-        ({"rope_scaling": [1]}, "rope_scaling: it must be an object or null"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'axial' for pixtral, got 'yarn'"),
+        ({"rope_parameters": {"factor": 4.0}}, "must be a key that pixtral reads, got 4.0"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0.5}, "rope_theta must be a finite number greater than 1"),
         ({"head_dim": 0}, "head_dim must be an integer at least 1"),
         ({"head_dim": None, "hidden_size": None}, "hidden_size must be an integer"),
         ({"head_dim": 66}, "channels must be even"),
-        ({"rope_flavour": "vanilla"}, "'rope_flavour': a key about rotation must be one that this model_type reads"),
+        ({"rope_flavour": "vanilla"}, "'rope_flavour' is about rotation and must be a key that this model_type reads"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:
@@ -181,7 +179,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         from_config(config)
     assert message in str(raised.value)
     if "hidden_size" in changes:
-        return  # inside another it is that of the class
+        return  # a nested tower has the default of the class
     whole = {"model_type": "llava", "text_config": TEXT, "vision_config": config}
     with pytest.raises(RopeError) as raised:
         from_config(whole)
@@ -193,14 +191,18 @@ def test_a_tower_alone() -> None:
     config = ROWS["pixtral"]["config"]
     ropes = from_config(config)
     assert ropes.layers == ()
-    with pytest.raises(RopeError, match=r"rope must be that of a text model, got a vision tower alone. Use \.vision"):
+    with pytest.raises(RopeError, match=r"rope needs a text model, got only a vision tower. Use \.vision"):
         _ = ropes.rope
     with pytest.raises(RopeError, match=r"must be those of a text model, got pixtral, a vision tower"):
         ropes.to_hf_config(version=5)
     for how in ({"pairing": "half"}, {"base": 1e4}):
-        with pytest.raises(RopeError, match="pairing and base must be left out, got pixtral, a vision tower"):
+        with pytest.raises(
+            RopeError, match="must be that of a text model if pairing or base is passed, got pixtral, a vision tower"
+        ):
             from_config(config, **how)  # type: ignore[arg-type]
-    with pytest.raises(RopeError, match=r"the config must be that of a text model, .* got pixtral, a vision tower"):
+    with pytest.raises(
+        RopeError, match=r"model_type must be that of a text model if text_only is passed, got pixtral, a vision tower"
+    ):
         from_config(config, text_only=True)
 
 
@@ -216,7 +218,7 @@ def test_explain() -> None:
     text = ropes.explain(5000)
     for line in (
         "vision tower (model_type qwen2_vl_vision; config: vision_config)",
-        "  positions         integers: row and column of each patch in the grid of patches, from 0; patches in",
+        "  positions         integers: row and column of each patch in the grid of patches, from 0; patches are in",
         "  axes              2 positions for each token; height: pairs 0-19; width: pairs 20-39",
         "6.28 to 39,644 positions for a full turn",
     ):
@@ -245,14 +247,14 @@ def test_where_each_value_came_from() -> None:
         assert set(said) == {"pairing, axes", "head_dim", "base"}
         return {key: said[key] for key in ("head_dim", "base")}
 
-    of_class = "(1280, that of the class)"
+    of_class = "(1280, the default of the class)"
     assert origins(QWEN2_VL) == {"head_dim": "embed_dim / num_heads", "base": "implied by model_type qwen2_vl_vision"}
     assert origins({**TEXT, "vision_config": {"model_type": "qwen2_vl_vision"}})["head_dim"] == (
-        f"embed_dim {of_class} / num_heads (16, that of the class)"
+        f"embed_dim {of_class} / num_heads (16, the default of the class)"
     )
     one = {**TEXT, "vision_config": {"model_type": "qwen2_vl_vision", "num_heads": 20}}
     assert origins(one)["head_dim"] == f"embed_dim {of_class} / num_heads"
-    assert origins({"model_type": "gemma4_vision"})["head_dim"] == "64, that of the class of gemma4_vision"
+    assert origins({"model_type": "gemma4_vision"})["head_dim"] == "64, the default of the class of gemma4_vision"
     pixtral = {"model_type": "pixtral", "head_dim": 64, "rope_parameters": {"rope_theta": 1e3}}
     assert origins(pixtral) == {"head_dim": "head_dim", "base": "rope_parameters.rope_theta"}
     memory = {"memory_attention_hidden_size": 256, "memory_attention_num_attention_heads": 1}
@@ -265,7 +267,7 @@ def test_where_each_value_came_from() -> None:
 
 def test_models_of_several_that_are_refused() -> None:
     for name, reason in (
-        ("sam3_video", r"config\['detector_config'\] for the vision tower and config\['tracker_config'\] for"),
+        ("sam3_video", r"config\['detector_config'\] for the vision tower, or config\['tracker_config'\] for"),
         (
             "efficientloftr",
             r"before they are split into heads.* Rope\(256, 10000\.0, \"interleaved\", axes=Axes\.alternating",

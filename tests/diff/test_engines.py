@@ -88,9 +88,9 @@ LONGROPE_TABLE = [  # sequence, what the engine is set to, engines that take the
 
 @pytest.mark.parametrize(("sequence", "setting", "wanted"), LONGROPE_TABLE)
 def test_when_longrope_is_long(sequence: int, setting: int, wanted: set[str]) -> None:
-    from ropewalk.configs.read import ropes_to_ask
+    from ropewalk.configs.read import ropes_for_engines
 
-    [(asked, _)] = ropes_to_ask(phi())[1]
+    [(asked, _)] = ropes_for_engines(phi())[1]
     fastest = {}
     for engine in ENGINES.values():
         rope = engine.answer(asked).at(sequence, setting)
@@ -234,12 +234,12 @@ class TestRefusals:
 
     def test_configs_that_one_program_reads(self, tmp_path: Path) -> None:
         meta = {"dim": 64, "n_heads": 2, "n_layers": 1, "rope_theta": 1e4, "vocab_size": 8, "norm_eps": 1e-5}
-        with pytest.raises(RopeError, match="engines are compared on a config of Hugging Face, got another one"):
+        with pytest.raises(RopeError, match="engine needs a Hugging Face config, got another format"):
             diff.engines(meta)
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
-        with pytest.raises(RopeError, match=r"got a GGUF file\. llama\.cpp alone reads it"):
+        with pytest.raises(RopeError, match=r"got a GGUF file\. Pass the config\.json"):
             from_config(tmp_path / "m.gguf", engine="vllm")
-        with pytest.raises(RopeError, match=r"factor is for Meta's params\.json only"):
+        with pytest.raises(RopeError, match=r"factor requires Meta's params\.json"):
             from_config(yarn(), engine="vllm", factor=8.0)
         with pytest.raises(RopeError, match="engine must be one of"):
             from_config(yarn(), engine=3)  # type: ignore[arg-type]
@@ -247,7 +247,10 @@ class TestRefusals:
     def test_a_vision_tower(self) -> None:
         towers = json.loads((GOLDEN / "vision_towers.json").read_text())["rows"]
         tower = next(row["config"] for row in towers if row["config"]["model_type"] == "pixtral")
-        with pytest.raises(RopeError, match=r"the config must be that of a text model, .* got pixtral, a vision tower"):
+        with pytest.raises(
+            RopeError,
+            match=r"model_type must be that of a text model if text_only is passed, got pixtral, a vision tower",
+        ):
             diff.engines(tower)
 
     def test_a_model_that_does_not_rotate(self) -> None:

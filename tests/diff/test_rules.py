@@ -11,7 +11,7 @@ import pytest
 
 from each import each
 from ropewalk import from_config
-from ropewalk.configs.read import ropes_to_ask
+from ropewalk.configs.read import ropes_for_engines
 from ropewalk.engines import ENGINES
 
 FOLDER = Path(__file__).parents[1] / "golden" / "engine_rules"
@@ -40,7 +40,7 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
     seen = set()
 
     def check(row: dict[str, Any]) -> None:
-        [*_, (asked, _)] = ropes_to_ask(row["config"])[1]  # Gemma's rows are about the last kind of layer
+        [*_, (asked, _)] = ropes_for_engines(row["config"])[1]  # Gemma's rows are about the last kind of layer
         answer = engine.answer(asked)
         seen.add("default" if asked.rope.scaling is None else asked.rope.scaling.rope_type)
         rope = answer.at(row["sequence"], row["setting"])
@@ -96,7 +96,7 @@ def test_what_is_said_to_be_ignored_changes_nothing_there(name: str) -> None:
     rows = {row["case"]: row for row in golden(name)["rows"]}
     for case, keys in KEYS.items():
         row, plain = rows[case], rows[PLAIN[case[:4]]]
-        [*_, (asked, _)] = ropes_to_ask(row["config"])[1]
+        [*_, (asked, _)] = ropes_for_engines(row["config"])[1]
         notes = " ".join(ENGINES[name].answer(asked).notes)
         said = all(key in notes for key in keys) and "ignores" in notes
         same = (row["attention_factor"], row["inv_freq"]) == (plain["attention_factor"], plain["inv_freq"])

@@ -64,7 +64,7 @@ def test_explain_of_an_unknown_model(tmp_path: Path) -> None:
     refused = run("explain", path)
     assert refused.exit_code == 1
     assert refused.stdout == ""
-    assert refused.stderr.startswith(f"Error: {path}: model_type: it must be one that ropewalk knows")
+    assert refused.stderr.startswith(f"Error: {path}: model_type must be one that ropewalk knows")
     assert refused.stderr.count("\n") == 1
     ran = run("explain", path, "--pairing", "interleaved", "--base", 1e4)
     assert ran.exit_code == 0
@@ -74,7 +74,7 @@ def test_explain_of_an_unknown_model(tmp_path: Path) -> None:
 def test_explain_of_nothing(tmp_path: Path) -> None:
     refused = run("explain", tmp_path / "nowhere")
     assert refused.exit_code == 1
-    assert "the config must be a file" in refused.stderr
+    assert "the config must be an existing file" in refused.stderr
 
 
 @pytest.mark.parametrize("arguments", [("explain",), ("explain", "x", "--length", "0"), ("unravel",)])

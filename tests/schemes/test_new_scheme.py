@@ -133,10 +133,10 @@ def test_from_a_gguf_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rope.scaling.slowness": None}, r"llama.rope.scaling.slowness: it must be given, got none. Sloth needs it"),
+        ({"rope.scaling.slowness": None}, r"llama.rope.scaling.slowness must be given, got none. Sloth needs it"),
         ({"rope.scaling.slowness": 0.5}, "a.gguf: Sloth: slowness must be from 1"),
         ({"rope.scaling.type": "owl"}, "rope.scaling.type must be one of .*sloth.*, got 'owl'"),
-        ({"rope.scaling.speed": 1.0}, "a key about rotation must be one that llama.cpp reads"),
+        ({"rope.scaling.speed": 1.0}, "is about rotation and must be a key that llama.cpp reads"),
     ],
 )
 def test_gguf_refusals(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_from_config_with_a_length() -> None:
 
 
 def test_its_keys_are_its_fields() -> None:
-    with pytest.raises(RopeError, match="rope_type 'sloth': slowness must be given"):
+    with pytest.raises(RopeError, match="slowness must be given for rope_type 'sloth'"):
         from_config(changed(slowness=None))
     with pytest.raises(RopeError, match="Sloth: slowness must be from 1 to 1e6"):
         from_config(changed(slowness=0.5))
@@ -187,7 +187,7 @@ def test_to_hf_config(config: dict[str, Any], version: int) -> None:
 def test_explain() -> None:
     words = from_config(CONFIG).explain(4096)
     assert "sloth: slowness 4.0, original_max_position_embeddings 512" in words
-    assert "slowed 4 times" in words
+    assert "by a factor of 4" in words
     assert "512 tokens" in words
     assert from_config(OWL).facts(601)["ropes"][0]["rope"]["resolved_at_length"] == 601
 
@@ -211,7 +211,7 @@ def test_a_name_belongs_to_one_scheme() -> None:
 def test_unregistered_it_is_unknown() -> None:
     schemes.unregister(Owl)
     try:
-        with pytest.raises(RopeError, match="it must be one of default, dynamic"):
+        with pytest.raises(RopeError, match=" must be one of default, dynamic"):
             from_config(OWL)
     finally:
         schemes.register(Owl)

@@ -1,6 +1,6 @@
-"""What does a model's file mean? A config in, a `Rope` for each layer out; or an error that says what is missing.
+"""Read model configs: `from_config` returns a `Rope` for each layer, or raises an error that names what is missing.
 
-Needs neither torch nor transformers.
+This package needs neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a model_type implies about rotation: a row of plain facts, and how a config is read by them.
+"""Architecture: the facts that a model_type implies about rotation, and the steps that read a config with them.
 
-A model that is odd in some way overrides the one step in which it is, in a file of `families/`.
+A model with an exception overrides the one step that differs, in a file of `families/`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ropewalk._checks import length as checked_length
 from ropewalk._checks import number, shown
 from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layer_ropes import LayerRopes, QueryScale
 from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, listed
 from ropewalk.configs.reader import TRAINED, Reader
@@ -25,11 +25,11 @@ class Kind:
     """How the layers of one kind get their rope.
 
     Args:
-        bases: keys at the top of a config that give the base; where several are given, they must agree.
-        implied_base: the base where a config states none; None where that is an error.
-        scaled: whether a scaling that is given for the whole model is meant for this kind.
-        head_dim_key: key of the size of a head where this kind has one of its own, before the architecture's.
-        section: name of its part of nested `rope_parameters`; "" is the name of the kind.
+        bases: top-level keys that state the base. If several are present, they must agree.
+        implied_base: the base of a config that states none. None makes a missing base an error.
+        scaled: whether a scaling of the whole model applies to this kind.
+        head_dim_key: key of this kind's own head size, which precedes the architecture's keys; "" for none.
+        section: name of this kind's part of nested `rope_parameters`. "" means the name of the kind.
     """
 
     bases: tuple[str, ...] = ("rope_theta",)
@@ -41,28 +41,28 @@ class Kind:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model_type implies.
+    """The row of a model_type: the facts that it implies, and the steps that read its config.
 
     Args:
-        source: where this can be seen.
+        source: the code that shows these facts.
         pairing: "half" or "interleaved".
-        head_dim_keys: keys of the size of a head; the first that is given counts.
-        head_dim_divides: whether hidden / heads is the size of a head where no key gives it; else that is an error.
-        hidden, heads, layers: keys of those sizes.
-        partial_keys: keys at the top that give the share of the head that rotates.
-        partial: that share where no key gives it; None: the whole head rotates, and no share is accepted.
-        dim_key: key of the number of channels that rotate, instead of a share.
-        kinds: name of a kind of layer → how it gets its rope; None where it does not rotate.
-        pattern: which layer is of which kind where the config has no `layer_types`.
-        flat: `rope_parameters` are never nested, though the layers differ.
-        switch: a key and the values of which it must have one, or nothing rotates.
-        null_window: kind of every layer where `sliding_window` is null; "" where that changes nothing.
-        output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3).
+        head_dim_keys: keys of the head size. The first one with a value is used.
+        head_dim_divides: whether the head size is hidden / heads if no key states it. If not, a key is required.
+        hidden, heads, layers: keys of the width, the number of heads and the number of layers.
+        partial_keys: top-level keys of the share of the head that rotates.
+        partial: that share if no key states it. None means that the whole head rotates and no other share is valid.
+        dim_key: key of the number of channels that rotate, for models that state it instead of a share.
+        kinds: maps the name of each kind of layer to how it gets its rope, or to None if it does not rotate.
+        pattern: assigns kinds to layers if the config has no `layer_types`.
+        flat: whether `rope_parameters` are flat although the layers differ.
+        switch: a key and the values with which the model rotates. With other values nothing rotates.
+        null_window: kind of every layer if `sliding_window` is null; "" if a null has no effect.
+        output_order: "half" if pairs are read interleaved and written in half order (DeepSeek-V3).
         query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
-        axes: how the pairs are shared out over several positions of a token; None where it has one.
-        idle: keys that look like rotation → why they have no effect.
-        fixed: a key → the only value with which the row describes the model, and what the model does with another.
-        in_transformers: whether transformers has its code.
+        axes: how the pairs are assigned to the positions of a token if it has several; None if it has one.
+        idle: maps keys that only look like rotation to the reason why they have no effect.
+        fixed: maps a key to the only value that this row describes, and to what another value would mean.
+        in_transformers: whether transformers contains the model's code.
     """
 
     source: str
@@ -88,47 +88,47 @@ class Architecture:
     in_transformers: bool = True
 
     known = True
-    """Whether the model_type is one that ropewalk knows; its pairing was passed otherwise."""
+    """Whether ropewalk knows the model_type. If not, the caller passed its pairing."""
 
     describes = True
-    """Whether it reads anything at all; a refused model_type does not."""
+    """Whether the row reads configs. The row of a refused model_type does not."""
 
     rotates_values = False
-    """Whether the values are rotated with the keys, and the output back (DeepSeek-V4)."""
+    """Whether the values are rotated like the keys and the output is rotated back (DeepSeek-V4)."""
 
-    def known_by(self, c: Reader) -> str:
-        """model_type and source, for messages."""
+    def name_and_source(self, c: Reader) -> str:
+        """Return "model_type (source)" for messages."""
         return f"{c.fields.get('model_type')} ({self.source})"
 
     def read(self, c: Reader) -> LayerRopes:
-        """The ropes of a config.
+        """Return the ropes of a config.
 
         Raises:
-            RopeError: it does not say what it must, or says it twice in different ways.
+            RopeError: the config lacks a required value, has an invalid one, or contradicts itself.
         """
         self.check(c)
         pairing = c.pairing(self.pairing_of(c), self.source if self.known else None)
         layers = self.kinds_of_layers(c)
         ropes: dict[str, Rope | None] = {NO_ROPE: None}
-        others: dict[str, Rope] = {}
+        extra_ropes: dict[str, Rope] = {}
         schemes: list[Scaling] = []
         for name in dict.fromkeys(layers):
             kind = self.kinds.get(name)
             if kind is None or c.is_without(kind.section or name):
                 ropes[name] = None
                 continue
-            given = self.given(c, name, kind, layers)
-            base = self.base(c, name, kind, given)
-            scheme = c.scheme(given, self.beside())
-            head_dim, rotary_dim, offset = self.shape(c, name, kind, given, scheme, layers)
-            axes = self.axes_of(c, given, rotary_dim)
+            collected = self.collect(c, name, kind, layers)
+            base = self.base(c, name, kind, collected)
+            scheme = c.scheme(collected, self.other_keys())
+            head_dim, rotary_dim, offset = self.shape(c, name, kind, collected, scheme, layers)
+            axes = self.axes_of(c, collected, rotary_dim)
             with c.fields.named():
                 rope = Rope(
                     head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes
                 )
             ropes[name] = rope
             schemes += [] if scheme is None else [scheme]
-            others.update(self.others(c, name, rope))
+            extra_ropes.update(self.extra_ropes(c, name, rope))
         c.warnings += [w for s in dict.fromkeys(schemes) for w in s.warnings(c.longest)]
         return LayerRopes(
             layers=tuple(ropes[name] for name in layers),
@@ -138,7 +138,7 @@ class Architecture:
             max_position_embeddings=c.longest,
             layer_kinds=tuple(layers),
             config=dict(c.fields.config),
-            others=others,
+            others=extra_ropes,
             softmax_factor=self.softmax_factor(c, schemes),
             query_scale=self.query_scale(c),
             rotates_values=self.rotates_values,
@@ -147,45 +147,45 @@ class Architecture:
         )
 
     def check(self, c: Reader) -> None:
-        """Raise where the config asks for something else than this row describes."""
+        """Raise a RopeError if the config asks for a variant that this row does not describe."""
         for key, (value, otherwise) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 stated = shown(c.fields.get(key))
-                raise c.fields.error(key, f"it must be {shown(value)}", stated, f"{otherwise}: not supported yet.")
+                raise c.fields.error(key, f"must be {shown(value)}", stated, f"Not supported yet: {otherwise}.")
         if self.axes is not None and c.text_only:
             c.warnings.append(TEXT_ONLY)
         elif self.axes is not None and self.axes.warning:
             c.warnings.append(self.axes.warning)
 
-    def beside(self) -> frozenset[str]:
-        """Keys of sections that say something else than the scheme."""
+    def other_keys(self) -> frozenset[str]:
+        """Return the keys of the sections that are not parameters of the scheme."""
         beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
-        return beta | (frozenset() if self.axes is None else self.axes.beside)
+        return beta | (frozenset() if self.axes is None else self.axes.other_keys)
 
-    def axes_of(self, c: Reader, given: dict[str, Given], rotary_dim: int) -> Axes | None:
-        """Which position each pair of a kind of layer takes, where tokens have several."""
+    def axes_of(self, c: Reader, collected: dict[str, ConfigValue], rotary_dim: int) -> Axes | None:
+        """Return the axes of a kind of layer, or None if tokens have one position."""
         if self.axes is None or c.text_only:
             return None
-        axes, where = self.axes.read(c.fields, given, rotary_dim // 2, self.known_by(c))
+        axes, where = self.axes.read(c.fields, collected, rotary_dim // 2, self.name_and_source(c))
         c.note("axes", where)
         return axes
 
     def axis_names(self, ropes: Mapping[str, Rope | None]) -> tuple[str, ...]:
-        """What the rows of positions are; () where tokens have one position."""
+        """Return the names of the rows of positions; () if tokens have one position."""
         counts = [rope.axes.count for rope in ropes.values() if rope is not None and rope.axes is not None]
         return self.axes.names[-max(counts) :] if self.axes is not None and counts else ()
 
     def pairing_of(self, c: Reader) -> str:
-        """The pairing that the architecture implies for this config."""
+        """Return the pairing that the architecture implies for this config."""
         return self.pairing
 
     def count(self, c: Reader) -> int:
-        """The number of layers."""
+        """Return the number of layers."""
         c.origins["layers"] = c.fields.first(self.layers)
         return c.fields.layers(self.layers)
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """The kind of each layer: a name of `kinds`, or `NO_ROPE`."""
+        """Return the kind of each layer: a name in `kinds`, or `NO_ROPE`."""
         fields, origins, count = c.fields, c.origins, self.count(c)
         if self.switch is not None:
             key, values = self.switch
@@ -193,8 +193,8 @@ class Architecture:
                 origins["layer_types"] = f"{key} is {shown(fields.get(key))}, so nothing rotates"
                 return [NO_ROPE] * count
         if self.null_window and fields.is_null("sliding_window"):
-            all_or_none = "nothing rotates" if self.null_window == NO_ROPE else "every layer rotates"
-            origins["layer_types"] = f"sliding_window is null, so {all_or_none}"
+            effect = "nothing rotates" if self.null_window == NO_ROPE else "every layer rotates"
+            origins["layer_types"] = f"sliding_window is null, so {effect}"
             return [self.null_window] * count
         if self.pattern is not None and self.pattern.decides:
             decided = self.pattern.kinds(fields, count, origins)
@@ -206,75 +206,87 @@ class Architecture:
         if stated is None and self.pattern is not None:
             stated = self.pattern.kinds(fields, count, origins)
         if stated is None:
-            cure = "Add a list with one entry a layer."
-            raise fields.error("layer_types", "it must be given, since the layers differ", "none", cure)
+            cure = "Add a list with one entry for each layer."
+            raise fields.error("layer_types", "must be given, since the layers differ", "none", cure)
         return stated
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """What is said about a kind of layer; the same thing said twice must agree. `layers`: the kind of each."""
-        given: dict[str, Given] = {}
-        for key in kind.bases:
-            c.add(given, "rope_theta", c.fields.get(key), key)
-        for key in self.partial_keys:
-            c.add(given, "partial_rotary_factor", c.fields.get(key), key)
-        c.add(given, TRAINED, c.fields.get(TRAINED), TRAINED)
-        self.add_sections(c, given, name, kind)
-        return given
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        """Return the rope keys of a kind of layer. Keys for the same value must agree.
 
-    def add_sections(self, c: Reader, given: dict[str, Given], name: str, kind: Kind) -> None:
-        """Add what `rope_scaling` and `rope_parameters` say about a kind of layer."""
+        Args:
+            c: the reader.
+            name, kind: the kind of layer.
+            layers: the kind of each layer of the model.
+        """
+        collected: dict[str, ConfigValue] = {}
+        for key in kind.bases:
+            c.add(collected, "rope_theta", c.fields.get(key), key)
+        for key in self.partial_keys:
+            c.add(collected, "partial_rotary_factor", c.fields.get(key), key)
+        c.add(collected, TRAINED, c.fields.get(TRAINED), TRAINED)
+        self.add_sections(c, collected, name, kind)
+        return collected
+
+    def add_sections(self, c: Reader, collected: dict[str, ConfigValue], name: str, kind: Kind) -> None:
+        """Add the keys of `rope_scaling` and `rope_parameters` for a kind of layer."""
         for section in c.sections:
             if section == "rope_parameters" and c.nested:
                 sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
-                c.add_nested(given, kind.section or name, sections)
+                c.add_nested(collected, kind.section or name, sections)
             else:
-                c.add_flat(given, section, scaled=kind.scaled, based="rope_theta" in kind.bases)
+                c.add_flat(collected, section, scaled=kind.scaled, based="rope_theta" in kind.bases)
 
-    def base(self, c: Reader, name: str, kind: Kind, given: dict[str, Given]) -> float:
-        """The base of a kind of layer."""
-        implied = None if kind.implied_base is None else (kind.implied_base, self.known_by(c))
+    def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
+        """Return the base of a kind of layer."""
+        implied = None if kind.implied_base is None else (kind.implied_base, self.name_and_source(c))
         if kind.bases:
             key = kind.bases[0]
         else:
             section = kind.section or (name if len(self.kinds) > 1 and not self.flat else "")
             key = ".".join(filter(None, ("rope_parameters", section, "rope_theta")))
-        return c.base(given, implied, key=key, newer="rope_theta" in kind.bases)
+        return c.base(collected, implied, key=key, newer="rope_theta" in kind.bases)
 
     def shape(
-        self, c: Reader, name: str, kind: Kind, given: dict[str, Given], scheme: Scaling | None, layers: list[str]
+        self,
+        c: Reader,
+        name: str,
+        kind: Kind,
+        collected: dict[str, ConfigValue],
+        scheme: Scaling | None,
+        layers: list[str],
     ) -> tuple[int, int, int]:
-        """Channels of a head, how many of them rotate, and how many stand before those."""
+        """Return head_dim, rotary_dim and rotary_offset of a kind of layer, in channels."""
         head_dim = c.own_size(name, layers, "head_dim") or self.head_dim(c, kind)
         if scheme is not None and scheme.whole_head:
             return head_dim, head_dim, 0
         return (
             head_dim,
-            c.rotary_dim(given, head_dim, share=self.partial, dim_key=self.dim_key, source=self.known_by(c)),
+            c.rotary_dim(collected, head_dim, share=self.partial, dim_key=self.dim_key, source=self.name_and_source(c)),
             0,
         )
 
     def head_dim(self, c: Reader, kind: Kind) -> int:
-        """Channels of a head."""
+        """Return the number of channels of a head."""
         keys = tuple(key for key in (kind.head_dim_key, *self.head_dim_keys) if key)
         needed = "" if self.head_dim_divides else str(c.fields.get("model_type"))
         return c.head_dim(keys, self.hidden, self.heads, needed=needed)
 
-    def others(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Further ropes of a kind of layer, by name."""
+    def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
+        """Return further ropes of a kind of layer, by name."""
         return {}
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
-        """Tokens the model was trained on before any scaling; None where a scheme leaves it open."""
+        """Return the length in tokens that the model was trained on before scaling, or None if it is not known."""
         lengths = [scheme.trained_length(c.longest) for scheme in schemes]
         stated = [length for length in lengths if length is not None]
         return c.longest if not lengths else min(stated) if len(stated) == len(lengths) else None
 
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
-        """What the softmax scale of the attention is multiplied by."""
+        """Return the factor of the softmax scale of the attention, dimensionless."""
         return 1.0
 
     def query_scale(self, c: Reader) -> QueryScale | None:
-        """What q is multiplied with beside the rotation."""
+        """Return the factor that multiplies q in addition to the rotation, or None."""
         found = c.section_value("llama_4_scaling_beta") if self.query_beta else None
         if found is None:
             return None
@@ -290,25 +302,25 @@ class Architecture:
     # writing
 
     def base_keys(self) -> set[str]:
-        """Keys at the top that say bases, which a writer says anew."""
+        """Return the top-level keys of bases, which a writer replaces."""
         return {base for kind in self.kinds.values() if kind is not None for base in kind.bases}
 
     def says_share(self, config: Mapping[str, object]) -> bool:
-        """Whether a written config must say the share of the head that rotates."""
+        """Whether a written config must state the share of the head that rotates."""
         return self.partial is not None and not (self.dim_key and config.get(self.dim_key) is not None)
 
     def keys(self) -> set[str]:
-        """Keys that look like rotation and that this row may ask for, whether or not some layer needs them."""
+        """Return the keys about rotation that this row may read, even if no layer of a config needs them."""
         own = {kind.head_dim_key for kind in self.kinds.values() if kind is not None}
         own |= {self.dim_key, *self.head_dim_keys, *self.partial_keys, *self.fixed}
         return (self.base_keys() | own | (set() if self.pattern is None else self.pattern.keys())) - {""}
 
     def without_ropes(self, version: int) -> dict[str, object]:
-        """What a written config needs where nothing rotates."""
+        """Return what a written config needs if nothing rotates."""
         return {}
 
     def unwritable(self, version: int) -> str:
-        """Why nobody could read the ropes from a config in the schema of this version; "" if the model's code can."""
+        """Return why the model's code could not read a config in the schema of this version; "" if it can."""
         if not self.in_transformers and version == 5:
-            return "Its own code reads the keys of version 4 only."
+            return "Pass version=4: the model's own code reads those keys only."
         return ""

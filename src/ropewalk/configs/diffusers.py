@@ -1,6 +1,6 @@
-"""Transformers of diffusers, which denoise images and video: the rope of a config that says its `_class_name`.
+"""Read configs of diffusers' transformers, which denoise images and video and are identified by `_class_name`.
 
-They rotate a block of channels for each axis, pairs interleaved, each block with a progression of its own.
+They rotate one block of channels for each axis. Pairs are interleaved, and each block has its own progression.
 
 Source: models/transformers of diffusers 0.42.1, whose position classes were run.
 """
@@ -21,7 +21,7 @@ from ropewalk.rope import Rope
 
 _THW = ("time", "height", "width")
 _IRC = ("image", "row", "column")
-_IDS = "integers: the ids that the pipeline makes, txt_ids and then img_ids, a row for each axis"
+_IDS = "integers: the ids that the pipeline computes, txt_ids and then img_ids, one row for each axis"
 _GRID = "integers: frame, row and column of each patch, from 0; text is not rotated"
 
 
@@ -30,16 +30,16 @@ class Denoiser:
     """How a class of diffusers rotates.
 
     Args:
-        axis_names: what the rows of positions are.
-        positions: what they hold, in words.
-        channels: channels of each axis where a config does not say them, or from the size of a head.
-        key: key of the channels of each axis; "" where the size of a head says them.
-        head: key of the size of a head, and that of its class; or the keys of the width of the model and of its number
-            of heads, and those of its class.
-        base: that of its class, and its key where it has one.
-        layers: keys of numbers of layers, which are added, and those of its class.
-        switch: key without which nothing rotates; "" where there is none.
-        known: other keys about rotation, which say positions.
+        axis_names: the names of the rows of positions.
+        positions: the content of the rows, in words.
+        channels: channels of each axis if the config does not state them, or a function from head_dim to them.
+        key: key of the channels of each axis; "" if head_dim determines them.
+        head: maps the key of head_dim to the default of the class, or the keys of the width of the model and of its
+            number of heads to theirs.
+        base: the default of the class, and the key of the base or "".
+        layers: maps the keys of the numbers of layers, which are added up, to the defaults of the class.
+        switch: key that must be true for anything to rotate; "" if there is none.
+        position_keys: other keys about rotation, which only concern positions.
     """
 
     axis_names: tuple[str, ...]
@@ -50,17 +50,17 @@ class Denoiser:
     base: tuple[float, str]
     layers: Mapping[str, int]
     switch: str = ""
-    known: tuple[str, ...] = ()
+    position_keys: tuple[str, ...] = ()
 
 
 def _wan(head_dim: int) -> tuple[int, ...]:
-    """Two channels of six for height and width each, made even; the rest for the time."""
+    """A third of the channels, rounded down to even, for each of height and width, and the rest for time."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 def _cogvideox(head_dim: int) -> tuple[int, ...]:
-    """A quarter for the time, three eighths for height and width each."""
+    """A quarter of the channels for time, and three eighths for each of height and width."""
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
 
@@ -68,13 +68,13 @@ _HEAD = {"attention_head_dim": 128}
 _BOTH = {"num_layers": 19, "num_single_layers": 38}
 _FLUX = Denoiser(_IRC, _IDS, (16, 56, 56), "axes_dims_rope", _HEAD, (10_000.0, ""), _BOTH)
 _BRIA = Denoiser(
-    _IRC, _IDS, (16, 56, 56), "axes_dims_rope", _HEAD, (10_000.0, "rope_theta"), _BOTH, known=("time_theta",)
+    _IRC, _IDS, (16, 56, 56), "axes_dims_rope", _HEAD, (10_000.0, "rope_theta"), _BOTH, position_keys=("time_theta",)
 )
 
 
-def _of_wan(layers: int, *known: str) -> Denoiser:
-    known = ("rope_max_seq_len", *known)
-    return Denoiser(_THW, _GRID, _wan, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, known=known)
+def _of_wan(layers: int, *position_keys: str) -> Denoiser:
+    keys = ("rope_max_seq_len", *position_keys)
+    return Denoiser(_THW, _GRID, _wan, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, position_keys=keys)
 
 
 def _of_hunyuan(layers: Mapping[str, int], channels: tuple[int, ...] = (16, 56, 56)) -> Denoiser:
@@ -113,14 +113,14 @@ CLASSES: dict[str, Denoiser] = {
     ),
     "QwenImageTransformer2DModel": Denoiser(
         _THW,
-        "integers: frame from 0, row and column counted from the middle of the image, negative before it; text goes on "
-        "after the larger half side, the same in every row",
+        "integers: frame from 0, row and column relative to the middle of the image; text continues after half of the "
+        "longer side, with the same position in every row",
         (16, 56, 56),
         "axes_dims_rope",
         _HEAD,
         (10_000.0, ""),
         {"num_layers": 60},
-        known=("use_layer3d_rope",),
+        position_keys=("use_layer3d_rope",),
     ),
     "WanTransformer3DModel": _of_wan(40),
     "WanVACETransformer3DModel": _of_wan(40),
@@ -133,8 +133,7 @@ CLASSES: dict[str, Denoiser] = {
     "HunyuanImageTransformer2DModel": _of_hunyuan(_HUNYUAN, (64, 64)),
     "CogVideoXTransformer3DModel": Denoiser(
         _THW,
-        "frame, row and column of each patch, scaled to the sample size that it was trained on: floats; text is not "
-        "rotated",
+        "floats: frame, row and column of each patch, scaled to the sample size of training; text is not rotated",
         _cogvideox,
         "",
         {"attention_head_dim": 64},
@@ -144,8 +143,8 @@ CLASSES: dict[str, Denoiser] = {
     ),
     "Lumina2Transformer2DModel": Denoiser(
         _THW,
-        "integers: text counts on in the first row, 0 in the others; an image has the length of the text there, and "
-        "its row and column",
+        "integers: text counts up in the first row and is 0 in the others; an image has the length of the text in the "
+        "first row, and its row and column in the others",
         (32, 32, 32),
         "axes_dim_rope",
         {"hidden_size": 2304, "num_attention_heads": 24},
@@ -154,8 +153,8 @@ CLASSES: dict[str, Denoiser] = {
     ),
     "ZImageTransformer2DModel": Denoiser(
         _THW,
-        "integers: text counts from 1 in the first row, 0 in the others; an image comes after it, with its row and "
-        "column",
+        "integers: text counts from 1 in the first row and is 0 in the others; an image continues after it in the "
+        "first row, and has its row and column in the others",
         (32, 48, 48),
         "axes_dims",
         {"dim": 3840, "n_heads": 30},
@@ -163,14 +162,14 @@ CLASSES: dict[str, Denoiser] = {
         {"n_layers": 30},
     ),
 }
-"""_class_name → row."""
+"""Maps a _class_name to its row."""
 
 _PER_HEAD = (
-    "Its frequencies run over the whole width of the model, so that each head has others, and a Rope has the "
-    "same for all: hand its tables, head by head, to Rotation(..., per_head=True)."
+    "Its frequencies differ between heads, since they run over the whole width of the model. A Rope has the same "
+    "ones for all heads: pass its tables, head by head, to Rotation(..., per_head=True)."
 )
 _REFUSED = {
-    "MochiTransformer3DModel": "Its frequencies are learned and stand in the checkpoint, not in the config: put its "
+    "MochiTransformer3DModel": "Its frequencies are learned and are in the checkpoint, not in the config: copy its "
     "pos_frequencies into LearnedRope.projected(...).inv_freq, as docs/learned.md shows.",
     "LTXVideoTransformer3DModel": _PER_HEAD,
     "LTX2VideoTransformer3DModel": _PER_HEAD,
@@ -178,17 +177,17 @@ _REFUSED = {
 
 
 def is_denoiser(values: Mapping[str, Any]) -> bool:
-    """Whether a config is one of diffusers."""
+    """Whether the config is that of a diffusers model."""
     return isinstance(values.get("_class_name"), str) and "model_type" not in values
 
 
 def read(values: Mapping[str, Any], source: str) -> ModelRopes:
-    """The ropes of a transformer of diffusers; see `from_config` for errors."""
+    """Return the ropes of a diffusers transformer. See `from_config` for errors."""
     fields = Fields(values, source)
     name = fields.get("_class_name")
     row = CLASSES.get(name)
     if row is None:
-        must = "it must be a transformer that ropewalk knows"
+        must = "must be a transformer that ropewalk knows"
         raise fields.error("_class_name", must, shown(name), _REFUSED.get(name) or _hint(name, values))
     origins = {"pairing": f"_class_name {name} (diffusers 0.42.1)", "positions": row.positions}
     layers = sum(fields.layers((key,)) if fields.has(key) else default for key, default in row.layers.items())
@@ -199,18 +198,17 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     head_dim, of_head = _head(fields, row)
     channels = _channels(fields, row, head_dim)
     if sum(channels) != head_dim:
-        must = f"the channels of the axes must add up to the {head_dim} of a head, {of_head}"
-        got = f"{list(channels)}{'' if fields.has(row.key) else ' of its class'}, which add up to {sum(channels)}"
-        raise fields.error(
-            row.key or of_head, must, got, "Are both from the same model? Its own code needs them equal."
-        )
+        must = f"must add up to the {head_dim} channels of a head ({of_head})"
+        default = "" if fields.has(row.key) else " (the default of the class)"
+        got = f"{list(channels)}{default}, which adds up to {sum(channels)}"
+        raise fields.error(row.key or of_head, must, got, "Check that both belong to the same model.")
     origins["head_dim"] = of_head
     origins["axes"] = row.key or of_head
     base, key = row.base
     origins["base"] = f"implied by {name}"
     if key and fields.has(key):
         base, origins["base"] = fields.base(key, fields.get(key), None), key
-    warnings = strays.refuse(fields, {}, (*row.known, row.key))
+    warnings = strays.refuse(fields, {}, (*row.position_keys, row.key))
     with fields.named():
         rope = Rope(head_dim, base, "interleaved", axes=Axes.axial(channels))
     return ModelRopes(
@@ -219,16 +217,16 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
 
 
 def _hint(name: str, values: Mapping[str, Any]) -> str:
-    """What to pass in place of a pipeline; or the class whose name was misspelt: another number is another model."""
+    """Return what to pass instead of a pipeline, or the likely class of a misspelt name with the same digits."""
     if name.endswith("Pipeline") or "transformer" in values:
-        return "It is a pipeline: pass the folder of its transformer, transformer/ beside model_index.json."
-    ours = _stem(name)
-    likely = [k for k in CLASSES if _digits(_stem(k)) == _digits(ours) and nearest(ours, [_stem(k)], likeness=0.85)]
-    return f"Its own code says how it rotates; build a Rope by hand.{nearest(name, likely)}"
+        return "It is a pipeline: pass the folder of its transformer, transformer/ next to model_index.json."
+    stem = _stem(name)
+    likely = [k for k in CLASSES if _digits(_stem(k)) == _digits(stem) and nearest(stem, [_stem(k)], likeness=0.85)]
+    return f"Build a Rope by hand: the model's own code defines how it rotates.{nearest(name, likely)}"
 
 
 def _stem(name: str) -> str:
-    """flux of FluxTransformer2DModel."""
+    """Return the name without its suffix, e.g. "flux" for FluxTransformer2DModel."""
     return re.sub(r"trans\w*$", "", name.lower())
 
 
@@ -237,28 +235,28 @@ def _digits(name: str) -> str:
 
 
 def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
-    """Channels of a head, and the keys that say them."""
-    sizes = {key: fields.size(key) if fields.has(key) else own for key, own in row.head.items()}
+    """Return head_dim and the keys that it came from."""
+    sizes = {key: fields.size(key) if fields.has(key) else default for key, default in row.head.items()}
     if len(sizes) == 1:
         ((key, size),) = sizes.items()
         return integer(fields.source, key, size, at_least=2, at_most=MAX_HEAD_DIM), key
     width, heads = sizes
     if sizes[width] % sizes[heads]:
-        must, cure = f"it must be a multiple of {heads}={sizes[heads]}", "Are both from the same model?"
+        must, cure = f"must be a multiple of {heads}={sizes[heads]}", "Check that both belong to the same model."
         raise fields.error(width, must, str(sizes[width]), cure)
     return sizes[width] // sizes[heads], f"{width} / {heads}"
 
 
 def _channels(fields: Fields, row: Denoiser, head_dim: int) -> tuple[int, ...]:
-    """Channels of each axis."""
+    """Return the channels of each axis."""
     if not isinstance(row.channels, tuple):
         return row.channels(head_dim)
     stated = fields.get(row.key)
     if stated is None:
         return row.channels
     if not isinstance(stated, list | tuple) or len(stated) != len(row.axis_names):
-        must = f"it must be a list of {len(row.axis_names)} numbers of channels: {', '.join(row.axis_names)}"
-        raise fields.error(row.key, must, shown(stated), "Is it the list of another model?")
+        must = f"must be a list of {len(row.axis_names)} numbers of channels: {', '.join(row.axis_names)}"
+        raise fields.error(row.key, must, shown(stated), "Check that it is the list of this model.")
     return tuple(
         integer(fields.source, f"{row.key}[{i}]", value, at_least=2, at_most=MAX_HEAD_DIM)
         for i, value in enumerate(stated)

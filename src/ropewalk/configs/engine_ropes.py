@@ -1,4 +1,4 @@
-"""The ropes of a config as an engine has them: each rope with what the config says of it, put to the engine's rules."""
+"""Apply the rules of an engine to the ropes of a config and to the keys that the config states for them."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from ropewalk.rope import Rope
 _DEEPEST = 4
 _LENGTH = {
     "nothing": "",
-    "the call": "At each call it takes the length of the sequences there: at_length(n) with that n.",
-    "the setting": "It takes the length that it was set to when it started: at_length(n) with that n, at every call.",
+    "the call": "It uses the length of the sequences in each call: pass that length to at_length.",
+    "the setting": "It uses the length that was configured at startup: pass that length to at_length.",
 }
 
 
-def set_aside(values: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
-    """Keys of rope sections that engines read and models do not: where each stands, as "a.b", and its value."""
+def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
+    """Return the keys in rope sections that only engines read: a dict from their paths, as "a.b", to their values."""
     found = {}
     inside = any(section in path.split(".") for section in SECTIONS)
     for key, value in values.items():
         here = f"{path}.{key}".strip(".")
         if isinstance(value, Mapping) and depth < _DEEPEST:
-            found.update(set_aside(value, here, depth + 1))
+            found.update(find_engine_keys(value, here, depth + 1))
         elif inside and key in ENGINE_KEYS:
             found[here] = value
     return found
 
 
-def asked(ropes: ModelRopes, aside: Mapping[str, Any]) -> list[tuple[Asked, list[int]]]:
-    """Each distinct rope, with what the config says of it, and its layers; layers that do not rotate are left out.
+def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tuple[Asked, list[int]]]:
+    """Return each distinct rope with the config's keys for it, and its layers. Layers that do not rotate are omitted.
 
     Args:
-        ropes: as they were read.
-        aside: what `set_aside` found in the config.
+        ropes: the ropes of a config.
+        engine_keys: the result of `find_engine_keys` for the config.
     """
     kinds = ropes.layer_kinds or ("",) * len(ropes.layers)
     layers_of: dict[tuple[Rope, str], list[int]] = {}
     for index, (rope, kind) in enumerate(zip(ropes.layers, kinds, strict=True)):
         if rope is not None:
             layers_of.setdefault((rope, kind), []).append(index)
-    return [(_asked(ropes, rope, kind, aside), layers) for (rope, kind), layers in layers_of.items()]
+    return [(_describe(ropes, rope, kind, engine_keys), layers) for (rope, kind), layers in layers_of.items()]
 
 
-def _asked(ropes: ModelRopes, rope: Rope, kind: str, aside: Mapping[str, Any]) -> Asked:
+def _describe(ropes: ModelRopes, rope: Rope, kind: str, engine_keys: Mapping[str, Any]) -> Asked:
     stated, nested = ({}, False) if rope.scaling is None else _stated(ropes, kind)
     if rope.scaling is not None:
         of_kind = {*SECTIONS, _section(ropes.model_type, kind)}
-        stated.update({key.split(".")[-1]: v for key, v in aside.items() if key.split(".")[-2] in of_kind})
+        stated.update({key.split(".")[-1]: v for key, v in engine_keys.items() if key.split(".")[-2] in of_kind})
     return Asked(rope, ropes.model_type, ropes.max_position_embeddings, stated, nested)
 
 
@@ -64,7 +64,7 @@ def _section(model_type: str, kind: str) -> str:
 
 
 def _stated(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
-    """What the sections of the config say of a kind of layer, and whether they are nested."""
+    """Return the keys of the sections of the config for a kind of layer, and whether the sections are nested."""
     stated: dict[str, Any] = {}
     nested = False
     for name in SECTIONS:
@@ -78,20 +78,23 @@ def _stated(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
     return stated, nested
 
 
-def with_numbers_of(engine: Engine, ropes: ModelRopes, aside: Mapping[str, Any]) -> ModelRopes:
-    """The ropes with the engine's numbers, and what there is to say of them among the warnings.
+def with_numbers_of(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> ModelRopes:
+    """Return the ropes with the engine's numbers, and notes about them among the warnings.
 
     Raises:
         RopeError: the engine does not run the config.
     """
     layers, notes = list(ropes.layers), list(ropes.warnings)
-    for each, rows in asked(ropes, aside):
-        rope = _rope(engine, each, ropes.source, notes)
-        for row in rows:
-            layers[row] = rope
+    for question, indices in distinct_ropes(ropes, engine_keys):
+        rope = _rope(engine, question, ropes.source, notes)
+        for index in indices:
+            layers[index] = rope
     others = {
         name: _rope(
-            engine, _asked(ropes, rope, ropes.layer_kinds[0] if ropes.layer_kinds else "", aside), ropes.source, notes
+            engine,
+            _describe(ropes, rope, ropes.layer_kinds[0] if ropes.layer_kinds else "", engine_keys),
+            ropes.source,
+            notes,
         )
         for name, rope in ropes.others.items()
     }
@@ -102,13 +105,13 @@ def with_numbers_of(engine: Engine, ropes: ModelRopes, aside: Mapping[str, Any])
     return replace(ropes, layers=tuple(layers), others=others, query_scale=scale, warnings=tuple(dict.fromkeys(notes)))
 
 
-def _rope(engine: Engine, each: Asked, source: str, notes: list[str]) -> Rope:
-    answer: Answer = engine.answer(each)
+def _rope(engine: Engine, question: Asked, source: str, notes: list[str]) -> Rope:
+    answer: Answer = engine.answer(question)
     if answer.rope is None:
         must = f"{engine.name} {engine.version} must run the config"
         cure = f"Its code: {answer.source}. " if answer.source else ""
         raise error(source, must, answer.refused, f"{cure}Choose another engine, or change the config.")
-    said = [*answer.notes, *([] if answer.rope.is_static else [_LENGTH[answer.decided_by]])]
-    ran = "" if answer.seen == "run" else " (read, not run)"
-    notes += [f"{engine.name} {engine.version}{ran}: {note}" for note in said if note]
+    new = [*answer.notes, *([] if answer.rope.is_static else [_LENGTH[answer.decided_by]])]
+    how = "" if answer.seen == "run" else " (read, not run)"
+    notes += [f"{engine.name} {engine.version}{how}: {note}" for note in new if note]
     return answer.rope

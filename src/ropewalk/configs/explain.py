@@ -1,4 +1,4 @@
-"""ModelRopes in plain words: first as data (`facts`), then as text. The text says nothing that the data does not."""
+"""Explain ModelRopes: `facts` returns plain data, and `text` formats that data for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ropewalk.rope import Rope
 
 
 def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
-    """What is to be said about a model's ropes, as plain data."""
+    """Return the facts about a model's ropes as plain data, ready for JSON."""
     if length is not None:
         length = checked_length("explain", "length", length)
     return {
@@ -67,7 +67,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
         "pairs": len(inv_freq),
         "attention_factor": rope.attention_factor,
         "inv_freq": inv_freq,
-        # JSON has no infinity: null is a pair that stands still.
+        # JSON has no infinity, so the wavelength of a pair that does not rotate is null.
         "wavelength": [w if math.isfinite(w) else None for w in wavelength],
         "slowed_by": [_ratio(before, after) for before, after in zip(unscaled, inv_freq, strict=True)],
         "full_turns_when_trained": None if trained is None else sum(2 * math.pi / w <= trained for w in unscaled),
@@ -76,7 +76,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
 
 
 def _axes_facts(axes: Axes) -> dict[str, Any]:
-    """How many there are, the pattern, and the axis of each pair with its place in the progression."""
+    """Return the number of axes, the pattern, and the axis and frequency index of each pair."""
     return {
         "count": axes.count,
         "pattern": repr(axes),
@@ -86,28 +86,28 @@ def _axes_facts(axes: Axes) -> dict[str, Any]:
 
 
 def _ratio(before: float, after: float) -> float | None:
-    """How many times a pair is slowed; None where it stands still, or turns so slowly that float64 cannot say."""
+    """Return the factor by which a pair is slowed, or None if it does not rotate or the factor overflows float64."""
     ratio = before / after if after else math.inf
     return ratio if math.isfinite(ratio) else None
 
 
-def text(said: dict[str, Any]) -> str:
-    """The facts as lines for a terminal."""
-    lines = [f"{said['source']} (model_type {said['model_type']})"]
-    for group in said["ropes"]:
-        lines += ["", f"layers {ranges(group['layers'])} of {said['layers']}"]
-        lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], said)
-    for name, rope in said["others"].items():
-        lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, said)]
-    lines += [] if said["vision"] is None else _vision_lines(said["vision"])
-    lines += _beside_lines(said)
-    if said["origins"] or said["vision"] is None:
-        lines += _origin_lines("where each value came from", said["origins"])
-    if said["vision"] is not None:
-        lines += _origin_lines("where each value of the vision tower came from", said["vision"]["origins"])
-    if said["warnings"]:
-        lines += ["", "warnings", *(f"  ! {warning}" for warning in said["warnings"])]
-    return "\n".join(map(printable, lines))  # names in a file may hold escape sequences of terminals
+def text(info: dict[str, Any]) -> str:
+    """Format the facts as lines for a terminal."""
+    lines = [f"{info['source']} (model_type {info['model_type']})"]
+    for group in info["ropes"]:
+        lines += ["", f"layers {ranges(group['layers'])} of {info['layers']}"]
+        lines += ["  no rotation"] if group["rope"] is None else _rope_lines(group["rope"], info)
+    for name, rope in info["others"].items():
+        lines += ["", f"a second rope in each layer: {name}", *_rope_lines(rope, info)]
+    lines += [] if info["vision"] is None else _vision_lines(info["vision"])
+    lines += _other_lines(info)
+    if info["origins"] or info["vision"] is None:
+        lines += _origin_lines("where each value came from", info["origins"])
+    if info["vision"] is not None:
+        lines += _origin_lines("where each value of the vision tower came from", info["vision"]["origins"])
+    if info["warnings"]:
+        lines += ["", "warnings", *(f"  ! {warning}" for warning in info["warnings"])]
+    return "\n".join(map(printable, lines))  # names in a file may contain terminal escape sequences
 
 
 def _origin_lines(heading: str, origins: dict[str, str]) -> list[str]:
@@ -126,63 +126,63 @@ def _vision_lines(vision: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _beside_lines(said: dict[str, Any]) -> list[str]:
-    """What the architecture does beside the rotation."""
+def _other_lines(info: dict[str, Any]) -> list[str]:
+    """Describe what the architecture does in addition to the rotation."""
     lines = []
-    if said["softmax_factor"] != 1.0:
-        lines.append(f"  the softmax scale of the attention is multiplied by {said['softmax_factor']:.6g}")
-    query = said["query_scale"]
+    if info["softmax_factor"] != 1.0:
+        lines.append(f"  the softmax scale of the attention is multiplied by {info['softmax_factor']:.6g}")
+    query = info["query_scale"]
     if query is not None and query["constant"] != 1.0:
         lines.append(f"  q{' and k are' if query['scales_keys'] else ' is'} multiplied by {query['constant']:.6g}")
     if query is not None and query["beta"]:
         length = query["original_max_position_embeddings"]
         lines.append(f"  q is multiplied by 1 + {query['beta']:g} ln(1 + floor(position / {length}))")
-    if said["output_order"] is not None:
-        lines.append(f"  pairs are read interleaved and written in {said['output_order']} order; scores are the same")
-    if said["rotates_values"]:
-        lines.append("  the values are turned as the keys are, and the attention's output is turned back")
-    return ["", "beside the rotation", *lines] if lines else []
+    if info["output_order"] is not None:
+        lines.append(f"  pairs are read interleaved and written in {info['output_order']} order; scores are the same")
+    if info["rotates_values"]:
+        lines.append("  the values are rotated like the keys, and the attention's output is rotated back")
+    return ["", "in addition to the rotation", *lines] if lines else []
 
 
-def _rope_lines(rope: dict[str, Any], said: dict[str, Any]) -> list[str]:
+def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
     start, end = rope["rotary_offset"], rope["rotary_offset"] + rope["rotary_dim"]
     parameters = ", ".join(f"{k} {_shown(v)}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None)
-    turning = [w for w in rope["wavelength"] if w is not None]
+    rotating = [w for w in rope["wavelength"] if w is not None]
     rows = [
         ("scheme", rope["scheme"]["rope_type"] + (f": {parameters}" if parameters else "")),
         ("base", f"{rope['base']:g}"),
         ("pairing", f"{rope['pairing']}: {_pairing_words(rope)}"),
         ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
-        *([] if rope["axes"] is None else [("axes", _axes_words(rope["axes"], said["axis_names"]))]),
-        ("wavelengths", _wavelength_words(turning, rope["axes"] is None)),
+        *([] if rope["axes"] is None else [("axes", _axes_words(rope["axes"], info["axis_names"]))]),
+        ("wavelengths", _wavelength_words(rotating, rope["axes"] is None)),
         ("slowed", _slowed_words(rope["slowed_by"])),
         ("attention factor", _factor_words(rope["attention_factor"])),
     ]
     if rope["resolved_at_length"] is not None:
         rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
-    if said["trained_length"] is not None:
+    if info["trained_length"] is not None:
         full = rope["full_turns_when_trained"]
         rows.append(
             (
                 "trained length",
-                f"{said['trained_length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it "
+                f"{info['trained_length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it "
                 "before scaling",
             )
         )
-    if said["length"] is not None:
-        rows.append(("at length", _length_words(rope, said)))
+    if info["length"] is not None:
+        rows.append(("at length", _length_words(rope, info)))
     return [f"  {name:<16}  {value}" for name, value in rows]
 
 
 def _axes_words(axes: dict[str, Any], names: list[str]) -> str:
-    """Which pairs take which row of positions."""
+    """Describe which pairs use which row of positions."""
     of_axis = [[i for i, a in enumerate(axes["axis"]) if a == row] for row in range(axes["count"])]
     rows = [f"{names[a] if a < len(names) else a}: {_pairs(rows)}" for a, rows in enumerate(of_axis)]
     return f"{axes['count']} positions for each token; {'; '.join(rows)}"
 
 
 def _pairs(rows: list[int]) -> str:
-    """Numbers of pairs: a first run in equal steps by its ends, and the others."""
+    """Format the numbers of pairs: a first run in equal steps by its ends, and the rest as ranges."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     run = next((i for i, (a, b) in enumerate(pairwise(rows), 1) if b - a != step), len(rows))
     if run < 4 or step == 1:
@@ -194,15 +194,15 @@ def _pairs(rows: list[int]) -> str:
 _ORDINAL = {2: "second", 3: "third"}
 
 
-def _wavelength_words(turning: list[float], of_text: bool) -> str:
-    if not turning:
-        return "no pair turns"
+def _wavelength_words(rotating: list[float], of_text: bool) -> str:
+    if not rotating:
+        return "no pair rotates"
     unit = "tokens" if of_text else "positions"
-    return f"{min(turning):,.2f} to {max(turning):,.0f} {unit} for a full turn"
+    return f"{min(rotating):,.2f} to {max(rotating):,.0f} {unit} for a full turn"
 
 
 def _shown(value: Any) -> str:
-    """A parameter of a scheme; a long list by its ends."""
+    """Format a parameter of a scheme; a list by its ends and its length."""
     if isinstance(value, list | tuple) and value:
         first, last = (math.inf if value[i] is None else value[i] for i in (0, -1))
         return f"{first:g} … {last:g} ({len(value)})"
@@ -211,32 +211,31 @@ def _shown(value: Any) -> str:
 
 def _pairing_words(rope: dict[str, Any]) -> str:
     if rope["pairing"] == "half":
-        return f"channel i turns with i + {rope['rotary_dim'] // 2} (GPT-NeoX, Hugging Face's Llama)"
-    return "channel 2i turns with 2i + 1 (GPT-J, Meta's Llama)"
+        return f"channel i rotates with i + {rope['rotary_dim'] // 2} (GPT-NeoX, Hugging Face's Llama)"
+    return "channel 2i rotates with 2i + 1 (GPT-J, Meta's Llama)"
 
 
 def _factor_words(factor: float) -> str:
     if factor == 1.0:
-        return "1 (cos and sin as they are)"
-    return f"{factor:.6g} multiplies cos and sin, so scores of q and k grow {factor * factor:.6g} times"
+        return "1 (cos and sin are not scaled)"
+    return f"{factor:.6g} multiplies cos and sin, so attention scores grow by a factor of {factor * factor:.6g}"
 
 
-def _length_words(rope: dict[str, Any], said: dict[str, Any]) -> str:
+def _length_words(rope: dict[str, Any], info: dict[str, Any]) -> str:
     full = rope["full_turns_at_length"]
-    words = f"{said['length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it"
-    trained = said["trained_length"]
+    words = f"{info['length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it"
+    trained = info["trained_length"]
     if trained is None:
         return words
-    if said["length"] <= trained:
+    if info["length"] <= trained:
         return f"{words}; within the trained length"
-    # A pair that had not completed a turn when trained meets angles it never saw as soon as it turns further than it
-    # did.
+    # A pair that did not complete a turn in training reaches unseen angles as soon as it rotates further than it did.
     reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _finite(rope), strict=True)]
-    now = [said["length"] / (2 * math.pi) * w for w in rope["inv_freq"]]
+    now = [info["length"] / (2 * math.pi) * w for w in rope["inv_freq"]]
     unseen = [i for i, (a, b) in enumerate(zip(reach, now, strict=True)) if a < 1 and b > a * (1 + 1e-9)]
     if not unseen:
         return f"{words}; every angle was seen in training"
-    return f"{words}; pairs {ranges(unseen)} meet angles never seen in training"
+    return f"{words}; pairs {ranges(unseen)} reach angles that were not seen in training"
 
 
 def _finite(rope: dict[str, Any]) -> list[float]:
@@ -249,12 +248,12 @@ def _slowed_words(slowed_by: list[float | None]) -> str:
     def kind(index: int) -> str:
         slow = slowed_by[index]
         if slow is None:
-            return "stand still"
+            return "do not rotate"
         if abs(slow - 1) < 1e-9:
-            return "keep their speed"
+            return "are not slowed"
         if slow < 1 - 1e-9:
             return "between"
-        return f"slowed {top:.4g} times" if abs(slow - top) < 1e-9 * top else "between"
+        return f"by a factor of {top:.4g}" if abs(slow - top) < 1e-9 * top else "between"
 
     parts = []
     for words, group in groupby(range(len(slowed_by)), kind):
@@ -262,17 +261,15 @@ def _slowed_words(slowed_by: list[float | None]) -> str:
         if words == "between":
             amounts = [s for s in (slowed_by[i] for i in rows) if s is not None]
             least, most = f"{min(amounts):.4g}", f"{max(amounts):.4g}"
-            words = f"slowed {least} times" if least == most else f"slowed {least} to {most} times"
-        one = len(rows) == 1
-        parts.append(f"pair{'' if one else 's'} {ranges(rows)} {_OF_ONE.get(words, words) if one else words}")
+            words = f"by a factor of {least if least == most else f'{least} to {most}'}"
+        if len(rows) == 1:
+            words = words.replace("do not", "does not").replace("are ", "is ")
+        parts.append(f"pair{'' if len(rows) == 1 else 's'} {ranges(rows)} {words}")
     return "; ".join(parts)
 
 
-_OF_ONE = {"stand still": "stands still", "keep their speed": "keeps its speed"}
-
-
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-2, 5` for 0, 1, 2, 5."""
+    """Format increasing integers as ranges: `0-2, 5` for 0, 1, 2, 5."""
     runs = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     spans = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(s[0]) if len(s) == 1 else f"{s[0]}-{s[-1]}" for s in spans)

@@ -1,4 +1,4 @@
-"""The fields of a config: typed access that names file and key when something is not as it must be."""
+"""Typed access to the fields of a config. Errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from typing import Any
 
 from ropewalk._checks import RopeError, error, integer, number, shown, within
 
-# The deepest model has some hundred layers; this keeps a corrupt file from filling the memory.
+# The deepest models have about a hundred layers. The bound keeps a corrupt file from exhausting memory.
 MAX_LAYERS = 10_000
-# Far above any size of a model; it keeps arithmetic with floats from overflowing.
+# Far above any size of a model. The bound keeps float arithmetic from overflowing.
 _MAX_SIZE = 2**53
 
 
-# A key with one of these words is about rotation: reading past one is how a model breaks.
 ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
+"""A key with one of these words concerns rotation. Ignoring such a key silently can break a model."""
 
 
 @dataclass(frozen=True)
-class Given:
-    """A value and the key it stands under.
+class ConfigValue:
+    """A value and the key that it came from.
 
-    `where` is the key. `own` is false for a key of flat `rope_parameters` that stands beside nested ones: it belongs to
-    those kinds of layers whose scheme reads it.
+    Attributes:
+        value: the value.
+        where: the key, with its section.
+        own: False for a flat key of `rope_parameters` if that has nested sections too. Such a key applies to every kind
+            of layer whose scheme reads it.
     """
 
     value: Any
@@ -33,13 +36,13 @@ class Given:
 
 
 class Fields:
-    """A config and what to call it in messages. A key that is null counts as not given; "a.b" is b inside a.
+    """A config and its name for messages. A null value counts as missing, and "a.b" is the key b inside a.
 
     Attributes:
         config: the config.
-        source: what messages begin with.
-        path: what stands before a key of this config in the names that `from_config(ignore=...)` takes.
-        read: the keys that somebody has asked for.
+        source: the name of the config, with which every message begins.
+        path: the prefix of this config's keys in the names that `from_config(ignore=...)` accepts.
+        read: the keys that have been requested so far.
     """
 
     def __init__(self, config: Mapping[str, Any], source: str, path: str = "") -> None:
@@ -49,88 +52,89 @@ class Fields:
         self.read: set[str] = set()
 
     def error(self, key: str, must: str, got: str, cure: str) -> RopeError:
-        """The error that `key` does not hold what it must."""
-        return error(f"{self.source}: {key}", must, got, cure)
+        """Return an error about `key`. `must` is the predicate, e.g. "must be an object"."""
+        return error(self.source, f"{key} {must}", got, cure)
 
     def has(self, key: str) -> bool:
-        """Whether the key is given."""
+        """Whether the key has a value."""
         return self.get(key) is not None
 
     def get(self, key: str) -> Any:
-        """The value of the key, None if it is not given."""
-        return self._found(key)[1]
+        """Return the value of the key, or None if it is missing."""
+        return self._look_up(key)[1]
 
     def is_null(self, *keys: str) -> bool:
-        """Whether one of the keys stands there and is null."""
-        return any(found and value is None for found, value in map(self._found, keys))
+        """Whether at least one of the keys is present and null."""
+        return any(present and value is None for present, value in map(self._look_up, keys))
 
-    def _found(self, key: str) -> tuple[bool, Any]:
+    def _look_up(self, key: str) -> tuple[bool, Any]:
+        """Return whether the key is present, and its value."""
         if key in self.config or "." not in key:
             self.read.add(key)
             return key in self.config, self.config.get(key)
         section, _, inner = key.rpartition(".")
         self.read.add(section)
-        within = self.config.get(section)
-        return (inner in within, within.get(inner)) if isinstance(within, Mapping) else (False, None)
+        values = self.config.get(section)
+        return (inner in values, values.get(inner)) if isinstance(values, Mapping) else (False, None)
 
     def first(self, keys: tuple[str, ...]) -> str:
-        """The first of the keys that is given; the first of all if none is."""
+        """Return the first of the keys that has a value, or the first key if none has."""
         return next((key for key in keys if self.has(key)), keys[0])
 
     def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, cure: str = "") -> int:
-        """The first of the keys that is given, as an integer of at least 1."""
+        """Return the value of the first key that has one, as an integer of at least 1."""
         key = self.first((keys,) if isinstance(keys, str) else keys)
         value = integer(self.source, key, self.get(key), at_least=1, at_most=at_most, cure=cure)
         if value > _MAX_SIZE:
-            raise self.error(key, "it must be a size of a model", "more than 2**53", "Is the number right?")
+            raise self.error(key, "must be at most 2**53", "more", "Check the number.")
         return value
 
     def head_width(self, widths: tuple[str, ...], heads: tuple[str, ...], own: str, *, cure: str = "") -> int:
-        """The width of the model by its number of heads: the head_dim of a file that does not state it as `own`."""
+        """Return width / number of heads, which is the head_dim of a config without the key `own`."""
         width, count = self.size(widths, cure=cure), self.size(heads, cure=cure)
         if width % count:
-            must = f"it must be a multiple of {self.first(heads)}={count} where {own} is not given"
+            must = f"must be a multiple of {self.first(heads)}={count} if {own} is not given"
             raise self.error(self.first(widths), must, str(width), f"Add {own}.")
         return width // count
 
     def base(self, where: str, value: Any, passed: float | None) -> float:
-        """The base that the file states at `where`, which one passed to from_config must agree with."""
+        """Return the base that the config states at `where`. A base passed to from_config must agree with it."""
         base = number(self.source, where, value, above=1.0)
         if passed not in (None, base):
-            must = f"it is {base:g}, and base must agree with it"
+            must = f"is {base:g}, and base must agree with it"
             cure = "Leave base out, or use dataclasses.replace(rope, base=...)."
             raise self.error(where, must, f"base={passed:g}", cure)
         return base
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Errors of what is built inside begin with the name of the file."""
+        """Prefix every RopeError raised in this context with the name of the config."""
         try:
             yield
         except RopeError as e:
             raise e if str(e).startswith(self.source) else within(self.source, e) from None
 
     def boolean(self, key: str, default: bool) -> bool:
-        """The key as true or false."""
+        """Return the value of the key, which must be true or false, or `default` if it is missing."""
         value = self.get(key)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.error(key, "it must be true or false", shown(value), "Write true or false.")
+            raise self.error(key, "must be true or false", shown(value), "Write true or false.")
         return value
 
     def layers(self, keys: tuple[str, ...]) -> int:
-        """The number of layers, bounded."""
+        """Return the number of layers, at most MAX_LAYERS."""
         return self.size(keys, at_most=MAX_LAYERS)
 
     def count(self, key: str, *, at_most: int) -> int:
-        """The key as a number of layers, 0 where it is not given."""
+        """Return the value of the key as a number of layers, or 0 if it is missing."""
         return integer(self.source, key, self.get(key), at_least=0, at_most=at_most) if self.has(key) else 0
 
     def listed(self, key: str, length: int) -> list[Any] | None:
-        """The key as a list with one entry for each layer; None if it is not given.
+        """Return the value of the key as a list with one entry for each layer, or None if it is missing.
 
-        Entries after that are those of the layers that predict further tokens, `num_nextn_predict_layers`.
+        Additional entries for the layers that predict further tokens (`num_nextn_predict_layers`) are dropped.
         """
         value = self.get(key)
         if value is None:
@@ -140,6 +144,6 @@ class Fields:
             value = value[:length]
         if not isinstance(value, (list, tuple)) or len(value) != length:
             got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
-            cure = "Is it the list of another model?"
-            raise self.error(key, f"it must be a list with an entry for each of the {length} layers", got, cure)
+            cure = "Check that it is the list of this model."
+            raise self.error(key, f"must be a list with an entry for each of the {length} layers", got, cure)
         return list(value)

@@ -1,6 +1,6 @@
-"""Hugging Face's config.json, in the schemas of transformers 4 (`rope_scaling`) and 5 (`rope_parameters`).
+"""Read Hugging Face's config.json in the schemas of transformers 4 (`rope_scaling`) and 5 (`rope_parameters`).
 
-Every value keeps the place it came from, so that messages and `explain` can name it.
+Every value keeps its origin, so that messages and `explain` can name it.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ def read(
     base: float | None,
     text_only: bool,
 ) -> ModelRopes:
-    """The ropes of a Hugging Face config; see `from_config` for arguments and errors."""
+    """Return the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
-    tower = vision.alone(fields)
+    tower = vision.standalone_tower(fields)
     if tower is not None:
         if pairing is not None or base is not None:
-            must, cure = "pairing and base must be left out", "The row of the tower says them."
+            must, cure = "must be that of a text model if pairing or base is passed", "Omit pairing and base."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
         if text_only:
-            must = "the config must be that of a text model, where only that is read"
-            cure = "Pass the config of the whole model; leave text_only out to read a tower."
+            must = "must be that of a text model if text_only is passed"
+            cure = "Pass the config of the whole model, or omit text_only to read the tower."
             raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
         return ModelRopes((), tower.model_type, source, vision=tower)
     ropes = _read_text(fields, pairing=pairing, base=base, text_only=text_only)
     warnings: list[str] = []
-    tower = None if text_only else vision.inside(fields, warnings)
+    tower = None if text_only else vision.nested_tower(fields, warnings)
     return dataclasses.replace(ropes, vision=tower, warnings=(*ropes.warnings, *warnings))
 
 
 def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
-    """The ropes of a text model, or of the one inside."""
+    """Return the ropes of a text model, or of the text model inside a config of several models."""
     inner = text_part(fields, ARCHITECTURES, pairing is not None)
     if inner is not None:
         text = Fields(inner.config, inner.source, inner.path)
         ropes = _read_text(text, pairing=pairing, base=base, text_only=text_only)
         return dataclasses.replace(ropes, warnings=(*ropes.warnings, *inner.warnings))
     reader = Reader(fields, pairing=pairing, base=base, text_only=text_only)
-    strays.bounded(fields)
+    strays.check_size(fields)
     row = _architecture(reader)
     try:
         found = row.read(reader)
@@ -63,7 +63,7 @@ def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_
         if row.describes:
             strays.refuse_misspelt(fields, vocabulary())
         raise
-    if any(row.kinds.values()):  # a model that rotates nothing may say what it likes
+    if any(row.kinds.values()):  # if nothing rotates, no key can be misread
         reader.warnings += strays.refuse(fields, row.idle, row.keys())
     values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
     return ModelRopes(**{**values, "origins": reader.origins, "warnings": tuple(reader.warnings)})
@@ -72,26 +72,26 @@ def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_
 def _architecture(c: Reader) -> Architecture:
     model_type = c.fields.get("model_type")
     if not isinstance(model_type, str):
-        cure = "Is this a model's config.json? transformers writes it; other programs have keys of their own."
-        raise c.fields.error("model_type", "it must be a string", shown(model_type), cure)
+        cure = "Pass a model's config.json as transformers writes it; other programs use other keys."
+        raise c.fields.error("model_type", "must be a string", shown(model_type), cure)
     row = ARCHITECTURES.get(model_type)
     if row is not None:
         return row
     if c.passed_pairing is not None:
         return unknown.architecture(c, c.passed_pairing)
     inside = [key for key, value in c.fields.config.items() if isinstance(value, Mapping) and "model_type" in value]
-    hint = f" It holds other models: pass config[{inside[0]!r}]." if inside else _by_class(c)
+    hint = f" It contains other models: pass config[{inside[0]!r}]." if inside else _class_hint(c)
     raise c.fields.error(
         "model_type",
-        "it must be one that ropewalk knows",
+        "must be one that ropewalk knows",
         shown(model_type),
-        f"Its config does not say how it rotates.{nearest(model_type, ARCHITECTURES)}{hint} If it rotates all "
-        'layers alike, as Llama does, pass pairing="half" or pairing="interleaved" to from_config.',
+        f"The config alone does not define its rotation.{nearest(model_type, ARCHITECTURES)}{hint} If all layers "
+        'rotate alike, as in Llama, pass pairing="half" or pairing="interleaved" to from_config.',
     )
 
 
-def _by_class(c: Reader) -> str:
-    """A hint by `architectures`: the class of Phi-3 in a file whose model_type is none of transformers."""
+def _class_hint(c: Reader) -> str:
+    """Return a hint if `architectures` names the class of a known model, or ""."""
     classes = c.fields.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     match = (
@@ -101,4 +101,4 @@ def _by_class(c: Reader) -> str:
     known = next((model_type for model_type in ARCHITECTURES if model_type.replace("_", "") == key), None)
     if known is None:
         return ""
-    return f" Its class is {name}: if it is that model, pass {{**config, 'model_type': {known!r}}}."
+    return f" Its class is {name}. If it is that model, pass {{**config, 'model_type': {known!r}}}."

@@ -1,4 +1,4 @@
-"""The scheme that collected rope keys describe: the signature of each scheme is its schema."""
+"""Build the scheme that the collected rope keys describe. The fields of each scheme are its schema."""
 
 from __future__ import annotations
 
@@ -7,42 +7,45 @@ from typing import Any, cast
 
 from ropewalk._checks import RopeError, nearest, shown, within
 from ropewalk.configs import axes_rules
-from ropewalk.configs.fields import Fields, Given
+from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.schemes import SCHEMES, Scaling, build
 
 SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
-"""Keys of `rope_parameters` that every scheme may have beside it."""
+"""Keys of `rope_parameters` that are allowed with every scheme."""
 
 
 def read(
     fields: Fields,
-    given: dict[str, Given],
+    collected: dict[str, ConfigValue],
     longest: int | None,
     origins: dict[str, str],
     warnings: list[str],
-    beside: frozenset[str],
+    other_keys: frozenset[str],
 ) -> Scaling | None:
-    """The scheme, None for the default.
+    """Return the scheme, or None for the default.
 
     Args:
         fields: the config, for messages.
-        given: what it says of these layers.
-        longest: its max_position_embeddings.
-        origins, warnings: what there is to say, added to.
-        beside: keys of sections that say something else, and that somebody else reads.
+        collected: the rope keys of a kind of layer.
+        longest: max_position_embeddings, in tokens, or None.
+        origins, warnings: extended by this function.
+        other_keys: keys of the sections that have another meaning and are read elsewhere.
+
+    Raises:
+        RopeError: the scheme is unknown, lacks a parameter, or has one that it does not read or that is invalid.
     """
-    rope_type = given.get("rope_type", Given("default", "rope_type"))
+    rope_type = collected.get("rope_type", ConfigValue("default", "rope_type"))
     name = rope_type.value
     if name != "default" and (not isinstance(name, str) or name not in SCHEMES):
         raise fields.error(
             rope_type.where,
-            f"it must be one of default, {', '.join(SCHEMES)}",
+            f"must be one of default, {', '.join(SCHEMES)}",
             shown(rope_type.value),
-            f"No other scheme is known.{nearest(name, SCHEMES) if isinstance(name, str) else ''}",
+            f"ropewalk knows no other scheme.{nearest(name, SCHEMES) if isinstance(name, str) else ''}",
         )
-    origins["scaling"] = rope_type.where if "rope_type" in given else "no rope_type is given"
-    scheme = None if name == "default" else SCHEMES[name].meant(given.keys())
-    parameters = _parameters(fields, given, str(name), scheme, warnings, beside)
+    origins["scaling"] = rope_type.where if "rope_type" in collected else "no rope_type is given"
+    scheme = None if name == "default" else SCHEMES[name].meant(collected.keys())
+    parameters = _parameters(fields, collected, str(name), scheme, warnings, other_keys)
     if scheme is None:
         return None
     values = {key: g.value for key, g in parameters.items()}
@@ -59,37 +62,36 @@ def read(
 
 def _parameters(
     fields: Fields,
-    given: dict[str, Given],
+    collected: dict[str, ConfigValue],
     name: str,
     scheme: type[Scaling] | None,
     warnings: list[str],
-    beside: frozenset[str],
-) -> dict[str, Given]:
-    """The keys that the scheme reads; any other is an error."""
+    other_keys: frozenset[str],
+) -> dict[str, ConfigValue]:
+    """Return the keys that the scheme reads. Any other key is an error."""
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
     idle = {} if scheme is None else scheme.idle
     parameters = {}
-    for key, g in given.items():
+    for key, g in collected.items():
         at_top = "." not in g.where
         if key in known:
             parameters[key] = g
-        elif key in SHARED or at_top or not g.own or key in beside:
+        elif key in SHARED or at_top or not g.own or key in other_keys:
             continue
         elif key in idle:
             warnings.append(f"{g.where} has no effect: it {idle[key]}.")
         elif key in axes_rules.KEYS:
-            must = "tokens of this model_type must have one position each, as ropewalk reads it"
+            must = "must not be given, since ropewalk knows this model_type with one position for each token"
             cure = (
-                "The key shares the pairs out over several: build Rope(..., axes=Axes.sections(...)) by hand, or "
-                "Axes.interleaved(...) where they stand in turn. If you run text alone, pass "
-                f"ignore=({fields.path + g.where!r},)."
+                "The key assigns the pairs to several axes: build Rope(..., axes=Axes.sections(...)) by hand, or use "
+                f"Axes.interleaved(...) if axes alternate. For text alone, pass ignore=({fields.path + g.where!r},)."
             )
             raise fields.error(g.where, must, shown(g.value), cure)
         else:
-            missing = "" if "rope_type" in given else " Is rope_type missing?"
+            missing = "" if "rope_type" in collected else " Check whether rope_type is missing."
             raise fields.error(
                 g.where,
-                f"rope_type {name!r} must not have keys that it does not read",
+                f"must be a key that rope_type {name!r} reads",
                 shown(g.value),
                 f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
                 f"does not read it either, pass ignore=({fields.path + g.where!r},).",
@@ -101,9 +103,5 @@ def _refuse_missing(fields: Fields, name: str, scheme: type[Scaling], values: di
     for f in dataclasses.fields(cast(Any, scheme)):
         needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if f.name not in values and needed:
-            raise fields.error(
-                f"rope_type {name!r}",
-                f"{f.name} must be given",
-                "none",
-                "Add it: engines differ in what they would put there.",
-            )
+            cure = "Add it, since engines differ in its default."
+            raise fields.error(f.name, f"must be given for rope_type {name!r}", "none", cure)

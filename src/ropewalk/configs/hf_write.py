@@ -1,4 +1,4 @@
-"""ModelRopes → a Hugging Face config: the one that was read, with its rope keys said anew in the schema asked for."""
+"""Write ModelRopes as a Hugging Face config: the config that was read, with its rope keys in another schema."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ _WHO = "ModelRopes.to_hf_config"
 
 
 def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
-    """The config in the schema of transformers 4 or 5; see `ModelRopes.to_hf_config`."""
+    """Return the config in the schema of transformers 4 or 5. See `ModelRopes.to_hf_config`."""
     if type(version) is not int or version not in (4, 5):
-        raise error(_WHO, "version must be 4 or 5", shown(version), "They are the schemas of transformers.")
+        raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
     if not ropes.layers:
-        cure = "Its own config is all that there is to say."
+        cure = "Keep the config that was read."
         raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", cure)
     row = ARCHITECTURES.get(ropes.model_type)
     if row is None or ropes.config is None:
         raise error(
             _WHO,
-            "the ropes must have been read from a config of Hugging Face",
+            "the ropes must come from a Hugging Face config",
             shown(ropes.model_type),
             "Write its config by hand.",
         )
     if why := row.unwritable(version):
-        raise error(_WHO, "the config must be one that its model can read", ropes.model_type, why)
+        raise error(_WHO, "the model's code must be able to read the written config", ropes.model_type, why)
     config = _without_rope_keys(ropes.config, row)
     first = dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True))
     kinds = {name: (kind, first.get(name)) for name, kind in row.kinds.items() if kind is not None}
-    said = {name: (kind, rope) for name, (kind, rope) in kinds.items() if rope is not None}
+    rotating = {name: (kind, rope) for name, (kind, rope) in kinds.items() if rope is not None}
     if version == 5:
-        parameters = {kind.section or name: _parameters(rope, row, ropes) for name, (kind, rope) in said.items()}
-        scaled = [_parameters(rope, row, ropes) for kind, rope in said.values() if kind.scaled]
+        parameters = {kind.section or name: _parameters(rope, row, ropes) for name, (kind, rope) in rotating.items()}
+        scaled = [_parameters(rope, row, ropes) for kind, rope in rotating.values() if kind.scaled]
         config["rope_parameters"] = parameters if _nested(row) else next(iter([*scaled, *parameters.values()]), None)
     else:
-        config.update(_version_4(said, row, ropes))
-    if not said:
+        config.update(_version_4(rotating, row, ropes))
+    if not rotating:
         config.update(row.without_ropes(version))
     return config
 
 
 def _nested(row: Architecture) -> bool:
-    """Whether the parameters stand by kind of layer: where several rotate, or no other key could say the base."""
+    """Whether the parameters are nested by kind of layer: if several kinds rotate, or no other key states the base."""
     rotating = [kind for kind in row.kinds.values() if kind is not None]
     return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)
 
@@ -61,13 +61,13 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 
 
 def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
-    """What `rope_parameters` says about one kind of layer."""
+    """Return the `rope_parameters` of one kind of layer."""
     if rope.axes is not None and row.axes is None:
         raise error(
             _WHO,
-            "a rope must have one axis to be written",
+            "this model_type must have ropes of one axis",
             repr(rope),
-            "Write its sections by hand.",
+            "Write the sections by hand.",
         )
     scheme = rope.scaling
     parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
@@ -82,38 +82,36 @@ def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, A
 
 
 def _sections(rope: Rope, rule: AxesRule, ropes: LayerRopes) -> dict[str, Any]:
-    """What says the axes of a rope."""
+    """Return the keys that state the axes of a rope."""
     if rope.axes is None:
         cure = "Read the config without text_only=True."
-        raise error(_WHO, f"the ropes of {ropes.model_type} must have their axes", repr(rope), cure)
+        raise error(_WHO, f"the ropes of {ropes.model_type} must have axes", repr(rope), cure)
     sections = rule.sections(rope.axes)
     if sections is None:
-        must = f"axes must be such as {ropes.model_type} has"
+        must = f"the config of {ropes.model_type} must be able to express the axes"
         raise error(_WHO, must, repr(rope.axes), "Write its config by hand.")
     return {rule.keys[0]: sections} if rule.keys else {}
 
 
 def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
-    """partial_rotary_factor, where it must be said."""
+    """Return partial_rotary_factor, or None if the config does not need it."""
     if not row.says_share(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
         return None
     share = rope.rotary_dim / rope.head_dim
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)
 
 
-def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
-    """`rope_theta` and its like at the top, and one `rope_scaling` for all layers that take it."""
+def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
+    """Return the top-level keys of bases and shares, and one `rope_scaling` for all layers to which it applies."""
     config: dict[str, Any] = {}
     scalings = []
-    for name, (kind, rope) in said.items():
+    for name, (kind, rope) in rotating.items():
         if kind.bases:
             key = kind.bases[-1 if "." in kind.bases[0] else 0]
             if config.setdefault(key, rope.base) != rope.base:
-                raise error(_WHO, f"all layers must have the same {key}", "several", "Only version 5 can say it.")
+                raise error(_WHO, f"all layers must have the same {key}", "several", "Pass version=5.")
         elif kind.implied_base is None:
-            raise error(
-                _WHO, "each kind of layer must have a key of its own for the base", name, "Only version 5 can say it."
-            )
+            raise error(_WHO, "each kind of layer must have its own key for the base", name, "Pass version=5.")
         parameters = _parameters(rope, row, ropes)
         share = parameters.pop("partial_rotary_factor", None)
         if share is not None and row.partial_keys:
@@ -122,9 +120,9 @@ def _version_4(said: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: Lay
         if kind.scaled:
             scalings.append(parameters)
         elif parameters != {"rope_type": "default"}:
-            raise error(_WHO, f"layers of kind {name} must have no scaling", repr(rope), "Only version 5 can say it.")
+            raise error(_WHO, f"layers of kind {name} must have no scaling", repr(rope), "Pass version=5.")
     if any(scaling != scalings[0] for scaling in scalings):
-        raise error(_WHO, "all layers must have the same scaling", "several", "Only version 5 can say it.")
+        raise error(_WHO, "all layers must have the same scaling", "several", "Pass version=5.")
     if scalings and scalings[0] != {"rope_type": "default"}:
         config["rope_scaling"] = scalings[0]
     return config

@@ -1,4 +1,4 @@
-"""A hub id, `owner/name`: its config.json from the local cache of `huggingface_hub`, or downloaded where allowed."""
+"""Resolve a hub id, `owner/name`, to its config.json in the local cache of `huggingface_hub`, or download that."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,9
 
 
 def is_id(path: Path) -> bool:
-    """Whether this looks like a hub id, and no file or folder has the name."""
+    """Whether the path looks like a hub id and no file or folder has that name."""
     name = path.as_posix()
     return _ID.fullmatch(name) is not None and path.suffix not in (".json", ".gguf") and not path.exists()
 
 
 def config_path(name: str, *, download: bool) -> Path:
-    """The config.json of a model.
+    """Return the path of a model's config.json.
 
     Args:
-        name: its id.
-        download: whether it may be downloaded where it is not in the cache.
+        name: the id of the model.
+        download: whether the config may be downloaded if it is not in the cache.
 
     Raises:
-        RopeError: huggingface_hub is not installed, the config is not in the cache, or it cannot be had.
+        RopeError: huggingface_hub is not installed, the config is not in the cache, or the download failed.
     """
-    must = "the config must be a file, or that of a model in the cache of huggingface_hub"
+    must = "config must be an existing file, or the hub id of a model in the cache of huggingface_hub"
     by_hand = "or pass the path of its config.json, or AutoConfig.from_pretrained(...) of transformers."
     try:
         import huggingface_hub as hub
     except ImportError:
-        cure = f"It looks like a hub id: install huggingface_hub, {by_hand}"
+        cure = f"If it is a hub id, install huggingface_hub, {by_hand}"
         raise error(name, must, "no such file", cure) from None
     cached = hub.try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached)
     if not download:
-        cure = f"It looks like a hub id: pass download=True to from_config (--download on the command line), {by_hand}"
+        cure = f"If it is a hub id, pass download=True to from_config (--download on the command line), {by_hand}"
         raise error(name, must, "neither", cure)
     try:
         return Path(hub.hf_hub_download(name, "config.json"))
-    except Exception as e:  # of the network, of the hub, of the disk
-        first = str(e).strip().split("\n")[0]
-        cure = f"{first[:200]} If the model exists, download it by hand, {by_hand}"
+    except Exception as e:  # errors of the network, the hub or the disk
+        first_line = str(e).strip().split("\n")[0]
+        cure = f"{first_line[:200]} If the model exists, download it by hand, {by_hand}"
         raise error(name, "its config.json must be on the hub", type(e).__name__, cure) from e

@@ -1,4 +1,4 @@
-"""What was read, as plain data: the ropes of a model, layer by layer, and where each number came from."""
+"""Plain data that readers return: the ropes of a model, layer by layer, and the origin of each number."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ropewalk.rope import Rope
 
 @dataclass(frozen=True)
 class QueryScale:
-    """What an architecture multiplies q with beside the rotation, dimensionless.
+    """A factor that an architecture applies to q in addition to the rotation, dimensionless.
 
     constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings)))
 
     Args:
-        constant: at every position (ESM: head_dim^-0.5).
+        constant: factor at every position (ESM: head_dim^-0.5).
         scales_keys: whether k is multiplied by the constant too.
         beta: growth with the position (Ministral 3: `llama_4_scaling_beta`).
-        original_max_position_embeddings: in tokens; needed where beta is not 0.
+        original_max_position_embeddings: in tokens; has an effect only if beta is not 0.
     """
 
     constant: float = 1.0
@@ -29,22 +29,22 @@ class QueryScale:
     original_max_position_embeddings: int = 1
 
     def at(self, position: int) -> float:
-        """The multiplier of the query at a position, in tokens."""
+        """Return the factor for the query at `position`, in tokens."""
         return self.constant * (1.0 + self.beta * math.log(1 + position // self.original_max_position_embeddings))
 
 
 @dataclass(frozen=True)
 class VisionRopes:
-    """How a vision tower rotates: all its layers alike.
+    """How a vision tower rotates. All its layers are alike.
 
     Args:
-        ropes: applied to q and k one after another, all at the same positions: one, but for Gemma 4, which rotates
-            each half of the head by itself.
-        axis_names: what the rows of positions are, in the order that `Rope.at` takes.
-        positions: what they hold, in words; tokens that are not rotated are named.
-        model_type: the tower, as its config names it or the whole config implies.
-        source: the file, or what else was read.
-        origins: name of a value → where it came from, in words.
+        ropes: applied to q and k one after another at the same positions. There is one rope, except in Gemma 4, which
+            rotates each half of the head separately.
+        axis_names: the names of the rows of positions, in the order that `Rope.at` expects.
+        positions: the content of the rows in words, including the tokens that are not rotated.
+        model_type: the model_type of the tower, from its config or implied by the whole config.
+        source: the file or object that was read.
+        origins: maps the name of a value to where it came from, in words.
     """
 
     ropes: tuple[Rope, ...]
@@ -57,7 +57,7 @@ class VisionRopes:
 
 @dataclass(frozen=True)
 class LayerRopes:
-    """The fields of `ModelRopes`, which says what they are."""
+    """The fields of `ModelRopes`, which documents them."""
 
     layers: tuple[Rope | None, ...]
     model_type: str
@@ -77,7 +77,7 @@ class LayerRopes:
     warnings: tuple[str, ...] = ()
 
     def groups(self) -> list[tuple[Rope | None, list[int]]]:
-        """Each distinct rope with the layers that have it, in order of first appearance."""
+        """Return each distinct rope with the indices of its layers, in order of first appearance."""
         layers_of: dict[Rope | None, list[int]] = {}
         for index, rope in enumerate(self.layers):
             layers_of.setdefault(rope, []).append(index)

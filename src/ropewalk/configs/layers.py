@@ -1,4 +1,4 @@
-"""Which layer is of which kind: the patterns that models have in common. One with a pattern of its own is a family."""
+"""Patterns that assign kinds to layers. A pattern that only one model uses is in the file of its family."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ NO_ROPE = "no rope"
 
 
 class Pattern(Protocol):
-    """Says of which kind each layer is."""
+    """Assigns a kind to each layer."""
 
     @property
     def decides(self) -> bool:
-        """Whether it is asked before `layer_types`, and not only where those are missing."""
+        """Whether the pattern takes precedence over `layer_types`. If not, it applies only if those are missing."""
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """The kind of each of `count` layers; None where the config does not say."""
+        """Return the kind of each of `count` layers, or None if the config does not define them."""
 
     def keys(self) -> set[str]:
-        """The keys that it may ask for."""
+        """Return the keys that the pattern may read."""
 
 
 @dataclass(frozen=True)
 class Every:
-    """Of each n layers one is `hit` (the last, or the first), the others are `miss`; n may stand under a key."""
+    """One of every n layers (the last, or the first) is `kind`, and the others are `rest`. A key may override n."""
 
     n: int
-    hit: str
-    miss: str
+    kind: str
+    rest: str
     key: str = ""
     first: bool = False
     decides: bool = False
 
     def keys(self) -> set[str]:
-        """The keys that it may ask for."""
+        """Return the keys that the pattern may read."""
         return {self.key} - {""}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         stated = bool(self.key) and fields.has(self.key)
         n = fields.size(self.key) if stated else self.n
         which = "first" if self.first else "last"
-        origins["layer_types"] = f"{self.key if stated else 'implied'}: the {which} of every {n} is {self.hit}"
+        origins["layer_types"] = f"{self.key if stated else 'implied'}: the {which} of every {n} is {self.kind}"
         at = 0 if self.first else n - 1
-        return [self.hit if i % n == at else self.miss for i in range(count)]
+        return [self.kind if i % n == at else self.rest for i in range(count)]
 
 
 @dataclass(frozen=True)
 class NoRopeLayers:
-    """A list with 0 where a layer does not rotate; without it, every interval-th layer does not.
+    """A list with an entry of 0 for each layer that does not rotate.
 
-    Without `interval_key`, the list must be given.
+    Without the list, every interval-th layer does not rotate. Without `interval_key`, the list is required.
     """
 
     key: str = "no_rope_layers"
@@ -65,109 +65,115 @@ class NoRopeLayers:
     decides: bool = True
 
     def keys(self) -> set[str]:
-        """The keys that it may ask for."""
+        """Return the keys that the pattern may read."""
         return {self.key, self.interval_key} - {""}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         listed = fields.listed(self.key, count) if fields.get(self.key) != [] else None
         if listed is not None:
             for flag in listed:
                 if isinstance(flag, bool) or not isinstance(flag, int | float) or flag < 0:
-                    must = "each must be a number: 0 where the layer does not rotate"
-                    raise fields.error(self.key, must, shown(flag), "Write 1 where it rotates.")
+                    must = "must contain only numbers of at least 0"
+                    raise fields.error(self.key, must, shown(flag), "Write 1 if a layer rotates and 0 if not.")
             origins["layer_types"] = f"{self.key}: 0 does not rotate"
             return [ALL if flag else NO_ROPE for flag in listed]
         return self.without_list(fields, count, origins)
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """The kinds where the config has no list."""
+        """Return the kinds if the config has no list."""
         if not self.interval_key:
-            raise fields.error(self.key, "it must be given, since some layers do not rotate", "none", "Add it.")
+            raise fields.error(self.key, "must be given, since some layers do not rotate", "none", "Add it.")
         stated = fields.has(self.interval_key)
         n = fields.size(self.interval_key) if stated else self.interval
-        origins["layer_types"] = f"{self.interval_key if stated else 'implied'}: every {n}. layer does not rotate"
+        origins["layer_types"] = (
+            f"{self.interval_key if stated else 'implied'}: one of every {n} layers does not rotate"
+        )
         return [NO_ROPE if (i + 1) % n == 0 else ALL for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Indices:
-    """A list with the numbers of the layers that are `hit`; without it, none is, or all are, or it is not known."""
+    """A list of the numbers of the layers that are `kind`. The other layers are `rest`.
+
+    `without` says what holds if the list is missing: "kind" or "rest" for all layers, or None if it is not known.
+    """
 
     key: str
-    hit: str = ALL
-    miss: str = NO_ROPE
-    without: str | None = "miss"
+    kind: str = ALL
+    rest: str = NO_ROPE
+    without: str | None = "rest"
     decides: bool = True
 
     def keys(self) -> set[str]:
-        """The keys that it may ask for."""
+        """Return the keys that the pattern may read."""
         return {self.key}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """The kind of each layer."""
-        if not fields.has(self.key) and self.without != "miss":
-            return None if self.without is None else [self.hit] * count
+        """Return the kind of each layer."""
+        if not fields.has(self.key) and self.without != "rest":
+            return None if self.without is None else [self.kind] * count
         listed = fields.get(self.key) or []
         if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
-            must = f"it must be a list of layer numbers below {count}"
-            raise fields.error(self.key, must, shown(listed), "Is it the list of another model?")
-        does = {NO_ROPE: "do not rotate", ALL: "rotate"}.get(self.hit, f"are {self.hit}")
+            must = f"must be a list of layer numbers below {count}"
+            raise fields.error(self.key, must, shown(listed), "Check that it is the list of this model.")
+        does = {NO_ROPE: "do not rotate", ALL: "rotate"}.get(self.kind, f"are {self.kind}")
         chosen = set(listed)
         origins["layer_types"] = f"{self.key}: the layers that {does}"
-        return [self.hit if i in chosen else self.miss for i in range(count)]
+        return [self.kind if i in chosen else self.rest for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Coded:
-    """A list with a number for each layer that stands for its kind."""
+    """A list with a number for each layer that encodes its kind."""
 
     key: str
     names: Mapping[int, str]
     decides: bool = False
 
     def keys(self) -> set[str]:
-        """The keys that it may ask for."""
+        """Return the keys that the pattern may read."""
         return {self.key}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """The kind of each layer; None where the list is not given."""
+        """Return the kind of each layer, or None if the list is missing."""
         if not fields.has(self.key):
             return None
         listed = fields.listed(self.key, count) or []
         for code in listed:
             if type(code) is not int or code not in self.names:
                 known = ", ".join(str(code) for code in self.names)
-                raise fields.error(self.key, f"each must be one of {known}", shown(code), "No other kind is known.")
+                must = f"must contain only {known}"
+                raise fields.error(self.key, must, shown(code), "ropewalk knows no other kind of layer.")
         origins["layer_types"] = self.key
         return [self.names[code] for code in listed]
 
 
 @dataclass(frozen=True)
 class Named:
-    """The list of kinds, under another key than `layer_types`."""
+    """A list of kinds under another key than `layer_types`."""
 
     key: str
     known: tuple[str, ...]
     decides: bool = True
 
     def keys(self) -> set[str]:
-        """The keys that it may ask for."""
+        """Return the keys that the pattern may read."""
         return {self.key}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         found = listed(fields, self.key, dict.fromkeys(self.known), count, origins)
         if found is None:
-            cure = "Add a list with one entry a layer."
-            raise fields.error(self.key, "it must be given, since the layers differ", "none", cure)
+            cure = "Add a list with one entry for each layer."
+            raise fields.error(self.key, "must be given, since the layers differ", "none", cure)
         return found
 
 
 def listed(
     fields: Fields, key: str, known: Mapping[str, object], count: int, origins: dict[str, str]
 ) -> list[str] | None:
-    """The kinds by a list of their names under `key`; None where it is not given."""
+    """Return the kinds from a list of their names under `key`, or None if the list is missing."""
     names = fields.listed(key, count)
     return None if names is None else named(fields, key, names, known, origins)
 
@@ -175,10 +181,10 @@ def listed(
 def named(
     fields: Fields, key: str, names: Sequence[object], known: Mapping[str, object], origins: dict[str, str]
 ) -> list[str]:
-    """A list of kinds, each of which must be known."""
+    """Return a list of kinds, each of which must be in `known`."""
     for kind in names:
         if not isinstance(kind, str) or kind not in known:
-            must = f"each must be one of {', '.join(known)}"
-            raise fields.error(key, must, shown(kind), "No other kind of layer is known for this model_type.")
+            must = f"must contain only {', '.join(known)}"
+            raise fields.error(key, must, shown(kind), "ropewalk knows no other kind of layer of this model_type.")
     origins["layer_types"] = key
     return [str(kind) for kind in names]

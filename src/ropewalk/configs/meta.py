@@ -1,4 +1,4 @@
-"""Meta's params.json (Llama 1 to 3.2): pairs interleaved, and a scaling whose factor the format does not carry."""
+"""Read Meta's params.json (Llama 1 to 3.2): interleaved pairs, and a scaling whose factor the format lacks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KEYS = ("rope_theta", "use_scaled_rope", "rope_scaling_factor")
 
 
 def is_params(config: Mapping[str, Any]) -> bool:
-    """Whether this is the content of a params.json."""
+    """Whether the config is a params.json of Meta."""
     return "model_type" not in config and {"dim", "n_layers", "n_heads"} <= config.keys()
 
 
 def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None) -> ModelRopes:
-    """The ropes of a params.json; see `from_config` for arguments and errors."""
+    """Return the ropes of a params.json. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
     _refuse_other_formats(fields)
     origins = {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
@@ -42,19 +42,22 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
 
 
 def _refuse_other_formats(fields: Fields) -> None:
-    """Formats with Meta's names for the sizes, in which rotation means something else."""
+    """Refuse formats that use Meta's names for sizes but define rotation differently."""
     if fields.has("sinusoidal_pos_embds") or fields.has("initializer_range"):
-        must, cure = "it must be in a config.json of Hugging Face", "This looks like one whose model_type was lost."
+        must, cure = (
+            "must be given in a config.json of Hugging Face",
+            "Add the model_type, which this file seems to lack.",
+        )
         raise fields.error("model_type", must, "none", f"{cure} DistilBERT, whose files have these keys, has no rope.")
     for key in ("use_hf_rope", "model_architecture"):
         if fields.has(key):
-            cure = "Read the config.json of the model that it was converted from."
-            must = "it must not be given: Meta's params.json has no such key, and ExecuTorch's means other pairings"
+            cure = "Read the config.json of the model that the file was converted from."
+            must = "must not be given: in ExecuTorch's params.json it means other pairings, and Meta's has no such key"
             raise fields.error(key, must, shown(fields.get(key)), cure)
     for key in ("qk_rope_head_dim", "rope_factor"):
         if fields.has(key):
-            cure = "Read the config.json of the model."
-            must = "it must not be given: DeepSeek's inference code has it, and rotates a part of its heads"
+            cure = "Read the config.json of the model instead."
+            must = "must not be given: it belongs to DeepSeek's inference code, which rotates a part of each head"
             raise fields.error(key, must, shown(fields.get(key)), cure)
 
 
@@ -63,9 +66,9 @@ def _refuse_stray_keys(fields: Fields) -> None:
         if key not in _KEYS and value is not None and ROPE_WORDS.intersection(str(key).lower().split("_")):
             raise fields.error(
                 shown(key),
-                f"a key about rotation must be one of {', '.join(_KEYS)}",
+                f"is about rotation and must be one of {', '.join(_KEYS)}",
                 shown(value),
-                f"Meta's code does not read it.{nearest(str(key), _KEYS)} To read the rest, pass "
+                f"Meta's code does not read it.{nearest(str(key), _KEYS)} To ignore the key, pass "
                 f"ignore=({short(key)!r},).",
             )
 
@@ -86,10 +89,13 @@ def _base(fields: Fields, base: float | None, origins: dict[str, str], warnings:
     if passed is not None:
         origins["base"] = "passed by the caller"
         return passed
-    if fields.has("use_scaled_rope"):  # as new as Llama 3, whose files all state it
-        raise fields.error("rope_theta", "the base must be given", "none", "Add it, or pass base=... to from_config.")
+    if fields.has("use_scaled_rope"):  # files of Llama 3 and newer all state the base
+        cure = "Add it, or pass base=... to from_config."
+        raise fields.error("rope_theta", "must be given, since it is the base", "none", cure)
     origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
-    warnings.append("the file states no rope_theta; 10000 is what Llama 1 and 2 meant. In a newer model it was lost.")
+    warnings.append(
+        "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."
+    )
     return 10_000.0
 
 
@@ -100,16 +106,16 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
         if stated is not None or factor is not None:
             raise fields.error(
                 "use_scaled_rope",
-                "it must be true where a factor is given",
+                "must be true if a factor is given",
                 shown(fields.get("use_scaled_rope")),
-                "Leave the factor out.",
+                "Omit the factor.",
             )
         origins["scaling"] = "use_scaled_rope" if fields.has("use_scaled_rope") else "no use_scaled_rope is given"
         return None
     if stated is None and factor is None:
         raise fields.error(
             "use_scaled_rope",
-            "the factor of the scaling must be passed, since the format does not carry it",
+            "needs the factor of the scaling, which the format does not contain",
             "none",
             "Pass factor=8.0 (Llama 3.2 Vision) to from_config."
             if fields.has("vision_chunk_size")
@@ -118,13 +124,13 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
     if stated is not None and factor is not None and stated != factor:
         raise fields.error(
             "rope_scaling_factor",
-            f"it is {shown(stated)}, and factor must agree",
+            f"is {shown(stated)}, and factor must agree with it",
             shown(factor),
-            "Leave one out.",
+            "Omit factor.",
         )
     origins["scaling"] = "use_scaled_rope"
     origins["factor"] = "passed by the caller" if stated is None else "rope_scaling_factor"
-    # The other three are constants of Meta's code.
+    # The other three parameters are constants in Meta's code.
     origins["low_freq_factor, high_freq_factor, original_max_position_embeddings"] = f"constants of {_SOURCE}"
     return Llama3(
         factor=cast(float, factor if stated is None else stated),

@@ -1,4 +1,4 @@
-"""What was read, with what can be asked of it: in words, and as a config."""
+"""ModelRopes: the ropes of a model, with methods that explain them and write them as a config."""
 
 from __future__ import annotations
 
@@ -18,64 +18,69 @@ class ModelRopes(LayerRopes):
     """The ropes of a model.
 
     Args:
-        layers: one `Rope` for each layer, None where the layer does not rotate.
+        layers: one `Rope` for each layer, or None for a layer that does not rotate.
         model_type: the architecture, as the config names it.
-        source: the file, or what else was read.
-        trained_length: tokens the positions were trained on before any scaling; None where the file does not say.
-        max_position_embeddings: tokens, as the config says; None where it does not.
-        others: name → a second rope that the layers have (DeepSeek-V3.2's "indexer").
+        source: the file or object that was read.
+        trained_length: the length in tokens that the model was trained on before scaling; None if it is not known.
+        max_position_embeddings: the length in tokens that the config states, or None.
+        others: further ropes of the layers, by name (DeepSeek-V3.2's "indexer").
         softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
-        query_scale: what q is multiplied with beside the rotation, or None.
-        output_order: "half" where pairs are read interleaved and written in half order (DeepSeek-V3); None: in place.
-        rotates_values: the values are turned as the keys are, and the attention's output is turned back by the
-            inverse at the query's position (DeepSeek-V4, whose keys are its values).
-        layer_kinds: the kind of each layer, as the config calls it ("sliding_attention"); () where all are alike.
-        axis_names: where the ropes have `axes`: what the rows of positions are ("time", "height", "width"), in the
-            order that `Rope.at` takes; () where a token has one position. Text has its position in every row.
-        vision: the ropes of the vision tower; None where there is none, or none that ropewalk describes. Of a config
-            that is a tower alone, `layers` is ().
-        config: what was read, for `to_hf_config`; not compared.
-        origins: name of a value → where it came from, in words.
-        warnings: what a reader should know, in words.
+        query_scale: the factor that q is multiplied by in addition to the rotation, or None.
+        output_order: "half" if pairs are read interleaved and written in half order (DeepSeek-V3). None means that they
+            are written in place.
+        rotates_values: whether the values are rotated like the keys, and the attention's output is rotated back by the
+            inverse at the query's position (DeepSeek-V4, in which keys and values are the same).
+        layer_kinds: the kind of each layer as the config names it ("sliding_attention"); () if all layers are alike.
+        axis_names: the names of the rows of positions ("time", "height", "width"), in the order that `Rope.at` expects;
+            () if tokens have one position. A text token has the same position in every row.
+        vision: the ropes of the vision tower; None if there is none or ropewalk does not describe it. If the config is
+            that of a tower, `layers` is ().
+        config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
+        origins: maps the name of a value to where it came from, in words.
+        warnings: sentences for the user.
     """
 
     @property
     def rope(self) -> Rope:
-        """The rope of every layer.
+        """The rope that all layers share.
 
         Raises:
-            RopeError: the layers differ; the message lists them. Use `layers`.
+            RopeError: the layers differ. The message lists them; use `layers` instead.
         """
         distinct = set(self.layers)
         if len(distinct) == 1 and (rope := self.layers[0]) is not None:
             return rope
         if not self.layers:
-            raise error(self.source, "rope must be that of a text model", "a vision tower alone", "Use .vision.ropes.")
+            raise error(self.source, "rope needs a text model", "only a vision tower", "Use .vision.ropes.")
         listed = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
         raise error(self.source, "rope must be the same in all layers", listed, "Use .layers[i].")
 
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
-        """The Hugging Face config that was read, with its rope keys said anew.
+        """Return the Hugging Face config that was read, with its rope keys rewritten in another schema.
 
         Args:
-            version: 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`, by layer type where layers differ).
+            version: 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`, by layer type if layers differ).
 
         Returns:
-            A new dict; `from_config` reads the same ropes from it.
+            A new dict, from which `from_config` reads the same ropes.
 
         Raises:
-            RopeError: the ropes come from elsewhere, or the schema cannot say them.
+            RopeError: the ropes were not read from a Hugging Face config, or the schema cannot express them.
         """
         return hf_write.write(self, version)
 
     def facts(self, length: int | None = None) -> dict[str, Any]:
-        """What `explain` says as plain data, ready for JSON. `length`: as there."""
+        """Return the content of `explain` as a dict of JSON values.
+
+        Args:
+            length: as in `explain`.
+        """
         return explain.facts(self, length)
 
     def explain(self, length: int | None = None) -> str:
-        """In plain words: which pairs turn how fast, what a scheme slows, and where each value came from.
+        """Describe in words how fast each pair rotates, which pairs a scheme slows, and where each value came from.
 
         Args:
-            length: tokens you want to run, at least 1; adds what holds at that length.
+            length: a length in tokens, at least 1. Adds what holds at that length.
         """
         return explain.text(self.facts(length))

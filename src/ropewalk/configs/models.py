@@ -1,7 +1,7 @@
-"""The table of models: model_type → what it implies about rotation. Odd models stand in `families/`.
+"""The table of models: maps a model_type to the facts that it implies. Models with exceptions are in `families/`.
 
-A row is a fact about code that many run, so each names its source. Those of transformers 5.23 were checked by running
-it: the frequencies of its rotary class, and which channels its attention rotates with which.
+A row states facts about deployed code and names its source. The rows of transformers 5.23 were checked by running that
+code: the frequencies of its rotary classes, and the channels that its attention pairs.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ropewalk.configs.remote_models import REMOTE
 from ropewalk.configs.rows import checked, hybrid, latent, llama_like, local_only, partly, row, source
 from ropewalk.configs.several_axes import SEVERAL_AXES
 
-_BY_SHARE = "transformers rotates by partial_rotary_factor, whatever it says"
+_BY_SHARE = "transformers uses partial_rotary_factor instead"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Of six layers the last is full and turns slowly; the others are local, and no scaling is meant for them.
+# Every sixth layer is full and rotates slowly. The others are local, and no scaling applies to them.
 _GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False)}
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
@@ -59,7 +59,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     **scaled_query.MODELS,
     **step.MODELS,
     **telechat.MODELS,
-    # Head size hidden / heads where head_dim is not given.
+    # The head size is hidden / heads if head_dim is not given.
     **llama_like(
         "apertus arcee deepseek_ocr2_encoder@deepseek_ocr2 esmc evolla gradium_phonon_tts "
         "granite4_vision_text@granite4_vision granite_docling_text@granite_docling aria_text@aria bitnet "
@@ -72,7 +72,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen2_moe qwen3_moe qwen3_omni_moe_code2wav@qwen3_omni_moe "
         "starcoder2 unlimited_ocr_text@unlimited_ocr voxtral_realtime_text@voxtral_realtime "
     ),
-    # Head size a number of its own: the config must give it.
+    # The head size is independent of hidden / heads, so the config must state it.
     **llama_like(
         "cwm gemma gemma2 higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder "
         "ministral muse_glimmer_assistant qwen3 qwen3_omni_moe_talker_code_predictor@qwen3_omni_moe "
@@ -105,7 +105,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         for name in ("blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher")
     },
     "mllama_text_model": row(
-        "mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", hit=NO_ROPE, miss=ALL)
+        "mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", kind=NO_ROPE, rest=ALL)
     ),
     "ministral3": row("ministral3", head_dim_divides=False, query_beta=True),
     "gpt_oss": row("gpt_oss", head_dim_divides=False),
@@ -114,7 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         pairing="interleaved",
         head_dim_keys=(),
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        fixed={"rotary_value": (False, "The values are rotated too")},
+        fixed={"rotary_value": (False, "rotated values")},
     ),
     "dbrx": row(
         "dbrx",
@@ -125,7 +125,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=("attn_config.rope_theta", "rope_theta"))},
     ),
     "hrm_text": row("hrm_text", head_dim_divides=False, layers=("num_layers_per_stack", "num_hidden_layers")),
-    # A part of the head.
+    # A part of the head rotates.
     **{
         name: row(
             name,
@@ -145,7 +145,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             heads=("n_head", "num_attention_heads"),
             layers=("n_layer", "num_hidden_layers"),
             dim_key="rotary_dim",
-            fixed={"rotary": (True, "Nothing rotates")},
+            fixed={"rotary": (True, "a model without rotation")},
             kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
         )
         for name in ("gptj", "codegen", "moss")
@@ -178,7 +178,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim_keys=(),
         partial=0.25,
         partial_keys=("partial_rotary_factor", "rope_pct"),
-        fixed={"rotary_scaling_factor": (1.0, "Another factor")},
+        fixed={"rotary_scaling_factor": (1.0, "another factor")},
     ),
     # Multi-head latent attention.
     "deepseek_v2": latent("deepseek_v2", output_order=None),
@@ -250,7 +250,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "molmo2",
         head_dim_divides=False,
         kinds={"scaled": Kind(), "unscaled": Kind(scaled=False)},
-        pattern=Indices("rope_scaling_layers", hit="scaled", miss="unscaled", without="hit"),
+        pattern=Indices("rope_scaling_layers", kind="scaled", rest="unscaled", without="kind"),
         flat=True,
     ),
     # Layers that do not rotate.
@@ -261,7 +261,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Every(4, _FULL, _SLIDING, key="sliding_window_pattern"),
         null_window=NO_ROPE,
         pairing="interleaved",
-        partial_keys=("partial_rotary_factor", "rotary_pct"),  # Command R7B says 1.0
+        partial_keys=("partial_rotary_factor", "rotary_pct"),  # 1.0 in Command R7B
     ),
     "exaone4": local_only("exaone4", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
     "exaone_moe": local_only("exaone_moe", Every(4, _FULL, _SLIDING, key="sliding_window_pattern"), null_window=ALL),
@@ -292,14 +292,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     **REMOTE,
     **NO_ROPES,
 }
-"""model_type → row."""
+"""Maps a model_type to its row."""
 
 
 def register(model_type: str, row: Architecture) -> None:
-    """Make `from_config` read a model_type by a row in place of the one it may have, in this process.
+    """Register a row for a model_type in this process, replacing any existing one.
+
+    Args:
+        model_type: the name in configs.
+        row: the facts that it implies.
 
     Raises:
-        RopeError: model_type is no word, or row is no instance of `Architecture`.
+        RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
     """
     ARCHITECTURES[model_type] = checked(model_type, row)
     vocabulary.cache_clear()
@@ -307,7 +311,7 @@ def register(model_type: str, row: Architecture) -> None:
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """Keys about rotation that some model reads."""
+    """Return the keys about rotation that at least one model reads."""
     keys: set[str] = set()
     for model in ARCHITECTURES.values():
         keys |= model.keys() | model.idle.keys()

@@ -1,4 +1,4 @@
-"""Models that no Rope describes, and why; and models that have keys of a rope and rotate nothing."""
+"""Models that no Rope describes, with the reason, and models that rotate nothing despite rope keys in their configs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.rows import refused, without_rope
 
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
-_BY_HEAD = "transformers rotates each of its heads by the number of the head, not by the position of the token."
-# What models have in place of a rope.
+_BY_HEAD = "transformers rotates each head by the index of the head, not by the position of the token."
+# What models use instead of a rope.
 _INSTEAD = {
     "learned absolute positions": (
         "albert align_text_model bart beit bert bert-generation big_bird bigbird_pegasus biogpt blip blip_text_model "
@@ -23,7 +23,7 @@ _INSTEAD = {
     "relative positions": ("deberta deberta-v2 longt5 mpnet mt5 pop2piano switch_transformers t5 udop umt5 xlnet"),
     "ALiBi": "bloom mpt",
     "no positions: it has no attention": ("falcon_mamba gla mamba mamba2 rwkv rwkv5 rwkv6 rwkv7 xlstm"),
-    "positions of a convolution": "hubert sew unispeech wav2vec2 wavlm",
+    "convolutional positions": "hubert sew unispeech wav2vec2 wavlm",
 }
 
 
@@ -36,23 +36,23 @@ def _without(model_type: str, instead: str) -> Refused:
 NO_ROPES: dict[str, Architecture] = {
     **{name: _without(name, instead) for instead, names in _INSTEAD.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
-    "nanochat": refused("nanochat", "It rotates the other way, by minus the angle: negate the positions yourself."),
+    "nanochat": refused("nanochat", "It rotates in the opposite direction. Build the Rope and negate the positions."),
     "vjepa2": refused(
         "vjepa2",
-        "It pairs channels with cos and sin of others, which is no rotation; docs/several-axes.md writes it out.",
+        "It uses cos and sin of other channels for a pair, which is not a rotation; see docs/several-axes.md.",
     ),
     "efficientloftr": refused(
         "efficientloftr",
-        "It rotates q and k before they are split into heads, by rows and columns in turn: as one head of the whole "
-        'width, Rope(256, 10000.0, "interleaved", axes=Axes.alternating((128, 128))) at grid(height, width, start=1).',
+        "It rotates q and k before they are split into heads, and rows and columns alternate. Treat the width as one "
+        'head: Rope(256, 10000.0, "interleaved", axes=Axes.alternating((128, 128))) at grid(height, width, start=1).',
     ),
     "sam3_video": refused(
         "sam3_video",
-        "It holds two models that rotate: pass config['detector_config'] for the vision tower and "
+        "It contains two models that rotate: pass config['detector_config'] for the vision tower, or "
         "config['tracker_config'] for the attention to memory.",
     ),
     "mistral_large4_text": refused(
-        "mistral_large4", "Its frequencies come from the checkpoint: a learned factor for each pair."
+        "mistral_large4", "Its frequencies depend on the checkpoint, which holds a learned factor for each pair."
     ),
     "wav2vec2-bert": refused("wav2vec2_bert", _BEFORE_PROJECTION),
     "wav2vec2-conformer": refused("wav2vec2_conformer", _BEFORE_PROJECTION),

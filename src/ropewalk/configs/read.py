@@ -1,4 +1,4 @@
-"""from_config: whatever holds a config in, `ModelRopes` out. Chooses the reader of the dialect."""
+"""from_config: read a model's config in any supported format and return `ModelRopes`."""
 
 from __future__ import annotations
 
@@ -25,39 +25,42 @@ def from_config(
     download: bool = False,
     engine: str | None = None,
 ) -> ModelRopes:
-    """What a model's config means for rotation.
+    """Read the ropes of a model from its config.
 
-    Strict: a key that is misspelt, unused, contradictory or impossible is an error that names file, key and cure;
-    what a config does not say is never guessed.
+        ropes = ropewalk.from_config("path/to/Llama-3.1-8B")
+        rope = ropes.rope  # the Rope of every layer; use ropes.layers if they differ
+        print(ropes.explain())
+
+    Reading is strict. A misspelt, unused, contradictory or impossible key is an error that names the file, the key and
+    a fix. A missing value is never guessed.
 
     Args:
-        config: a dict, a config object with `to_dict()`, a path to a file or to a folder that holds one, or a hub id
-            (`meta-llama/Llama-3.1-8B`), whose config.json is read from the local cache of `huggingface_hub`.
-            Hugging Face configs in the schema of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-            (`rope_parameters`), also multimodal models and vision towers alone; those of
-            diffusers' transformers; Meta's params.json; a GGUF file of
-            llama.cpp. Arrays and tensors count as lists. A JSON file has at most 2 MiB, the header of a GGUF file
-            256 MiB.
+        config: a dict, a config object with `to_dict()`, a path to a file or to a folder that contains one, or a hub id
+            (`meta-llama/Llama-3.1-8B`), whose config.json is read from the local cache of `huggingface_hub`. The
+            supported formats are: Hugging Face configs in the schemas of transformers 4 (`rope_theta`, `rope_scaling`)
+            and 5 (`rope_parameters`), including multimodal models and vision towers; configs of diffusers'
+            transformers; Meta's params.json; and GGUF files of llama.cpp. Arrays and tensors are treated as lists. A
+            JSON file may have at most 2 MiB, and the header of a GGUF file 256 MiB.
         pairing: "half" or "interleaved", for a model_type that ropewalk does not know.
         base: the base, for a config that states none.
-        factor: the factor of Llama 3's scaling, which Meta's params.json does not carry (8 in Llama 3.1 and
-            3.2 Vision, 32 in 3.2 1B and 3B).
-        text_only: for a model whose tokens have several axes (M-RoPE): the rope that its text tokens use. The vision
-            tower is left out. It has no effect on a text model of one axis; of a vision tower alone or a config of
-            diffusers nothing would be left, and it is an error.
-        ignore: keys to read past, as if the file did not have them: for a key about rotation that ropewalk does not
-            know and that the model's own code does not read. "a.b" is b inside a. Each becomes a warning.
+        factor: the factor of Llama 3's scaling, which Meta's params.json does not contain (8 in Llama 3.1 and 3.2
+            Vision, 32 in 3.2 1B and 3B).
+        text_only: for a model whose tokens have several axes (M-RoPE), return the rope of text tokens and omit the
+            vision tower. It has no effect on a text model with one axis. It is an error for the config of a vision
+            tower or of diffusers, of which nothing would remain.
+        ignore: keys to ignore, as if the config did not have them. Use it for a key about rotation that ropewalk does
+            not know and that the model's own code does not read. "a.b" is the key b inside a. Each becomes a warning.
         download: whether to download the config.json of a hub id that is not in the cache.
-        engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3": the ropes with the numbers that
-            this engine makes of a Hugging Face config, also where they are not what the model means. What it ignores
-            is among the warnings. The pairing is that of the config's own weights, which llama.cpp's converter permutes
-            for some models. None: what the config means.
+        engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3" returns the ropes with the
+            numbers that this engine computes from a Hugging Face config, even if the model means others. The warnings
+            list what the engine ignores. The pairing is that of the config's own weights, which llama.cpp's converter
+            permutes for some models. None returns what the config means.
 
     Returns:
-        `ModelRopes`: `.rope`, `.layers`, `.vision`, `.explain()`.
+        `ModelRopes`, with `.rope`, `.layers`, `.vision` and `.explain()`.
 
     Raises:
-        RopeError: the config cannot be read, or does not have one clear meaning; `engine` does not run it.
+        RopeError: the config cannot be read, is ambiguous or incomplete, or `engine` does not run it.
 
     Example:
         >>> ropes = from_config(
@@ -88,13 +91,13 @@ def from_config(
     else:
         asked = engine_named("from_config", engine)
         _refuse_factor(factor)
-        ropes, aside = _for_engines(config, pairing, base, text_only, ignored, download)
-        ropes = engine_ropes.with_numbers_of(asked, ropes, aside)
-    warnings = [f"{key}: ignored, as asked; what it means in the model's own code is not described." for key in ignored]
+        ropes, engine_keys = _for_engines(config, pairing, base, text_only, ignored, download)
+        ropes = engine_ropes.with_numbers_of(asked, ropes, engine_keys)
+    warnings = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
     return replace(ropes, warnings=(*ropes.warnings, *warnings)) if ignored else ropes
 
 
-def ropes_to_ask(
+def ropes_for_engines(
     config: Any,
     *,
     pairing: str | None = None,
@@ -102,31 +105,31 @@ def ropes_to_ask(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> tuple[ModelRopes, list[tuple[Asked, list[int]]]]:
-    """What a Hugging Face config means for text, and each rope of it as the rules of engines are asked about it.
+    """Read the text ropes of a Hugging Face config in the form that the rules of engines need.
 
-    Args and errors: as in `from_config`.
+    Arguments and errors are those of `from_config`.
 
     Returns:
-        The ropes, and each distinct one with what the config says of it and with its layers.
+        The ropes, and a list of the distinct ropes, each with the config's keys for it and its layers.
     """
-    ropes, aside = _for_engines(config, pairing, base, True, _keys(ignore), download)
-    return ropes, engine_ropes.asked(ropes, aside)
+    ropes, engine_keys = _for_engines(config, pairing, base, True, _keys(ignore), download)
+    return ropes, engine_ropes.distinct_ropes(ropes, engine_keys)
 
 
 def _for_engines(
     config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
 ) -> tuple[ModelRopes, dict[str, Any]]:
-    """The ropes, read past the keys that only engines read; and those keys with their values."""
-    who, must = "from_config", "engines are compared on a config of Hugging Face"
+    """Return the ropes of a config without the keys that only engines read, and those keys with their values."""
+    who, must = "from_config", "engine needs a Hugging Face config"
     if source.gguf_path(config) is not None:
-        raise error(who, must, "a GGUF file", "llama.cpp alone reads it. Pass the config.json that it was made from.")
+        raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
     values, name = source.load(config, download=download)
     values = source.without(values, ignore, name)
     if diffusers.is_denoiser(values) or meta.is_params(values):
-        raise error(name, must, "another one", "No other config is read by several engines.")
-    aside = engine_ropes.set_aside(values)
-    values = source.without(values, tuple(aside), name)
-    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only), aside
+        raise error(name, must, "another format", "Pass the config.json of the model.")
+    engine_keys = engine_ropes.find_engine_keys(values)
+    values = source.without(values, tuple(engine_keys), name)
+    return hf.read(values, name, pairing=pairing, base=base, text_only=text_only), engine_keys
 
 
 def _keys(ignore: object) -> tuple[str, ...]:
@@ -154,16 +157,16 @@ def _read(
     if diffusers.is_denoiser(values):
         _refuse_factor(factor)
         if pairing is not None or base is not None:
-            must, given = "pairing and base are for text models", shown(values["_class_name"])
-            raise error("from_config", must, f"a config of diffusers: {given}", "Leave them out.")
+            must, class_name = "pairing and base require a text model", shown(values["_class_name"])
+            raise error("from_config", must, f"a config of diffusers: {class_name}", "Omit them.")
         if text_only:
-            must, given = "text_only is for text models", shown(values["_class_name"])
-            raise error("from_config", must, f"a config of diffusers: {given}", "Leave it out.")
+            must, class_name = "text_only requires a text model", shown(values["_class_name"])
+            raise error("from_config", must, f"a config of diffusers: {class_name}", "Omit it.")
         return diffusers.read(values, name)
     if meta.is_params(values):
         if pairing not in (None, "interleaved"):
-            cure = "Leave it out; for weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
-            raise error("from_config", "pairing of Meta's params.json is 'interleaved'", shown(pairing), cure)
+            cure = "Omit it. For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
+            raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), cure)
         return meta.read(values, name, base=base, factor=factor)
     _refuse_factor(factor)
     return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)
@@ -171,4 +174,4 @@ def _read(
 
 def _refuse_factor(factor: float | None) -> None:
     if factor is not None:
-        raise error("from_config", "factor is for Meta's params.json only", shown(factor), "Leave it out.")
+        raise error("from_config", "factor requires Meta's params.json", shown(factor), "Omit it.")

@@ -1,6 +1,6 @@
-"""One config of Hugging Face being read: the verbs that models need. Each notes where its value came from.
+"""Reader: the operations with which rows read one Hugging Face config. Each records where its value came from.
 
-`Fields` notes every key that is handed out, so that a key about rotation which nothing read is found without a list.
+`Fields` records every requested key, so that a key about rotation that nothing requested is found without a list.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any, cast
 from ropewalk._checks import RopeError, check_pairing, number, short, shown, within
 from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
-from ropewalk.configs.fields import Fields, Given
+from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.rope import Pairing, Rope
 from ropewalk.schemes import ALIASES, Scaling
 
 SECTIONS = ("rope_scaling", "rope_parameters")
 TRAINED = "original_max_position_embeddings"
 MARK = "ropewalk_pairing"
-"""What `ropewalk convert` writes where the rows of q and k are in another pairing than the model's own code has."""
+"""Key that `ropewalk convert` writes if the rows of q and k have another pairing than the model's own code expects."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 class Reader:
-    """One config being read, what was passed to `from_config`, and what there is to say about it.
+    """Reads one config, using the arguments of `from_config`, and collects origins and warnings.
 
     Attributes:
         fields: the config.
-        origins: name of a value → where it came from.
-        warnings: what a reader should know.
-        longest: max_position_embeddings or its like, in tokens, or None.
-        sections: `rope_scaling` and `rope_parameters`, as far as they are given.
+        origins: maps the name of a value to the key that it came from.
+        warnings: sentences for the user.
+        longest: max_position_embeddings or an equivalent key, in tokens, or None.
+        sections: those of `rope_scaling` and `rope_parameters` that the config has.
     """
 
     def __init__(
@@ -54,56 +54,59 @@ class Reader:
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """An object of rope parameters."""
+        """Return a section of rope parameters, which must be an object."""
         values = self.fields.get(name)
         if not isinstance(values, Mapping):
-            raise self.fields.error(name, "it must be an object or null", shown(values), "Write null for no scaling.")
+            raise self.fields.error(name, "must be an object or null", shown(values), "Write null for no scaling.")
         return values
 
     def note(self, name: str, where: str) -> None:
-        """Say where a value came from, beside where other kinds of layers have it from."""
-        before = self.origins.get(name)
-        known = before is not None and where in before.split(" and ")
-        self.origins[name] = where if before is None else before if known else f"{before} and {where}"
+        """Record where a value came from. Origins of different kinds of layers are joined by "and"."""
+        previous = self.origins.get(name)
+        known = previous is not None and where in previous.split(" and ")
+        self.origins[name] = where if previous is None else previous if known else f"{previous} and {where}"
 
     # pairing
 
     def pairing(self, implied: str, source: str | None) -> Pairing:
-        """The pairing that the architecture implies, unless what is passed or stated contradicts it.
+        """Return the pairing that the architecture implies.
 
         Args:
             implied: "half" or "interleaved".
-            source: where that can be seen; None where the caller passed the pairing.
+            source: the code that shows this, or None if the caller passed the pairing.
+
+        Raises:
+            RopeError: the config or the caller states another pairing.
         """
-        # SmolLM2's files have the first, which no engine reads; where the second decides, it has been read.
+        # SmolLM2's files have rope_interleaved, which no engine reads. Rows that use rope_interleave read it earlier.
         for key in ("rope_interleaved", "rope_interleave"):
-            said = None if key in self.fields.read else self.fields.get(key)
-            if said is not None and said is not (implied == "interleaved"):
-                must = f"it must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
+            flag = None if key in self.fields.read else self.fields.get(key)
+            if flag is not None and flag is not (implied == "interleaved"):
+                must = f"must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
                 cure = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
-                raise self.fields.error(key, must, shown(said), cure)
+                raise self.fields.error(key, must, shown(flag), cure)
         model_type = self.fields.get("model_type")
         if self.fields.has(MARK):
-            implied, source = check_pairing(self.fields.source, self.fields.get(MARK)), f"{MARK}, by ropewalk convert"
+            implied, source = check_pairing(self.fields.source, self.fields.get(MARK)), f"{MARK}, from ropewalk convert"
         if self.passed_pairing not in (None, implied):
             raise self.fields.error(
                 "model_type",
-                f"{model_type} has pairing {implied!r} ({source})",
+                f"{model_type} has the pairing {implied!r} ({source})",
                 f"pairing={self.passed_pairing!r}",
                 "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
             )
         self.origins["pairing"] = "passed by the caller" if source is None else f"model_type {model_type} ({source})"
         return cast(Pairing, implied)
 
-    # what the keys say about a kind of layer
+    # collecting the rope keys of a kind of layer
 
     def is_without(self, section: str) -> bool:
-        """Whether nested `rope_parameters` say null of a kind of layer: it does not rotate."""
+        """Whether nested `rope_parameters` have null for a kind of layer, which then does not rotate."""
         parameters = self.sections.get("rope_parameters", {})
         return self.nested and section in parameters and parameters[section] is None
 
-    def add(self, given: dict[str, Given], key: str, value: Any, where: str) -> None:
-        """Add what stands under a key; the same thing said twice must agree."""
+    def add(self, collected: dict[str, ConfigValue], key: str, value: Any, where: str) -> None:
+        """Add a key to the collected ones. Two keys for the same value must agree."""
         if value is None:
             return
         key = "rope_type" if key == "type" else key
@@ -111,92 +114,88 @@ class Reader:
             value = ALIASES.get(value, value)
         if isinstance(value, Mapping):
             raise self.not_flat(where)
-        before = given.get(key)
-        if before is None:
-            given[key] = Given(value, where)
-        elif before.value != value:
-            must = f"it must agree with {before.where}, which is {shown(before.value)}"
-            cure = f"Which one is the model's? ignore=({self.fields.path + where!r},) passes over this one."
+        previous = collected.get(key)
+        if previous is None:
+            collected[key] = ConfigValue(value, where)
+        elif previous.value != value:
+            must = f"must agree with {previous.where}, which is {shown(previous.value)}"
+            cure = f"Remove the wrong one. To ignore this one, pass ignore=({self.fields.path + where!r},)."
             raise self.fields.error(where, must, shown(value), cure)
 
     def not_flat(self, where: str) -> RopeError:
-        """The error that a parameter is an object."""
-        return self.fields.error(
-            where,
-            "the parameters must be flat for this model_type",
-            "an object",
-            "Only architectures whose layers differ have one for each layer type.",
-        )
+        """Return the error for a parameter that is an object."""
+        cure = "Only architectures whose layers differ have an object for each layer type."
+        return self.fields.error(where, "must not be an object for this model_type", "an object", cure)
 
-    def add_flat(self, given: dict[str, Given], section: str, *, scaled: bool, based: bool) -> None:
-        """Add what a section says.
+    def add_flat(self, collected: dict[str, ConfigValue], section: str, *, scaled: bool, based: bool) -> None:
+        """Add the flat keys of a section.
 
         Args:
-            given: what is known so far.
-            section: its name.
-            scaled: whether its scaling is meant for these layers.
-            based: whether its base is, where its scaling is not.
+            collected: the keys collected so far, which this method extends.
+            section: the name of the section.
+            scaled: whether its scaling applies to these layers.
+            based: whether its base applies to these layers if its scaling does not.
         """
         for key, value in self.sections[section].items():
             where = f"{section}.{short(key)}"
             if scaled or (key == "rope_theta" and based) or key == "partial_rotary_factor":
-                self.add(given, str(key), value, where)
+                self.add(collected, str(key), value, where)
             elif isinstance(value, Mapping):
                 raise self.not_flat(where)
 
-    def add_nested(self, given: dict[str, Given], name: str, names: Iterable[str]) -> None:
-        """Add what the part of `rope_parameters` called `name` says; `names` are those of all parts."""
+    def add_nested(self, collected: dict[str, ConfigValue], name: str, names: Iterable[str]) -> None:
+        """Add the keys of the part of `rope_parameters` called `name`. `names` are the names of all parts."""
         names = list(dict.fromkeys(names))
         values = self.sections["rope_parameters"]
         for key, value in values.items():
             if isinstance(value, Mapping) and key not in names:
-                where, must = f"rope_parameters.{short(key)}", f"the layer types must be among {', '.join(names)}"
-                raise self.fields.error(where, must, shown(key), "Is it a layer type of another model?")
-        mine = values.get(name)
-        if mine is not None and not isinstance(mine, Mapping):
-            must, cure = "it must be an object or null", "Write null for layers that do not rotate."
-            raise self.fields.error(f"rope_parameters.{name}", must, shown(mine), cure)
-        for key, value in (mine or {}).items():
+                must = f"must be a layer type of this model ({', '.join(names)})"
+                raise self.fields.error(f"rope_parameters.{short(key)}", must, shown(key), "Rename or remove it.")
+        own = values.get(name)
+        if own is not None and not isinstance(own, Mapping):
+            must, cure = "must be an object or null", "Write null for layers that do not rotate."
+            raise self.fields.error(f"rope_parameters.{name}", must, shown(own), cure)
+        for key, value in (own or {}).items():
             where = f"rope_parameters.{name}.{short(key)}"
-            before = given.get(str(key))
-            if key == "partial_rotary_factor" and value is not None and before is not None and before.value != value:
+            previous = collected.get(str(key))
+            if key == "partial_rotary_factor" and value is not None and previous and previous.value != value:
                 self.warnings.append(
-                    f"{where} is {shown(value)} and decides for these layers; {before.where}, {shown(before.value)}, "
-                    "does not."
+                    f"{where} is {shown(value)} and overrides {previous.where} ({shown(previous.value)}) here."
                 )
-                del given[str(key)]
-            self.add(given, str(key), value, where)
+                del collected[str(key)]
+            self.add(collected, str(key), value, where)
         for key, value in values.items():
-            # Some files hold the flat parameters beside the nested ones; then both must agree.
+            # Some files have flat parameters next to the nested ones. Both must then agree.
             if key in names or value is None:
                 continue
             where = f"rope_parameters.{short(key)}"
-            known = str(key) in given
-            self.add(given, str(key), value, where)
-            if not known and str(key) in given:
-                given[str(key)] = Given(value, where, own=False)
+            known = str(key) in collected
+            self.add(collected, str(key), value, where)
+            if not known and str(key) in collected:
+                collected[str(key)] = ConfigValue(value, where, own=False)
 
     # sizes and numbers
 
     def own_size(self, name: str, layers: list[str], size: str) -> int | None:
-        """`per_layer_config` (written by transformers 5): a size that the layers of kind `name` have of their own."""
+        """Return the size that `per_layer_config` (of transformers 5) states for layers of kind `name`, or None."""
         entries = self.fields.get("per_layer_config")
         if entries is None:
             return None
         if not isinstance(entries, Mapping):
-            cure = "Its keys are the numbers of layers."
-            raise self.fields.error("per_layer_config", "it must be an object", shown(entries), cure)
+            cure = "Write an object whose keys are layer numbers."
+            raise self.fields.error("per_layer_config", "must be an object", shown(entries), cure)
         sizes = {}
         for key, entry in entries.items():
             index = int(key) if str(key).isdecimal() and len(str(key)) < 8 else len(layers)
             if not isinstance(entry, Mapping) or index >= len(layers):
-                where, must = f"per_layer_config.{shown(key)}", "it must be an object under a layer's number"
-                raise self.fields.error(where, must, shown(entry), f"There are layers 0 to {len(layers) - 1}.")
+                where, must = f"per_layer_config.{shown(key)}", "must be an object whose key is the number of a layer"
+                raise self.fields.error(where, must, shown(entry), f"The layers are 0 to {len(layers) - 1}.")
             if layers[index] == name and entry.get(size) is not None:
                 inner = Fields(entry, f"{self.fields.source}: per_layer_config.{key}")
                 sizes[inner.size(size)] = key
         if len(sizes) > 1:
-            must, cure = f"layers of kind {name} must have the same {size}", "Not supported yet."
+            must = f"must give all layers of kind {name} the same {size}"
+            cure = "Different sizes are not supported yet."
             raise self.fields.error("per_layer_config", must, str(sorted(sizes)), cure)
         if sizes:
             self.note("head_dim", "per_layer_config")
@@ -205,34 +204,39 @@ class Reader:
     def head_dim(
         self, keys: tuple[str, ...], hidden: tuple[str, ...], heads: tuple[str, ...], *, needed: str = ""
     ) -> int:
-        """Channels of a head: the first of `keys` that is given, else hidden / heads.
+        """Return the number of channels of a head: the first of `keys` that has a value, else hidden / heads.
 
         Args:
             keys: keys that state it.
             hidden, heads: keys of the width of the model and of its number of heads.
-            needed: the model_type, where head_dim is not hidden / heads and so must be given.
+            needed: the model_type, if its head_dim is not hidden / heads and must therefore be given; else "".
         """
         key = self.fields.first(keys) if keys else ""
         if key and self.fields.has(key):
             self.note("head_dim", key)
             return self.fields.size(key)
         if needed:
-            cure = f"In {needed} it is not hidden_size / num_attention_heads."
-            raise self.fields.error(key, "it must be given", "none", cure)
-        cure = f"It is needed where {key} is not given." if key else ""
+            cure = f"Add it: in {needed} it is not hidden_size / num_attention_heads."
+            raise self.fields.error(key, "must be given", "none", cure)
+        cure = f"It is required if {key} is not given." if key else ""
         self.origins["head_dim"] = f"{self.fields.first(hidden)} / {self.fields.first(heads)}"
         return self.fields.head_width(hidden, heads, "head_dim", cure=cure)
 
-    def base(self, given: dict[str, Given], implied: tuple[float, str] | None, *, key: str, newer: bool) -> float:
-        """The base that is given or passed, or else implied.
+    def base(
+        self, collected: dict[str, ConfigValue], implied: tuple[float, str] | None, *, key: str, newer: bool
+    ) -> float:
+        """Return the base that the config states, the one passed by the caller, or the implied one.
 
         Args:
-            given: what the keys say of this kind of layer.
-            implied: the base of a config that states none, and who says so; None where that is an error.
+            collected: the rope keys of this kind of layer.
+            implied: the base of a config that states none, with its source; None if the base is required.
             key: the name of the base in messages.
-            newer: whether models of this type state it by now, so that a file without it may have lost it.
+            newer: whether current models of this type state the base, so that a file without it may have lost it.
+
+        Raises:
+            RopeError: the base is required but missing, or the passed base contradicts the config.
         """
-        stated = given.get("rope_theta")
+        stated = collected.get("rope_theta")
         if stated is not None:
             base = self.fields.base(stated.where, stated.value, self.passed_base)
             self.note("base", stated.where)
@@ -240,32 +244,32 @@ class Reader:
         if self.passed_base is not None:
             self.origins["base"] = "passed by the caller"
             return self.passed_base
-        # transformers 5 always writes rope_theta into rope_parameters: where there are some without it, it was lost.
+        # transformers 5 always writes rope_theta into rope_parameters. If they lack it, it was lost.
         if implied is None or self.fields.has("rope_parameters"):
             cure = f"Add {key}, or pass base=... to from_config."
-            raise self.fields.error(key, "the base must be given", "none", cure)
+            raise self.fields.error(key, "must be given, since it is the base", "none", cure)
         base, source = implied
         self.note("base", f"implied by model_type {source}")
         if newer:
             self.warnings.append(
-                f"the file states no {key}; {base:g} is what model_type {source.split(' (')[0]} meant before that key "
+                f"the file has no {key}, so the base is {base:g}, as in {source.split(' (')[0]} before that key "
                 "existed. If the model is newer, the key was lost."
             )
         return base
 
     def rotary_dim(
-        self, given: dict[str, Given], head_dim: int, *, share: float | None, dim_key: str, source: str
+        self, collected: dict[str, ConfigValue], head_dim: int, *, share: float | None, dim_key: str, source: str
     ) -> int:
-        """Channels of a head that rotate.
+        """Return the number of channels of a head that rotate.
 
         Args:
-            given: what the keys say of this kind of layer.
+            collected: the rope keys of this kind of layer.
             head_dim: channels of a head.
-            share: the share of the head where no key says it; None: the whole head, and no share is accepted.
-            dim_key: key of the number of channels, or "".
+            share: the share of the head if no key states it. None means the whole head, and no other share is valid.
+            dim_key: key of the number of rotated channels, or "".
             source: model_type and source of the architecture.
         """
-        stated = given.get("partial_rotary_factor")
+        stated = collected.get("partial_rotary_factor")
         by_number = bool(dim_key) and self.fields.has(dim_key)
         if by_number and stated is None:
             self.note("rotary_dim", dim_key)
@@ -278,44 +282,46 @@ class Reader:
             return int(head_dim * share)
         value = number(self.fields.source, stated.where, stated.value, above=0.0)
         if value > 1.0 or (value < 1.0 and share is None):
-            whole = f"{source.split(' (')[0]} rotates the whole head"
-            must, cure = "it must be at most 1" if share is not None else whole, "Its own code does not read it."
-            raise self.fields.error(
-                stated.where, must, shown(stated.value), "It is a share of the head." if value > 1.0 else cure
-            )
+            whole = f"must be 1, since {source.split(' (')[0]} rotates the whole head"
+            must = "must be at most 1" if share is not None else whole
+            cure = "It is a share of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
+            raise self.fields.error(stated.where, must, shown(stated.value), cure)
         if by_number and self.fields.size(dim_key) != int(head_dim * value):
-            must = f"it must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
-            raise self.fields.error(stated.where, must, shown(stated.value), "Which one is the model's?")
+            must = f"must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
+            raise self.fields.error(stated.where, must, shown(stated.value), "Remove the wrong one.")
         self.note("rotary_dim", f"{stated.where} · head_dim")
         return int(head_dim * value)
 
-    def scheme(self, given: dict[str, Given], beside: frozenset[str]) -> Scaling | None:
-        """The scheme that the keys describe; `beside` are keys of sections that say something else."""
+    def scheme(self, collected: dict[str, ConfigValue], other_keys: frozenset[str]) -> Scaling | None:
+        """Return the scheme that the keys describe. `other_keys` are keys of the sections with another meaning."""
         origins: dict[str, str] = {}
-        scheme = hf_scheme.read(self.fields, given, self.longest, origins, self.warnings, beside)
+        scheme = hf_scheme.read(self.fields, collected, self.longest, origins, self.warnings, other_keys)
         if scheme is not None and not self._scaled:
             self._scaled = True
-            self.origins.pop("scaling", None)  # that of layers without one
+            self.origins.pop("scaling", None)  # the origin that layers without a scheme recorded
         if scheme is not None or not self._scaled:
             for name, where in origins.items():
                 self.note(name, where)
         return scheme
 
     def section_value(self, key: str) -> tuple[str, Any] | None:
-        """The first section that gives a key, and its value; None if none does."""
+        """Return the name of the first section that has a key, and the value; None if no section has it."""
         for section, values in self.sections.items():
             if values.get(key) is not None:
                 return section, values[key]
         return None
 
-    def indexer(self, rope: Rope, pairing: str, *, trailing: bool, source: str) -> dict[str, Rope]:
-        """The second rope of layers with an indexer (DeepSeek-V3.2), of as many channels as the first.
+    def indexer(self, rope: Rope, pairing: str, *, rotates_tail: bool, source: str) -> dict[str, Rope]:
+        """Return the rope of the indexer (DeepSeek-V3.2), which rotates as many channels as the rope of the layer.
 
         Args:
-            rope: that of the layer.
-            pairing: that of the indexer in the model's own code; `indexer_rope_interleave` decides where it is given.
-            trailing: the last of its channels rotate, not the first.
+            rope: the rope of the layer.
+            pairing: the indexer's pairing in the model's own code. `indexer_rope_interleave` overrides it.
+            rotates_tail: whether the last channels of the indexer's head rotate instead of the first.
             source: model_type and source of the architecture.
+
+        Returns:
+            {"indexer": rope}, or an empty dict if the config has no index_head_dim.
         """
         if not self.fields.has("index_head_dim"):
             return {}
@@ -327,19 +333,13 @@ class Reader:
             self.origins["indexer"] = f"index_head_dim and {key}"
             if stated != pairing:
                 self.warnings.append(
-                    f"{key} makes the pairing of the indexer {stated!r}; that of {source} is {pairing!r}."
+                    f"{key} sets the pairing of the indexer to {stated!r}, but it is {pairing!r} in {source}."
                 )
             pairing = stated
-        offset = max(width - rope.rotary_dim, 0) if trailing else 0
+        offset = max(width - rope.rotary_dim, 0) if rotates_tail else 0
         try:
-            made = Rope(
-                width,
-                rope.base,
-                cast(Pairing, pairing),
-                rotary_dim=rope.rotary_dim,
-                rotary_offset=offset,
-                scaling=rope.scaling,
-            )
+            sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset}
+            indexer = Rope(width, rope.base, cast(Pairing, pairing), scaling=rope.scaling, **sizes)
         except RopeError as e:
             raise within(f"{self.fields.source}: index_head_dim", e) from None
-        return {"indexer": made}
+        return {"indexer": indexer}

@@ -1,6 +1,6 @@
-"""Models whose code is not in transformers: it comes with the checkpoint, or is part of another engine.
+"""Models whose code is not in transformers but comes with the checkpoint or with another engine.
 
-They rotate as Llama does, or nearly. Odd ones are in `families/`.
+They rotate as Llama does, or nearly so. Models with exceptions are in `families/`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REMOTE: dict[str, Architecture] = {
     },
     **{
         name: remote(
-            "modelling_RW.py of falcon-7b and falcon-40b, which transformers renamed to falcon",
+            "modelling_RW.py of falcon-7b and falcon-40b, renamed to falcon in transformers",
             heads=("n_head", "num_attention_heads"),
             layers=("n_layer", "num_hidden_layers"),
             kinds={ALL: Kind(implied_base=10_000.0)},
@@ -52,7 +52,7 @@ REMOTE: dict[str, Architecture] = {
         head_dim_keys=(),
         partial_keys=("rope_pct",),
         partial=0.25,
-        fixed={"rotary_scaling_factor": (1.0, "Another factor")},
+        fixed={"rotary_scaling_factor": (1.0, "another factor")},
     ),
     "mixformer-sequential": remote(
         "modeling_mixformer_sequential.py of phi-1_5",
@@ -62,13 +62,13 @@ REMOTE: dict[str, Architecture] = {
         layers=("n_layer",),
         dim_key="rotary_dim",
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        idle={"flash_rotary": "it chooses a kernel"},
+        idle={"flash_rotary": "it selects a kernel"},
     ),
     # The text model of DeepSeek-OCR and DeepSeek-VL2 without latent attention.
     "deepseek_ocr_text": remote(
         "modeling_deepseekv2.py of DeepSeek-OCR with use_mla false; base of its class",
         head_dim_keys=(),
-        fixed={"qk_rope_head_dim": (0, "Latent attention without use_mla")},
+        fixed={"qk_rope_head_dim": (0, "latent attention without use_mla")},
         **_UNSTATED,
     ),
     "phi4mm": remote(
@@ -88,4 +88,4 @@ REMOTE: dict[str, Architecture] = {
         for name in ("minimax_m1", "minimax_text_01")
     },
 }
-"""model_type → row."""
+"""Maps a model_type to its row."""

@@ -1,4 +1,4 @@
-"""How rows of the architecture table are written: what many of them have in common, by name."""
+"""Constructors of common rows of the architecture table."""
 
 from __future__ import annotations
 
@@ -13,26 +13,33 @@ from ropewalk.configs.layers import ALL, Pattern
 
 
 def checked(model_type: object, row: object) -> Architecture:
-    """The row, where it is one that `models.register` can take."""
+    """Return the row, or raise a RopeError if `models.register` cannot accept it."""
     who = "models.register"
     if not isinstance(model_type, str) or not model_type:
-        raise error(who, "model_type must be a word", shown(model_type), "Pass what configs say.")
+        raise error(
+            who, "model_type must be a non-empty string", shown(model_type), "Pass the model_type of the configs."
+        )
     if not isinstance(row, Architecture):
-        cure = 'Build one: Architecture(source="where its code is", pairing="half").'
+        cure = 'Pass one, e.g. Architecture(source="URL of its code", pairing="half").'
         raise error(who, "row must be an Architecture", shown(row), cure)
     return row
 
 
 def source(folder: str) -> str:
+    """The source of a row: a folder of transformers."""
     return f"transformers 5.23 models/{folder}"
 
 
 def row(folder: str, **more: Any) -> Architecture:
+    """A model of transformers, with the fields of `Architecture` that differ from Llama."""
     return Architecture(source=source(folder), **more)
 
 
 def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
-    """The whole head of every layer turns, as in Llama. `type@folder` where the folder has another name."""
+    """Rows of models in which the whole head of every layer rotates, as in Llama.
+
+    `names` lists model_types. Write `model_type@folder` if the folder has another name.
+    """
     rows = {}
     for name in names.split():
         model_type, _, folder = name.partition("@")
@@ -41,7 +48,7 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
 
 
 def partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
-    """A share of the head turns, in every layer."""
+    """A share of the head rotates, in every layer."""
     return row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
 
 
@@ -57,14 +64,16 @@ def latent(
     return Latent(source=source(folder), pairing=pairing, output_order=output_order, **more)
 
 
-def hybrid(folder: str, attention: str, others: tuple[str, ...], pattern: Pattern | None, **more: Any) -> Architecture:
-    """Only the attention layers turn; the others have none or are of another kind."""
-    kinds = {attention: Kind(), **dict.fromkeys(others)}
+def hybrid(
+    folder: str, attention: str, unrotated: tuple[str, ...], pattern: Pattern | None, **more: Any
+) -> Architecture:
+    """Only the attention layers rotate. The other kinds of layers have no attention, or attention without a rope."""
+    kinds = {attention: Kind(), **dict.fromkeys(unrotated)}
     return row(folder, kinds=kinds, pattern=pattern, **more)
 
 
 def local_only(folder: str, pattern: Pattern | None, **more: Any) -> Architecture:
-    """Sliding layers turn, full ones do not."""
+    """Sliding layers rotate, and full ones do not."""
     kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
 
@@ -75,9 +84,10 @@ def several_axes(folder: str, axes: AxesRule, *, share: float | None = None, **m
 
 
 def without_rope(folder: str) -> Architecture:
-    """It rotates nothing, though its config may say rope_theta."""
+    """The model rotates nothing, although its config may have rope_theta."""
     return row(folder, kinds={ALL: None})
 
 
 def refused(folder: str, why: str) -> Architecture:
+    """No Rope describes the model. `why` gives the reason."""
     return Refused(source=source(folder), why=why)

@@ -1,4 +1,4 @@
-"""Text models whose tokens have several positions: those of images and video have a time, a height and a width."""
+"""Text models whose tokens have several positions, e.g. the time, height and width of images and video."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ SEVERAL_AXES: dict[str, Architecture] = {
         for name in ("qwen3_5", "qwen3_5_moe")
     },
 }
-"""model_type → row."""
+"""Maps a model_type to its row."""

@@ -1,4 +1,4 @@
-"""Anything that may hold a config → a dict and a name for messages. Bounded, and never a traceback from inside."""
+"""Load a config from a dict, an object, a file or a folder. Sizes are bounded, and every failure is a RopeError."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from typing import Any, cast
 from ropewalk._checks import RopeError, error, nearest, shown, unreadable, within
 from ropewalk.configs import hub
 
-# Real configs are a few kilobytes; with labels for all classes of ImageNet-21k, less than two megabytes.
+# Real configs have a few kilobytes. With labels for all classes of ImageNet-21k they have less than two megabytes.
 _MAX_BYTES = 2 * 2**20
-# Labels and their numbers, twice 21,841, are the most values; and no config is nested nearly so deep.
+# The largest real configs hold 2 × 21,841 labels and label numbers, and none is nested nearly this deep.
 _MAX_VALUES = 2**18
 _MAX_DEPTH = 100
+_NOT_A_CONFIG = "Pass a model's config.json."
 _IN_FOLDER = (
     "config.json",
     "params.json",
-    "model_index.json",
-)  # the last is that of a pipeline, which says what to pass
+    "model_index.json",  # the config of a pipeline, for which an error says what to pass
+)
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
-    """The config and what to call it in messages.
+    """Return a config and its name for messages.
 
     Args:
-        source: a dict; an object with `to_dict()` (a transformers config); a path to a JSON file, or to a folder that
-            has a config.json or else a params.json.
+        source: a dict, an object with `to_dict()` (a transformers config), a path to a JSON file, a path to a folder
+            that contains a config.json or a params.json, or a hub id.
         download: whether the config of a hub id may be downloaded.
 
     Raises:
-        RopeError: there is nothing to read, or it is not one JSON object.
+        RopeError: there is nothing to read, or the content is not a JSON object.
     """
     if isinstance(source, Mapping):
         return _object(source, "config"), "config"
@@ -61,12 +62,12 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
         "from_config",
         "source must be a dict, a config object with to_dict(), or a path",
         shown(source),
-        "Pass the path of a config.json or of the folder that holds it.",
+        "Pass the path of a config.json or of the folder that contains it.",
     )
 
 
 def gguf_path(source: Any) -> Path | None:
-    """The path, if it is that of a GGUF file: by its name or by its first four bytes."""
+    """Return the path if its suffix or its first four bytes are those of a GGUF file, else None."""
     if not isinstance(source, str | os.PathLike):
         return None
     try:
@@ -80,16 +81,16 @@ def gguf_path(source: Any) -> Path | None:
         with path.open("rb") as file:
             return path if file.read(4) == b"GGUF" else None
     except (OSError, ValueError):
-        return None  # `load` says why
+        return None  # `load` raises the error
 
 
 def plain(value: Any, name: str) -> Any:
-    """A copy of a config's value: objects as dicts, lists and tuples as lists, arrays and tensors as lists of numbers.
+    """Return a copy of a config's value with dicts for mappings, and lists for lists, tuples, arrays and tensors.
 
-    Values of other types stay as they are, since a config may hold some that rotation does not depend on.
+    Values of other types are kept, since a config may have some that do not affect rotation.
 
     Raises:
-        RopeError: it is nested too deep, holds too many values, or has a key that JSON could not have.
+        RopeError: the value is nested too deep, holds too many values, or has a key that JSON does not allow.
     """
     left = _MAX_VALUES
 
@@ -97,11 +98,11 @@ def plain(value: Any, name: str) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
-            raise error(name, f"a config must have at most {_MAX_VALUES} values", "more", "Is this a config.json?")
+            raise error(name, f"a config must have at most {_MAX_VALUES} values", "more", _NOT_A_CONFIG)
         if value is None or type(value) in (str, bool, int, float):  # NumPy's numbers are subclasses
             return value
         if depth > _MAX_DEPTH:
-            raise error(name, f"a config must be nested at most {_MAX_DEPTH} deep", "more", "Is this a config.json?")
+            raise error(name, f"a config must be nested at most {_MAX_DEPTH} deep", "more", _NOT_A_CONFIG)
         if isinstance(value, list | tuple):
             return [copied(inner, depth + 1) for inner in value]
         if isinstance(value, Mapping):
@@ -114,10 +115,10 @@ def plain(value: Any, name: str) -> Any:
 
 
 def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
-    """A copy of a config without some keys; "a.b" is b inside a, unless there is a key of that name.
+    """Return a copy of a config without some keys. "a.b" is the key b inside a, unless there is a key "a.b".
 
     Raises:
-        RopeError: a key is not there.
+        RopeError: the config does not have one of the keys.
     """
     result = dict(config)
     for path in ignore:
@@ -130,14 +131,14 @@ def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> di
             place[section] = dict(inner)
             place, key, keys = place[section], rest, [f"{section}.{k}" for k in inner]
         if key not in place:
-            meant = nearest(path, [str(k) for k in keys]) or _inside(path, result)
-            raise error(name, "every key to ignore must be in the config", repr(path), f"Leave it out.{meant}")
+            hint = nearest(path, [str(k) for k in keys]) or _section_hint(path, result)
+            raise error(name, "every key in ignore must be in the config", repr(path), f"Omit it.{hint}")
         del place[key]
     return result
 
 
-def _inside(key: str, config: Mapping[str, Any]) -> str:
-    """A hint where the key stands inside of a section."""
+def _section_hint(key: str, config: Mapping[str, Any]) -> str:
+    """Return a hint if the key is inside a section, or ""."""
     places = [f"{name}.{key}" for name, values in config.items() if isinstance(values, Mapping) and key in values]
     return f" Did you mean {shown(places[0])}?" if places else ""
 
@@ -146,21 +147,21 @@ def _listed(value: Any, name: str) -> Any:
     try:
         return value.tolist()
     except Exception as e:
-        raise error(name, "tolist() must give the numbers of an array", shown(e), "Pass a list.") from e
+        raise error(name, "tolist() must return the numbers of an array", shown(e), "Pass a list.") from e
 
 
 def _key(key: object, name: str) -> object:
-    """A string or a number: transformers has numbers as keys of labels, and json.dump makes strings of them."""
+    """Return a key that is a string or a number. transformers uses numbers as keys of labels."""
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key
-    raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove it.")
+    raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove the key.")
 
 
 def _path(source: str | os.PathLike[Any]) -> Path:
-    """The path, also of an object whose `__fspath__` returns bytes.
+    """Return the path. `__fspath__` of the object may return bytes.
 
     Raises:
-        RopeError: the object is no path.
+        RopeError: the object is not a path.
     """
     try:
         return Path(os.fsdecode(source))
@@ -170,11 +171,11 @@ def _path(source: str | os.PathLike[Any]) -> Path:
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
-        raise error(str(path), "the config must be a file", "none there", "Is the path right?")
+        raise error(str(path), "the config must be an existing file", "no such file", "Check the path.")
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
-        raise error(str(path), f"a config must have at most {_MAX_BYTES} bytes", "more", "Is this a config.json?")
+        raise error(str(path), f"a config must have at most {_MAX_BYTES} bytes", "more", _NOT_A_CONFIG)
     return content
 
 
@@ -184,20 +185,20 @@ def _json(content: bytes, path: Path) -> object:
     except RopeError as e:
         raise within(str(path), e) from None
     except (ValueError, RecursionError) as e:
-        raise error(str(path), "must be JSON in UTF-8", f"something else: {e}", "Is the file complete?") from e
+        raise error(
+            str(path), "the file must contain JSON in UTF-8", f"an error: {e}", "Check that it is complete."
+        ) from e
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise error(
-            "JSON", "every key must be given once", f"{shown(twice)} twice in one object", "Remove one of them."
-        )
+        raise error("JSON", "the keys of an object must be unique", f"{shown(twice)} twice", "Remove one of them.")
     return result
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise error(name, "a config must be a JSON object", shown(value), "Is this a config.json?")
+        raise error(name, "a config must be a JSON object", shown(value), _NOT_A_CONFIG)
     return cast(dict[str, Any], plain(value, name))

@@ -1,4 +1,4 @@
-"""Keys about rotation that nothing read: how a model breaks. Found by tracking, not by a list of what may be there."""
+"""Refuse keys about rotation that nothing read. They are found by tracking reads, without a list of allowed keys."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from ropewalk._checks import RopeError, nearest, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.reader import SECTIONS, TRAINED
 
-# Parameters of schemes that have no meaning at the top of a config.
+# Parameters of schemes, which have no meaning at the top level of a config.
 _MISPLACED = frozenset(
     {"attention_factor", "beta_fast", "beta_slow", "high_freq_factor", "long_factor", "low_freq_factor", "mscale",
      "mscale_all_dim", "rope_type", "short_factor"}
 )  # fmt: skip
-# Keys that other keys are misspelt into.
+# Keys that are likely to be misspelt.
 _LIKELY = (*SECTIONS, "rope_theta", "partial_rotary_factor", "head_dim", "max_position_embeddings", TRAINED)
-# Sizes that look like misspelt ones: of heads of values, and of heads where only a part is described here.
+# Valid size keys that resemble misspelt ones.
 _SIZES = frozenset({"head_dim", "v_head_dim", "qk_head_dim", "max_position_embeddings"})
-# Far above any config: each key that is not known is compared with those it may be misspelt from.
+# Far above any config. The bound limits the comparisons of unknown keys with likely ones.
 _MAX_KEYS = 4096
 
 
-def bounded(fields: Fields) -> None:
-    """Raise where a config has more keys than any."""
+def check_size(fields: Fields) -> None:
+    """Raise a RopeError if a config has too many keys."""
     if len(fields.config) > _MAX_KEYS:
-        raise fields.error("a config", f"it must have at most {_MAX_KEYS} keys", "more", "Is this a config?")
+        raise fields.error("a config", f"must have at most {_MAX_KEYS} keys", "more", "Pass a model's config.json.")
 
 
 def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> list[str]:
-    """Raise where a key about rotation was not read; warnings for those known to have no effect.
+    """Raise a RopeError if a key about rotation was not read.
 
     Args:
-        fields: the config, after all that decides rotation was read.
-        idle: keys known to have no effect in the model's own code → why.
-        known: keys that the model may ask for, though no layer of this config needed them.
+        fields: the config, after everything that defines rotation was read.
+        idle: maps keys that have no effect in the model's own code to the reason.
+        known: keys that the model may read although no layer of this config needed them.
+
+    Returns:
+        A warning for each key of `idle` in the config.
     """
     warnings = []
     for key, value in fields.config.items():
@@ -48,23 +51,27 @@ def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> l
 
 
 def refuse_misspelt(fields: Fields, known: Iterable[str]) -> None:
-    """Raise where an unread key looks like a misspelt one: called when reading failed, it says why more truly.
+    """Raise a RopeError if an unread key looks misspelt.
 
-    `known` are keys that some model reads: the failure may be the reason why they were not.
+    Called after reading failed, since a misspelt key is then the likely cause.
+
+    Args:
+        fields: the config.
+        known: keys that some model reads. They may be unread because reading stopped early.
     """
-    spelt = {*known, *_SIZES, *_LIKELY}
+    valid = {*known, *_SIZES, *_LIKELY}
     for key, value in fields.config.items():
         if (
             value is not None
             and key not in fields.read
-            and key not in spelt
+            and key not in valid
             and nearest(str(key), _LIKELY, likeness=0.8)
         ):
             raise _stray(fields, key, value)
 
 
 def says_rope(key: str) -> bool:
-    """Whether a key speaks of rotation by its name."""
+    """Whether the name of a key refers to rotation."""
     words = key.lower().split("_")
     return bool(ROPE_WORDS.intersection(words) or words[0].startswith("rope"))
 
@@ -75,13 +82,12 @@ def _is_about_rotation(key: str) -> bool:
 
 def _stray(fields: Fields, key: object, value: Any) -> RopeError:
     candidates = sorted({*(k for k in fields.read if "." not in k), *_LIKELY} - {"", str(key)})
-    meant = nearest(str(key), candidates)
     name = f"{fields.path}{key}"
-    cure = f"ropewalk reads no such key of it.{meant}"
+    cure = f"ropewalk knows no such key of this model.{nearest(str(key), candidates)}"
     if len(name) <= 100:
         cure += (
-            f" If the model's own code does not read it, pass ignore=({name!r},) to from_config, or --ignore on the "
+            f" If the model's own code does not read it either, pass ignore=({name!r},) to from_config, or --ignore on "
+            "the command line."
         )
-        cure += "command line."
-    must = "a key about rotation must be one that this model_type reads"
+    must = "is about rotation and must be a key that this model_type reads"
     return fields.error(shown(key), must, shown(value), cure)

@@ -1,4 +1,4 @@
-"""The table of vision towers: model_type → its rope, and what positions it takes.
+"""The table of vision towers: maps a model_type to its ropes and its positions.
 
 Each row was checked by running the rotary class and the rotation of the tower in transformers 5.23.
 """
@@ -13,12 +13,12 @@ from ropewalk.axes import Axes
 from ropewalk.rope import Pairing, Rope
 
 _GRID = "integers: row and column of each patch in the grid of patches, from 0"
-_MERGED = f"{_GRID}; patches in the order of blocks that are merged"
+_MERGED = f"{_GRID}; patches are in the order of the blocks that are merged"
 _CENTRES = (
     "floats: the centre of each patch, from −1 to 1 along each side, times 2π: 2π · (2 · (i + 0.5) / n − 1) for the "
-    "i-th of n; class and register tokens, which stand first, are not rotated"
+    "i-th of n; class and register tokens, which come first, are not rotated"
 )
-_MEMORY = "integers: column and row of each place in the feature map, from 0; tokens of object pointers are not rotated"
+_MEMORY = "integers: column and row of each cell of the feature map, from 0; tokens of object pointers are not rotated"
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Tower:
     """How a vision tower rotates.
 
     Args:
-        source: where this can be seen.
-        ropes: from the channels of a head and the base to the ropes that are applied one after another.
-        axis_names: what the rows of positions are.
-        positions: what they hold, in words.
-        base: that of its class, where a config states none.
+        source: the code that shows these facts.
+        ropes: a function from head_dim and the base to the ropes, which are applied one after another.
+        axis_names: the names of the rows of positions.
+        positions: the content of the rows, in words.
+        base: the default of its class, for configs that state none.
         width, heads: keys of the width of the tower and of its number of heads.
-        sizes: those two in its class, and its head_dim or None: transformers leaves out what a class has by default.
-        divided_by: key of what the size of a head is divided by; "" where it is not.
-        known: other keys about rotation, which say positions.
+        sizes: the width, number of heads and head_dim (or None) of its class, which transformers omits from configs.
+        divided_by: key of a divisor of the head size; "" for none.
+        position_keys: other keys about rotation, which only concern positions.
     """
 
     source: str
@@ -46,11 +46,11 @@ class Tower:
     heads: tuple[str, ...] = ("num_attention_heads", "num_heads")
     sizes: tuple[int, int, int | None] = (1152, 16, None)
     divided_by: str = ""
-    known: tuple[str, ...] = ()
+    position_keys: tuple[str, ...] = ()
 
 
 def _axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) -> Callable[..., tuple[Rope, ...]]:
-    """A half of the head for each axis."""
+    """Half of the head for each axis."""
 
     def ropes(head_dim: int, base: float) -> tuple[Rope, ...]:
         half = head_dim // 2
@@ -60,25 +60,25 @@ def _axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) -
 
 
 def _kimi(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Width and height in turn, each with a progression of its own."""
+    """Width and height alternate, each with its own progression."""
     half = head_dim // 2
     return (Rope(head_dim, base, "half", axes=Axes.alternating((half, half), order=(1, 0))),)
 
 
 def _pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """One progression: its even places for the height, the odd ones for the width."""
+    """One progression, with its even elements for the height and the odd ones for the width."""
     half = head_dim // 2
     return (Rope(head_dim, base, "half", axes=Axes.strided((half, half))),)
 
 
 def _minimax(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """A third of the head for each of three axes, made even; what is left over does not rotate."""
+    """A third of the head, rounded down to even, for each of three axes. The remaining channels do not rotate."""
     third = 2 * (head_dim // 3 // 2)
     return (Rope(head_dim, base, "half", rotary_dim=3 * third, axes=Axes.axial((third,) * 3)),)
 
 
 def _gemma4(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Each half of the head has pairs of its own, all for one axis: a rope for each half."""
+    """One rope for each half of the head. The pairs of a half all belong to one axis."""
     half = head_dim // 2
     pairs = half // 2
     return tuple(
@@ -100,9 +100,9 @@ def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes:
     return Tower(source, ropes, sizes=(width, heads, own[0] if own else None), **more)
 
 
-def _memory(folder: str, *known: str) -> Tower:
+def _memory(folder: str, *position_keys: str) -> Tower:
     """The attention of SAM's tracker to its memory."""
-    more = ("memory_attention_rope_feat_sizes", "memory_attention_rope_dropout", *known)
+    ignored = ("memory_attention_rope_feat_sizes", "memory_attention_rope_dropout", *position_keys)
     return _tower(
         folder,
         _axial("interleaved"),
@@ -113,7 +113,7 @@ def _memory(folder: str, *known: str) -> Tower:
         width=("memory_attention_hidden_size",),
         heads=("memory_attention_num_attention_heads",),
         divided_by="memory_attention_downsample_rate",
-        known=more,
+        position_keys=ignored,
     )
 
 
@@ -146,7 +146,7 @@ TOWERS: dict[str, Tower] = {
             _axial(),
             1664,
             16,
-            positions=f"{_GRID}; the class token, which stands first, has angles of its own that are learned",
+            positions=f"{_GRID}; the class token, which comes first, has learned angles of its own",
         )
         for name in ("mlcd", "mlcd_vision_model")
     },
@@ -167,8 +167,8 @@ TOWERS: dict[str, Tower] = {
         1280,
         16,
         axis_names=("time", "height", "width"),
-        positions="integers: frame, row and column of each patch, from 0; patches in the order of blocks that are "
-        "merged",
+        positions="integers: frame, row and column of each patch, from 0; patches are in the order of the blocks that "
+        "are merged",
     ),
     "gemma4_vision": _tower(
         "gemma4",
@@ -186,7 +186,7 @@ TOWERS: dict[str, Tower] = {
         768,
         16,
         axis_names=("column", "row"),
-        positions="integers: column and row of each patch, from 1; 0 and 0 for the class token, which stands last",
+        positions="integers: column and row of each patch, from 1; 0 and 0 for the class token, which comes last",
     ),
     "dinov3_vit": _tower("dinov3_vit", _axial(), 384, 6, base=100.0, positions=_CENTRES),
     "eomt_dinov3": _tower("eomt_dinov3", _axial(), 1024, 16, base=100.0, positions=_CENTRES),
@@ -200,11 +200,11 @@ TOWERS: dict[str, Tower] = {
         1024,
         16,
         axis_names=("column", "row"),
-        positions="column and row of each patch in its window, from 0; where a layer has no window, in the whole grid, "
-        "times window_size / patches of a row: floats",
+        positions="floats: column and row of each patch in its window, from 0; in a layer without windows, in the "
+        "whole grid, times window_size / patches of a row",
     ),
 }
-"""model_type of a tower → row."""
+"""Maps the model_type of a tower to its row."""
 
 OF_WHOLE = {
     "dots3_note": "dots3_note_vision_encoder",
@@ -216,4 +216,7 @@ OF_WHOLE = {
     "sam3_vision_model": "sam3_vit_model",
     "step3p7": "step3p5_vision",
 }
-"""model_type of the whole → that of its tower, where its config leaves it out and it is not the same with `_vision`."""
+"""Maps the model_type of a whole model to that of its tower, if the tower's config omits it.
+
+Other towers are named after the whole model with `_vision` appended.
+"""

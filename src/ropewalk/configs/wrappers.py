@@ -1,7 +1,7 @@
-"""Models made of several: where their text model stands, and what its config means by leaving a key out.
+"""Find the text model in a config of several models, and fill in the keys that its part omits.
 
-transformers writes into the config of a model inside another only what differs from its class's defaults. So there, and
-only there, a missing key means that default (Gemma 3 4B states neither base nor head_dim; LLaVA 1.5 not even a size).
+transformers writes only values that differ from the defaults of a class into the config of a nested model. There, and
+only there, a missing key means the default: Gemma 3 4B states neither base nor head_dim, and LLaVA 1.5 no size at all.
 
 Source: the config classes of transformers 5.23.
 """
@@ -34,16 +34,16 @@ WRAPPERS: dict[str, str] = {
     "qwen3_omni_moe": "thinker_config",
     "internvl_chat": "llm_config",
 }
-"""model_type of a model made of several → the key that holds its text model."""
+"""Maps the model_type of a model that contains others to the key of its text model."""
 
-# Keys that hold the text model of a model_type that is not known. Vision towers and projectors have other keys.
+# Keys of the text model in configs with an unknown model_type. Vision towers and projectors have other keys.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
 
-# Files of these may have the keys of their text model at the top: LLaVA 1.5 by its own code, Fuyu, Step and Hunyuan.
+# Their files may have the keys of the text model at the top level (LLaVA 1.5 of its own code, Fuyu, Step, Hunyuan).
 _FLAT = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
-# Published files of these have the keys of their text model at the top; those that transformers 5 writes, inside.
+# Published files have the keys of the text model at the top level; files written by transformers 5 nest them.
 _EITHER = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
-# A text model whose config leaves out its model_type.
+# Text models whose config omits the model_type.
 _INNER = {"deepseek_vl_v2": "deepseek_ocr_text"}
 
 _KEYS = (
@@ -84,12 +84,12 @@ _DEFAULTS: dict[str, tuple[float | None, ...]] = {
     "olmo2": (4096, 32, 32, 2048, None, 10000.0),
     "ernie4_5": (1024, 16, 18, 131072, None, 500000.0),
 }
-"""model_type of a text model → its class's defaults for `_KEYS`; None or nothing where it has none."""
+"""Maps the model_type of a text model to the defaults of its class for `_KEYS`; None or missing for no default."""
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """The config of a text model inside another, what messages call it, and what to warn about."""
+    """The config of a nested text model, its name and key prefix for messages, and warnings about it."""
 
     config: dict[str, Any]
     source: str
@@ -98,15 +98,15 @@ class TextPart:
 
 
 def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> TextPart | None:
-    """The text model of a config of several models; None where it is a text model itself.
+    """Return the text model in a config of several models, or None if the config is that of a text model.
 
     Args:
         fields: the whole config.
         known: every model_type that can be read.
-        pairing_passed: whether the caller says how a model_type rotates that is not known.
+        pairing_passed: whether the caller passed the pairing of an unknown model_type.
 
     Raises:
-        RopeError: its text model is missing.
+        RopeError: the text model is missing.
     """
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
@@ -120,13 +120,13 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     inner = fields.get(key)
     flat = _FLAT.get(model_type)
     if flat is not None and fields.has("num_hidden_layers") and not _has_sizes(inner):
-        warning = f"model_type {model_type} with the keys of its text model at the top: read as {flat}."
+        warning = f"model_type {model_type} has the keys of its text model at the top level and is read as {flat}."
         return TextPart({**fields.config, "model_type": flat, key: None}, fields.source, fields.path, (warning,))
     if not isinstance(inner, Mapping):
-        cure = "The text model is there."
+        cure = "It must contain the text model."
         if inner is None and f"{model_type}_text" in known:
-            cure += f" Of a file that is the text model alone, the model_type is {model_type + '_text'!r}."
-        raise fields.error(key, "it must be an object", shown(inner), cure)
+            cure += f" If the file is the text model alone, its model_type is {model_type + '_text'!r}."
+        raise fields.error(key, "must be an object", shown(inner), cure)
     whole = dict(inner)
     if "model_type" not in whole and model_type in _INNER:
         whole["model_type"] = _INNER[model_type]
@@ -134,11 +134,11 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
 
 
 def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> TextPart:
-    """The text model under a key, with what its class has by default."""
+    """Return the text model under a key, completed by the defaults of its class."""
     whole, left_out = with_class_defaults(inner)
     if left_out:
-        said = "not stated, as transformers leaves out what a class has by default; taken from it."
-        warnings = (*warnings, f"{', '.join(left_out)}: {said}")
+        reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
+        warnings = (*warnings, f"{', '.join(left_out)}: {reason}")
     return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
 
 
@@ -147,20 +147,20 @@ def _has_sizes(inner: object) -> bool:
 
 
 def _of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
-    """The text part of a model_type that is not known, where its own is."""
+    """Return the text part of an unknown model_type if the part's own model_type is known, else None."""
     for key in _TEXT_KEYS:
         inner = fields.get(key)
         inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
         if isinstance(inner_type, str) and (inner_type in known or inner_type in WRAPPERS):
-            warning = f"model_type {model_type!a:.80} is not known; its text model stands under {key} and is read."
+            warning = f"model_type {model_type!a:.80} is not known, but its text model under {key} is."
             return _part(fields, key, inner, warning)
     return None
 
 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The config of a text model with what it leaves out, and the names of those keys.
+    """Return the config of a text model completed by the defaults of its class, and the names of the added keys.
 
-    Bases are filled in only where none is stated in any section: a stated one would contradict.
+    Bases are added only if no section states one, since the two could contradict each other.
     """
     model_type = inner.get("model_type")
     defaults = dict(zip(_KEYS, _DEFAULTS.get(model_type, ()) if isinstance(model_type, str) else (), strict=False))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.read import ropes_to_ask
+from ropewalk.configs.read import ropes_for_engines
 from ropewalk.diff.apart import apart
 from ropewalk.diff.words import engines_text
 from ropewalk.engines import ENGINES, Answer, Asked, engine
@@ -71,7 +71,7 @@ def engines(
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
     chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
-    ropes, asked = ropes_to_ask(source, pairing=pairing, base=base, ignore=ignore, download=download)
+    ropes, asked = ropes_for_engines(source, pairing=pairing, base=base, ignore=ignore, download=download)
     setting = _setting(ropes, length)
     rows, kept = [], []
     for each, layers in asked:

@@ -41,13 +41,13 @@ def refused(path: Path) -> str:
         (
             {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
             "llama.rope.scaling.factor",
-            "llama.cpp ignores it there, or does what no scheme says.",
+            "llama.cpp ignores it there, or applies it as no scheme does.",
             PLAIN,
         ),
         (
             {"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0},
             "llama.rope.scale_linear",
-            "llama.cpp goes by rope.scaling.factor:",
+            "llama.cpp uses rope.scaling.factor:",
             SLOW,
         ),
     ],
@@ -73,6 +73,6 @@ def test_a_key_is_removed(
 def test_a_model_is_converted_anew(tmp_path: Path, broken: dict[str, Any], alignment: int | None) -> None:
     more = {"general.alignment": alignment} if alignment else {}
     path = write(tmp_path / "model.gguf", {**SLIDES, **broken}, architecture="gemma2", more=more)
-    assert refused(path).endswith("Convert the model anew.")
+    assert refused(path).endswith("Convert the model again.")
     write(path, {**SLIDES, PATTERN: [True, False, True]}, architecture="gemma2")
     assert from_config(path).layer_kinds == ("sliding_attention", "full_attention", "sliding_attention")

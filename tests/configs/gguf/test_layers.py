@@ -213,7 +213,7 @@ def test_latent(path: Path, architecture: str, keys: dict[str, Any], rope: Rope,
     ropes = from_config(write(path, {**MLA, **keys}, architecture=architecture))
     assert ropes.layers == (rope,) * 2
     assert ropes.softmax_factor == pytest.approx(softmax, rel=1e-6)
-    assert any("as well" in warning for warning in ropes.warnings) == (
+    assert any("and also the softmax scale" in warning for warning in ropes.warnings) == (
         architecture in ("deepseek2", "mistral4") and rope.attention_factor != 1.0
     )
 
@@ -269,11 +269,11 @@ def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int
     assert ropes.layers == (dataclasses.replace(HALF, axes=axes),) * 2
     assert ropes.axis_names == ("time", "height", "width", "fourth row")[: axes.count]
     assert ropes.origins["axes"].endswith(SECTIONS)
-    said = [f"covers {sum(sections)} pairs of the 8 that rotate: llama.cpp"] * (sum(sections) != 8)
-    said += ["a fourth row of positions, and fills it with 0"] * (3 in axis)
+    said = [f"covers {sum(sections)} pairs, but 8 rotate: llama.cpp"] * (sum(sections) != 8)
+    said += ["a fourth row of positions filled with 0"] * (3 in axis)
     assert len(ropes.warnings) == len(said)
     assert all(words in warning for words, warning in zip(said, ropes.warnings, strict=True))
-    assert not any("pairs of the 8" in warning for warning in text.warnings)
+    assert not any("but 8 rotate" in warning for warning in text.warnings)
 
 
 def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
@@ -288,13 +288,13 @@ def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
     write(path, keys, architecture="qwen3vl")
     ropes = from_config(path, text_only=True)
     assert ropes.rope == Rope(128, 5e5, "half")
-    assert any("leaves pairs 61-62 of text tokens unturned" in warning for warning in ropes.warnings)
+    assert any("does not rotate pairs 61-62 of text tokens" in warning for warning in ropes.warnings)
     axes = from_config(path).rope.axes
     assert axes is not None
     assert axes.count == 4
     theirs = Axes.interleaved((24, 20, 20)).axis
     assert [(i, axes.axis[i], theirs[i]) for i in range(64) if axes.axis[i] != theirs[i]] == [(61, 3, 0), (62, 3, 0)]
-    assert "gives pairs 61-62, which no axis of rope.dimension_sections covers" in from_config(path).warnings[0]
+    assert "no axis of rope.dimension_sections covers pairs 61-62" in from_config(path).warnings[0]
     write(path, {**keys, SECTIONS: [22, 21, 21, 0]}, architecture="qwen3vl")
     assert len(from_config(path, text_only=True).warnings) == 1
     assert from_config(path).rope.axes == Axes.interleaved((22, 21, 21))
@@ -325,56 +325,60 @@ def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> N
 @pytest.mark.parametrize(
     ("architecture", "keys", "message"),
     [
-        ("gemma4", {LOCAL: 1e4, "attention.key_length_swa": 16}, "sliding_window_pattern: it must be given, since"),
-        ("gemma4", {LOCAL: 1e4, PATTERN: [1, 0]}, "rope_freqs.weight: gemma4 needs the tensor"),
-        ("gemma4", {PATTERN: [1, 0]}, "gemma4.rope.freq_base_swa: the base must be given"),
-        ("modern-bert", SLIDES, "modern-bert.rope.freq_base_swa: the base must be given"),
-        ("gemma3", {WINDOW: 128, BASE: None, PATTERN: 2}, "gemma3.rope.freq_base: the base must be given"),
+        ("gemma4", {LOCAL: 1e4, "attention.key_length_swa": 16}, "sliding_window_pattern must be given, since"),
+        ("gemma4", {LOCAL: 1e4, PATTERN: [1, 0]}, "rope_freqs.weight must be given for gemma4"),
+        ("gemma4", {PATTERN: [1, 0]}, "gemma4.rope.freq_base_swa must be given, since it is the base"),
+        ("modern-bert", SLIDES, "modern-bert.rope.freq_base_swa must be given, since it is the base"),
+        ("gemma3", {WINDOW: 128, BASE: None, PATTERN: 2}, "gemma3.rope.freq_base must be given, since it is the base"),
         ("gemma3", {WINDOW: 128, PATTERN: 0}, "sliding_window_pattern must be an integer at least 1, got 0"),
         ("gemma3", {WINDOW: 128, PATTERN: [1, 0, 1]}, "with an entry for each of the 2 layers, got 3 entries"),
         ("gemma3", {WINDOW: 128, PATTERN: "LG"}, "with an entry for each of the 2 layers, got 'LG'"),
-        ("gemma3", {WINDOW: 128, PATTERN: [1.0, 0.5]}, "each must be true, false or a count, got 1.0"),
+        ("gemma3", {WINDOW: 128, PATTERN: [1.0, 0.5]}, "must contain only booleans or counts, got 1.0"),
         ("gemma3", {WINDOW: 128, PATTERN: [1] * 1000}, "got an array of 1000"),
         ("gemma3", {WINDOW: "wide"}, "gemma3.attention.sliding_window must be an integer"),
         (
             "gemma3",
             {WINDOW: 128, PATTERN: 2, **YARN, "rope.scaling.attn_factor": 2.0},
-            "gemma3.rope.scaling.attn_factor: it must be 1 or absent",
+            "gemma3.rope.scaling.attn_factor must be 1 or missing",
         ),
-        ("gemma3", {"attention.key_length_swa": 8}, "Sliding-window layers with heads of another size"),
-        ("olmo2", {WINDOW: 128, LOCAL: 1e4}, "olmo2.rope.freq_base_swa: it must agree with rope.freq_base=500000"),
-        ("cohere2", {WINDOW: 128, LOCAL: 1e4}, "llama.cpp does not rotate by it in cohere2"),
-        ("exaone4", {WINDOW: 128}, "it must be 0 or absent, since exaone4 has 2 layers and not 64, got 128"),
-        ("llama4", {WINDOW: 0}, "llama.cpp then rotates all layers but the last"),
-        ("llama4", {PATTERN: 1}, "must say the same as what is implied: the last of every 4 is full_attention"),
-        ("afmoe", {PATTERN: [0, 1]}, "llama.cpp rotates by that, whatever the key says"),
+        ("gemma3", {"attention.key_length_swa": 8}, "Sliding-window layers with another head size"),
+        ("olmo2", {WINDOW: 128, LOCAL: 1e4}, "olmo2.rope.freq_base_swa must agree with rope.freq_base=500000"),
+        ("cohere2", {WINDOW: 128, LOCAL: 1e4}, "llama.cpp does not use it in cohere2"),
+        ("exaone4", {WINDOW: 128}, " must be 0 or missing, since exaone4 has 2 layers instead of 64, got 128"),
+        ("llama4", {WINDOW: 0}, "With 0, llama.cpp rotates all layers but the last"),
+        ("llama4", {PATTERN: 1}, "must agree with the implied kinds (the last of every 4 is full_attention"),
+        ("afmoe", {PATTERN: [0, 1]}, "llama.cpp ignores the key"),
         ("llama", {"attention.rope_pattern": [0, 1]}, "layers do not all rotate alike"),
-        ("lfm2", {"attention.head_count_kv": [0, -1]}, "each must be true, false or a count, got -1"),
+        ("lfm2", {"attention.head_count_kv": [0, -1]}, "must contain only booleans or counts, got -1"),
         ("qwen3next", {"full_attention_interval": 0}, "full_attention_interval must be an integer at least 1"),
-        ("deepseek2", {"rope.dimension_count": None}, "attention.key_length_mla: it must be given"),
-        ("deepseek2", {"attention.key_length": 16}, "rope.dimension_count: it must be less than the 16 channels"),
+        ("deepseek2", {"rope.dimension_count": None}, "attention.key_length_mla must be given"),
+        ("deepseek2", {"attention.key_length": 16}, "rope.dimension_count must be less than the 16 channels"),
         ("plm", {"attention.key_length": 24, "rope.dimension_count": None}, "must be less than the 24 channels of the"),
-        ("deepseek2", {**LINEAR, "attention.key_length": 24}, "the scaling of deepseek2 must be yarn, got linear"),
+        (
+            "deepseek2",
+            {**LINEAR, "attention.key_length": 24},
+            "rope.scaling.type must be yarn for deepseek2, got linear",
+        ),
         (
             "deepseek2",  # Kimi K2: llama.cpp takes 32 all the same
             {**YARN, "attention.key_length": 24, "rope.scaling.yarn_beta_fast": 1.0},
-            "rope.scaling.yarn_beta_fast: it must not be given for deepseek2",
+            "rope.scaling.yarn_beta_fast must not be given for deepseek2",
         ),
         ("deepseek32", {"attention.key_length": 24}, "deepseek32.attention.indexer.key_length must be an integer"),
         (
             "deepseek2",
             {"attention.key_length": 24, "attention.temperature_scale": 0.1},
-            "attention.temperature_length: it must be given",
+            "attention.temperature_length must be given",
         ),
-        ("qwen2vl", {}, "qwen2vl.rope.dimension_sections: it must be a list of 4 numbers of pairs, got None"),
-        ("qwen2vl", {SECTIONS: [8, 0, 0]}, "it must be a list of 4 numbers of pairs, got (8, 0, 0)"),
+        ("qwen2vl", {}, "qwen2vl.rope.dimension_sections must be a list of 4 numbers of pairs, got None"),
+        ("qwen2vl", {SECTIONS: [8, 0, 0]}, " must be a list of 4 numbers of pairs, got (8, 0, 0)"),
         (
             "qwen2vl",
             {SECTIONS: [2, 2, 2, 2]},
-            "no pair may have a fourth axis, got (2, 2, 2, 2). What its fourth row of positions holds is not described",
+            "must not give pairs a fourth axis, got (2, 2, 2, 2). The content of the fourth row of positions is not",
         ),
-        ("hunyuan_vl", {SECTIONS: [2, 2, 2, 2]}, "no pair may have a fourth axis"),
-        ("qwen2vl", {SECTIONS: [0, 0, 0, 0]}, "some pairs must have an axis, got (0, 0, 0, 0)"),
+        ("hunyuan_vl", {SECTIONS: [2, 2, 2, 2]}, "must not give pairs a fourth axis"),
+        ("qwen2vl", {SECTIONS: [0, 0, 0, 0]}, "must give at least one pair an axis, got (0, 0, 0, 0)"),
     ],
 )
 def test_refusals(path: Path, architecture: str, keys: dict[str, Any], message: str) -> None:

@@ -89,7 +89,7 @@ def test_explain_says_where_it_came_from(path: Path) -> None:
         "madeup.attention.key_length and madeup.attention.key_length_swa",
         "madeup.rope.dimension_count and madeup.rope.dimension_count_swa",
         "madeup.rope.scaling.yarn_beta_fast",
-        "the file states no madeup.rope.freq_base; llama.cpp takes 5000. Is it the first version?",
+        "the file has no madeup.rope.freq_base, for which llama.cpp uses 5000. Is it the first version?",
         "made up: mind the ramp.",
     ):
         assert words in explained
@@ -99,9 +99,9 @@ def test_explain_says_where_it_came_from(path: Path) -> None:
     ("more", "message"),
     [
         ({"rope.frq_base": 1e4}, "llama.cpp reads for madeup"),
-        ({"rope.scaling.alpha": 1000.0}, "madeup.rope.scaling.alpha: it must not be given for madeup"),
-        ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier: it must not be given for madeup"),
-        ({"rope.dimension_sections": [2, 2, 2, 0]}, "architectures with several axes alone"),
+        ({"rope.scaling.alpha": 1000.0}, "madeup.rope.scaling.alpha must not be given for madeup"),
+        ({"rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier must not be given for madeup"),
+        ({"rope.dimension_sections": [2, 2, 2, 0]}, "reads it only for architectures with several axes"),
         ({"attention.key_length_mla": 24}, "Multi-head latent attention"),
         ({"is_near": [True, False]}, "with an entry for each of the 5 layers, got 2 entries"),
     ],
@@ -114,7 +114,7 @@ def test_stray_keys(path: Path, more: dict[str, Any], message: str) -> None:
 
 def test_without_its_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(ARCHITECTURES, "madeup")
-    with pytest.raises(RopeError, match="it must be one that ropewalk knows, got 'madeup'"):
+    with pytest.raises(RopeError, match=" must be one that ropewalk knows, got 'madeup'"):
         read(path)
 
 
@@ -147,7 +147,9 @@ def test_a_base_of_its_own_must_be_given(path: Path) -> None:
     kinds = {"far": Kind(("rope.angle_root", "rope.near_root"))}
     register("madeup", GgufRow("half", layers=Layers(kinds, "far")))
     keys = {"block_count": 2, "attention.key_length": 16}
-    with pytest.raises(RopeError, match=r"madeup.rope.angle_root or madeup.rope.near_root: the base must be given"):
+    with pytest.raises(
+        RopeError, match=r"madeup.rope.angle_root or madeup.rope.near_root must be given, since it is the base"
+    ):
         from_config(write(path, keys, architecture="madeup"))
     with pytest.raises(RopeError, match=r"madeup.rope.near_root must be a finite number greater than 1"):
         from_config(write(path, {**keys, "rope.near_root": 0.5}, architecture="madeup"))
@@ -158,8 +160,8 @@ def test_a_base_of_its_own_must_be_given(path: Path) -> None:
     [
         ("madeup", 3, "row must be a GgufRow, got 3"),
         ("madeup", GgufRow, "row must be a GgufRow, got <class"),
-        (3, ROW, "architecture must be a word, got 3"),
-        ("", ROW, "architecture must be a word, got ''"),
+        (3, ROW, "architecture must be a non-empty string, got 3"),
+        ("", ROW, "architecture must be a non-empty string, got ''"),
     ],
 )
 def test_register_refuses(name: Any, row: Any, says: str) -> None:

@@ -1,1 +1,1 @@
-"""Models that are odd in some way: one family, one file, each a subclass of `Architecture` with its source."""
+"""Families of models with exceptions: one file each, with a subclass of `Architecture` and its source."""

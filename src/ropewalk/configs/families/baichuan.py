@@ -1,4 +1,4 @@
-"""Baichuan: the 7B rotates, the 13B has ALiBi, and its config does not say which it is but by its width.
+"""Baichuan: the 7B rotates and the 13B uses ALiBi. Only the width in the config distinguishes them.
 
 Source: modeling_baichuan.py of Baichuan-7B and Baichuan-13B-Base; vLLM model_executor/models/baichuan.py.
 """
@@ -15,14 +15,14 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class Baichuan(Architecture):
-    """A hidden size of 4096 is the 7B."""
+    """Baichuan 7B, which has a hidden size of 4096."""
 
     def check(self, c: Reader) -> None:
-        """Refuse the 13B."""
+        """Raise a RopeError for the 13B."""
         super().check(c)
         if c.fields.get("hidden_size") != 4096:
-            must = "it must be 4096: only Baichuan 7B has a rope, and the 13B ALiBi"
-            cure = "There is no rope to describe."
+            must = "must be 4096, since only Baichuan 7B has a rope"
+            cure = "The 13B uses ALiBi, so there is no rope to describe."
             raise c.fields.error("hidden_size", must, shown(c.fields.get("hidden_size")), cure)
 
 

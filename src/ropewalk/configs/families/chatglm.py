@@ -1,4 +1,4 @@
-"""ChatGLM 2 and 3, GLM-4 and CodeGeeX 2 by their own code, which is not that of transformers' "glm".
+"""ChatGLM 2 and 3, GLM-4 and CodeGeeX 2 with their own code, which differs from "glm" of transformers.
 
 Source: modeling_chatglm.py of chatglm3-6b-32k, glm-4-9b-chat and codegeex2-6b; vLLM model_executor/models/chatglm.py.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ropewalk._checks import number, shown
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL
 from ropewalk.configs.reader import Reader
 
@@ -21,31 +21,32 @@ class ChatGLM(Architecture):
     """Half of the head rotates, and `rope_ratio` multiplies the base."""
 
     def pairing_of(self, c: Reader) -> str:
-        """Half where original_rope is false."""
+        """Return "half" if original_rope is false, else the pairing of the row."""
         return self.pairing if c.fields.boolean("original_rope", True) else "half"
 
-    def base(self, c: Reader, name: str, kind: Kind, given: dict[str, Given]) -> float:
-        """10000 times rope_ratio."""
+    def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
+        """Return 10000 · rope_ratio."""
         key = "rope_ratio"
-        if "rope_theta" in given or c.passed_base is not None or not c.fields.has(key):
-            return super().base(c, name, kind, given)
+        if "rope_theta" in collected or c.passed_base is not None or not c.fields.has(key):
+            return super().base(c, name, kind, collected)
         factor = number(c.fields.source, key, c.fields.get(key), above=0.0)
         if factor != 1.0:
-            self._mind_the_factor(c, key)
+            self._check_meaning(c, key)
         c.origins["base"] = f"{_BASE:g} · {key} ({self.source})"
         return c.fields.base(key, _BASE * factor, c.passed_base)
 
-    def _mind_the_factor(self, c: Reader, key: str) -> None:
+    def _check_meaning(self, c: Reader, key: str) -> None:
+        """Raise a RopeError for files of ChatGLM2-32K, in which rope_ratio divides positions, and warn otherwise."""
         name = c.fields.get("_name_or_path")
         if isinstance(name, str) and "chatglm2" in name.lower():
-            must = "it must multiply the base, as in ChatGLM3 and GLM-4"
-            cure = f"ChatGLM2-32K divides its positions by it: build the Rope by hand, with Linear({key})."
+            must = "must multiply the base, as in ChatGLM3 and GLM-4"
+            cure = f"ChatGLM2-32K divides positions by it: build the Rope by hand with Linear({key})."
             raise c.fields.error(key, must, f"a file of {shown(name)}", cure)
-        c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4; ChatGLM2-32K divides positions.")
+        c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
 
     def unwritable(self, version: int) -> str:
-        """transformers does not know the model_type, and no key says the base."""
-        return "Only its own code reads its config."
+        """Return the reason: transformers does not know the model_type, and no key states the base."""
+        return "Keep its own config.json: only its own code reads this model_type."
 
 
 MODELS = {
@@ -58,7 +59,7 @@ MODELS = {
         partial_keys=(),
         partial=0.5,
         kinds={ALL: Kind(bases=(), implied_base=_BASE)},
-        fixed={"position_encoding_2d": (False, "Tokens of ChatGLM-6B, the first, have two positions each")},
-        idle={"rotary_percent": "the code of CodeGeeX 2 rotates half of the head, whatever it says"},
+        fixed={"position_encoding_2d": (False, "the two positions for each token of ChatGLM-6B (version 1)")},
+        idle={"rotary_percent": "the code of CodeGeeX 2 always rotates half of the head"},
     )
 }

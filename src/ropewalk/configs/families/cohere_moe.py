@@ -1,7 +1,7 @@
-"""Cohere 2 MoE: sliding layers rotate, and full ones do where their MLP is dense.
+"""Cohere 2 MoE: sliding layers rotate, and full layers rotate if their MLP is dense.
 
-The first `first_k_dense_replace` layers have dense MLPs and, for which of them slide, a pattern of their own. If that
-is not 1, no full layer rotates.
+The first `first_k_dense_replace` layers have dense MLPs and a sliding-window pattern of their own. If that pattern is
+not 1, no full layer rotates.
 
 Source: transformers 5.23 models/cohere2_moe.
 """
@@ -19,25 +19,29 @@ _FULL, _SLIDING, _DENSE_FULL = "full_attention", "sliding_attention", "dense ful
 
 @dataclass(frozen=True)
 class Cohere2MoE(Architecture):
-    """Kinds of layers by `layer_types` and `mlp_layer_types`, or by three numbers."""
+    """Kinds of layers from `layer_types` and `mlp_layer_types`, or from three numbers."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         fields, count = c.fields, self.count(c)
         prefix = "prefix_dense_sliding_window_pattern"
         own = fields.size(prefix) if fields.has(prefix) else 1
         rest = fields.size("sliding_window_pattern") if fields.has("sliding_window_pattern") else 4
         first = fields.count("first_k_dense_replace", at_most=count)
         kinds = fields.listed("layer_types", count)
-        words = f"the first {first}: every {own}., then every {rest}. is full" if kinds is None else "layer_types"
+        origin = (
+            f"one of every {own} of the first {first} layers is full, and one of every {rest} of the others"
+            if kinds is None
+            else "layer_types"
+        )
         if kinds is None:
             kinds = [_FULL if (i + 1) % own == 0 else _SLIDING for i in range(first)]
             kinds += [_FULL if (i + 1) % rest == 0 else _SLIDING for i in range(count - first)]
         mlps = fields.listed("mlp_layer_types", count) or ["dense"] * first + ["sparse"] * (count - first)
         named(fields, "layer_types", kinds, {_SLIDING: 0, _FULL: 0}, c.origins)
         named(fields, "mlp_layer_types", mlps, {"dense": 0, "sparse": 0}, c.origins)
-        c.origins["layer_types"] = words
-        rotates = own == 1  # a prefix with a pattern of its own rotates nothing but its sliding layers
+        c.origins["layer_types"] = origin
+        rotates = own == 1  # with another pattern, only the sliding layers of the prefix rotate
         return [
             _DENSE_FULL if rotates and kind == _FULL and mlp == "dense" else str(kind)
             for kind, mlp in zip(kinds, mlps, strict=True)

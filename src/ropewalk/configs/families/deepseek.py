@@ -1,4 +1,4 @@
-"""DeepSeek-V4: heads that rotate at their end, values that rotate too, and compressed layers with a base of their own.
+"""DeepSeek-V4: the last channels of a head rotate, values rotate too, and compressed layers have their own base.
 
 Source: transformers 5.23 models/deepseek_v4; configs of its quantised copies ("deepseek_ref", llm-compressor's).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import Coded
 from ropewalk.configs.reader import Reader
 from ropewalk.rope import Rope
@@ -21,38 +21,44 @@ _COMPRESSED = Kind(bases=("compress_rope_theta",), section="compress")
 
 @dataclass(frozen=True)
 class DeepSeekV4(Architecture):
-    """The last channels of the head rotate; YaRN has the attention factor 1 in a flat config."""
+    """The last channels of the head rotate. YaRN has an attention factor of 1 in flat configs."""
 
     rotates_values = True
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """Compressed layers take the section that llm-compressor writes for them, where there is one."""
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        """Return the rope keys. Compressed layers use the section that llm-compressor writes for them, if present."""
         if kind is _COMPRESSED and c.fields.has(_OWN_SECTION):
-            given: dict[str, Given] = {}
-            c.add(given, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")
+            collected: dict[str, ConfigValue] = {}
+            c.add(collected, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")
             c.sections[_OWN_SECTION] = c.section(_OWN_SECTION)
-            c.add_flat(given, _OWN_SECTION, scaled=True, based=True)
+            c.add_flat(collected, _OWN_SECTION, scaled=True, based=True)
             del c.sections[_OWN_SECTION]
         else:
-            given = super().given(c, name, kind, layers)
-        if kind is _COMPRESSED and not c.nested and given.get("rope_type", Given("", "")).value == "yarn":
+            collected = super().collect(c, name, kind, layers)
+        if kind is _COMPRESSED and not c.nested and collected.get("rope_type", ConfigValue("", "")).value == "yarn":
             implied = f"implied by {c.fields.get('model_type')} ({self.source})"
-            given.setdefault("attention_factor", Given(1.0, implied))
-        return given
+            collected.setdefault("attention_factor", ConfigValue(1.0, implied))
+        return collected
 
     def shape(
-        self, c: Reader, name: str, kind: Kind, given: dict[str, Given], scheme: Scaling | None, layers: list[str]
+        self,
+        c: Reader,
+        name: str,
+        kind: Kind,
+        collected: dict[str, ConfigValue],
+        scheme: Scaling | None,
+        layers: list[str],
     ) -> tuple[int, int, int]:
-        """The last channels rotate."""
-        head_dim, rotary_dim, _ = super().shape(c, name, kind, given, scheme, layers)
+        """Return head_dim, rotary_dim and the offset of the last channels."""
+        head_dim, rotary_dim, _ = super().shape(c, name, kind, collected, scheme, layers)
         c.origins["rotary_dim"] += ", the last of the head"
         return head_dim, rotary_dim, head_dim - min(rotary_dim, head_dim)
 
-    def others(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """The indexer of sparse layers."""
+    def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
+        """Return the rope of the indexer of sparse layers."""
         if name != _SPARSE:
             return {}
-        return c.indexer(rope, "interleaved", trailing=True, source=self.known_by(c))
+        return c.indexer(rope, "interleaved", rotates_tail=True, source=self.name_and_source(c))
 
 
 _V4 = DeepSeekV4(
@@ -66,7 +72,7 @@ _V4 = DeepSeekV4(
 )
 MODELS = {
     "deepseek_v4": _V4,
-    # SGLang's copies, which leave out what the class of transformers has by default.
+    # SGLang's copies, which omit the defaults of the class of transformers.
     "deepseek_ref": replace(
         _V4, kinds={**_V4.kinds, _SLIDING: Kind(implied_base=10_000.0, scaled=False, section="main")}
     ),

@@ -1,4 +1,4 @@
-"""Granite with sliding windows: a list with the base of each layer, 0 where it does not rotate.
+"""Granite with sliding windows: a list with the base of each layer, and 0 for layers that do not rotate.
 
 Source: transformers 5.23 models/granite_swa, models/granitemoe_swa.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Fields, Given
+from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.configs.layers import ALL, NoRopeLayers
 from ropewalk.configs.reader import Reader
 
@@ -17,24 +17,24 @@ _KEY = "layer_rope_theta"
 
 @dataclass(frozen=True)
 class Bases(NoRopeLayers):
-    """Without the list all layers rotate by the base of the model."""
+    """Without the list, all layers rotate with the base of the model."""
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """All layers rotate."""
+        """Return one kind, which rotates, for all layers."""
         return [ALL] * count
 
 
 @dataclass(frozen=True)
 class GraniteSWA(Architecture):
-    """The entries of the list are bases, all the same but for 0."""
+    """The entries of the list are bases, which must be equal except for 0."""
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """What the list says, too."""
-        given = super().given(c, name, kind, layers)
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        """Return the rope keys, including the bases in the list."""
+        collected = super().collect(c, name, kind, layers)
         bases = c.fields.get(_KEY)
         for i, base in enumerate(bases if isinstance(bases, list) else []):
-            c.add(given, "rope_theta", base or None, f"{_KEY}[{i}]")
-        return given
+            c.add(collected, "rope_theta", base or None, f"{_KEY}[{i}]")
+        return collected
 
 
 MODELS = {

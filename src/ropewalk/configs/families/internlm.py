@@ -1,4 +1,4 @@
-"""InternLM, the first: some of its files have base and scaling in an object of their own, `rotary`.
+"""InternLM (version 1): some of its files have the base and the scaling in an object `rotary`.
 
 Source: modeling_internlm.py of internlm-chat-7b and internlm-20b.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ropewalk._checks import nearest, short, shown
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL
 from ropewalk.configs.reader import Reader
 
@@ -19,27 +19,29 @@ _KEYS = {"base": "rope_theta", "type": "rope_type", "scaling_factor": "factor"}
 
 @dataclass(frozen=True)
 class InternLM(Architecture):
-    """`rotary.type` is "origin" or "dynamic", whose factor is 1 where none is given."""
+    """`rotary.type` is "origin" or "dynamic". The factor of "dynamic" is 1 if it is not given."""
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """What `rotary` says, too."""
-        given = super().given(c, name, kind, layers)
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        """Return the rope keys, including those of `rotary`."""
+        collected = super().collect(c, name, kind, layers)
         rotary = c.fields.get("rotary")
         if rotary is None:
-            return given
+            return collected
         if not isinstance(rotary, Mapping):
-            raise c.fields.error("rotary", "it must be an object or null", shown(rotary), "Is it of another model?")
+            raise c.fields.error(
+                "rotary", "must be an object or null", shown(rotary), "Write an object with the keys base and type."
+            )
         for key, value in rotary.items():
             where = f"rotary.{short(key)}"
             if key not in _KEYS:
-                cure = f"Its code reads no other.{nearest(str(key), _KEYS)}"
-                raise c.fields.error(where, f"it must be one of {', '.join(_KEYS)}", shown(value), cure)
-            c.add(given, _KEYS[key], "default" if (key, value) == ("type", "origin") else value, where)
-        if given.get("rope_type", Given("", "")).value == "dynamic":
-            given.setdefault("factor", Given(1.0, f"implied by {self.known_by(c)}"))
+                cure = f"The model's own code reads no other key.{nearest(str(key), _KEYS)}"
+                raise c.fields.error(where, f"must be one of {', '.join(_KEYS)}", shown(value), cure)
+            c.add(collected, _KEYS[key], "default" if (key, value) == ("type", "origin") else value, where)
+        if collected.get("rope_type", ConfigValue("", "")).value == "dynamic":
+            collected.setdefault("factor", ConfigValue(1.0, f"implied by {self.name_and_source(c)}"))
         else:
-            given.pop("factor", None)
-        return given
+            collected.pop("factor", None)
+        return collected
 
 
 MODELS = {

@@ -1,4 +1,4 @@
-"""LongCat Flash: two attentions in each layer, and a query that is scaled by the rank of its projection.
+"""LongCat Flash: two attention modules in each layer, and q is scaled by the rank of its projection.
 
 Source: transformers 5.23 models/longcat_flash.
 """
@@ -15,15 +15,15 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class LongCat(Latent):
-    """Each attention is a layer of `ModelRopes`."""
+    """Each attention module is a layer of `ModelRopes`."""
 
     def count(self, c: Reader) -> int:
-        """Two for each layer that the config counts."""
+        """Return two layers for each one in the config."""
         return 2 * super().count(c)
 
     def query_scale(self, c: Reader) -> QueryScale:
-        """The root of hidden_size / q_lora_rank."""
-        c.origins["query_scale"] = "the root of hidden_size / q_lora_rank"
+        """Return √(hidden_size / q_lora_rank)."""
+        c.origins["query_scale"] = "square root of hidden_size / q_lora_rank"
         return QueryScale(constant=math.sqrt(c.fields.size("hidden_size") / c.fields.size("q_lora_rank")))
 
 

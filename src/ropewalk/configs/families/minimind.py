@@ -1,4 +1,4 @@
-"""MiniMind: its first versions have Meta's names and pair neighbours, later ones those of Hugging Face and halves.
+"""MiniMind: early versions use Meta's key names and interleaved pairs, later ones Hugging Face's names and half pairs.
 
 Source: model/model.py and model/model_minimind.py of jingyaogong/minimind.
 """
@@ -13,10 +13,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class MiniMind(Architecture):
-    """Interleaved where the width of the model is called dim."""
+    """Pairs are interleaved if the width of the model is called dim."""
 
     def pairing_of(self, c: Reader) -> str:
-        """By the names of the sizes."""
+        """Return the pairing that belongs to the names of the sizes."""
         return "interleaved" if c.fields.has("dim") else "half"
 
 

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: a base that is null means that nothing rotates.
+"""OLMo Hybrid: nothing rotates if the base is null.
 
 Source: transformers 5.23 models/olmo_hybrid.
 """
@@ -16,17 +16,17 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 @dataclass(frozen=True)
 class OlmoHybrid(Architecture):
-    """Full layers rotate, where the base is not null."""
+    """Full layers rotate unless the base is null."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         if c.fields.is_null("rope_theta", "rope_parameters.rope_theta"):
             c.origins["layer_types"] = "rope_theta is null, so nothing rotates"
             return [NO_ROPE] * self.count(c)
         return super().kinds_of_layers(c)
 
     def without_ropes(self, version: int) -> dict[str, object]:
-        """The null."""
+        """Return the base as null."""
         return {"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}}
 
 

@@ -1,4 +1,4 @@
-"""Qwen, the first: its own code, with a base and a share under other names and a dynamic scaling of its own.
+"""Qwen (version 1): its own code has other key names for base and share, and its own dynamic scaling.
 
 Source: modeling_qwen.py of Qwen-7B; vLLM up to 0.23 model_executor/models/qwen.py.
 """
@@ -16,20 +16,20 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Qwen(Architecture):
-    """It was trained on seq_length tokens, whatever max_position_embeddings says."""
+    """The trained length is seq_length, not max_position_embeddings."""
 
     def check(self, c: Reader) -> None:
-        """Warn of a scaling that the config switches on, which no scheme describes."""
+        """Warn of the dynamic scaling, which no scheme describes, if the config enables it."""
         super().check(c)
         if c.fields.boolean("use_dynamic_ntk", False):
             c.warnings.append(
-                f"use_dynamic_ntk: beyond {self._trained(c)} tokens the model's own code takes NTK with "
-                "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes are without "
-                "it: for longer texts use dataclasses.replace(rope, scaling=NTK(alpha))."
+                f"use_dynamic_ntk: beyond {self._trained(c)} tokens the model's own code uses NTK with "
+                "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes do not "
+                "include it. For longer texts use dataclasses.replace(rope, scaling=NTK(alpha))."
             )
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
-        """seq_length."""
+        """Return seq_length."""
         return self._trained(c)
 
     def _trained(self, c: Reader) -> int | None:

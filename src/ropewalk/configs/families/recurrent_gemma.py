@@ -1,4 +1,4 @@
-"""RecurrentGemma: a list of kinds of layers that is repeated over all of them.
+"""RecurrentGemma: a list of kinds that repeats over the layers.
 
 Source: transformers 5.23 models/recurrent_gemma.
 """
@@ -18,11 +18,11 @@ class RecurrentGemma(Architecture):
     """Attention layers rotate half of their heads."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         key, count = "block_types", self.count(c)
         listed = c.fields.get(key)
         if not isinstance(listed, list) or not listed:
-            raise c.fields.error(key, "it must be a list of kinds of layers", shown(listed), "Add it.")
+            raise c.fields.error(key, "must be a list of kinds of layers", shown(listed), "Add it.")
         return named(c.fields, key, [listed[i % len(listed)] for i in range(count)], self.kinds, c.origins)
 
 

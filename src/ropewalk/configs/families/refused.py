@@ -14,13 +14,13 @@ class Refused(Architecture):
     """A model_type that no `Rope` describes.
 
     Args:
-        why: the reason, and what to do.
+        why: the reason, and a way around it if there is one.
     """
 
     why: str = ""
     describes = False
 
     def read(self, c: Reader) -> LayerRopes:
-        """Raise the error that says why."""
-        must = "it must be one that rotates as a Rope does"
+        """Raise a RopeError with the reason."""
+        must = "must be a model that a Rope describes"
         raise c.fields.error("model_type", must, repr(c.fields.get("model_type")), self.why)

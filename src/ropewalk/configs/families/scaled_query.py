@@ -1,4 +1,4 @@
-"""Models that multiply q, and perhaps k, by a power of the size of a head before they rotate it, or by a stated number.
+"""Models that multiply q (in some cases also k) before rotation by a power of the head size or a number in the config.
 
 Source: transformers 5.23 models/esm, models/openai_privacy_filter, models/muse_glimmer, models/muse_spark.
 """
@@ -15,30 +15,30 @@ from ropewalk.configs.reader import Reader
 
 
 @dataclass(frozen=True)
-class ByHead(Architecture):
+class ScaledByHeadDim(Architecture):
     """q is multiplied by head_dim^power.
 
     Args:
         power: the exponent.
-        keys_too: whether k is multiplied by the same.
+        scales_keys: whether k is multiplied by the same factor.
     """
 
     power: float = -0.5
-    keys_too: bool = False
+    scales_keys: bool = False
 
     def query_scale(self, c: Reader) -> QueryScale:
-        """head_dim^power."""
-        return QueryScale(constant=float(self.head_dim(c, Kind())) ** self.power, scales_keys=self.keys_too)
+        """Return head_dim^power."""
+        return QueryScale(constant=float(self.head_dim(c, Kind())) ** self.power, scales_keys=self.scales_keys)
 
 
 @dataclass(frozen=True)
-class ByKey(Architecture):
-    """q is multiplied by what stands under a key."""
+class ScaledByKey(Architecture):
+    """q is multiplied by the value of a key."""
 
     key: str = "qk_scale_factor"
 
     def query_scale(self, c: Reader) -> QueryScale | None:
-        """The number under the key, if it is given."""
+        """Return the value of the key, or None if it is missing."""
         if not c.fields.has(self.key):
             return None
         c.origins["query_scale"] = self.key
@@ -46,21 +46,21 @@ class ByKey(Architecture):
 
 
 MODELS = {
-    "esm": ByHead(
+    "esm": ScaledByHeadDim(
         source="transformers 5.23 models/esm",
         head_dim_keys=(),
         kinds={ALL: Kind(implied_base=10_000.0)},
         switch=("position_embedding_type", ("rotary",)),
     ),
-    "openai_privacy_filter": ByHead(
+    "openai_privacy_filter": ScaledByHeadDim(
         source="transformers 5.23 models/openai_privacy_filter",
         pairing="interleaved",
         head_dim_divides=False,
         power=-0.25,
-        keys_too=True,
+        scales_keys=True,
     ),
     **{
-        f"{name}_text": ByKey(
+        f"{name}_text": ScaledByKey(
             source=f"transformers 5.23 models/{name}",
             head_dim_divides=False,
             pattern=NoRopeLayers(key="layer_rope_theta", interval_key=""),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.reader import TRAINED, Reader
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -20,22 +20,22 @@ _LISTED = {
 
 @dataclass(frozen=True)
 class Step(Architecture):
-    """A key may hold one value, or that of each layer."""
+    """A key holds one value for all layers, or a list with one for each."""
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """What the lists say about these layers, and then what the sections say."""
-        given: dict[str, Given] = {}
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        """Return the rope keys from the lists and then from the sections."""
+        collected: dict[str, ConfigValue] = {}
         for key, places in _LISTED.items():
             for place in places:
                 if not isinstance(c.fields.get(place), list):
-                    c.add(given, key, c.fields.get(place), place)
+                    c.add(collected, key, c.fields.get(place), place)
                     continue
                 for i, value in enumerate(c.fields.listed(place, len(layers)) or []):
                     if layers[i] == name:
-                        c.add(given, key, value, f"{place}[{i}]")
-        c.add(given, TRAINED, c.fields.get(TRAINED), TRAINED)
-        self.add_sections(c, given, name, kind)
-        return given
+                        c.add(collected, key, value, f"{place}[{i}]")
+        c.add(collected, TRAINED, c.fields.get(TRAINED), TRAINED)
+        self.add_sections(c, collected, name, kind)
+        return collected
 
 
 MODELS = {
@@ -45,6 +45,6 @@ MODELS = {
         partial=1.0,
         kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)},
         partial_keys=_LISTED["partial_rotary_factor"],
-        fixed={"yarn_only_types": ([_FULL], "Other layers are scaled")},
+        fixed={"yarn_only_types": ([_FULL], "scaling of other layers")},
     )
 }

@@ -1,4 +1,4 @@
-"""TeleChat: the base is fixed in its code, and grows with the length that it was trained on.
+"""TeleChat: the base is a constant in its code, scaled by the trained length.
 
 Source: modeling_telechat.py and configuration_telechat.py of telechat-7B and TeleChat2.
 """
@@ -9,33 +9,33 @@ import math
 from dataclasses import dataclass
 
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.fields import Given
+from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL
 from ropewalk.configs.reader import Reader
 
-_BASE_LENGTH = 8192  # base_seqlen of the class where the file leaves it out
+_BASE_LENGTH = 8192  # the default of the class for base_seqlen
 
 
 @dataclass(frozen=True)
 class TeleChat(Architecture):
     """NTK with alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
 
-    def given(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, Given]:
-        """The scaling as `dynamic` with alpha, where alpha is not 1."""
-        given = super().given(c, name, kind, layers)
+    def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
+        """Return the rope keys, with the scaling as "dynamic" with alpha if alpha is not 1."""
+        collected = super().collect(c, name, kind, layers)
         trained = c.fields.size("training_seqlen") if c.fields.has("training_seqlen") else _BASE_LENGTH
         first = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
         alpha = max(2 ** math.ceil(math.log2(trained / first) + 1) - 1, 1)
         where = "training_seqlen / base_seqlen"
         c.warnings.append(f"beyond {trained} tokens the model's own code changes the base with the length.")
         if alpha > 1:
-            c.add(given, "rope_type", "dynamic", where)
-            c.add(given, "alpha", float(alpha), where)
-        return given
+            c.add(collected, "rope_type", "dynamic", where)
+            c.add(collected, "alpha", float(alpha), where)
+        return collected
 
     def unwritable(self, version: int) -> str:
-        """No key says the base."""
-        return "Only its own code reads its config."
+        """Return the reason: no key states the base."""
+        return "Keep its own config.json: only its own code reads this model_type."
 
 
 MODELS = {

@@ -1,6 +1,6 @@
-"""A model_type that ropewalk does not know, whose pairing the caller passed: all layers alike, as in Llama.
+"""Rows for an unknown model_type whose pairing the caller passed. All layers must be alike, as in Llama.
 
-Sizes, base and share may stand under the names that any known model uses.
+Sizes, base and share may have any key name that a known model uses.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ _NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Unknown(Architecture):
-    """Its layers are alike, or it is refused."""
+    """An unknown model, refused if its layers differ."""
 
     known = False
 
     def check(self, c: Reader) -> None:
-        """Raise where the config says that layers differ."""
+        """Raise a RopeError if the config says that layers differ."""
         super().check(c)
         _refuse_differing(c)
 
 
 @dataclass(frozen=True)
 class UnknownLatent(Latent):
-    """Latent attention, read as DeepSeek's."""
+    """An unknown model with latent attention, read like DeepSeek."""
 
     known = False
 
     def check(self, c: Reader) -> None:
-        """Raise where the config says that layers differ."""
+        """Raise a RopeError if the config says that layers differ."""
         super().check(c)
         _refuse_differing(c)
         c.warnings.append(
-            "the model_type is not known; its latent attention is read as that of DeepSeek-V3: the last "
-            "qk_rope_head_dim channels of a head rotate, and the softmax scale follows mscale_all_dim."
+            "the model_type is not known, so its latent attention is read like that of DeepSeek-V3: the last "
+            "qk_rope_head_dim channels of a head rotate, and mscale_all_dim scales the softmax."
         )
 
 
 def architecture(c: Reader, pairing: str) -> Architecture:
-    """The row of a model_type that nobody has described."""
+    """Return the row of an unknown model_type."""
     if c.fields.get("qk_rope_head_dim") not in (None, 0):
         order = "half" if pairing == "interleaved" else None
         return UnknownLatent(**{**_NAMES, "dim_key": ""}, pairing=pairing, output_order=order)
@@ -68,7 +68,7 @@ def _refuse_differing(c: Reader) -> None:
         if isinstance(listed, list) and any(entry != listed[0] for entry in listed):
             raise c.fields.error(
                 key,
-                "all layers must be alike where ropewalk does not know the model_type",
+                "must be the same for all layers if ropewalk does not know the model_type",
                 "layers of several kinds",
                 "Build the Rope of each kind by hand.",
             )

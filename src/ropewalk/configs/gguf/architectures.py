@@ -1,8 +1,8 @@
-"""The architectures of llama.cpp, one row each: pairing, and what else about rotation each implies.
+"""The architectures of llama.cpp: one row each with the pairing and other implied facts about rotation.
 
 Checked against llama.cpp as vendored in llama-cpp-python 0.3.36: llama_model_rope_type in src/llama-model.cpp for the
-pairing; src/models/*.cpp for which layers rotate how and which tensors and keys are read; conversion/*.py for what
-files hold. A new architecture is one more entry here, or from outside `register("name", GgufRow(...))`.
+pairing; src/models/*.cpp for the rotation of each layer and the tensors and keys that are read; conversion/*.py for the
+content of files. To add an architecture, add an entry here, or call `register("name", GgufRow(...))` from outside.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 _WINDOWS, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 _LENGTH = "attention.temperature_length"
 
-_OWN = Kind()  # as the model
+_OWN = Kind()  # base and scaling of the model
 _UNSCALED = Kind(scaled=False)
 _LOCAL = Kind(bases=(BASE_SWA, BASE))
 _GEMMA_LOCAL = Kind(bases=(BASE_SWA,), implied_base=10_000.0, scaled=False)
-_STATED_LOCAL = Kind(bases=(BASE_SWA,), scaled=False)  # llama.cpp would take 10000
+_STATED_LOCAL = Kind(bases=(BASE_SWA,), scaled=False)  # llama.cpp defaults to 10000
 
 
 def _in(model: str) -> str:
@@ -51,24 +51,24 @@ def _first(n: int) -> Every:
 def _windows(
     full: Kind | None, local: Kind, otherwise: Every | None, *, window: bool = False, count: int | None = None
 ) -> Layers:
-    """Sliding layers and full ones, in a list or by a pattern."""
+    """Sliding and full layers, assigned by a list or a pattern."""
     kinds = {_FULL: full, _SLIDING: local}
     return Layers(kinds, otherwise, _WINDOWS, flagged=_SLIDING, unflagged=_FULL, window=window, count=count)
 
 
 def _fixed(otherwise: Every, *, window: bool = False, no_window: str = "") -> Layers:
-    """Every fourth layer does not rotate, whatever the file says of windows; the others may have their own base."""
+    """Every fourth layer does not rotate, even if the file states other windows. The others may have their own base."""
     return replace(_windows(None, _LOCAL, otherwise, window=window), fixed=True, no_window=no_window)
 
 
 def _linear(interval: int) -> Layers:
-    """Of so many layers the last attends and rotates."""
+    """The last of every `interval` layers has attention and rotates. The others have linear attention."""
     pattern = Every(interval, _FULL, _LINEAR, key="full_attention_interval")
     return Layers({_FULL: _OWN, _LINEAR: None}, pattern, _RECURRENT, _LINEAR, _FULL)
 
 
 def _kv_heads(other: str) -> Layers:
-    """Layers with heads of keys rotate."""
+    """Layers with key heads rotate. The others are of kind `other`."""
     return Layers({_FULL: _OWN, other: None}, _FULL, KV_HEADS, _FULL, other)
 
 
@@ -76,9 +76,9 @@ def _refused(why: str) -> GgufRow:
     return GgufRow(None, refusal=why)
 
 
-NOT_ALL_LAYERS = "Its layers do not all rotate alike: not supported yet."
+NOT_ALL_LAYERS = "Its layers do not all rotate alike, which is not supported yet."
 
-# Names of architectures, separated by spaces → the row of each.
+# Maps names of architectures, separated by spaces, to their row.
 _ROWS: dict[str, GgufRow] = {
     # ---- plain: all layers rotate alike, and nothing else is read ----
     "arctic bailingmoe chameleon chatglm command-r deepseek ernie4_5 ernie4_5-moe internlm2 llada maincoder neo-bert "
@@ -96,7 +96,7 @@ _ROWS: dict[str, GgufRow] = {
         implied_base=ImpliedBase(
             10_000.0,
             "files of Llama 1 and 2 have no rope.freq_base",
-            "In a newer model than Llama 2 it was lost.",
+            "In a model newer than Llama 2, the key was lost.",
         ),
     ),
     "llama-embed": GgufRow("interleaved", freqs="read", longrope="by type", whole_head=True),
@@ -143,7 +143,7 @@ _ROWS: dict[str, GgufRow] = {
     "glm4": GgufRow("interleaved", axes="mrope if sections"),
     "glm4moe": GgufRow("half", axes="mrope if sections"),
     "hunyuan_vl": GgufRow("half", axes="mrope if sections", alpha=True),
-    # ---- sliding layers have a base of their own, and no scaling is meant for them ----
+    # ---- sliding layers have their own base and no scaling ----
     "gemma3": GgufRow("half", _in("gemma3"), layers=_windows(_OWN, _GEMMA_LOCAL, _last(6), window=True)),
     "gemma3n": GgufRow("half", _in("gemma3n"), layers=_windows(_OWN, _GEMMA_LOCAL, _last(5))),
     "gemma-embedding": GgufRow("half", _in("gemma-embedding"), layers=_windows(_OWN, _GEMMA_LOCAL, _last(6))),
@@ -158,17 +158,17 @@ _ROWS: dict[str, GgufRow] = {
         _in("laguna"),
         layers=_windows(_OWN, replace(_LOCAL, scaled=False, own_head=True), _first(4), window=True),
     ),
-    # ---- sliding layers have the base of the model, and no scaling ----
+    # ---- sliding layers have the base of the model and no scaling ----
     "olmo2": GgufRow("half", _in("olmo2"), layers=_windows(_OWN, _UNSCALED, _last(4), window=True)),
     "mellum": GgufRow("half", _in("mellum"), layers=_windows(_OWN, _UNSCALED, _last(4), window=True)),
-    # ---- sliding layers may have a base of their own, and have the scaling of the model ----
+    # ---- sliding layers may have their own base, and have the scaling of the model ----
     "gemma2": GgufRow("half", _in("gemma2"), layers=_windows(_OWN, _LOCAL, _last(2))),
     "gpt-oss": GgufRow(
         "half",
         _in("openai-moe"),
         layers=_windows(_OWN, _LOCAL, _last(2)),
-        yarn_warning="llama.cpp rounds the ends of YaRN's ramp, and so do these ropes; the model's own config does "
-        "not: truncate=False there.",
+        yarn_warning="llama.cpp rounds the ends of YaRN's ramp, and so do these ropes. The model's own config does "
+        "not: it has truncate=False.",
     ),
     "spark2_5": GgufRow("half", _in("spark2-5"), layers=_windows(_OWN, replace(_LOCAL, own_head=True), None)),
     # ---- full layers do not rotate ----
@@ -182,12 +182,12 @@ _ROWS: dict[str, GgufRow] = {
     "llama4": GgufRow(
         "interleaved",
         _in("llama4"),
-        layers=_fixed(_last(4), no_window="llama.cpp then rotates all layers but the last: not supported."),
+        layers=_fixed(_last(4), no_window="With 0, llama.cpp rotates all layers but the last, which is not supported."),
         freqs="read",
     ),
     "afmoe": GgufRow("half", _in("afmoe"), layers=_fixed(_last(4))),
     "smallthinker": GgufRow("half", _in("smallthinker"), layers=_fixed(_first(4), window=True)),
-    # ---- some layers do not rotate, by a pattern or a list of their own ----
+    # ---- some layers do not rotate, according to a pattern or a list ----
     "smollm3": GgufRow(
         "interleaved", _in("smollm3"), layers=Layers({ALL: _OWN, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
     ),
@@ -209,42 +209,43 @@ _ROWS: dict[str, GgufRow] = {
     "qwen35": GgufRow("half", _in("qwen35"), layers=_linear(4), axes="imrope"),
     "qwen35moe": GgufRow("half", _in("qwen35moe"), layers=_linear(4), axes="imrope"),
     "minimax-01": GgufRow("half", _in("minimax-01"), layers=_linear(8)),
-    # ---- what no Rope describes ----
-    "bailingmoe3 deepseek4 dots3note": _refused("Latent attention of several kinds: not supported yet."),
+    # ---- no Rope describes them ----
+    "bailingmoe3 deepseek4 dots3note": _refused("Latent attention of several kinds is not supported yet."),
     "arwkv7 bert bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt "
     "nemotron_h nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 t5encoder wavtokenizer-dec": _refused(
-        "llama.cpp rotates nothing in it."
+        "llama.cpp rotates nothing in this architecture."
     ),
     "cohere2moe deci graniteswitch nanbeige": _refused(NOT_ALL_LAYERS),
-    "baichuan": _refused("Its 13B rotates nothing, its 7B all layers, and no key says which it is."),
+    "baichuan": _refused("The 7B rotates all layers and the 13B none, and no key distinguishes them."),
     "deepseek2-ocr": _refused(
-        "Its attention turns the whole head, whatever rope.dimension_count says: not supported yet."
+        "Its attention rotates the whole head instead of rope.dimension_count channels, which is not supported yet."
     ),
-    "gemma4-assistant": _refused("It drafts for another model, with its keys: not supported yet."),
-    "hy_v4": _refused("llama.cpp and transformers pair different channels in it: not supported yet."),
-    "qwen4exp": _refused("It rotates pooled blocks as well: not supported yet."),
-    "step35": _refused("Its full layers turn half of what the file says: not supported yet."),
+    "gemma4-assistant": _refused("It drafts for another model and uses that model's keys, which is not supported yet."),
+    "hy_v4": _refused("llama.cpp and transformers pair different channels in it, which is not supported yet."),
+    "qwen4exp": _refused("It also rotates pooled blocks, which is not supported yet."),
+    "step35": _refused("Its full layers rotate half of the channels that the file states, which is not supported yet."),
     "cogvlm dflash eagle3 grok hrm_text minimax-m3 plamo pockettts talkie": _refused("It is not supported yet."),
 }
 
 ARCHITECTURES: dict[str, GgufRow] = {name: row for names, row in _ROWS.items() for name in names.split()}
-# One that the table does not have: the caller says how it pairs, and every tensor of factors counts.
+# The row of an unknown architecture: the caller passes the pairing, and every factor tensor is read.
 UNKNOWN = GgufRow(None, freqs="read", longrope="by type")
 
 
 def register(architecture: str, row: GgufRow) -> None:
-    """Make `from_config` read an architecture by a row, in place of the one it may have; in this process.
+    """Register a row for an architecture in this process, replacing any existing one.
 
     Args:
-        architecture, row: as general.architecture names it; what it implies.
+        architecture: the name in general.architecture.
+        row: the facts that it implies.
 
     Raises:
-        RopeError: architecture is no word, or row is no `GgufRow`.
+        RopeError: architecture is not a non-empty string, or row is not a `GgufRow`.
     """
     who = "architectures.register"
     if not isinstance(architecture, str) or not architecture:
-        cure = "Pass what general.architecture says."
-        raise error(who, "architecture must be a word", shown(architecture), cure)
+        cure = "Pass the value of general.architecture."
+        raise error(who, "architecture must be a non-empty string", shown(architecture), cure)
     if not isinstance(row, GgufRow):
-        raise error(who, "row must be a GgufRow", shown(row), 'Build one, e.g. GgufRow("half").')
+        raise error(who, "row must be a GgufRow", shown(row), 'Pass one, e.g. GgufRow("half").')
     ARCHITECTURES[architecture] = row

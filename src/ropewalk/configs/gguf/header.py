@@ -1,7 +1,7 @@
-"""The header of a GGUF file: numbers, short strings and lists of its keys, and the tensors that divide frequencies.
+"""Parse the header of a GGUF file: the keys with numbers, short strings and short lists, and the factor tensors.
 
-Walked here and not by the gguf package, which loops over whatever counts a header claims. No length is believed before
-it is held against what is left of the file, and nothing else is kept.
+The gguf package is not used, because it loops over any count that a header claims. Here every length is checked against
+the rest of the file before it is used, and other values are skipped.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ MAGIC = b"GGUF"
 FREQS = PerPair.gguf["factors"]
 SHORT, LONG = LongRoPE.gguf["short_factor"], LongRoPE.gguf["long_factor"]
 
-_NEVER_TURNS = 1e30  # what converters write for a pair that stands still
-# Bounds far above any model, so that a corrupt file costs neither time nor memory.
+_NO_ROTATION = 1e30  # the factor that converters write for a pair that does not rotate
+# Bounds far above any model, which limit the time and memory that a corrupt file can take.
 _MAX_KEYS = 10_000
 _MAX_TENSORS = 65_536
 _MAX_ARRAYS = 10_000  # inside other arrays
-_MAX_ITEMS = 2**21  # in one array; and strings, keys and tensors together: 800,000 with a vocabulary of 262,144
-_MAX_BYTES = 2**28  # of the whole header; that of a model with 262,144 tokens has some 20 MiB
+_MAX_ITEMS = 2**21  # in an array, and of all strings, keys and tensors: 800,000 with a vocabulary of 262,144
+_MAX_BYTES = 2**28  # of the whole header, which has about 20 MiB with a vocabulary of 262,144
 _MAX_STRING = 2**26
-_MAX_NAME = 256  # of a key or tensor; longer strings are passed over
-_MAX_KEPT = 512  # numbers of an array, which is the most layers that llama.cpp takes; longer arrays are passed over
+_MAX_NAME = 256  # bytes of the name of a key or tensor; longer string values are skipped
+_MAX_KEPT = 512  # numbers of an array: the most layers that llama.cpp supports; longer arrays are skipped
 _MAX_NESTING = 4
 _MAX_ALIGNMENT = 2**20
 
 _STRING, _ARRAY, _F32 = 8, 9, 0
-_BROKEN = "Is the file broken?"
+_BROKEN = "The file seems to be corrupt; download or convert it again."
 _NUMBERS = {
     code: struct.Struct(f"<{letter}")
     for code, letter in ((0, "B"), (1, "b"), (2, "H"), (3, "h"), (4, "I"), (5, "i"), (6, "f"), (7, "?"), (10, "Q"),
                          (11, "q"), (12, "d"))
 }  # fmt: skip
 _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
-_BLOCK = 2**18  # bytes of a list of strings that are read at once
+_BLOCK = 2**18  # bytes of a list of strings to read at once
 
 
 @dataclasses.dataclass(frozen=True)
-class _NotKept:
-    """Stands for a value that was passed over."""
+class _Skipped:
+    """A placeholder for a skipped value, with its description."""
 
-    what: str
+    description: str
 
     def __repr__(self) -> str:
-        return self.what
+        return self.description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,17 @@ class _Tensor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-    """The values of all keys and the tensors of factors."""
+    """Return the values of all keys, and the factor tensors by name.
+
+    Raises:
+        RopeError: the file does not exist, or is not a valid GGUF file.
+    """
     if not path.is_file():
-        raise error(str(path), "the model must be a file", "none there", "Is the path right?")
+        raise error(str(path), "the model must be an existing file", "no such file", "Check the path.")
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise error(str(path), "the model must be a file", "something else", "Is the path right?")
+            raise error(str(path), "the model must be a regular file", "another kind of file", "Check the path.")
         walk = _Walk(file, status.st_size, str(path))
         tensor_count, key_count = walk.counts()
         values = walk.values(key_count)
@@ -82,14 +86,12 @@ def _data_start(position: int, values: dict[str, Any], source: str) -> int:
     alignment = values.get("general.alignment", 32)
     alignment = integer(source, "general.alignment", alignment, at_least=1, at_most=_MAX_ALIGNMENT)
     if alignment & (alignment - 1):
-        raise error(
-            f"{source}: general.alignment", "it must be a power of 2", str(alignment), "Convert the model anew."
-        )
+        raise error(source, "general.alignment must be a power of 2", str(alignment), "Convert the model again.")
     return -(-position // alignment) * alignment
 
 
 class _Walk:
-    """The header of a file, front to back. No length is believed before it is held against what is left."""
+    """Reads the header of a file from front to back. Every length is checked against the rest of the file."""
 
     def __init__(self, file: BinaryIO, size: int, source: str) -> None:
         self.file = file
@@ -101,22 +103,21 @@ class _Walk:
         self.arrays = 0
         self.where = "the header"
 
-    def error(self, must: str, got: str, cure: str = "Is the file complete?") -> RopeError:
+    def error(self, must: str, got: str, cure: str = "Check that the file is complete.") -> RopeError:
+        """Return an error about the part that is being read."""
         return error(f"{self.source}: {self.where}", must, got, cure)
 
     def _need(self, count: int) -> None:
         if count > self.size - self.position:
-            raise self.error(
-                f"the file must go on for {shown(count)} more bytes", f"{self.size - self.position} that are left"
-            )
+            raise self.error(f"the file must have {shown(count)} more bytes", f"only {self.size - self.position}")
         if self.position + count > self.most:
-            raise self.error(f"the header must have at most {self.most} bytes", "more", "Is this a model?")
+            raise self.error(f"the header must have at most {self.most} bytes", "more", "Pass a model.")
 
     def _take(self, count: int) -> bytes:
         self._need(count)
         content = self.file.read(count)
         if len(content) < count:
-            raise self.error("the file must not change while it is read", "an early end")
+            raise self.error("the file must not change while it is read", "fewer bytes")
         self.position += count
         return content
 
@@ -138,7 +139,9 @@ class _Walk:
     def _item(self, count: int = 1) -> None:
         self.items += count
         if self.items > _MAX_ITEMS:
-            raise self.error(f"keys, strings and tensors must be at most {_MAX_ITEMS}", "more", "Is this a model?")
+            raise self.error(
+                f"the file must have at most {_MAX_ITEMS} keys, strings and tensors", "more", "Pass a model."
+            )
 
     def _name(self, what: str) -> str:
         self._item()
@@ -149,29 +152,30 @@ class _Walk:
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError:
-            raise self.error("it must be UTF-8", shown(content), _BROKEN) from None
+            raise self.error("strings must be UTF-8", shown(content), _BROKEN) from None
 
     def counts(self) -> tuple[int, int]:
-        """How many tensors and keys there are."""
+        """Return the number of tensors and the number of keys."""
         magic = self._take(4)
         if magic != MAGIC:
-            raise self.error(f"the file must begin with {MAGIC!r}", shown(magic), "Is this a GGUF file?")
+            raise self.error(f"the file must begin with {MAGIC!r}", shown(magic), "Pass a GGUF file.")
         version: int = self._number(_U32)
         if version not in (2, 3):
-            big = " It looks like a big-endian file." if version & 0xFFFF == 0 else ""
-            raise self.error("the version must be 2 or 3, in little-endian", str(version), f"Convert it anew.{big}")
+            hint = " It seems to be big-endian." if version & 0xFFFF == 0 else ""
+            must = "the version must be 2 or 3, in little-endian"
+            raise self.error(must, str(version), f"Convert the model again.{hint}")
         tensors = self._count("tensors", _MAX_TENSORS, 0)
         return tensors, self._count("keys", _MAX_KEYS, 13)
 
     def values(self, count: int) -> dict[str, Any]:
-        """All keys; numbers, short strings and short arrays of numbers with their values."""
+        """Return all keys. Numbers, short strings and short arrays of numbers have their values, others `_Skipped`."""
         values: dict[str, Any] = {}
         for i in range(count):
             self.where = f"key {i} of {count}"
             key = self._name("its name")
             self.where = shown(key)
             if key in values:
-                raise self.error("every key must be given once", "a second one", _BROKEN)
+                raise self.error("keys must be unique", "the key twice", _BROKEN)
             values[key] = self._value(self._number(_U32), 0)
         return values
 
@@ -190,10 +194,10 @@ class _Walk:
         if count <= _MAX_NAME:
             return self._text(self._take(count))
         self._skip(count)
-        return _NotKept(f"a string of {count} bytes")
+        return _Skipped(f"a string of {count} bytes")
 
-    def _array(self, depth: int) -> tuple[Any, ...] | _NotKept:
-        """A short array of numbers, which may say something of each layer; any other is passed over."""
+    def _array(self, depth: int) -> tuple[Any, ...] | _Skipped:
+        """Return a short array of numbers, which may have an entry for each layer. Other arrays are skipped."""
         if depth >= _MAX_NESTING:
             raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", _BROKEN)
         kind: int = self._number(_U32)
@@ -204,23 +208,23 @@ class _Walk:
                 self._item(count)
                 return struct.unpack(f"<{count}{form.format[-1]}", self._take(count * form.size))
             self._skip(count * form.size)
-            return _NotKept(f"an array of {count}")
+            return _Skipped(f"an array of {count}")
         if kind not in (_STRING, _ARRAY):
             raise self.error("its type must be one of 0 to 12", str(kind), _BROKEN)
         count = self._count("entries of an array", _MAX_ITEMS, 8)
         self._item(count)
         if kind == _STRING:
             self._skip_strings(count)
-            return _NotKept(f"an array of {count}")
+            return _Skipped(f"an array of {count}")
         self.arrays += count
         if self.arrays > _MAX_ARRAYS:
             raise self.error(f"arrays inside arrays must be at most {_MAX_ARRAYS}", "more", _BROKEN)
         for _ in range(count):
             self._array(depth + 1)
-        return _NotKept(f"an array of {count}")
+        return _Skipped(f"an array of {count}")
 
     def _skip_strings(self, count: int) -> None:
-        """Pass over strings, a block of the file at a time: a vocabulary has hundreds of thousands."""
+        """Skip strings in blocks of the file, since a vocabulary has hundreds of thousands of them."""
         length = _U64.unpack_from
         while count:
             self._need(_U64.size)
@@ -239,7 +243,7 @@ class _Walk:
             self.file.seek(self.position)
 
     def tensors(self, count: int) -> dict[str, _Tensor]:
-        """Where the tensors of factors are."""
+        """Return the shapes, types and offsets of the factor tensors."""
         names: set[str] = set()
         found: dict[str, _Tensor] = {}
         self._need(count * 24)
@@ -248,7 +252,7 @@ class _Walk:
             name = self._name("its name")
             self.where = shown(name)
             if name in names:
-                raise self.error("every tensor must be given once", "a second one", _BROKEN)
+                raise self.error("names of tensors must be unique", "the name twice", _BROKEN)
             names.add(name)
             axes = self._number(_U32)
             if axes > 4:
@@ -258,22 +262,22 @@ class _Walk:
                 continue
             if name not in (FREQS, SHORT, LONG):
                 must = f"a tensor about rotation must be one of {FREQS}, {SHORT}, {LONG}"
-                raise self.error(must, "another", "llama.cpp does not read it.")
+                raise self.error(must, "another one", "llama.cpp does not read it. Convert the model again.")
             found[name] = _Tensor(tuple(dims), kind, offset)
         return found
 
     def floats(self, name: str, tensor: _Tensor, start: int) -> tuple[float, ...]:
-        """The numbers of a tensor of factors; infinite where a pair stands still."""
+        """Return the numbers of a factor tensor, with infinity for a pair that does not rotate."""
         self.where = name
         most = MAX_HEAD_DIM // 2
         if tensor.kind != _F32 or len(tensor.dims) != 1 or not 1 <= tensor.dims[0] <= most:
             raise self.error(
-                f"it must hold 1 to {most} numbers of type F32 on one axis",
+                f"the tensor must hold 1 to {most} numbers of type F32 on one axis",
                 f"axes {shown(tensor.dims)} of type {tensor.kind}",
-                "Convert the model anew.",
+                "Convert the model again.",
             )
-        self.most = self.size  # the data of a tensor lies anywhere in the file
+        self.most = self.size  # tensor data may be anywhere in the file
         self.position = min(start + tensor.offset, self.size)
         self.file.seek(self.position)
         values = struct.unpack(f"<{tensor.dims[0]}f", self._take(4 * tensor.dims[0]))
-        return tuple(math.inf if value >= _NEVER_TURNS else value for value in values)
+        return tuple(math.inf if value >= _NO_ROTATION else value for value in values)

@@ -1,4 +1,4 @@
-"""The keys of a GGUF file: which are about rotation, each read once, and none left over."""
+"""The keys of a GGUF file. Every key about rotation must be read, or be known to have no effect."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from ropewalk.configs.gguf.row import (
     GgufRow,
 )
 
-# Keys after the architecture that say something where they are read, and must not be given elsewhere.
+# Keys that only some architectures read. Files of other architectures must not have them.
 _OF_SOME = {
-    DIM_SWA: "Sliding-window layers that turn other channels: not supported yet.",
-    HEAD_SWA: "Sliding-window layers with heads of another size: not supported yet.",
-    HEAD_MLA: "Multi-head latent attention: not supported yet.",
+    DIM_SWA: "Sliding-window layers that rotate other channels are not supported yet.",
+    HEAD_SWA: "Sliding-window layers with another head size are not supported yet.",
+    HEAD_MLA: "Multi-head latent attention is not supported yet for this architecture.",
     ROPE_PATTERN: NOT_ALL_LAYERS,
     "attention.compress_rope_freq_base": NOT_ALL_LAYERS,
-    SECTIONS: "llama.cpp reads it for architectures with several axes alone, such as qwen2vl, qwen3vl, glm4 and "
-    "hunyuan_vl: is general.architecture right? If it means nothing, name the key in ignore=(...) of from_config.",
+    SECTIONS: "llama.cpp reads it only for architectures with several axes, such as qwen2vl, qwen3vl, glm4 and "
+    "hunyuan_vl. Check general.architecture. If the key has no effect, pass it in ignore=(...) to from_config.",
 }
-# Values of keys that change nothing even where they are not read.
+# Values with which a key has no effect even if it is not read.
 _NEUTRAL = {
     "rope.scaling.factor": (0.0, 1.0),
     "rope.scale_linear": (0.0, 1.0),
@@ -53,13 +53,20 @@ _ALWAYS_READ = (
     "rope.scaling.finetuned",
 )
 REMOVE = "remove this key with gguf-new-metadata --remove-metadata, a command of the package gguf"
-_TELLING = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
+_ROPE_NAMES = frozenset({"attn_factor", "dimension_count", "freq_base", "original_context_length", "scale_linear"})
 
 
 class Keys:
-    """The keys of one file, what they meant so far, and what to warn about. Names are those after the architecture.
+    """The keys of one file. Methods take their names without the architecture prefix.
 
-    `row` says what the architecture implies.
+    Attributes:
+        fields: the keys and values.
+        origins: maps the name of a value to the key that it came from.
+        warnings: sentences for the user.
+        architecture, row: the architecture and the facts that it implies.
+        used: the full names of the keys that have been read.
+        original: rope.scaling.original_context_length, in tokens, or None.
+        longest: context_length, in tokens, or None.
     """
 
     def __init__(self, fields: Fields) -> None:
@@ -67,65 +74,65 @@ class Keys:
         self.origins: dict[str, str] = {}
         self.warnings: list[str] = []
         self.architecture, self.row = _architecture(fields)
-        self.taken = {self.key(name) for name in _ALWAYS_READ}
+        self.used = {self.key(name) for name in _ALWAYS_READ}
         self.original = self.length(ORIGINAL)
         self.longest = self.length("context_length")
 
     def key(self, name: str) -> str:
-        """The whole name of a key."""
+        """Return the full name of a key."""
         return f"{self.architecture}.{name}"
 
     def number(self, name: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
-        """A key that counts from here on; None if it is not given."""
+        """Mark a key as used and return its value as a number, or None if it is missing."""
         key = self.key(name)
-        self.taken.add(key)
+        self.used.add(key)
         if not self.fields.has(key):
             return None
         return checked_number(self.fields.source, key, self.fields.get(key), above=above, at_least=at_least)
 
     def length(self, name: str) -> int | None:
-        """A key as a number of tokens; None if it is not given."""
+        """Return the value of a key as a number of tokens, or None if it is missing."""
         key = self.key(name)
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
-    def needed(self, name: str, value: float | None, why: str) -> Any:
-        """The value, if it is given."""
+    def require(self, name: str, value: float | None, why: str) -> Any:
+        """Return the value, or raise a RopeError if it is None. `why` completes the message."""
         if value is None:
-            raise self.fields.error(self.key(name), "it must be given", "none", why)
+            raise self.fields.error(self.key(name), "must be given", "none", why)
         self.origins[name.rpartition(".")[2]] = self.key(name)
         return value
 
     def refuse_unsupported(self) -> None:
-        """Raise if a key says something that llama.cpp does not read for this architecture."""
+        """Raise a RopeError if the file has a key that llama.cpp does not read for this architecture."""
         reads = self.row.reads()
-        self.taken |= {self.key(name) for name in reads}
+        self.used |= {self.key(name) for name in reads}
         for name, why in _OF_SOME.items():
             value = self.fields.get(self.key(name))
             if name not in reads and value is not None:
-                raise self.fields.error(self.key(name), "it must not be given", shown(value), why)
+                raise self.fields.error(self.key(name), "must not be given", shown(value), why)
         local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
-        self.taken.add(self.key(BASE_SWA))
+        self.used.add(self.key(BASE_SWA))
         if BASE_SWA not in reads and local not in (None, own):
-            cure = f"llama.cpp does not rotate by it in {self.architecture}: read the model's config.json instead."
-            raise self.fields.error(self.key(BASE_SWA), f"it must agree with {BASE}={shown(own)}", shown(local), cure)
+            cure = f"llama.cpp does not use it in {self.architecture}. Read the model's config.json instead."
+            raise self.fields.error(self.key(BASE_SWA), f"must agree with {BASE}={shown(own)}", shown(local), cure)
 
-    def refuse_untaken(self, kind: str) -> None:
-        """Every key about rotation must have been read, or change nothing."""
+    def refuse_unused(self, kind: str) -> None:
+        """Raise a RopeError if a key about rotation was not read and its value may have an effect."""
         known = {self.key(name) for name in (*_ALWAYS_READ, *_NEUTRAL)}
         for key, value in self.fields.config.items():
-            if key in self.taken:
+            if key in self.used:
                 continue
             if key in known:
                 name = key.removeprefix(f"{self.architecture}.")
                 if isinstance(value, bool) or value not in _NEUTRAL[name]:
-                    must = f"it must not be given for {self.architecture} with scaling {kind!r}"
+                    must = f"must not be given for {self.architecture} with scaling {kind!r}"
                     cure = (
-                        "llama.cpp ignores it there, or does what no scheme says. Read the model's config.json "
-                        f"instead. If it means nothing, pass ignore=({key!r},) to from_config, or {REMOVE}."
+                        "llama.cpp ignores it there, or applies it as no scheme does. Read the model's config.json "
+                        f"instead. If the key has no effect, pass ignore=({key!r},) to from_config, or {REMOVE}."
                     )
                     raise self.fields.error(key, must, shown(value), cure)
-            elif key.rpartition(".")[2] in _TELLING or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
-                must = f"a key about rotation must be one that llama.cpp reads for {self.architecture}"
+            elif key.rpartition(".")[2] in _ROPE_NAMES or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
+                must = f"is about rotation and must be a key that llama.cpp reads for {self.architecture}"
                 cure = (
                     f"It would have no effect.{nearest(key, known)} To read the file, pass ignore=({key!r},) to "
                     f"from_config, or {REMOVE}."
@@ -134,16 +141,16 @@ class Keys:
 
 
 def _architecture(fields: Fields) -> tuple[str, GgufRow]:
-    """The name of the architecture, and its row."""
+    """Return the name of the architecture and its row."""
     name = fields.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise fields.error(
             "general.architecture",
-            "it must be a string",
+            "must be a string",
             shown(name),
-            "Is this a model? Of a model in several files, pass the first.",
+            "Pass the file of a model; if a model has several files, pass the first.",
         )
     row = ARCHITECTURES.get(name, UNKNOWN)
     if row.refusal:
-        raise fields.error("general.architecture", "it must be one that turns as a Rope does", repr(name), row.refusal)
+        raise fields.error("general.architecture", "must be a model that a Rope describes", repr(name), row.refusal)
     return name, row

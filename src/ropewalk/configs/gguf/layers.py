@@ -1,4 +1,4 @@
-"""Which layer of a GGUF file is of which kind."""
+"""Assign kinds to the layers of a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WINDOW = "attention.sliding_window"
 
 
 def kinds_of_layers(keys: Keys) -> list[str]:
-    """The kind of each layer: a name of the row's `kinds`."""
+    """Return the kind of each layer: a name in the row's `kinds`."""
     fields = keys.fields
     blocks = fields.layers((keys.key("block_count"),))
     count = blocks - _drafting(keys, blocks)
@@ -25,14 +25,14 @@ def kinds_of_layers(keys: Keys) -> list[str]:
     if layers.fixed and isinstance(layers.otherwise, Every):
         kinds, implied = _every(layers.otherwise, layers.otherwise.n, count)
         if stated != kinds:
-            must = f"it must say the same as what is implied: {implied}"
-            cure = f"llama.cpp rotates by that, whatever the key says ({keys.row.source})."
-            raise fields.error(keys.key(layers.key), must, "something else", cure)
+            must = f"must agree with the implied kinds ({implied})"
+            cure = f"llama.cpp ignores the key ({keys.row.source}). Convert the model again."
+            raise fields.error(keys.key(layers.key), must, "another list", cure)
     return stated
 
 
 def _drafting(keys: Keys, blocks: int) -> int:
-    """Blocks at the end that are no layers of the model: they predict further tokens."""
+    """Return the number of blocks at the end that only predict further tokens and are not layers of the model."""
     key = keys.key("nextn_predict_layers")
     keys.origins["layers"] = keys.key("block_count")
     if keys.fields.get(key) in (None, 0):
@@ -43,26 +43,26 @@ def _drafting(keys: Keys, blocks: int) -> int:
 
 
 def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
-    """Whether the file has the layers of its architecture all alike."""
+    """Whether all layers of the file are alike although those of its architecture may differ."""
     fields, key = keys.fields, keys.key(_WINDOW)
     slides = fields.get(key) not in (None, 0) and fields.size(key) > 0
     if layers.no_window and fields.has(key) and not slides:
-        raise fields.error(key, "it must not be 0", shown(fields.get(key)), layers.no_window)
+        raise fields.error(key, "must not be 0", shown(fields.get(key)), layers.no_window)
     if layers.window and not slides:
         keys.origins["layer_types"] = f"no {key} is given, so all layers are alike"
         return True
     if layers.count in (None, count):
         return False
     if slides:
-        must = f"it must be 0 or absent, since {keys.architecture} has {count} layers and not {layers.count}"
+        must = f"must be 0 or missing, since {keys.architecture} has {count} layers instead of {layers.count}"
         cure = f"llama.cpp then rotates all layers ({keys.row.source}). Read the model's config.json instead."
         raise fields.error(key, must, shown(fields.get(key)), cure)
-    keys.origins["layer_types"] = f"{count} layers, and not {layers.count}: all are alike ({keys.row.source})"
+    keys.origins["layer_types"] = f"{count} layers instead of {layers.count}, so all are alike ({keys.row.source})"
     return True
 
 
 def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | None:
-    """The kinds by the list of the file, which may go on over blocks that only draft; None if there is no list."""
+    """Return the kinds from the list of the file, which may include drafting blocks, or None if it has no list."""
     key, fields = keys.key(layers.key), keys.fields
     value = fields.get(key)
     if isinstance(value, int) and layers.key == KV_HEADS:
@@ -70,20 +70,20 @@ def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | 
     interval_key = layers.otherwise.key if isinstance(layers.otherwise, Every) else ""
     if not layers.key or value is None or (isinstance(value, int) and layers.key == interval_key):
         return None
-    keys.taken.add(key)
+    keys.used.add(key)
     keys.origins["layer_types"] = key
     if not isinstance(value, tuple) or len(value) not in (count, blocks):
         got = f"{len(value)} entries" if isinstance(value, tuple) else shown(value)
-        must = f"it must be a list with an entry for each of the {count} layers"
-        raise fields.error(key, must, got, "Convert the model anew.")
+        must = f"must be a list with an entry for each of the {count} layers"
+        raise fields.error(key, must, got, "Convert the model again.")
     for flag in value:
         if not isinstance(flag, int) or flag < 0:
-            raise fields.error(key, "each must be true, false or a count", shown(flag), "Convert the model anew.")
+            raise fields.error(key, "must contain only booleans or counts", shown(flag), "Convert the model again.")
     return [layers.flagged if flag else layers.unflagged for flag in value[:count]]
 
 
 def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
-    """The kinds where the file has no list."""
+    """Return the kinds if the file has no list."""
     pattern = layers.otherwise
     if isinstance(pattern, Every):
         key = keys.key(pattern.key)
@@ -93,12 +93,12 @@ def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
         return kinds
     if pattern is None:
         key = keys.key(layers.key)
-        raise keys.fields.error(key, "it must be given, since the layers differ", "none", "Convert the model anew.")
+        raise keys.fields.error(key, "must be given, since the layers differ", "none", "Convert the model again.")
     return [pattern] * count
 
 
 def _every(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
-    """The kinds by the pattern with one hit of every n, and which that is in words."""
+    """Return the kinds according to the pattern with the given n, and a description of the pattern."""
     at = 0 if pattern.first else n - 1
-    kinds = [pattern.hit if i % n == at else pattern.miss for i in range(count)]
-    return kinds, f"the {'first' if pattern.first else 'last'} of every {n} is {pattern.hit}"
+    kinds = [pattern.kind if i % n == at else pattern.rest for i in range(count)]
+    return kinds, f"the {'first' if pattern.first else 'last'} of every {n} is {pattern.kind}"

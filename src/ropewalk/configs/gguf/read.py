@@ -1,6 +1,6 @@
-"""GGUF (llama.cpp): keys and tensors of one file, read as llama.cpp reads them.
+"""Read GGUF files: their keys and tensors are interpreted as in llama.cpp.
 
-Source of what keys mean: llama.cpp as vendored in llama-cpp-python 0.3.36: src/llama-model.cpp (load_hparams,
+Source: llama.cpp as vendored in llama-cpp-python 0.3.36: src/llama-model.cpp (load_hparams,
 get_rope_factors), src/llama-context.cpp (the attention factor of YaRN), src/models/*.cpp.
 """
 
@@ -43,7 +43,7 @@ from ropewalk.schemes import Scaling
 def read(
     path: Path, *, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...] = ()
 ) -> ModelRopes:
-    """The ropes of a GGUF file; see `from_config` for arguments and errors."""
+    """Return the ropes of a GGUF file. See `from_config` for arguments and errors."""
     try:
         values, tensors = header.read(path)
     except RopeError:
@@ -55,7 +55,7 @@ def read(
 
 
 class _Reader:
-    """One file being read."""
+    """Reads one file."""
 
     def __init__(
         self,
@@ -80,17 +80,17 @@ class _Reader:
         layers = kinds_of_layers(keys)
         of_row = self.row.kinds()
         kinds = {name: of_row[name] for name in dict.fromkeys(layers)}
-        turning = {name: kind for name, kind in kinds.items() if kind is not None}
-        shapes = {name: (*self._shape(kind), self._base(kind)) for name, kind in turning.items()}
+        rotating = {name: kind for name, kind in kinds.items() if kind is not None}
+        shapes = {name: (*self._shape(kind), self._base(kind)) for name, kind in rotating.items()}
         query_scale = self._query_scale()
         ropes: dict[str, Rope | None] = dict.fromkeys(kinds)
         scheme, others = None, {}
         with keys.fields.named():
-            if turning:
+            if rotating:
                 self.scaling = SchemeReader(keys, self.tensors)
                 scheme = self.scaling.read()
-                self._check_unscaled(list(turning.values()), scheme)
-            for name, kind in turning.items():
+                self._check_unscaled(list(rotating.values()), scheme)
+            for name, kind in rotating.items():
                 head_dim, rotary_dim, offset, base = shapes[name]
                 own = scheme if kind.scaled else None
                 axes = self._axes(rotary_dim)
@@ -115,48 +115,50 @@ class _Reader:
         )
 
     def _sections(self) -> tuple[int, ...] | None:
-        """How many pairs each axis has, None where tokens have one position each."""
+        """Return the number of pairs of each axis, or None if tokens have one position."""
         fields, key, axes = self.keys.fields, self.keys.key(SECTIONS), self.row.axes
         value = fields.get(key)
         if axes == "one" or (axes == "mrope if sections" and value is None):
             return None
         if not isinstance(value, tuple) or len(value) != 4 or not all(type(n) is int and n >= 0 for n in value):
-            raise fields.error(key, "it must be a list of 4 numbers of pairs", shown(value), "Convert the model anew.")
+            raise fields.error(key, "must be a list of 4 numbers of pairs", shown(value), "Convert the model again.")
         if axes == "mrope if sections" and not (value[0] and value[1]):
             return None
         if not any(value):
-            raise fields.error(key, "some pairs must have an axis", shown(value), "Convert the model anew.")
+            raise fields.error(key, "must give at least one pair an axis", shown(value), "Convert the model again.")
         if value[3]:
-            cure = "What its fourth row of positions holds is not described: read the model's config.json instead."
-            raise fields.error(key, "no pair may have a fourth axis", shown(value), cure)
+            cure = "The content of the fourth row of positions is not known. Read the model's config.json instead."
+            raise fields.error(key, "must not give pairs a fourth axis", shown(value), cure)
         if self.text_only:
             self.keys.warnings.append(TEXT_ONLY)
         return value
 
     def _axes(self, rotary_dim: int) -> Axes | None:
-        """The row of positions that each pair takes; a warning where ggml has a fourth one that it fills with 0."""
+        """Return the axes, and warn if ggml uses a fourth row of positions, which it fills with 0."""
         if self.sections is None:
             return None
         pairs, covered = rotary_dim // 2, sum(self.sections)
-        axes = axes_of(self.sections, pairs, in_turn=self.row.axes == "imrope")
+        axes = axes_of(self.sections, pairs, is_interleaved=self.row.axes == "imrope")
         if covered != pairs and not self.text_only:
-            after = (
-                f"begins anew with pair {covered}" if covered < pairs else f"leaves out what is beyond pair {pairs - 1}"
+            effect = (
+                f"repeats the sections from pair {covered} on"
+                if covered < pairs
+                else f"ignores the sections beyond pair {pairs - 1}"
             )
             self.keys.warnings.append(
-                f"{self.keys.key(SECTIONS)} = {list(self.sections)} covers {covered} pairs of the {pairs} that rotate: "
-                f"llama.cpp {after}. The model's own code may not."
+                f"{self.keys.key(SECTIONS)} = {list(self.sections)} covers {covered} pairs, but {pairs} rotate: "
+                f"llama.cpp {effect}. The model's own code may not."
             )
         fourth = [i for i, a in enumerate(axes.axis) if a == 3]
         if fourth and self.text_only:
             self.keys.warnings.append(
-                f"llama.cpp leaves pairs {ranges(fourth)} of text tokens unturned, since no axis of {SECTIONS} covers "
-                "them; these ropes turn them, as the model does."
+                f"llama.cpp does not rotate pairs {ranges(fourth)} of text tokens, since no axis of {SECTIONS} covers "
+                "them. These ropes rotate them, as the model does."
             )
         elif fourth:
             self.keys.warnings.append(
-                f"llama.cpp gives pairs {ranges(fourth)}, which no axis of {SECTIONS} covers, a fourth row of "
-                "positions, and fills it with 0: pass zeros to do as it does. The model's own code gives them the time."
+                f"no axis of {SECTIONS} covers pairs {ranges(fourth)}: llama.cpp gives them a fourth row of positions "
+                "filled with 0, so pass zeros to reproduce it. The model's own code gives them the time."
             )
         if self.text_only:
             return None
@@ -171,18 +173,18 @@ class _Reader:
                 known = [name for name, row in ARCHITECTURES.items() if row.pairing]
                 raise self.keys.fields.error(
                     "general.architecture",
-                    "it must be one that ropewalk knows",
+                    "must be one that ropewalk knows",
                     shown(self.keys.architecture),
-                    f"The file does not say how it rotates.{nearest(self.keys.architecture, known)} If "
+                    f"The file does not define its rotation.{nearest(self.keys.architecture, known)} If "
                     'all layers rotate alike, pass pairing="half" (NEOX in llama.cpp) or pairing="interleaved" (NORM).',
                 )
             self.keys.origins["pairing"] = "passed by the caller"
             return cast(Pairing, self.passed_pairing)
-        pairing: Pairing = self.row.pairing if self.sections is None else "half"  # llama.cpp has no other MROPE
+        pairing: Pairing = self.row.pairing if self.sections is None else "half"  # MROPE always pairs halves
         if self.passed_pairing not in (None, pairing):
             raise self.keys.fields.error(
                 "general.architecture",
-                f"{self.keys.architecture} has pairing {pairing!r} ({SOURCE})",
+                f"{self.keys.architecture} has the pairing {pairing!r} ({SOURCE})",
                 f"pairing={self.passed_pairing!r}",
                 "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
             )
@@ -191,15 +193,15 @@ class _Reader:
         return pairing
 
     def _shape(self, kind: Kind) -> tuple[int, int, int]:
-        """Channels of a head, how many of them turn, and how many stand before those."""
+        """Return head_dim, rotary_dim and rotary_offset, in channels."""
         head_dim = self._head_dim(kind)
         rotary_dim = self._rotary_dim(kind, head_dim)
         if not self.row.latent:
             return head_dim, rotary_dim, 0
         key = self.keys.key(DIM)
         if not self.keys.fields.has(key) or rotary_dim >= head_dim:
-            must = f"it must be less than the {head_dim} channels of the head"
-            raise self.keys.fields.error(key, must, shown(self.keys.fields.get(key)), "The others do not turn.")
+            must = f"must be less than the {head_dim} channels of the head"
+            raise self.keys.fields.error(key, must, shown(self.keys.fields.get(key)), "Convert the model again.")
         self.keys.origins["rotary_dim"] = f"{key}, the last of the head"
         return head_dim, rotary_dim, head_dim - rotary_dim
 
@@ -208,63 +210,65 @@ class _Reader:
         names = (HEAD_SWA if kind.own_head else "", HEAD_MLA if self.row.latent else "", HEAD)
         own = fields.first(tuple(self.keys.key(name) for name in names if name))
         if fields.has(own):
-            self._came("head_dim", own)
+            self._note("head_dim", own)
             return fields.size(own, at_most=MAX_HEAD_DIM)
         if self.row.latent:
-            raise fields.error(own, "it must be given", "none", "Its heads are not embedding_length / head_count wide.")
+            cure = "Its head_dim is not embedding_length / head_count. Convert the model again."
+            raise fields.error(own, "must be given", "none", cure)
         own, width, heads = (self.keys.key(n) for n in (HEAD, "embedding_length", "attention.head_count"))
-        cure = f"It is needed where {own} is not given."
-        self._came("head_dim", f"{width} / {heads}")
+        cure = f"It is required if {own} is not given."
+        self._note("head_dim", f"{width} / {heads}")
         return fields.head_width((width,), (heads,), own, cure=cure)
 
     def _rotary_dim(self, kind: Kind, head_dim: int) -> int:
         names = (DIM_SWA, DIM) if kind.own_head else (DIM,)
         key = self.keys.fields.first(tuple(self.keys.key(name) for name in names))
         if not self.keys.fields.has(key):
-            self._came("rotary_dim", "the whole head")
+            self._note("rotary_dim", "the whole head")
             return head_dim
-        self._came("rotary_dim", key)
+        self._note("rotary_dim", key)
         rotary_dim = self.keys.fields.size(key)
         if self.row.whole_head and rotary_dim != head_dim:
             raise self.keys.fields.error(
                 key,
-                f"{self.keys.architecture} turns the whole head of {head_dim}",
+                f"must be the whole head of {head_dim} channels for {self.keys.architecture}",
                 str(rotary_dim),
-                "llama.cpp refuses it.",
+                "llama.cpp refuses other values. Convert the model again.",
             )
         return rotary_dim
 
     def _base(self, kind: Kind) -> float:
-        """The base of a kind of layers: of its keys the first that is given, or what it implies."""
+        """Return the base of a kind of layer: the first of its keys that has a value, or the implied base."""
         keys = {name: self.keys.key(name) for name in kind.bases}
         name = next((name for name, key in keys.items() if self.keys.fields.has(key)), BASE if BASE in keys else "")
         if name == BASE:
             return self._model_base()
         if name:
-            self._came("base", keys[name])
+            self._note("base", keys[name])
             return self.keys.fields.base(keys[name], self.keys.fields.get(keys[name]), None)
         if kind.implied_base is None:
-            cure = "llama.cpp would take 10000, which may not be the model's. Convert the model anew."
-            raise self.keys.fields.error(
-                " or ".join(keys.values()) or self.keys.key(BASE), "the base must be given", "none", cure
-            )
-        self._came("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
+            cure = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
+            key = " or ".join(keys.values()) or self.keys.key(BASE)
+            raise self.keys.fields.error(key, "must be given, since it is the base", "none", cure)
+        self._note("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
         return kind.implied_base
 
     def _model_base(self) -> float:
         key = self.keys.key(BASE)
         if self.keys.fields.has(key):
-            self._came("base", key)
+            self._note("base", key)
             return self.keys.fields.base(key, self.keys.fields.get(key), self.passed_base)
         if self.passed_base is not None:
-            self._came("base", "passed by the caller")
+            self._note("base", "passed by the caller")
             return self.passed_base
         implied = self.row.implied_base
         if implied is None:
-            cure = "llama.cpp would take 10000, which may not be the model's: pass base=... to from_config."
-            raise self.keys.fields.error(key, "the base must be given", "none", cure)
-        self._came("base", f"implied: {implied.origin}")
-        self.keys.warnings.append(f"the file states no {key}; llama.cpp takes {implied.value:g}. {implied.warning}")
+            cure = "llama.cpp uses 10000, which may not be the model's base. Pass base=... to from_config."
+            raise self.keys.fields.error(key, "must be given, since it is the base", "none", cure)
+        self._note("base", f"implied: {implied.origin}")
+        self.keys.warnings.append(
+            f"the file has no {key}, for which llama.cpp uses {implied.value:g}. {implied.warning}"
+        )
         return implied.value
 
     def _trained_length(self, scheme: Scaling | None) -> int | None:
@@ -272,17 +276,17 @@ class _Reader:
             return self.keys.original
         return self.keys.longest if scheme is None else scheme.trained_length(self.keys.longest)
 
-    def _came(self, name: str, where: str) -> None:
-        """Notes where a value came from, beside where other kinds of layers have it from."""
-        before = self.keys.origins.get(name)
-        self.keys.origins[name] = where if before in (None, where) else f"{before} and {where}"
+    def _note(self, name: str, where: str) -> None:
+        """Record where a value came from. Origins of different kinds of layers are joined by "and"."""
+        previous = self.keys.origins.get(name)
+        self.keys.origins[name] = where if previous in (None, where) else f"{previous} and {where}"
 
     def _check_unscaled(self, kinds: list[Kind], scheme: Scaling | None) -> None:
-        """rope.scaling.attn_factor would multiply cos and sin of sliding layers that have no scheme."""
+        """Raise a RopeError if rope.scaling.attn_factor would multiply cos and sin of layers without a scheme."""
         key = self.keys.key("rope.scaling.attn_factor")
         if scheme is not None and not all(kind.scaled for kind in kinds) and self.keys.fields.get(key) not in (None, 1):
-            cure = "Sliding layers would have it without a scaling: not supported yet."
-            raise self.keys.fields.error(key, "it must be 1 or absent", shown(self.keys.fields.get(key)), cure)
+            cure = "A factor for sliding layers, which have no scaling, is not supported yet."
+            raise self.keys.fields.error(key, "must be 1 or missing", shown(self.keys.fields.get(key)), cure)
 
     def _indexer(self, rope: Rope) -> dict[str, Rope]:
         if self.row.indexer is None:
@@ -293,28 +297,28 @@ class _Reader:
         return {"indexer": Rope(width, rope.base, self.row.indexer, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
 
     def _softmax_factor(self, scheme: Scaling | None) -> float:
-        """DeepSeek's: what llama.cpp's attention multiplies the softmax scale with."""
+        """Return the factor by which llama.cpp multiplies the softmax scale (DeepSeek), dimensionless."""
         if not self.row.scales_softmax or scheme is None:
             return 1.0
         if self.scaling.kind != "yarn":
-            must = f"the scaling of {self.keys.architecture} must be yarn"
-            cure = "llama.cpp would change the scale of the softmax: not supported."
+            must = f"must be yarn for {self.keys.architecture}"
+            cure = "With another type llama.cpp changes the softmax scale, which is not supported."
             raise self.keys.fields.error(self.keys.key("rope.scaling.type"), must, scheme.rope_type, cure)
-        twice = self.scaling.magnitude
-        if twice != 1.0:
+        yarn_factor = self.scaling.yarn_factor
+        if yarn_factor != 1.0:
             self.keys.warnings.append(
-                f"llama.cpp multiplies cos and sin by {twice:.6g}, and the softmax scale by its square as well; the "
+                f"llama.cpp multiplies cos and sin by {yarn_factor:.6g} and also the softmax scale by its square. The "
                 "model's own code may not."
             )
-        factor = scheme.softmax_factor * twice * twice
+        factor = scheme.softmax_factor * yarn_factor * yarn_factor
         if not math.isfinite(factor):
             key = self.keys.key("rope.scaling.yarn_log_multiplier")
-            must = "the square of the attention factor must be finite"
-            raise self.keys.fields.error(key, must, "infinity", "Models have a multiplier of about 0.1.")
+            must = "must give a finite softmax factor"
+            raise self.keys.fields.error(key, must, "infinity", "Released models have about 0.1.")
         return factor
 
     def _query_scale(self) -> QueryScale | None:
-        """attention.temperature_scale of Ministral 3 and Mistral Large 3: q grows with the position."""
+        """Return the factor of q that grows with the position (Ministral 3 and Mistral Large 3), or None."""
         name = self.row.temperature_length
         beta = self.keys.number("attention.temperature_scale", at_least=0.0) if name else None
         if not beta:
@@ -322,6 +326,6 @@ class _Reader:
         length = self.keys.length(name)
         if length is None and name == ORIGINAL:
             length = self.keys.longest
-        length = self.keys.needed(name, length, "attention.temperature_scale needs it.")
+        length = self.keys.require(name, length, "attention.temperature_scale needs it.")
         self.keys.origins["query_scale"] = self.keys.key("attention.temperature_scale")
         return QueryScale(beta=beta, original_max_position_embeddings=cast(int, length))

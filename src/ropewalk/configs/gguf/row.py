@@ -1,6 +1,6 @@
-"""What a row of the table of architectures says: all that an architecture of llama.cpp implies and its file does not.
+"""GgufRow: the facts that an architecture of llama.cpp implies and its files do not state.
 
-Keys are written without the architecture before them.
+Keys are written without the architecture prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KV_HEADS, ROPE_PATTERN = "attention.head_count_kv", "attention.rope_pattern"
 ORIGINAL = "rope.scaling.original_context_length"
 
 ALL, NO_ROPE = "all", "no rope"
-"""Kinds of layers where they are all alike."""
+"""Kinds of layers if all layers are alike."""
 Axes = Literal["one", "mrope", "imrope", "mrope if sections"]
 
 
@@ -29,10 +29,11 @@ class Kind:
     """How the layers of one kind get their rope.
 
     Args:
-        bases: keys of the base; the first that is given counts. rope.freq_base is the model's: base=... of
-            from_config and the implied base of the row stand in for it.
-        implied_base: the base where none is given and rope.freq_base is none of them; None where that is an error.
-        scaled: whether the scaling of the model is meant for this kind.
+        bases: keys of the base. The first one with a value is used. rope.freq_base is the base of the model. If it is
+            missing, base=... of from_config or the implied base of the row replaces it.
+        implied_base: the base if none of `bases` has a value and rope.freq_base is not among them. None makes that an
+            error.
+        scaled: whether the scaling of the model applies to this kind.
         own_head: whether attention.key_length_swa and rope.dimension_count_swa are read for it.
     """
 
@@ -44,11 +45,11 @@ class Kind:
 
 @dataclass(frozen=True)
 class Every:
-    """Of each n layers one is `hit` (the last, or the first), the others are `miss`; n may stand under a key."""
+    """One of every n layers (the last, or the first) is `kind`, and the others are `rest`. A key may override n."""
 
     n: int
-    hit: str
-    miss: str
+    kind: str
+    rest: str
     key: str = ""
     first: bool = False
 
@@ -58,14 +59,14 @@ class Layers:
     """Which layers of an architecture are of which kind, and how each kind rotates.
 
     Args:
-        kinds: name of a kind → how it gets its rope; None where it does not rotate.
-        otherwise: the kinds where the file has no list: by a pattern, all the same, or None where it must have one.
-        key: key of a list with an entry for each layer; "" where llama.cpp reads none.
-        flagged, unflagged: the kind where an entry is true or greater than 0, and where it is false or 0.
-        window: whether all layers rotate alike where attention.sliding_window is 0 or not given.
-        fixed: whether `otherwise` holds whatever `key` says, which must then say the same.
-        count: the only number of layers with which they differ; None for any.
-        no_window: why attention.sliding_window must not be 0; "" where it may.
+        kinds: maps the name of a kind to how it gets its rope, or to None if it does not rotate.
+        otherwise: the kinds if the file has no list: a pattern, or one kind for all layers. None requires the list.
+        key: key of a list with an entry for each layer; "" if llama.cpp reads none.
+        flagged, unflagged: the kind for an entry that is true or greater than 0, and for one that is false or 0.
+        window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
+        fixed: whether `otherwise` always applies. A list must then agree with it.
+        count: the only number of layers for which the layers differ; None for any.
+        no_window: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
     kinds: Mapping[str, Kind | None]
@@ -81,7 +82,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class ImpliedBase:
-    """The base where a file states none, where that comes from, and what a reader should know about it."""
+    """The base of files that state none, its origin, and a warning about it."""
 
     value: float
     origin: str
@@ -93,27 +94,27 @@ class GgufRow:
     """What an architecture implies.
 
     Args:
-        pairing: "interleaved" is LLAMA_ROPE_TYPE_NORM, "half" is NEOX, MROPE and IMROPE; None where it is not known.
-        source: where what is odd about it can be seen.
-        refusal: why no Rope describes it; "" where one does.
-        layers: which layers are of which kind; None where they are all alike.
-        latent: multi-head latent attention: the last rope.dimension_count channels of the head rotate.
-        scales_softmax: whether llama.cpp multiplies the scale of the softmax with YaRN's factor (DeepSeek).
-        indexer: pairing of a second rope, from the first channel on; None where it has none.
-        axes: positions of a token. "mrope if sections": several where rope.dimension_sections says so, and halves are
-            paired then.
+        pairing: "interleaved" is LLAMA_ROPE_TYPE_NORM, "half" is NEOX, MROPE and IMROPE. None if it is not known.
+        source: the code that shows the exceptions of this architecture.
+        refusal: the reason why no Rope describes it; "" if one does.
+        layers: which layers are of which kind; None if all layers are alike.
+        latent: whether it has multi-head latent attention: the last rope.dimension_count channels of a head rotate.
+        scales_softmax: whether llama.cpp multiplies the softmax scale by YaRN's factor (DeepSeek).
+        indexer: pairing of a second rope, which rotates the first channels; None if there is none.
+        axes: the positions of a token. With "mrope if sections", a token has several positions if the file has
+            rope.dimension_sections, and the pairing is then "half".
         whole_head: whether rope.dimension_count must be the whole head.
-        implied_base: the base where the file states none; None where that is an error.
-        finetuned_is_switch: whether nothing rotates where rope.scaling.finetuned is false.
-        freqs: whether the tensor rope_freqs.weight is read, and whether it is needed.
-        longrope: whether the tensors of short and long factors are read: where rope.scaling.type says longrope, or
-            wherever the file has them.
+        implied_base: the base of files that state none; None makes a missing base an error.
+        finetuned_is_switch: whether nothing rotates if rope.scaling.finetuned is false.
+        freqs: whether the tensor rope_freqs.weight is read, and whether it is required.
+        longrope: whether the tensors of short and long factors are read: if rope.scaling.type is longrope, or whenever
+            the file has them.
         alpha: whether rope.scaling.alpha is read.
         yarn_betas: whether yarn_beta_fast and yarn_beta_slow are read.
-        yarn_log: what yarn_log_multiplier is: the whole of mscale_all_dim, or a tenth of it; "" where it is not read.
-        yarn_log_is_mscale: whether mscale is the same as mscale_all_dim; it is 1 elsewhere.
-        yarn_warning: what a reader should know where the scaling is YaRN.
-        temperature_length: key of the length that goes with attention.temperature_scale; "" where that is not read.
+        yarn_log: the meaning of yarn_log_multiplier: mscale_all_dim, or a tenth of it; "" if it is not read.
+        yarn_log_is_mscale: whether mscale equals mscale_all_dim. If not, it is 1.
+        yarn_warning: a warning for files with YaRN, or "".
+        temperature_length: key of the length for attention.temperature_scale; "" if that is not read.
     """
 
     pairing: Pairing | None
@@ -137,11 +138,11 @@ class GgufRow:
     temperature_length: str = ""
 
     def kinds(self) -> dict[str, Kind | None]:
-        """How each kind of its layers gets its rope."""
+        """Return how each kind of layer gets its rope."""
         return {ALL: Kind(), NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
 
     def reads(self) -> frozenset[str]:
-        """Of the keys that not every architecture reads, those that this one does."""
+        """Return the keys that this architecture reads and others may not."""
         names = {HEAD_MLA} if self.latent else set()
         names |= set() if self.axes == "one" else {SECTIONS}
         if self.layers is not None:

@@ -1,4 +1,4 @@
-"""The scaling of a GGUF file: its type, its parameters, and the tensors of factors."""
+"""Read the scaling of a GGUF file: its type, its parameters and its factor tensors."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ropewalk.configs.gguf.row import ORIGINAL
 from ropewalk.schemes import NTK, SCHEMES, Linear, LongRoPE, PerPair, Scaling, YaRN, build
 
 _FACTOR = Linear.gguf["factor"]
-_FACTOR_BEFORE = "rope.scale_linear"  # what it was called before
+_FACTOR_BEFORE = "rope.scale_linear"  # its former name
 _ATTENTION = PerPair.gguf["attention_factor"]
 
 
 class SchemeReader:
-    """One scaling being read.
+    """Reads the scaling of one file.
 
     Attributes:
-        kind: its type as llama.cpp takes it, after `read`.
-        magnitude: what llama.cpp's YaRN multiplies cos and sin by, dimensionless; 1 for other types.
+        kind: the type that llama.cpp applies, after `read`.
+        yarn_factor: the factor by which llama.cpp's YaRN multiplies cos and sin, dimensionless; 1 for other types.
     """
 
     def __init__(self, keys: Keys, tensors: Mapping[str, tuple[float, ...]]) -> None:
         self.keys = keys
         self.tensors = tensors
         self.kind = "none"
-        self.magnitude = 1.0
+        self.yarn_factor = 1.0
 
     def read(self) -> Scaling | None:
-        """The scheme, as llama.cpp reads it; every key about rotation has then been read."""
+        """Return the scheme as llama.cpp reads it. Afterwards, every key about rotation has been read or refused."""
         kind = self.kind = self._kind()
         self._check_tensors(kind)
         make: dict[str, Callable[[], Scaling | None]] = {
@@ -43,7 +43,7 @@ class SchemeReader:
             "longrope": self._longrope,
         }
         scheme = make[kind]() if kind in make else self._by_its_keys(SCHEMES[kind])
-        self.keys.refuse_untaken(kind)
+        self.keys.refuse_unused(kind)
         if scheme is not None:
             self.keys.warnings += scheme.warnings(self.keys.longest, named="context_length", trained=self.keys.original)
         if kind == "yarn" and self.keys.row.yarn_warning:
@@ -58,55 +58,58 @@ class SchemeReader:
             choice(self.keys.fields.source, key, stated, types)
         by_tensors = self.keys.row.longrope == "by tensors" and not self.tensors.keys().isdisjoint({SHORT, LONG})
         if by_tensors and stated != "yarn":
-            self.keys.origins["scaling"] = f"{LONG}, whatever rope.scaling.type of {self.keys.architecture} says"
+            self.keys.origins["scaling"] = f"{LONG}, which overrides rope.scaling.type in {self.keys.architecture}"
             return "longrope"
         if stated is not None:
             self.keys.origins["scaling"] = key
             return str(stated)
         if self._factor() not in (None, 0.0, 1.0):
-            self.keys.origins["scaling"] = f"no {key} is given, and llama.cpp then takes linear"
+            self.keys.origins["scaling"] = f"no {key} is given, for which llama.cpp uses linear"
             return "linear"
         self.keys.origins["scaling"] = f"no {key} is given"
         return "none"
 
     def _check_tensors(self, kind: str) -> None:
-        """Raise unless the tensors of factors are those that llama.cpp reads for this type and architecture."""
+        """Raise a RopeError unless llama.cpp reads the factor tensors of the file for this type and architecture."""
         longrope, row = kind == "longrope", self.keys.row
-        wanted = {SHORT, LONG} if longrope else {FREQS}
+        expected = {SHORT, LONG} if longrope else {FREQS}
         reads = row.longrope if longrope else row.freqs
         for name in self.tensors:
-            if name not in wanted or not reads:
+            if name not in expected or not reads:
                 raise self.keys.fields.error(
                     name,
-                    f"llama.cpp must read it for {self.keys.architecture} with scaling {kind!r}",
-                    "a tensor that it does not read",
-                    "Convert the model anew.",
+                    f"must be a tensor that llama.cpp reads for {self.keys.architecture} with scaling {kind!r}",
+                    "one that it does not read",
+                    "Convert the model again.",
                 )
         if (reads or row.longrope == "by tensors") and not self.tensors:
             self._refuse_part()
-        if longrope and (missing := sorted(wanted - self.tensors.keys())):
-            raise self.keys.fields.error(missing[0], "longrope needs the tensor", "none", "Convert the model anew.")
+        if longrope and (missing := sorted(expected - self.tensors.keys())):
+            must = "must be given with scaling 'longrope'"
+            raise self.keys.fields.error(missing[0], must, "none", "Convert the model again.")
         if FREQS not in self.tensors and row.freqs == "needed":
             raise self.keys.fields.error(
-                FREQS, f"{self.keys.architecture} needs the tensor", "none", "Convert the model anew."
+                FREQS, f"must be given for {self.keys.architecture}", "none", "Convert the model again."
             )
         if kind not in ("none", "longrope") and self.tensors:
-            raise self.keys.fields.error(FREQS, f"it must not come with scaling {kind!r}", "both", "Not supported yet.")
+            raise self.keys.fields.error(
+                FREQS, f"must not be combined with scaling {kind!r}", "both", "This is not supported yet."
+            )
 
     def _refuse_part(self) -> None:
-        """Of a model in several files, factors may be in one that was not read."""
+        """Raise a RopeError if the model has several files, since another one may contain the factor tensors."""
         if not self.keys.fields.has("split.count"):
             return
         if integer(self.keys.fields.source, "split.count", self.keys.fields.get("split.count"), at_least=0) > 1:
             raise self.keys.fields.error(
                 "split.count",
-                "the model must be in one file, since tensors of factors may be in another",
+                "must be at most 1, since another file may contain factor tensors",
                 str(self.keys.fields.get("split.count")),
                 "Merge the files with llama-gguf-split --merge.",
             )
 
     def _factor(self) -> float | None:
-        """The factor by its key, or by what that was called before."""
+        """Return the factor from its key or from the former name of that key."""
         new, old = (
             self.keys.number(_FACTOR, at_least=0.0),
             self.keys.number(_FACTOR_BEFORE, at_least=0.0),
@@ -114,14 +117,14 @@ class SchemeReader:
         if new is not None and old is not None and new != old:
             raise self.keys.fields.error(
                 self.keys.key(_FACTOR_BEFORE),
-                f"it must agree with rope.scaling.factor={new:g}",
+                f"must agree with rope.scaling.factor={new:g}",
                 f"{old:g}",
-                f"llama.cpp goes by rope.scaling.factor: {REMOVE}.",
+                f"llama.cpp uses rope.scaling.factor: {REMOVE}.",
             )
         return new if new is not None else old
 
     def _unscaled(self) -> Scaling | None:
-        self.keys.taken -= {self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)}
+        self.keys.used -= {self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)}
         if FREQS in self.tensors:
             self.keys.origins["factors"] = FREQS
             self.keys.origins["scaling"] = FREQS
@@ -143,15 +146,19 @@ class SchemeReader:
         return self.keys.fields.first((self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)))
 
     def _attention_factor(self) -> float:
-        """rope.scaling.attn_factor, which multiplies cos and sin."""
+        """Return rope.scaling.attn_factor, which multiplies cos and sin."""
         factor = self.keys.number(_ATTENTION, above=0.0)
         if factor is not None:
             self.keys.origins["attention_factor"] = self.keys.key(_ATTENTION)
         return 1.0 if factor is None else factor
 
     def _yarn(self) -> YaRN:
-        factor = self.keys.needed(_FACTOR, self._factor(), "llama.cpp would not scale at all.")
-        original = self.keys.needed(ORIGINAL, self.keys.original, "llama.cpp would take context_length.")
+        factor = self.keys.require(
+            _FACTOR, self._factor(), "Without it llama.cpp does not scale. Convert the model again."
+        )
+        original = self.keys.require(
+            ORIGINAL, self.keys.original, "Without it llama.cpp uses context_length. Convert the model again."
+        )
         values: dict[str, Any] = {}
         if self.keys.row.yarn_betas:
             for name in ("beta_fast", "beta_slow"):
@@ -161,58 +168,60 @@ class SchemeReader:
         if self.keys.row.yarn_log:
             values |= self._mscale()
         scheme = YaRN(factor=factor, original_max_position_embeddings=original, **values)
-        self._check_stated_magnitude(scheme)
+        self._check_stated_factor(scheme)
         extra = self._attention_factor()
         if extra != 1.0:
             scheme = dataclasses.replace(scheme, attention_factor=scheme.compute_attention_factor() * extra)
-        self.magnitude = scheme.compute_attention_factor()
+        self.yarn_factor = scheme.compute_attention_factor()
         return scheme
 
     def _mscale(self) -> dict[str, float]:
-        """DeepSeek's weights of the attention factor."""
+        """Return DeepSeek's weights of the attention factor."""
         key = YaRN.gguf["mscale_all_dim"]
         weight = self.keys.number(key, at_least=0.0)
         if not weight:
             return {}
         self.keys.origins["mscale_all_dim"] = self.keys.key(key)
         if self.keys.row.yarn_log == "tenth":
-            weight = float(f"{10 * weight:.6g}")  # a tenth in float32: more digits were never there
-            self.keys.origins["mscale_all_dim"] += ", ten times"
+            weight = float(f"{10 * weight:.6g}")  # the file has a tenth of it in float32
+            self.keys.origins["mscale_all_dim"] += " · 10"
         return {"mscale": weight if self.keys.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
 
     def _by_its_keys(self, scheme: type[Scaling]) -> Scaling:
-        """A scheme whose keys say all there is to it: those of `Scaling.gguf`."""
+        """Build a scheme whose fields all come from the keys in `Scaling.gguf`."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cast(Any, scheme)):
             name = scheme.gguf.get(field.name)
             stated = None if name is None else self.keys.fields.get(self.keys.key(name))
             optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
             if name is not None and (stated is not None or not optional):
-                values[field.name] = self.keys.needed(name, stated, f"{scheme.__name__} needs it.")
+                values[field.name] = self.keys.require(name, stated, f"{scheme.__name__} needs it.")
                 self.keys.origins[field.name] = self.keys.key(name)
-                self.keys.taken.add(self.keys.key(name))
+                self.keys.used.add(self.keys.key(name))
         try:
             return build(scheme, values)
         except RopeError as e:
             raise within(self.keys.fields.source, e) from None
 
-    def _check_stated_magnitude(self, scheme: YaRN) -> None:
-        """llama.cpp computes YaRN's factor itself, whatever yarn_attn_factor says: both must be the same."""
+    def _check_stated_factor(self, scheme: YaRN) -> None:
+        """Raise a RopeError if yarn_attn_factor differs from the factor of YaRN that llama.cpp computes instead."""
         stated = self.keys.number("rope.scaling.yarn_attn_factor", above=0.0)
         if stated is not None and not math.isclose(stated, scheme.compute_attention_factor(), rel_tol=1e-5):
             raise self.keys.fields.error(
                 self.keys.key("rope.scaling.yarn_attn_factor"),
-                f"it must be {scheme.compute_attention_factor():.7g}, which llama.cpp takes whatever the key says",
+                f"must be {scheme.compute_attention_factor():.7g}, which llama.cpp uses instead of the key",
                 f"{stated:g}",
-                "The model and llama.cpp differ: read its config.json instead.",
+                "The model and llama.cpp differ. Read the model's config.json instead.",
             )
 
     def _longrope(self) -> LongRoPE:
-        original = self.keys.needed(ORIGINAL, self.keys.original, "The long factors apply beyond it.")
+        original = self.keys.require(
+            ORIGINAL, self.keys.original, "The long factors apply beyond it. Convert the model again."
+        )
         self.keys.origins["short_factor"], self.keys.origins["long_factor"] = SHORT, LONG
         if not self.keys.fields.has(self.keys.key(_ATTENTION)):
             self.keys.warnings.append(
-                "the file states no rope.scaling.attn_factor; llama.cpp takes 1, other engines compute it."
+                "the file has no rope.scaling.attn_factor: llama.cpp uses 1, and other engines compute it."
             )
         return LongRoPE(
             short_factor=self.tensors[SHORT],

@@ -1,4 +1,4 @@
-"""Axes of a GGUF file: which of ggml's four rows of positions each pair takes, by rope.dimension_sections.
+"""Axes of a GGUF file: rope.dimension_sections assigns each pair one of ggml's four rows of positions.
 
 Source: ggml_mrope_cache_init in ggml/src/ggml-cpu/ops.cpp of llama.cpp, modes MROPE and IMROPE.
 """
@@ -10,22 +10,23 @@ from ropewalk.axes import Axes
 NAMES = ("time", "height", "width", "fourth row")
 
 
-def axes_of(sections: tuple[int, ...], pairs: int, *, in_turn: bool) -> Axes:
-    """The axes of so many pairs. They have a fourth row of positions only where a pair takes it.
+def axes_of(sections: tuple[int, ...], pairs: int, *, is_interleaved: bool) -> Axes:
+    """Return the axes of `pairs` pairs. They have a fourth row of positions only if a pair uses it.
 
     Args:
-        sections: pairs of t, h, w and the fourth row; where they are fewer than the pairs, ggml begins anew.
-        pairs: how many pairs rotate.
-        in_turn: whether the axes stand in turn (IMROPE): a pair whose axis has no more takes the fourth row.
+        sections: number of pairs for time, height, width and the fourth row. If there are more pairs, ggml repeats the
+            sections.
+        pairs: the number of pairs that rotate.
+        is_interleaved: whether the axes alternate (IMROPE). A pair whose axis is used up takes the fourth row.
     """
     bounds = [sum(sections[: a + 1]) for a in range(4)]
     axis = []
     for pair in range(pairs):
         sector = pair % sum(sections)
-        if in_turn:
+        if is_interleaved:
             axis.append(sector % 3 if sector < 3 * sections[sector % 3] else 3)
         else:
             axis.append(next(a for a in range(4) if sector < bounds[a]))
-    made = Axes(tuple(axis), lengths=(pairs,) * max(3, max(axis) + 1))
-    named = Axes.interleaved(sections[:3]) if in_turn else Axes.sections(sections[:3])
-    return named if named == made else made
+    axes = Axes(tuple(axis), lengths=(pairs,) * max(3, max(axis) + 1))
+    standard = Axes.interleaved(sections[:3]) if is_interleaved else Axes.sections(sections[:3])
+    return standard if standard == axes else axes  # the standard form has a shorter repr
