@@ -30,7 +30,7 @@ SLOW = (
     "checkpoints/test_families.py::test_every_model",
     "checkpoints/test_killed.py",
     "checkpoints/test_memory.py",
-    "configs/gguf/test_read.py::test_every_beginning_of_a_file",
+    "configs/gguf/test_read.py::test_every_truncation_of_a_file",
     "configs/gguf/test_read.py::test_mutated_bytes",
     "configs/test_hf.py::test_nothing_but_ropes_or_rope_errors",
     "configs/test_mutations.py",

@@ -1,4 +1,4 @@
-"""The architecture table against the models' own code, run: see golden/README.md."""
+"""The architecture table against recorded runs of the models' own code. See golden/README.md."""
 
 from __future__ import annotations
 
@@ -152,17 +152,17 @@ def check_class_defaults(row: dict[str, Any]) -> None:
 
 
 def test_class_defaults() -> None:
-    """Every architecture that could be built from its class defaults: the frequencies and pairs of its own code."""
+    """Every architecture that can be built from its class defaults has the frequencies and pairs of its own code."""
     each(((f"{row['model_type']} {row.get('variant', '')}", row) for row in DEFAULTS), check_class_defaults)
 
 
-def test_most_of_the_table_was_run() -> None:
+def test_most_rows_were_run() -> None:
     run = {row["model_type"] for row in DEFAULTS} | {ropes_of(row["config"]).model_type for row in MODELS}
     described = {name for name, row in ARCHITECTURES.items() if row.describes and row.in_transformers}
     assert len(described & run) >= 0.9 * len(described), sorted(described - run)
 
 
-def test_what_is_no_rope_says_why() -> None:
+def test_a_model_without_a_rope_gives_the_reason() -> None:
     def check(name: str) -> None:
         with pytest.raises(RopeError, match=r"model_type must be a model that a Rope describes, got") as raised:
             from_config({"model_type": name, "num_hidden_layers": 1})
@@ -172,7 +172,7 @@ def test_what_is_no_rope_says_why() -> None:
 
 
 def test_every_row_has_its_source() -> None:
-    """Of transformers, the version that `class_defaults.json` was recorded from: one for all rows."""
+    """All rows of transformers name one version, the one that `class_defaults.json` was recorded from."""
     version = json.loads((GOLDEN / "class_defaults.json").read_text())["peer"]["version"].rpartition(".")[0]
     assert source("llama") == f"transformers {version} models/llama"
     for name, row in ARCHITECTURES.items():
@@ -199,8 +199,8 @@ def test_text_model_inside_another() -> None:
     assert not set(WRAPPERS) & set(ARCHITECTURES)
 
 
-def test_what_a_text_model_inside_another_leaves_out() -> None:
-    """The files of Gemma 3 4B and LLaVA 1.5, from memory of what they state."""
+def test_defaults_of_a_nested_text_model() -> None:
+    """Configs with the keys of the files of Gemma 3 4B and LLaVA 1.5."""
     scaling = {"factor": 8.0, "rope_type": "linear"}
     text = {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "rope_scaling": scaling}
     ropes = from_config({"model_type": "gemma3", "text_config": text})
@@ -322,15 +322,15 @@ class TestSingleModels:
         with pytest.raises(RopeError, match="compress_ratios must be a list with an entry for each of the 5 layers"):
             from_config({**config, "compress_ratios": [0, 0, 4, 128]})
 
-    def test_mimo_of_its_own_file(self) -> None:
+    def test_mimo_from_its_own_file(self) -> None:
         ropes = from_config({
             "model_type": "mimo_v2_flash", "num_hidden_layers": 3, "head_dim": 192, "partial_rotary_factor": 0.334,
             "rope_theta": 5e6, "swa_rope_theta": 1e4, "hybrid_layer_pattern": [0, 1, 1],
         })  # fmt: skip
         assert [rope.base for rope in ropes.layers if rope] == [5e6, 1e4, 1e4]
 
-    def test_step_of_its_own_file(self) -> None:
-        """Lists with an entry for each layer and one more for the layer that predicts a further token."""
+    def test_step_from_its_own_file(self) -> None:
+        """Lists with an entry for each layer, and another one for the layer that predicts a further token."""
         step = {
             "model_type": "step3p5", "num_hidden_layers": 4, "head_dim": 128, "num_nextn_predict_layers": 1,
             "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
@@ -362,7 +362,7 @@ class TestSingleModels:
         [("exaone4", True), ("exaone_moe", True), ("kolibri1", True), ("cohere2", False), ("flint", False)],
     )
     def test_without_a_window(self, model_type: str, turns: bool) -> None:
-        """EXAONE turns `if sliding_window is None or is_sliding` (EXAONE-4.0-1.2B), Cohere 2 if its layer has a window."""
+        """EXAONE rotates `if sliding_window is None or is_sliding` (EXAONE-4.0-1.2B), Cohere 2 if the layer has a window."""
         config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
                   "head_dim": 16, "rope_theta": 1e6, "layer_types": ["full_attention"] * 2, "sliding_window": None}  # fmt: skip
         ropes = from_config(config)
@@ -457,7 +457,7 @@ class TestLayers:
         with pytest.raises(RopeError, match="attn_layer_indices must be a list of layer numbers below 3"):
             from_config({**base, "attn_layer_indices": [3]})
 
-    def test_layers_that_must_be_told_apart(self) -> None:
+    def test_layer_types_are_required_if_layers_differ(self) -> None:
         with pytest.raises(RopeError, match="layer_types must be given, since the layers differ"):
             from_config({"model_type": "laguna", "head_dim": 8, "num_hidden_layers": 2, "rope_parameters": {}})
 
@@ -479,7 +479,7 @@ class TestLatentAttention:
         "model_type": "deepseek_v3", "num_hidden_layers": 1, "rope_theta": 1e4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     }  # fmt: skip
 
-    def test_the_last_channels_turn(self) -> None:
+    def test_the_last_channels_rotate(self) -> None:
         ropes = from_config(self.base)
         assert ropes.rope == Rope(24, 1e4, "interleaved", rotary_dim=8, rotary_offset=16)
         assert ropes.output_order == "half"
@@ -554,7 +554,7 @@ class TestSchemesThatTakeFromElsewhere:
             )
 
     def test_dynamic_with_alpha_is_ntk(self) -> None:
-        """Hunyuan, whose files carry parameters of other schemes beside it."""
+        """Hunyuan, whose files also contain parameters of other schemes."""
         given = {
             "type": "dynamic",
             "alpha": 1000.0,

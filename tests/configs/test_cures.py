@@ -1,4 +1,4 @@
-"""What a message tells to do works: each cure is tried on the config that caused it."""
+"""The fixes in messages work: each one is applied to the config that caused the message."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refusal(config: dict[str, Any], **how: Any) -> str:
 
 
 def without_base(config: dict[str, Any], row: Any) -> dict[str, Any]:
-    """The same, as if the base had been lost wherever it may stand."""
+    """Return the config without any key that states the base."""
     names = {"rope_theta", *row.base_keys()}
 
     def cut(value: Any) -> Any:
@@ -41,13 +41,13 @@ def without_base(config: dict[str, Any], row: Any) -> dict[str, Any]:
 
 
 def put(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
-    """A copy with a value under "a.b.c"."""
+    """Return a copy with a value under the key "a.b.c"."""
     key, _, rest = path.partition(".")
     return {**config, key: put(dict(config.get(key) or {}), rest, value) if rest else value}
 
 
 def test_a_base_that_is_missing() -> None:
-    """Of every model: adding the key that the message names, once for each kind of layer that lacks it, is enough."""
+    """For every model, adding the keys that the messages name, one for each kind of layer, is enough."""
     tried = []
 
     def check(row: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ LLAMA = {
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen", "moss", "roformer", "chatglm", "telechat"])
-def test_no_key_is_likened_to_itself(model_type: str) -> None:
+def test_no_key_is_suggested_for_itself(model_type: str) -> None:
     row = next(
         (row["config"] for row in DEFAULTS if row["model_type"] == model_type), {**LLAMA, "model_type": model_type}
     )
@@ -99,7 +99,7 @@ def test_two_values_that_disagree() -> None:
     assert read(twice, ignore=(named,)).rope.base == 1e4
 
 
-def test_a_key_to_ignore_that_stands_inside_of_a_section() -> None:
+def test_a_key_to_ignore_inside_a_section() -> None:
     scaled = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}
     assert "ignore=('rope_scaling.beta_fast',)" in refusal(scaled)
     assert "Did you mean 'rope_scaling.beta_fast'?" in refusal(scaled, ignore=("beta_fast",))
@@ -119,8 +119,8 @@ def test_files_of_other_programs() -> None:
     assert from_config(RELEASED["311.json"], factor=float(factor)).rope.scaling.factor == 8.0  # type: ignore[union-attr]
 
 
-def test_where_values_come_from_where_layers_differ() -> None:
-    """The scaling of one kind of layer is not said to come from another, and no place is said twice."""
+def test_origins_if_layers_differ() -> None:
+    """The origin of a scaling is that of its kind of layer, and no origin is listed twice."""
     layered = {
         "rope_parameters": {
             "full_attention": {

@@ -1,4 +1,4 @@
-"""Transformers of diffusers, against what their own position classes give: golden/diffusers.json."""
+"""Transformers of diffusers against recorded outputs of their own position classes (golden/diffusers.json)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = {row["class_name"]: row for row in json.loads((GOLDEN / "diffusers.json")
 
 
 def test_rotated() -> None:
-    """Within what float32 products of position and frequency are off; most of them have float64."""
+    """The tolerance is the error of float32 products of position and frequency. Most classes use float64."""
 
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])
@@ -42,7 +42,7 @@ def test_every_class_was_run() -> None:
 
 
 def test_class_defaults_are_those_of_the_class() -> None:
-    """What the constructor has by default may be left out, as older files do."""
+    """Values that equal the defaults of the constructor may be missing, as in older files."""
 
     def check(row: dict[str, Any]) -> None:
         left = {key: value for key, value in row["config"].items() if key in ("_class_name", CLASSES[name(row)].switch)}
@@ -145,12 +145,12 @@ def test_refused(config: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{"pairing": "interleaved"}, {"base": 1e4}])
-def test_nothing_is_passed(how: dict[str, Any]) -> None:
+def test_pairing_and_base_are_refused(how: dict[str, Any]) -> None:
     with pytest.raises(RopeError, match="pairing and base require a text model, got a config of diffusers"):
         from_config(FLUX, **how)
 
 
-def test_it_has_no_text() -> None:
+def test_text_only_is_refused() -> None:
     with pytest.raises(
         RopeError, match="text_only requires a text model, got a config of diffusers: 'FluxTransformer2DM"
     ):

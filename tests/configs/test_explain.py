@@ -1,4 +1,4 @@
-"""What explain says, against numbers worked out here."""
+"""explain, against numbers computed here."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_layers_that_differ_are_listed_separately() -> None:
 
 
 def test_axes_in_words() -> None:
-    """Whose pairs are slowed, too: those of Linear, at any axis; and frequencies that begin anew for each axis."""
+    """Pairs that Linear slows on any axis, and frequencies that restart for each axis."""
     axes = Axes.axial((4, 8))
     ropes = ModelRopes((Rope(12, 1e4, "half", scaling=Linear(2), axes=axes),), "test", "here", axis_names=("h", "w"))
     said = ropes.facts()
@@ -139,7 +139,7 @@ def test_axes_in_words() -> None:
 def test_attention_factor_in_words() -> None:
     rope = Rope(8, 1e4, "half", scaling=YaRN(16, 64))
     said = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
-    assert "1.27726 multiplies cos and sin, so attention scores grow by a factor of 1.63139" in said
+    assert "1.27726 multiplies cos and sin, so attention scores are multiplied by 1.63139" in said
 
 
 def test_ranges() -> None:
@@ -148,7 +148,7 @@ def test_ranges() -> None:
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
-def test_what_stands_beside_the_rotation() -> None:
+def test_what_the_architecture_does_in_addition() -> None:
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
     sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 2}
     ropes = from_config({"model_type": "deepseek_v32", "rope_theta": 1e4, "rope_scaling": yarn, **sizes})
@@ -195,7 +195,7 @@ def test_idle_pairs() -> None:
 
 
 def test_no_pair_rotates() -> None:
-    """A factor so large that every wavelength is beyond what a float can say."""
+    """A factor so large that every wavelength overflows a float."""
     scaling = {"type": "linear", "factor": 1e308}
     config = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4, "rope_scaling": scaling}
     assert "no pair rotates" in from_config(config).explain()

@@ -1,4 +1,4 @@
-"""from_config on Hugging Face configs: what is read, and everything that is refused."""
+"""from_config on Hugging Face configs: the ropes that it reads, and all refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_llama_like(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "seed_oss"])
-def test_a_head_dim_that_is_no_quotient_is_never_guessed(model_type: str) -> None:
+def test_a_head_dim_that_is_not_a_quotient_is_never_guessed(model_type: str) -> None:
     with pytest.raises(
         RopeError, match=r"head_dim must be given, got none\. Add it: in .* it is not hidden_size / num_att"
     ):
@@ -112,7 +112,7 @@ def test_trained_length(scaling: dict[str, Any] | None, trained: int | None) -> 
     assert from_config(config(rope_scaling=scaling)).trained_length == trained
 
 
-def test_head_dim_is_read_before_it_is_worked_out() -> None:
+def test_a_stated_head_dim_precedes_the_quotient() -> None:
     ropes = from_config(
         config(head_dim=128, hidden_size=5120, num_attention_heads=32)
     )  # Mistral NeMo: 5120 / 32 is 160
@@ -126,7 +126,7 @@ def test_head_dim_alone_is_enough() -> None:
 
 
 def test_base_of_the_first_llamas() -> None:
-    """Their files state none: Llama 2, Vicuna and Yarn-Llama mean 10000, and that is said aloud."""
+    """Files of Llama 2, Vicuna and Yarn-Llama state no base: it is 10000, with a warning."""
     ropes = from_config(config(rope_theta=..., rope_scaling={"type": "linear", "factor": 4.0}))
     assert ropes.rope.base == 10_000.0
     assert "implied by model_type llama" in ropes.origins["base"]
@@ -145,7 +145,7 @@ def test_a_missing_base_is_never_guessed(model_type: str) -> None:
 
 
 def test_a_base_lost_from_rope_parameters() -> None:
-    """transformers 5 always writes it there; without it, something dropped it on the way."""
+    """transformers 5 always writes rope_theta there, so another program must have dropped it."""
     with pytest.raises(RopeError, match="rope_theta must be given, since it is the base"):
         from_config(config(rope_theta=..., rope_parameters={"rope_type": "default"}))
 

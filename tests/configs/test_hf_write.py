@@ -1,4 +1,4 @@
-"""to_hf_config: what is written is read back as the same ropes."""
+"""to_hf_config: a written config gives the same ropes when it is read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_version_5_has_the_form_that_transformers_reads() -> None:
 
 
 def check_form_of_version_5(config: dict[str, Any]) -> None:
-    """One object, or one for each kind of layer: as in the files that transformers itself wrote."""
+    """One object, or one for each kind of layer, as in files that transformers wrote."""
     theirs = config.get("rope_parameters")
     ropes = from_config(config)
     if not theirs or not any(ropes.layers):

@@ -1,4 +1,4 @@
-"""Hub ids: the cache of huggingface_hub, a download where that is allowed, and else what to pass; without a network."""
+"""Hub ids: the cache of huggingface_hub, allowed downloads, and messages with alternatives; without a network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_from_the_cache(cache: Path) -> None:
     assert ran.exit_code == 0, ran.output
 
 
-def test_what_is_not_in_the_cache_is_not_downloaded_unasked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_downloaded_by_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unasked(*_: object) -> str:
         raise AssertionError("downloaded unasked")
 
@@ -46,7 +46,7 @@ def test_what_is_not_in_the_cache_is_not_downloaded_unasked(cache: Path, monkeyp
         from_config("owner/other")
 
 
-def test_a_download_that_was_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache / "config.json"
     path.write_text(json.dumps(CONFIG))
     asked = []

@@ -1,4 +1,4 @@
-"""Keys that nothing reads, and the way out that the message names."""
+"""Keys that nothing reads, and the argument `ignore`, which the message suggests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ META = {"dim": 64, "n_layers": 2, "n_heads": 4, "rope_theta": 5e5}
 
 
 def cure(message: str) -> tuple[str, ...]:
-    """What the message says to pass as ignore."""
+    """Return the keys that the message says to pass as ignore."""
     found = re.search(r"ignore=\('([^']+)',\)", message)
     assert found, message
     return (found[1],)
@@ -69,7 +69,7 @@ def test_gguf(tmp_path: Path) -> None:
     assert from_config(path, ignore=cure(str(raised.value))).rope.base == 5e5
 
 
-def test_what_is_not_there_cannot_be_ignored() -> None:
+def test_a_missing_key_cannot_be_ignored() -> None:
     for config in (LLAMA, META):
         with pytest.raises(
             RopeError, match=r"every key in ignore must be in the config, got 'rope_teta'\. .*'rope_theta'"
@@ -101,7 +101,7 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert "! rotary_pct was ignored as requested" in ran.output
 
 
-def test_what_has_no_effect_is_a_warning() -> None:
+def test_a_key_without_effect_is_a_warning() -> None:
     chatglm = {"model_type": "chatglm", "kv_channels": 128, "num_layers": 2, "rotary_percent": 0.5}
     assert from_config(chatglm).warnings == (
         "rotary_percent has no effect: the code of CodeGeeX 2 always rotates half of the head.",

@@ -1,4 +1,4 @@
-"""Meta's params.json: the files of the oracle, and what they leave out."""
+"""Meta's params.json against the oracle, and missing keys."""
 
 from __future__ import annotations
 

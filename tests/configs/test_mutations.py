@@ -1,4 +1,4 @@
-"""Broken configs: whatever happens to a real one, only `ModelRopes` or a `RopeError` comes out."""
+"""Broken configs: any mutation of a real config gives `ModelRopes` or a `RopeError`."""
 
 from __future__ import annotations
 

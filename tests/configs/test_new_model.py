@@ -1,4 +1,4 @@
-"""A model that is odd in its own way, made up here and added from outside in one place."""
+"""An invented model with an exception, registered from outside."""
 
 from __future__ import annotations
 

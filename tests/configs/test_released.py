@@ -1,4 +1,4 @@
-"""292 config files as they were published: what each gives, or why it is refused. See golden/README.md."""
+"""292 published config files: the ropes of each, or the reason why it is refused. See golden/README.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_what_is_refused_says_why() -> None:
 
 
 def test_written_and_read_again() -> None:
-    """In version 4, which is what the models' own code reads where transformers does not have it."""
+    """Version 4 is the schema that models outside transformers read."""
 
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])

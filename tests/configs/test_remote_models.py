@@ -1,4 +1,4 @@
-"""Models whose code transformers does not have: what is odd about each."""
+"""Models whose code is not in transformers: the exceptions of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_internlm_refuses(rotary: Any, message: str) -> None:
 
 
 def test_nemotron_nas() -> None:
-    """Blocks without attention, or with a linear layer for it."""
+    """Blocks without attention, or with a linear layer instead of it."""
     blocks = [{"no_op": False}, {"no_op": True}, {"no_op": False, "replace_with_linear": True}]
     config = {
         "model_type": "nemotron-nas",
@@ -67,7 +67,7 @@ def test_nemotron_nas() -> None:
 
 
 def test_baichuan_by_its_width() -> None:
-    """7B has a hidden size of 4096; the 13B has ALiBi."""
+    """The 7B has a hidden size of 4096. The 13B uses ALiBi."""
     config = {"model_type": "baichuan", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 1}
     assert from_config(config).rope == Rope(128, 1e4, "half")
     with pytest.raises(RopeError, match="ALiBi"):

@@ -1,4 +1,4 @@
-"""Text models whose tokens have several positions: their axes, against the models' own code, run, and by hand."""
+"""Axes of text models whose tokens have several positions, against runs of the models' own code and by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_row_of_several_axes_was_run() -> None:
 
 
 def test_hunyuan_has_the_axes_of_its_first_code() -> None:
-    """Those of transformers 5.23 are none: a channel of a pair takes the position of another axis than its partner."""
+    """transformers 5.23 does not rotate: the two channels of a pair use the positions of different axes."""
     (row,) = (row for name, row in SEVERAL if name == "hunyuan_vl_text")
     ropes = from_config(row["config"])
     recorded = row["layers"]["0"]["axis"]
@@ -68,7 +68,7 @@ class TestSections:
 
     @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
     def test_text_model_inside(self, name: str) -> None:
-        """As transformers 5 writes it; published files have its keys at the top."""
+        """As transformers 5 writes it. Published files have these keys at the top level."""
         text = {**QWEN2_VL, "model_type": f"{name}_text", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
         ropes = from_config({"model_type": name, "text_config": text, "vision_config": {}})
         assert ropes.layers == (Rope(16, 1e6, "half", axes=Axes.sections((4, 2, 2))),) * 2
@@ -144,7 +144,7 @@ class TestSections:
         [("llama", {}), ("brand_new", {"pairing": "half"}), ("brand_new", {"pairing": "interleaved"})],
     )
     def test_of_a_model_of_one_axis(self, model_type: str, how: dict[str, str]) -> None:
-        """Reading past sections would read a model of several axes as text: that is said first."""
+        """Ignoring the sections would read a model of several axes as text, so the message names that first."""
         for key, value in (("mrope_section", [4, 2, 2]), ("xdrope_section", [4, 2, 2]), ("mrope_interleaved", True)):
             config = {**QWEN2_VL, "model_type": model_type, "rope_scaling": {"rope_type": "default", key: value}}
             with pytest.raises(RopeError) as raised:

@@ -1,4 +1,4 @@
-"""Where a config may come from, and what happens when there is none."""
+"""The sources of configs, and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_files_and_folders(tmp_path: Path, encoding: str) -> None:
         assert ropes.source == str(path)
 
 
-def test_infinity_elsewhere_in_a_file_is_no_concern(tmp_path: Path) -> None:
+def test_infinity_elsewhere_in_a_file_is_accepted(tmp_path: Path) -> None:
     """json.dump writes it, and state-space models have it (time_step_limit)."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "time_step_limit": [0.0, float("inf")]}))
@@ -96,13 +96,13 @@ def test_nothing_there(tmp_path: Path) -> None:
         from_config("a\0b")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RopeError, match="the config must be an existing file"):
         from_config(tmp_path / "pipe")
 
 
-def test_what_the_system_refuses_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_the_system_refuses_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     path.write_text("{}")
 
@@ -137,7 +137,7 @@ def keys(count: int) -> str:
 
 @pytest.mark.parametrize("size", [20_000, 140_000])
 def test_duplicate_keys_are_found_in_linear_time(tmp_path: Path, size: int) -> None:
-    """It was quadratic: 10 seconds for 20,000 keys, and more than ten minutes for as many as fit into a file."""
+    """The search was quadratic: 10 seconds for 20,000 keys, and over ten minutes for the most that fit into a file."""
     path = tmp_path / "config.json"
     path.write_text(f'{{{keys(size)}, "k{size - 1}": 2}}')
     said, seconds = limited.read(path)
@@ -159,7 +159,7 @@ COSTLY: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_files_are_read_or_refused_at_bounded_cost(tmp_path: Path, name: str) -> None:
-    """In 200 MiB, of which Python and NumPy take 30, and in less than a second; the bound here is for slow machines."""
+    """It takes under 200 MiB, of which Python and NumPy use 30, and under a second (the bound is for slow machines)."""
     path = tmp_path / "config.json"
     for size in (SIZE, 15 * 2**20):
         path.write_text(COSTLY[name](size))
@@ -169,7 +169,7 @@ def test_files_are_read_or_refused_at_bounded_cost(tmp_path: Path, name: str) ->
 
 
 def test_a_long_list_of_labels_is_read(tmp_path: Path) -> None:
-    """As those of ImageNet-21k, the longest of any config."""
+    """ImageNet-21k has the longest list of labels of any config."""
     labels = {str(i): f"label number {i} of them" for i in range(21_841)}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}))
@@ -220,7 +220,7 @@ READ_KEYS = [
 
 
 @pytest.mark.parametrize("value", UNSPEAKABLE, ids=range(len(UNSPEAKABLE)))
-def test_values_that_no_file_has(value: Any) -> None:
+def test_values_that_json_cannot_express(value: Any) -> None:
     for model_type in ("llama", "gemma3_text", "smollm3", "llava", "phi3", "exaone4", "glm4", "unknown"):
         for name in READ_KEYS:
             section, _, key = name.rpartition(".")
@@ -232,7 +232,7 @@ def test_values_that_no_file_has(value: Any) -> None:
 
 
 def read(config: Any, **arguments: Any) -> str:
-    """The message that refused a config, or nothing."""
+    """Return the message that refused a config, or an empty string."""
     try:
         ropes = from_config(config, **arguments)
         ropes.explain()
@@ -243,7 +243,7 @@ def read(config: Any, **arguments: Any) -> str:
 
 
 def test_a_value_that_holds_itself_many_times() -> None:
-    """A list of two lists that are the same one, and so on: 2**60 values in all."""
+    """A list that contains one list twice, nested 60 deep: 2**60 values in all."""
     with pytest.raises(RopeError, match="a config must have at most 262144 values, got more"):
         from_config({**CONFIG, "note": nested(60, lambda value: [value, value])})
 

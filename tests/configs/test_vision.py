@@ -1,4 +1,4 @@
-"""Vision towers, against their own code in transformers, run: golden/vision_towers.json; and how they are found."""
+"""Vision towers against recorded runs of their own code (golden/vision_towers.json), and how they are found."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tower(config: Any, **how: Any) -> VisionRopes:
 
 
 def check_rotated(vision: VisionRopes, row: dict[str, Any]) -> None:
-    """Within what float32 products of position and frequency are off, as the other golden rows."""
+    """The tolerance is the error of float32 products of position and frequency, as for the other golden rows."""
     positions = torch.tensor(row["positions"])
     assert len(vision.axis_names) == len(positions)
     x = torch.from_numpy(oracle.golden_q([1, 1, positions.shape[1], row["head_dim"]]).copy())
@@ -56,7 +56,7 @@ def test_every_tower_was_run() -> None:
 
 
 def test_what_the_class_has_by_default_may_be_left_out_inside() -> None:
-    """transformers writes into a config inside another only what differs from its class."""
+    """transformers writes only values that differ from the defaults of a class into a nested config."""
 
     def check(row: dict[str, Any]) -> None:
         name = row["model_type"]
@@ -76,7 +76,7 @@ AXIAL_80 = Rope(80, 1e4, "half", axes=Axes.axial((40, 40)))
 
 
 class TestWholeConfigs:
-    def test_beside_the_layers(self) -> None:
+    def test_a_tower_next_to_a_text_model(self) -> None:
         ropes = from_config(QWEN2_VL)
         assert ropes.rope == Rope(16, 1e6, "half", axes=Axes.sections((4, 2, 2)))
         assert ropes.vision is not None
@@ -89,7 +89,7 @@ class TestWholeConfigs:
         assert from_config(TEXT).vision is None
 
     @pytest.mark.parametrize("name", ["qwen2_vl", "", None])
-    def test_a_tower_named_as_the_whole(self, name: str | None) -> None:
+    def test_a_tower_with_the_model_type_of_the_whole_model(self, name: str | None) -> None:
         inner = {**QWEN2_VL["vision_config"], "model_type": name}  # type: ignore[dict-item]
         assert tower({**QWEN2_VL, "vision_config": inner}).ropes == (AXIAL_80,)
 
@@ -112,13 +112,13 @@ class TestWholeConfigs:
             assert not any("rope_theta was not" in warning for warning in from_config(whole, text_only=True).warnings)
 
     @pytest.mark.parametrize("inner", [[1], "none", 3, True])
-    def test_a_tower_that_is_no_object(self, inner: object) -> None:
+    def test_a_tower_that_is_not_an_object(self, inner: object) -> None:
         whole = {"model_type": "llava", "text_config": TEXT, "vision_config": inner}
         with pytest.raises(RopeError, match=r"vision_config must be an object or null, got .*text_only=True to omit"):
             from_config(whole)
         assert from_config(whole, text_only=True).rope.base == 5e5
 
-    def test_deep_inside(self) -> None:
+    def test_a_deeply_nested_tower(self) -> None:
         text = {**QWEN2_VL, "model_type": "qwen2_5_omni_text"}
         thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": text, "vision_config": {"num_heads": 28}}
         ropes = from_config({"model_type": "qwen2_5_omni", "thinker_config": thinker})
@@ -134,13 +134,13 @@ class TestWholeConfigs:
         assert sam3.vision.ropes == tower(backbone).ropes == (Rope(64, 1e4, "interleaved", axes=Axes.axial((32, 32))),)
         assert sam3.layers == ()
 
-    def test_of_kimi(self) -> None:
-        """Its published files have keys of their own."""
+    def test_kimi(self) -> None:
+        """Its published files have other keys."""
         inner = {"vt_hidden_size": 1152, "vt_num_attention_heads": 16}
         whole = {"model_type": "kimi_k25", "text_config": TEXT, "vision_config": inner}
         assert tower(whole).ropes == (Rope(72, 1e4, "half", axes=Axes.alternating((36, 36), order=(1, 0))),)
 
-    def test_of_a_flat_file(self) -> None:
+    def test_a_flat_file(self) -> None:
         whole = {**TEXT, "model_type": "llava", "vision_config": {"model_type": "pixtral", "head_dim": 64}}
         assert tower(whole).ropes == (Rope(64, 1e4, "half", axes=Axes.strided((32, 32))),)
 
@@ -265,7 +265,7 @@ def test_where_each_value_came_from() -> None:
     assert json.loads(json.dumps(from_config(QWEN2_VL).facts()))["vision"]["origins"] == tower(QWEN2_VL).origins
 
 
-def test_models_of_several_that_are_refused() -> None:
+def test_refused_models_with_several_parts() -> None:
     for name, reason in (
         ("sam3_video", r"config\['detector_config'\] for the vision tower, or config\['tracker_config'\] for"),
         (
@@ -328,7 +328,7 @@ def test_released_towers(name: str) -> None:
 
 
 def test_the_recipe_for_gemma_4_is_as_recorded() -> None:
-    """The block of docs/several-axes.md that defines `as_gemma4`, run as it stands there."""
+    """The block of docs/several-axes.md that defines `as_gemma4`, run unchanged."""
     (block,) = (one for one in blocks_of(ROOT / "docs" / "several-axes.md") if "def as_gemma4(" in one.code)
     names: dict[str, Any] = {"torch": torch, "Rope": Rope, "row": torch.arange(196), "column": torch.arange(196)}
     block.run(names)

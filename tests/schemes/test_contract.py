@@ -35,7 +35,7 @@ class Careless(Scheme):
 
 @dataclass(frozen=True)
 class Halting(LengthDependent):
-    """Divides by its number where it is built."""
+    """Divides by its number in __post_init__."""
 
     rope_type: ClassVar[str] = "halting"
     every: int
@@ -103,7 +103,7 @@ def test_what_a_scheme_raises_names_the_file_the_scheme_and_the_value(tmp_path: 
 
 
 @pytest.mark.usefixtures("registered")
-def test_frequencies_that_are_no_numbers_name_the_file(tmp_path: Path) -> None:
+def test_frequencies_that_are_not_numbers_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "careless"}}))
     config = json.loads(path.read_text())
@@ -169,7 +169,7 @@ def test_frequencies_must_be_a_number_for_each_pair(wrong: Any) -> None:
         Rope(8, 1e4, "half", scaling=Fixed(wrong))
 
 
-def test_frequencies_come_with_a_factor() -> None:
+def test_frequencies_include_a_factor() -> None:
     with pytest.raises(RopeError, match="attention_factor must be a finite number of at least"):
         Rope(4, 1e4, "half", scaling=Fixed((1.0, 0.5), factor=math.nan))
     with pytest.raises(

@@ -53,7 +53,7 @@ class TestUnresolved:
         with pytest.raises(RopeError, match=r"Use rope\.at_length\(n\), once"):
             use(rope)
 
-    def test_is_a_value_like_any_other(self, rope: Rope) -> None:
+    def test_it_is_an_ordinary_value(self, rope: Rope) -> None:
         assert not rope.is_static
         assert pickle.loads(pickle.dumps(rope)) == rope
         assert len({rope, rope.at_length(100), rope.at_length(100)}) == 2

@@ -162,7 +162,7 @@ def test_from_config_with_a_length() -> None:
         _ = read.rope.inv_freq
 
 
-def test_its_keys_are_its_fields() -> None:
+def test_the_keys_of_a_scheme_are_its_fields() -> None:
     with pytest.raises(RopeError, match="slowness must be given for rope_type 'sloth'"):
         from_config(changed(slowness=None))
     with pytest.raises(RopeError, match="Sloth: slowness must be from 1 to 1e6"):
@@ -208,7 +208,7 @@ def test_a_name_belongs_to_one_scheme() -> None:
         schemes.register(Sloth)
 
 
-def test_unregistered_it_is_unknown() -> None:
+def test_an_unregistered_scheme_is_unknown() -> None:
     schemes.unregister(Owl)
     try:
         with pytest.raises(RopeError, match=" must be one of default, dynamic"):

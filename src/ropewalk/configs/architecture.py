@@ -305,7 +305,7 @@ class Architecture:
         """Return the top-level keys of bases, which a writer replaces."""
         return {base for kind in self.kinds.values() if kind is not None for base in kind.bases}
 
-    def says_share(self, config: Mapping[str, object]) -> bool:
+    def needs_share(self, config: Mapping[str, object]) -> bool:
         """Whether a written config must state the share of the head that rotates."""
         return self.partial is not None and not (self.dim_key and config.get(self.dim_key) is not None)
 

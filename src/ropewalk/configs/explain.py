@@ -218,7 +218,7 @@ def _pairing_words(rope: dict[str, Any]) -> str:
 def _factor_words(factor: float) -> str:
     if factor == 1.0:
         return "1 (cos and sin are not scaled)"
-    return f"{factor:.6g} multiplies cos and sin, so attention scores grow by a factor of {factor * factor:.6g}"
+    return f"{factor:.6g} multiplies cos and sin, so attention scores are multiplied by {factor * factor:.6g}"
 
 
 def _length_words(rope: dict[str, Any], info: dict[str, Any]) -> str:
@@ -230,7 +230,7 @@ def _length_words(rope: dict[str, Any], info: dict[str, Any]) -> str:
     if info["length"] <= trained:
         return f"{words}; within the trained length"
     # A pair that did not complete a turn in training reaches unseen angles as soon as it rotates further than it did.
-    reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _finite(rope), strict=True)]
+    reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _divisors(rope), strict=True)]
     now = [info["length"] / (2 * math.pi) * w for w in rope["inv_freq"]]
     unseen = [i for i, (a, b) in enumerate(zip(reach, now, strict=True)) if a < 1 and b > a * (1 + 1e-9)]
     if not unseen:
@@ -238,7 +238,7 @@ def _length_words(rope: dict[str, Any], info: dict[str, Any]) -> str:
     return f"{words}; pairs {ranges(unseen)} reach angles that were not seen in training"
 
 
-def _finite(rope: dict[str, Any]) -> list[float]:
+def _divisors(rope: dict[str, Any]) -> list[float]:
     return [1.0 if slow is None else slow for slow in rope["slowed_by"]]
 
 

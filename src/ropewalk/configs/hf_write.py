@@ -95,7 +95,7 @@ def _sections(rope: Rope, rule: AxesRule, ropes: LayerRopes) -> dict[str, Any]:
 
 def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
     """Return partial_rotary_factor, or None if the config does not need it."""
-    if not row.says_share(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
+    if not row.needs_share(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
         return None
     share = rope.rotary_dim / rope.head_dim
     return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)

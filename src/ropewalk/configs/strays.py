@@ -70,14 +70,14 @@ def refuse_misspelt(fields: Fields, known: Iterable[str]) -> None:
             raise _stray(fields, key, value)
 
 
-def says_rope(key: str) -> bool:
+def mentions_rope(key: str) -> bool:
     """Whether the name of a key refers to rotation."""
     words = key.lower().split("_")
     return bool(ROPE_WORDS.intersection(words) or words[0].startswith("rope"))
 
 
 def _is_about_rotation(key: str) -> bool:
-    return bool(says_rope(key) or key in _MISPLACED or nearest(key, _LIKELY, likeness=0.8))
+    return bool(mentions_rope(key) or key in _MISPLACED or nearest(key, _LIKELY, likeness=0.8))
 
 
 def _stray(fields: Fields, key: object, value: Any) -> RopeError:

@@ -55,7 +55,9 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         found = nested_tower(inner, warnings) if row is None else _read(inner, row, model_type, inside=True)
         if found is not None:
             return found
-        about = sorted(str(name) for name, value in part.items() if value is not None and strays.says_rope(str(name)))
+        about = sorted(
+            str(name) for name, value in part.items() if value is not None and strays.mentions_rope(str(name))
+        )
         if about and warnings is not None:
             warnings.append(f"{key}: ropewalk does not know the tower {shown(stated)}, so its {about[0]} was not read.")
     return None

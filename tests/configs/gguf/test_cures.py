@@ -1,4 +1,4 @@
-"""What a message says to do about a GGUF file is done here, and the file is read then."""
+"""The fixes in the messages about GGUF files work: they are applied here, and the file is then read."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_key_is_removed(
     ("broken", "alignment"),
     [({PATTERN: [True, False]}, None), ({PATTERN: [1.0, 0.0, 1.0]}, None), ({PATTERN: [1, -1, 1]}, None), ({}, 24)],
 )
-def test_a_model_is_converted_anew(tmp_path: Path, broken: dict[str, Any], alignment: int | None) -> None:
+def test_a_model_must_be_converted_again(tmp_path: Path, broken: dict[str, Any], alignment: int | None) -> None:
     more = {"general.alignment": alignment} if alignment else {}
     path = write(tmp_path / "model.gguf", {**SLIDES, **broken}, architecture="gemma2", more=more)
     assert refused(path).endswith("Convert the model again.")

@@ -1,6 +1,6 @@
-"""GGUF files whose layers differ, with latent attention or several axes: what llama.cpp's code says, by hand.
+"""GGUF files whose layers differ, with latent attention or several axes, derived by hand from llama.cpp's code.
 
-And beside the config.json of the same model, read from the recorded ones.
+They are also compared with the config.json of the same model, taken from the recorded ones.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_indexers(path: Path) -> None:
     assert others == {"indexer": Rope(32, 5e5, "interleaved", rotary_dim=16)}
 
 
-def test_minicpm3_has_its_factors_by_their_tensors(path: Path) -> None:
+def test_minicpm3_reads_its_factor_tensors(path: Path) -> None:
     keys = {**MLA, "attention.key_length_mla": None, "attention.key_length": 24}
     keys |= {"rope.scaling.original_context_length": 512}
     tensors = {"rope_factors_short.weight": [1.0] * 8, "rope_factors_long.weight": EIGHT}
@@ -259,7 +259,7 @@ def test_queries_that_grow(path: Path) -> None:
     ],
 )
 def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int]) -> None:
-    """Which row of positions each of 8 pairs takes, counted by hand from ggml_mrope_cache_init."""
+    """The row of positions of each of 8 pairs, derived by hand from ggml_mrope_cache_init."""
     write(path, {"block_count": 2, **KEYS, SECTIONS: sections}, architecture=architecture)
     text = from_config(path, text_only=True)
     assert text.layers == (HALF,) * 2
@@ -277,7 +277,7 @@ def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int
 
 
 def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
-    """Counted by hand from ggml: pair 61 is height's by its place, but height has only 20 pairs of 3."""
+    """Derived by hand from ggml: pair 61 would belong to the height, which has only 20 pairs."""
     keys = {
         **KEYS,
         "block_count": 1,
@@ -393,14 +393,14 @@ def test_refusals(path: Path, architecture: str, keys: dict[str, Any], message: 
 
 
 def assert_same(our: Rope, their: Rope) -> None:
-    """Both turn alike; factors of a file have the digits of float32."""
+    """Both rotate alike. Factors in a file have float32 precision."""
     assert (our.head_dim, our.rotary_offset) == (their.head_dim, their.rotary_offset)
     np.testing.assert_allclose(our.inv_freq, their.inv_freq, rtol=1e-6)
     assert our.attention_factor == pytest.approx(their.attention_factor)
 
 
 def described(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a config as its converter writes them, and more keys."""
+    """Return the sizes of a config as its converter writes them, and further keys."""
     text = config.get("text_config", config)
     keys = {
         "block_count": text["num_hidden_layers"],
@@ -440,7 +440,7 @@ def same(
     *,
     pairing: str | None = None,
 ) -> None:
-    """Both descriptions of a model mean the same, but for a pairing that the converter changes."""
+    """Both descriptions of a model agree, except for a pairing that the converter changes."""
     theirs = from_config(config, text_only=True)
     ours = from_config(write(path, described(config, keys), tensors, architecture=architecture), text_only=True)
     assert len(ours.layers) == len(theirs.layers)
@@ -519,7 +519,7 @@ def test_gemma_4_with_its_factors(path: Path) -> None:
     same(MODELS["gemma-4-26b-a4b"], path, "gemma4", keys, {FREQS: [1.0] * 64 + [1e30] * 192})
 
 
-def test_gpt_oss_but_for_the_ramp(path: Path) -> None:
+def test_gpt_oss_except_for_the_ramp(path: Path) -> None:
     config = CLASSES["gpt_oss"]
     rounded = {**config, "rope_parameters": {**config["rope_parameters"], "truncate": True}}
     same(rounded, path, "gpt-oss", {BASE: 1.5e5, WINDOW: 128, **yarn_keys(32.0, 4096, beta_fast=32.0, beta_slow=1.0)})

@@ -1,4 +1,4 @@
-"""An architecture that the table does not have, added from outside in one place: all of the reader goes by its row."""
+"""An invented architecture, registered from outside: every part of the reader uses its row."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_without_its_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read(path)
 
 
-def test_a_refusal_is_a_row_as_well(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_architecture_is_a_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, "madeup", GgufRow(None, refusal="It rotates on a torus"))
     with pytest.raises(RopeError, match="It rotates on a torus"):
         read(path)
@@ -133,8 +133,8 @@ def test_a_refusal_is_a_row_as_well(path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"rope.angle_root": 2e4, "rope.near_root": 4e4}, 2e4, 4e4),
     ],
 )
-def test_bases_of_its_own(given: dict[str, Any], far: float, near: float, path: Path) -> None:
-    """The first of a kind's keys that is given counts, whatever they are called."""
+def test_keys_of_bases(given: dict[str, Any], far: float, near: float, path: Path) -> None:
+    """The first of a kind's keys that has a value is used, whatever its name."""
     kinds = {"far": Kind(("rope.angle_root",)), "near": Kind((BASE, "rope.near_root", "rope.angle_root"))}
     register("madeup", GgufRow("half", layers=Layers(kinds, Every(2, "far", "near"))))
     keys = {"block_count": 2, "attention.key_length": 16, **given}
@@ -143,7 +143,7 @@ def test_bases_of_its_own(given: dict[str, Any], far: float, near: float, path: 
     assert "madeup.rope.angle_root" in ropes.origins["base"]
 
 
-def test_a_base_of_its_own_must_be_given(path: Path) -> None:
+def test_a_missing_base_of_a_kind_is_an_error(path: Path) -> None:
     kinds = {"far": Kind(("rope.angle_root", "rope.near_root"))}
     register("madeup", GgufRow("half", layers=Layers(kinds, "far")))
     keys = {"block_count": 2, "attention.key_length": 16}

@@ -95,12 +95,12 @@ def test_a_folder_is_still_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "pairing"), [("qwen2", "half"), ("gptneox", "half"), ("chatglm", "interleaved")]
 )
-def test_part_of_the_head(path: Path, architecture: str, pairing: Any) -> None:
+def test_partial_rotation(path: Path, architecture: str, pairing: Any) -> None:
     keys = {**LLAMA, "rope.dimension_count": 4, "attention.key_length": 24}
     assert from_config(write(path, keys, architecture=architecture)).rope == Rope(24, 5e5, pairing, rotary_dim=4)
 
 
-def test_the_whole_head_without_a_count(path: Path) -> None:
+def test_the_whole_head_rotates_without_a_dimension_count(path: Path) -> None:
     ropes = from_config(write(path, {**LLAMA, "rope.dimension_count": None}, architecture="qwen3"))
     assert ropes.rope == Rope(16, 500000.0, "half")
     assert ropes.origins["rotary_dim"] == "the whole head"
@@ -122,7 +122,7 @@ def test_a_switch_that_is_off(path: Path) -> None:
     assert "no rotation" in ropes.explain()
 
 
-def test_blocks_that_predict_further_tokens_are_no_layers(path: Path) -> None:
+def test_blocks_that_predict_further_tokens_are_not_layers(path: Path) -> None:
     ropes = from_config(write(path, {**LLAMA, "nextn_predict_layers": 1}, architecture="glm4moe"))
     assert ropes.layers == (Rope(16, 500000.0, "half"),) * 2
     assert ropes.origins["layers"] == "glm4moe.block_count - glm4moe.nextn_predict_layers"
@@ -150,13 +150,13 @@ def test_llama_3_1(path: Path) -> None:
     assert ropes.origins["factors"] == FREQS
 
 
-def test_pairs_that_stand_still(path: Path) -> None:
+def test_pairs_that_do_not_rotate(path: Path) -> None:
     rope = from_config(write(path, LLAMA, {FREQS: [1.0, 2.0, 4.0, 1e30, 1e31, math.inf, 1e30, 1e30]})).rope
     assert rope.scaling == PerPair((1.0, 2.0, 4.0, *[math.inf] * 5))
     assert rope.inv_freq[3:].tolist() == [0.0] * 5
 
 
-def test_a_factor_of_cos_and_sin_beside_factors(path: Path) -> None:
+def test_an_attention_factor_with_factor_tensors(path: Path) -> None:
     rope = from_config(write(path, {**LLAMA, "rope.scaling.attn_factor": 1.5}, {FREQS: ONES})).rope
     assert rope.attention_factor == 1.5
 
@@ -206,12 +206,12 @@ def test_yarn(path: Path) -> None:
     assert from_config(write(path, {**YARN, "context_length": 32768})).warnings
 
 
-def test_yarn_and_a_factor_of_its_own(path: Path) -> None:
+def test_yarn_with_its_own_attention_factor(path: Path) -> None:
     rope = from_config(write(path, {**YARN, "rope.scaling.attn_factor": 0.5})).rope
     assert rope.attention_factor == pytest.approx(0.5 * (0.1 * math.log(16) + 1))
 
 
-def test_yarn_says_again_what_llama_cpp_takes(path: Path) -> None:
+def test_yarn_states_the_factor_that_llama_cpp_uses(path: Path) -> None:
     same = {f"rope.scaling.yarn_{name}": value for name, value in (
         ("beta_fast", 32.0), ("beta_slow", 1.0), ("ext_factor", 1.0), ("attn_factor", 0.1 * math.log(16) + 1),
         ("log_multiplier", 0.0))}  # fmt: skip
@@ -234,7 +234,7 @@ def test_ministral_3_reads_more_of_yarn(path: Path) -> None:
     assert (scale.at(4095), scale.at(4096)) == (1.0, pytest.approx(1 + 0.5 * math.log(2)))
 
 
-def test_gpt_oss_is_read_as_llama_cpp_turns_it(path: Path) -> None:
+def test_gpt_oss_is_read_as_llama_cpp_rotates_it(path: Path) -> None:
     ropes = from_config(write(path, YARN, architecture="gpt-oss"))
     assert ropes.rope == Rope(16, 500000.0, "half", scaling=YaRN(16.0, 4096))
     assert any("truncate=False" in warning for warning in ropes.warnings)
@@ -260,7 +260,7 @@ def test_phi_3_5_at_both_lengths(path: Path, row: dict[str, Any], stated: str | 
     assert any("4096" in warning for warning in ropes.warnings)
 
 
-def test_longrope_without_its_factor(path: Path) -> None:
+def test_longrope_without_an_attention_factor(path: Path) -> None:
     ropes = from_config(write(path, LONGROPE, {SHORT: ONES, LONG: ONES}))
     assert ropes.rope.at_length(9999).attention_factor == 1.0
     assert any("attn_factor" in warning for warning in ropes.warnings)
@@ -285,8 +285,8 @@ CASES = json.loads((GOLDEN / "peers" / "ggml.json").read_text())["cases"]
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c["id"]) for c in CASES if not c["params"]["offset"]])
-def test_ggml_turns_alike(path: Path, case: dict[str, Any]) -> None:
-    """What ggml did with the parameters that llama.cpp takes from such a file."""
+def test_ggml_rotates_alike(path: Path, case: dict[str, Any]) -> None:
+    """The recorded results of ggml with the parameters that llama.cpp reads from such a file."""
     p = case["params"]
     keys = {**SIZES, "attention.key_length": case["head_dim"], "rope.dimension_count": p["n_dims"],
             "rope.freq_base": p["freq_base"]}  # fmt: skip
@@ -592,7 +592,7 @@ def test_tensors_that_are_not_there(path: Path) -> None:
             from_config(path)
 
 
-def test_nested_arrays_and_long_strings_are_passed_over(path: Path) -> None:
+def test_nested_arrays_and_long_strings_are_skipped(path: Path) -> None:
     write(path, LLAMA)
     content = path.read_bytes()
     keys = struct.unpack_from("<Q", content, 16)[0]
@@ -635,8 +635,8 @@ def vocabulary(tokens: int, merges: int) -> list[bytes]:
     ]
 
 
-def test_a_vocabulary_is_read_in_few_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large as Gemma 3's: it took a read of the file and a seek for each of 800,000 strings."""
+def test_a_vocabulary_needs_few_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large as Gemma 3's. Reading 800,000 strings one by one took a read and a seek each."""
     content = write(path, LLAMA).read_bytes()
     keys = struct.unpack_from("<Q", content, 16)[0]
     more = vocabulary(300_000, 500_000)
@@ -647,8 +647,8 @@ def test_a_vocabulary_is_read_in_few_steps(path: Path, monkeypatch: pytest.Monke
     assert 10 < Counting.reads < 500
 
 
-def test_strings_over_the_edge_of_what_is_read_at_once(path: Path) -> None:
-    """Of every length about that of a block, one after the other, and with a block that ends inside a length."""
+def test_strings_across_the_edge_of_a_block(path: Path) -> None:
+    """Strings whose lengths are close to a block, in sequence, and a block that ends inside a length field."""
     content = write(path, LLAMA).read_bytes()
     keys = struct.unpack_from("<Q", content, 16)[0]
     block = gguf_header._BLOCK
@@ -691,7 +691,7 @@ def test_counts_are_bounded(path: Path, content: Callable[[], bytes], message: s
 
 
 def test_a_long_header_is_refused(path: Path) -> None:
-    """A sparse file costs no disk, and walking through it costs time."""
+    """A sparse file takes no disk space, but parsing it takes time."""
     with path.open("wb") as file:
         file.write(head(keys=40))
         for i in range(40):
@@ -702,7 +702,7 @@ def test_a_long_header_is_refused(path: Path) -> None:
         from_config(path)
 
 
-def test_factors_may_lie_far_behind_the_header(path: Path) -> None:
+def test_factors_may_be_far_behind_the_header(path: Path) -> None:
     content = write(path, LLAMA, {FREQS: ONES}).read_bytes()
     at = content.index(FREQS.encode()) + len(FREQS) + 4 + 8 + 4  # behind its axes and type: where its data lie
     with path.open("r+b") as file:
@@ -735,7 +735,7 @@ def test_escapes_in_a_file_are_shown(path: Path) -> None:
     assert explained.replace("\n", "").isprintable()
 
 
-def test_long_arrays_are_passed_over(path: Path) -> None:
+def test_long_arrays_are_skipped(path: Path) -> None:
     write(path, {**LLAMA, "short": [1] * 512, "long": [1] * 513})
     values, _ = gguf_header.read(path)
     assert values["llama.short"] == (1,) * 512
@@ -780,7 +780,7 @@ def models(tmp_path: Path) -> list[bytes]:
     ]
 
 
-def test_every_beginning_of_a_file(path: Path, models: list[bytes]) -> None:
+def test_every_truncation_of_a_file(path: Path, models: list[bytes]) -> None:
     for content in models:
         found = [outcome(path, content[:end]) for end in range(len(content))]
         read = found.index("read")

@@ -57,7 +57,7 @@ class Latent(Architecture):
         rotated = c.own_size(name, layers, "qk_rope_head_dim") or c.fields.size(rotated_key)
         return unrotated + rotated, rotated, unrotated
 
-    def says_share(self, config: Mapping[str, object]) -> bool:
+    def needs_share(self, config: Mapping[str, object]) -> bool:
         """Return False, since two sizes determine the share."""
         return False
 
