@@ -559,7 +559,7 @@ MUTANTS = [
     Mutant("ignored in silence", "configs/read.py", "warnings=(*ropes.warnings, *warnings)) if ignored", "warnings=ropes.warnings) if ignored"),
     Mutant("what is not there is ignored", "configs/source.py", "        if key not in place:\n            hint", "        if False:\n            hint"),
     Mutant("downloads unasked", "configs/hub.py", "    if not download:", "    if False:"),
-    Mutant("nested text model without its name", "configs/wrappers.py", "whole[\"model_type\"] = _INNER[model_type]", "pass"),
+    Mutant("nested text model without its name", "configs/wrappers.py", "whole[\"model_type\"] = _MISSING_MODEL_TYPES[model_type]", "pass"),
     Mutant("flat keys of a wrapper", "configs/wrappers.py", "if flat is not None and", "if False and"),
     Mutant("layers without attention turn", "configs/families/nemotron.py", "NO_ROPE if absent else ALL", "ALL"),
     Mutant("neighbours in halves", "configs/families/minimind.py", '"interleaved" if c.fields.has("dim") else "half"', '"half"'),

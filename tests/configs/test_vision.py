@@ -16,7 +16,7 @@ from each import each
 from ropewalk import Axes, Rope, RopeError, from_config
 from ropewalk.configs.model_ropes import VisionRopes
 from ropewalk.configs.models import ARCHITECTURES
-from ropewalk.configs.vision_towers import OF_WHOLE, TOWERS
+from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS
 from ropewalk.configs.wrappers import WRAPPERS
 from ropewalk.positions import grid
 from test_docs import ROOT, blocks_of
@@ -52,7 +52,7 @@ def test_rotated() -> None:
 def test_every_tower_was_run() -> None:
     assert set(ROWS) == set(TOWERS) - {"mlcd"}  # the same as mlcd_vision_model
     assert not set(TOWERS) & (set(ARCHITECTURES) | set(WRAPPERS))
-    assert set(OF_WHOLE.values()) <= set(TOWERS)
+    assert set(TOWER_OF_MODEL.values()) <= set(TOWERS)
 
 
 def test_what_the_class_has_by_default_may_be_left_out_inside() -> None:

@@ -14,7 +14,7 @@ from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY, AxesRule
 from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layer_ropes import LayerRopes, QueryScale
-from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, listed
+from ropewalk.configs.layers import ALL, NO_ROPE, Pattern, read_kinds
 from ropewalk.configs.reader import TRAINED, Reader
 from ropewalk.rope import Rope
 from ropewalk.schemes import Scaling
@@ -122,7 +122,7 @@ class Architecture:
             scheme = c.scheme(collected, self.other_keys())
             head_dim, rotary_dim, offset = self.shape(c, name, kind, collected, scheme, layers)
             axes = self.axes_of(c, collected, rotary_dim)
-            with c.fields.named():
+            with c.fields.prefix_errors():
                 rope = Rope(
                     head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes
                 )
@@ -202,7 +202,7 @@ class Architecture:
                 return decided
         if set(self.kinds) == {ALL}:
             return [ALL] * count
-        stated = listed(fields, "layer_types", self.kinds, count, origins)
+        stated = read_kinds(fields, "layer_types", self.kinds, count, origins)
         if stated is None and self.pattern is not None:
             stated = self.pattern.kinds(fields, count, origins)
         if stated is None:

@@ -102,7 +102,7 @@ class AxesRule:
             raise fields.error(
                 key, must, got, "Check that the list and the number of rotated channels belong together."
             )
-        with fields.named():
+        with fields.prefix_errors():
             return self.pattern(sections, pairs), where
 
     def sections(self, axes: Axes) -> list[int] | None:

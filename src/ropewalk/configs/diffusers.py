@@ -72,12 +72,12 @@ _BRIA = Denoiser(
 )
 
 
-def _of_wan(layers: int, *position_keys: str) -> Denoiser:
+def _wan_row(layers: int, *position_keys: str) -> Denoiser:
     keys = ("rope_max_seq_len", *position_keys)
     return Denoiser(_THW, _GRID, _wan, "", _HEAD, (10_000.0, ""), {"num_layers": layers}, position_keys=keys)
 
 
-def _of_hunyuan(layers: Mapping[str, int], channels: tuple[int, ...] = (16, 56, 56)) -> Denoiser:
+def _hunyuan_row(layers: Mapping[str, int], channels: tuple[int, ...] = (16, 56, 56)) -> Denoiser:
     names = _THW[-len(channels) :]
     return Denoiser(names, _GRID, channels, "rope_axes_dim", _HEAD, (256.0, "rope_theta"), layers)
 
@@ -122,15 +122,15 @@ CLASSES: dict[str, Denoiser] = {
         {"num_layers": 60},
         position_keys=("use_layer3d_rope",),
     ),
-    "WanTransformer3DModel": _of_wan(40),
-    "WanVACETransformer3DModel": _of_wan(40),
-    "WanAnimateTransformer3DModel": _of_wan(40),
-    "ChronoEditTransformer3DModel": _of_wan(40, "rope_temporal_skip_len"),
-    "SkyReelsV2Transformer3DModel": _of_wan(32),
-    "HunyuanVideoTransformer3DModel": _of_hunyuan(_HUNYUAN),
-    "HunyuanVideoFramepackTransformer3DModel": _of_hunyuan(_HUNYUAN),
-    "HunyuanVideo15Transformer3DModel": _of_hunyuan({"num_layers": 54}),
-    "HunyuanImageTransformer2DModel": _of_hunyuan(_HUNYUAN, (64, 64)),
+    "WanTransformer3DModel": _wan_row(40),
+    "WanVACETransformer3DModel": _wan_row(40),
+    "WanAnimateTransformer3DModel": _wan_row(40),
+    "ChronoEditTransformer3DModel": _wan_row(40, "rope_temporal_skip_len"),
+    "SkyReelsV2Transformer3DModel": _wan_row(32),
+    "HunyuanVideoTransformer3DModel": _hunyuan_row(_HUNYUAN),
+    "HunyuanVideoFramepackTransformer3DModel": _hunyuan_row(_HUNYUAN),
+    "HunyuanVideo15Transformer3DModel": _hunyuan_row({"num_layers": 54}),
+    "HunyuanImageTransformer2DModel": _hunyuan_row(_HUNYUAN, (64, 64)),
     "CogVideoXTransformer3DModel": Denoiser(
         _THW,
         "floats: frame, row and column of each patch, scaled to the sample size of training; text is not rotated",
@@ -209,7 +209,7 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     if key and fields.has(key):
         base, origins["base"] = fields.base(key, fields.get(key), None), key
     warnings = strays.refuse(fields, {}, (*row.position_keys, row.key))
-    with fields.named():
+    with fields.prefix_errors():
         rope = Rope(head_dim, base, "interleaved", axes=Axes.axial(channels))
     return ModelRopes(
         (rope,) * layers, name, source, axis_names=row.axis_names, origins=origins, warnings=tuple(warnings)

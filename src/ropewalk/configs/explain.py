@@ -146,17 +146,19 @@ def _other_lines(info: dict[str, Any]) -> list[str]:
 
 def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
     start, end = rope["rotary_offset"], rope["rotary_offset"] + rope["rotary_dim"]
-    parameters = ", ".join(f"{k} {_shown(v)}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None)
+    parameters = ", ".join(
+        f"{k} {_format_parameter(v)}" for k, v in rope["scheme"].items() if k != "rope_type" and v is not None
+    )
     rotating = [w for w in rope["wavelength"] if w is not None]
     rows = [
         ("scheme", rope["scheme"]["rope_type"] + (f": {parameters}" if parameters else "")),
         ("base", f"{rope['base']:g}"),
-        ("pairing", f"{rope['pairing']}: {_pairing_words(rope)}"),
+        ("pairing", f"{rope['pairing']}: {_format_pairing(rope)}"),
         ("channels", f"{start} to {end - 1} of {rope['head_dim']} rotate, in {rope['pairs']} pairs"),
-        *([] if rope["axes"] is None else [("axes", _axes_words(rope["axes"], info["axis_names"]))]),
-        ("wavelengths", _wavelength_words(rotating, rope["axes"] is None)),
-        ("slowed", _slowed_words(rope["slowed_by"])),
-        ("attention factor", _factor_words(rope["attention_factor"])),
+        *([] if rope["axes"] is None else [("axes", _format_axes(rope["axes"], info["axis_names"]))]),
+        ("wavelengths", _format_wavelengths(rotating, rope["axes"] is None)),
+        ("slowed", _format_slowing(rope["slowed_by"])),
+        ("attention factor", _format_factor(rope["attention_factor"])),
     ]
     if rope["resolved_at_length"] is not None:
         rows.append(("depends on length", f"these are the frequencies at {rope['resolved_at_length']:,} tokens"))
@@ -170,18 +172,18 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
             )
         )
     if info["length"] is not None:
-        rows.append(("at length", _length_words(rope, info)))
+        rows.append(("at length", _format_length(rope, info)))
     return [f"  {name:<16}  {value}" for name, value in rows]
 
 
-def _axes_words(axes: dict[str, Any], names: list[str]) -> str:
+def _format_axes(axes: dict[str, Any], names: list[str]) -> str:
     """Describe which pairs use which row of positions."""
     of_axis = [[i for i, a in enumerate(axes["axis"]) if a == row] for row in range(axes["count"])]
-    rows = [f"{names[a] if a < len(names) else a}: {_pairs(rows)}" for a, rows in enumerate(of_axis)]
+    rows = [f"{names[a] if a < len(names) else a}: {_format_pairs(rows)}" for a, rows in enumerate(of_axis)]
     return f"{axes['count']} positions for each token; {'; '.join(rows)}"
 
 
-def _pairs(rows: list[int]) -> str:
+def _format_pairs(rows: list[int]) -> str:
     """Format the numbers of pairs: a first run in equal steps by its ends, and the rest as ranges."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     run = next((i for i, (a, b) in enumerate(pairwise(rows), 1) if b - a != step), len(rows))
@@ -194,14 +196,14 @@ def _pairs(rows: list[int]) -> str:
 _ORDINAL = {2: "second", 3: "third"}
 
 
-def _wavelength_words(rotating: list[float], of_text: bool) -> str:
+def _format_wavelengths(rotating: list[float], of_text: bool) -> str:
     if not rotating:
         return "no pair rotates"
     unit = "tokens" if of_text else "positions"
     return f"{min(rotating):,.2f} to {max(rotating):,.0f} {unit} for a full turn"
 
 
-def _shown(value: Any) -> str:
+def _format_parameter(value: Any) -> str:
     """Format a parameter of a scheme; a list by its ends and its length."""
     if isinstance(value, list | tuple) and value:
         first, last = (math.inf if value[i] is None else value[i] for i in (0, -1))
@@ -209,19 +211,19 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _pairing_words(rope: dict[str, Any]) -> str:
+def _format_pairing(rope: dict[str, Any]) -> str:
     if rope["pairing"] == "half":
         return f"channel i rotates with i + {rope['rotary_dim'] // 2} (GPT-NeoX, Hugging Face's Llama)"
     return "channel 2i rotates with 2i + 1 (GPT-J, Meta's Llama)"
 
 
-def _factor_words(factor: float) -> str:
+def _format_factor(factor: float) -> str:
     if factor == 1.0:
         return "1 (cos and sin are not scaled)"
     return f"{factor:.6g} multiplies cos and sin, so attention scores are multiplied by {factor * factor:.6g}"
 
 
-def _length_words(rope: dict[str, Any], info: dict[str, Any]) -> str:
+def _format_length(rope: dict[str, Any], info: dict[str, Any]) -> str:
     full = rope["full_turns_at_length"]
     words = f"{info['length']:,} tokens; {full} of {rope['pairs']} pairs complete a turn within it"
     trained = info["trained_length"]
@@ -242,7 +244,7 @@ def _divisors(rope: dict[str, Any]) -> list[float]:
     return [1.0 if slow is None else slow for slow in rope["slowed_by"]]
 
 
-def _slowed_words(slowed_by: list[float | None]) -> str:
+def _format_slowing(slowed_by: list[float | None]) -> str:
     top = max((s for s in slowed_by if s is not None), default=1.0)
 
     def kind(index: int) -> str:

@@ -107,7 +107,7 @@ class Fields:
         return base
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def prefix_errors(self) -> Iterator[None]:
         """Prefix every RopeError raised in this context with the name of the config."""
         try:
             yield

@@ -163,22 +163,22 @@ class Named:
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the kind of each layer."""
-        found = listed(fields, self.key, dict.fromkeys(self.known), count, origins)
+        found = read_kinds(fields, self.key, dict.fromkeys(self.known), count, origins)
         if found is None:
             cure = "Add a list with one entry for each layer."
             raise fields.error(self.key, "must be given, since the layers differ", "none", cure)
         return found
 
 
-def listed(
+def read_kinds(
     fields: Fields, key: str, known: Mapping[str, object], count: int, origins: dict[str, str]
 ) -> list[str] | None:
     """Return the kinds from a list of their names under `key`, or None if the list is missing."""
     names = fields.listed(key, count)
-    return None if names is None else named(fields, key, names, known, origins)
+    return None if names is None else check_kinds(fields, key, names, known, origins)
 
 
-def named(
+def check_kinds(
     fields: Fields, key: str, names: Sequence[object], known: Mapping[str, object], origins: dict[str, str]
 ) -> list[str]:
     """Return a list of kinds, each of which must be in `known`."""

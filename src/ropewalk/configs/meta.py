@@ -29,7 +29,7 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
     _refuse_stray_keys(fields)
     head_dim = _head_dim(fields, origins)
     stated = _base(fields, base, origins, warnings)
-    with fields.named():
+    with fields.prefix_errors():
         rope = Rope(head_dim, stated, "interleaved", scaling=_scaling(fields, factor, origins))
     return ModelRopes(
         layers=(rope,) * fields.layers(("n_layers",)),

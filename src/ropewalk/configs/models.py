@@ -29,7 +29,7 @@ from ropewalk.configs.families import (
 from ropewalk.configs.layers import ALL, NO_ROPE, Coded, Every, Indices, Named, NoRopeLayers
 from ropewalk.configs.no_ropes import NO_ROPES
 from ropewalk.configs.remote_models import REMOTE
-from ropewalk.configs.rows import checked, hybrid, latent, llama_like, local_only, partly, row, source
+from ropewalk.configs.rows import check_row, hybrid, latent, llama_like, local_only, partly, row, source
 from ropewalk.configs.several_axes import SEVERAL_AXES
 
 _BY_SHARE = "transformers uses partial_rotary_factor instead"
@@ -305,7 +305,7 @@ def register(model_type: str, row: Architecture) -> None:
     Raises:
         RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
     """
-    ARCHITECTURES[model_type] = checked(model_type, row)
+    ARCHITECTURES[model_type] = check_row(model_type, row)
     vocabulary.cache_clear()
 
 

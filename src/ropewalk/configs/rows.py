@@ -12,7 +12,7 @@ from ropewalk.configs.families.refused import Refused
 from ropewalk.configs.layers import ALL, Pattern
 
 
-def checked(model_type: object, row: object) -> Architecture:
+def check_row(model_type: object, row: object) -> Architecture:
     """Return the row, or raise a RopeError if `models.register` cannot accept it."""
     who = "models.register"
     if not isinstance(model_type, str) or not model_type:

@@ -18,7 +18,7 @@ _MAX_BYTES = 2 * 2**20
 _MAX_VALUES = 2**18
 _MAX_DEPTH = 100
 _NOT_A_CONFIG = "Pass a model's config.json."
-_IN_FOLDER = (
+_CONFIG_NAMES = (
     "config.json",
     "params.json",
     "model_index.json",  # the config of a pipeline, for which an error says what to pass
@@ -51,7 +51,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
             if hub.is_id(path):
                 path = hub.config_path(path.as_posix(), download=download)
             if path.is_dir():
-                path = path / next((name for name in _IN_FOLDER if (path / name).is_file()), _IN_FOLDER[0])
+                path = path / next((name for name in _CONFIG_NAMES if (path / name).is_file()), _CONFIG_NAMES[0])
             content = _read(path)
         except (OSError, ValueError) as e:
             if isinstance(e, RopeError):
@@ -94,7 +94,7 @@ def plain(value: Any, name: str) -> Any:
     """
     left = _MAX_VALUES
 
-    def copied(value: Any, depth: int) -> Any:
+    def copy(value: Any, depth: int) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
@@ -104,14 +104,14 @@ def plain(value: Any, name: str) -> Any:
         if depth > _MAX_DEPTH:
             raise error(name, f"a config must be nested at most {_MAX_DEPTH} deep", "more", _NOT_A_CONFIG)
         if isinstance(value, list | tuple):
-            return [copied(inner, depth + 1) for inner in value]
+            return [copy(inner, depth + 1) for inner in value]
         if isinstance(value, Mapping):
-            return {_key(key, name): copied(inner, depth + 1) for key, inner in value.items()}
+            return {_key(key, name): copy(inner, depth + 1) for key, inner in value.items()}
         if callable(getattr(value, "tolist", None)):
-            return copied(_listed(value, name), depth + 1)
+            return copy(_to_list(value, name), depth + 1)
         return value
 
-    return copied(value, 0)
+    return copy(value, 0)
 
 
 def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _section_hint(key: str, config: Mapping[str, Any]) -> str:
     return f" Did you mean {shown(places[0])}?" if places else ""
 
 
-def _listed(value: Any, name: str) -> Any:
+def _to_list(value: Any, name: str) -> Any:
     try:
         return value.tolist()
     except Exception as e:

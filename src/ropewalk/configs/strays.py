@@ -46,7 +46,7 @@ def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> l
         if key in idle:
             warnings.append(f"{key} has no effect: {idle[key]}.")
         elif _is_about_rotation(str(key)):
-            raise _stray(fields, key, value)
+            raise _stray_error(fields, key, value)
     return warnings
 
 
@@ -67,7 +67,7 @@ def refuse_misspelt(fields: Fields, known: Iterable[str]) -> None:
             and key not in valid
             and nearest(str(key), _LIKELY, likeness=0.8)
         ):
-            raise _stray(fields, key, value)
+            raise _stray_error(fields, key, value)
 
 
 def mentions_rope(key: str) -> bool:
@@ -80,7 +80,7 @@ def _is_about_rotation(key: str) -> bool:
     return bool(mentions_rope(key) or key in _MISPLACED or nearest(key, _LIKELY, likeness=0.8))
 
 
-def _stray(fields: Fields, key: object, value: Any) -> RopeError:
+def _stray_error(fields: Fields, key: object, value: Any) -> RopeError:
     candidates = sorted({*(k for k in fields.read if "." not in k), *_LIKELY} - {"", str(key)})
     name = f"{fields.path}{key}"
     cure = f"ropewalk knows no such key of this model.{nearest(str(key), candidates)}"

@@ -8,10 +8,10 @@ from ropewalk._checks import shown
 from ropewalk.configs import strays
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.layer_ropes import VisionRopes
-from ropewalk.configs.vision_towers import OF_WHOLE, TOWERS, Tower
+from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS, Tower
 
-_INSIDE = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
-_AROUND = ("sam3", "sam3_vision_model")  # models in which only the tower rotates
+_PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
+_TOWER_ONLY = ("sam3", "sam3_vision_model")  # models in which only the tower rotates
 _BASES = ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta")
 _SECTIONS = ("rope_scaling", "rope_parameters")
 _LEARNED = (
@@ -24,7 +24,7 @@ _TYPES = ("axial", "default", None)
 def standalone_tower(fields: Fields) -> VisionRopes | None:
     """Return the ropes of a config that is only a vision tower, or None if it is another model."""
     model_type = fields.get("model_type")
-    if model_type in _AROUND:
+    if model_type in _TOWER_ONLY:
         return nested_tower(fields)
     row = TOWERS.get(model_type) if isinstance(model_type, str) else None
     return None if row is None else _read(fields, row, str(model_type), inside=False)
@@ -41,7 +41,7 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         RopeError: the config of a tower is not an object, or a known tower has keys that it does not support.
     """
     outer = fields.get("model_type")
-    for key in _INSIDE:
+    for key in _PART_KEYS:
         part = fields.get(key)
         if part is None:
             continue
@@ -50,7 +50,7 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         inner = Fields(part, f"{fields.source}: {key}", f"{fields.path}{key}.")
         stated = inner.get("model_type")
         # Files of Qwen-VL give the tower the model_type of the whole model, or none.
-        model_type = OF_WHOLE.get(outer, f"{outer}_vision") if stated in (None, "", outer) else stated
+        model_type = TOWER_OF_MODEL.get(outer, f"{outer}_vision") if stated in (None, "", outer) else stated
         row = TOWERS.get(model_type) if isinstance(model_type, str) else None
         found = nested_tower(inner, warnings) if row is None else _read(inner, row, model_type, inside=True)
         if found is not None:
@@ -70,7 +70,7 @@ def _read(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> Visio
     for section in _SECTIONS:
         _check_section(fields, section, model_type)
     strays.refuse(fields, {}, (*row.position_keys, *_LEARNED))
-    with fields.named():
+    with fields.prefix_errors():
         ropes = row.ropes(head_dim, base)
     return VisionRopes(ropes, row.axis_names, row.positions, model_type, fields.source, origins)
 
@@ -86,7 +86,7 @@ def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple
     keys = (row.width, row.heads)
     # In a config of several models, transformers omits values that equal the defaults of a class.
     filled = {key[0]: of_class[key[0]] for key in keys if inside and not any(map(fields.has, key))}
-    fields = _with(fields, filled)
+    fields = _with_defaults(fields, filled)
     head_dim = fields.head_width(*keys, "head_dim")
     where = [fields.first(key) for key in keys]
     if row.divided_by:
@@ -96,7 +96,7 @@ def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple
     return head_dim, origin
 
 
-def _with(fields: Fields, more: Mapping[str, object]) -> Fields:
+def _with_defaults(fields: Fields, more: Mapping[str, object]) -> Fields:
     filled = Fields({**fields.config, **more}, fields.source, fields.path)
     filled.read = fields.read
     return filled

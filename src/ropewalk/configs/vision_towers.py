@@ -206,7 +206,7 @@ TOWERS: dict[str, Tower] = {
 }
 """Maps the model_type of a tower to its row."""
 
-OF_WHOLE = {
+TOWER_OF_MODEL = {
     "dots3_note": "dots3_note_vision_encoder",
     "glm46v": "glm4v_vision",
     "llama4": "llama4_vision_model",

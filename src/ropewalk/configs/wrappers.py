@@ -40,11 +40,11 @@ WRAPPERS: dict[str, str] = {
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
 
 # Their files may have the keys of the text model at the top level (LLaVA 1.5 of its own code, Fuyu, Step, Hunyuan).
-_FLAT = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
+_FLAT_AS = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
 # Published files have the keys of the text model at the top level; files written by transformers 5 nest them.
-_EITHER = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
+_FLAT_OR_NESTED = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
 # Text models whose config omits the model_type.
-_INNER = {"deepseek_vl_v2": "deepseek_ocr_text"}
+_MISSING_MODEL_TYPES = {"deepseek_vl_v2": "deepseek_ocr_text"}
 
 _KEYS = (
     "hidden_size",
@@ -111,14 +111,14 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         return None
-    either = _EITHER.get(model_type)
+    either = _FLAT_OR_NESTED.get(model_type)
     if either is not None and not fields.has("num_hidden_layers") and isinstance(fields.get(either), Mapping):
         return _part(fields, either, fields.get(either))
     if model_type not in WRAPPERS:
-        return None if model_type in known or pairing_passed else _of_unknown(fields, model_type, known)
+        return None if model_type in known or pairing_passed else _part_of_unknown(fields, model_type, known)
     key = WRAPPERS[model_type]
     inner = fields.get(key)
-    flat = _FLAT.get(model_type)
+    flat = _FLAT_AS.get(model_type)
     if flat is not None and fields.has("num_hidden_layers") and not _has_sizes(inner):
         warning = f"model_type {model_type} has the keys of its text model at the top level and is read as {flat}."
         return TextPart({**fields.config, "model_type": flat, key: None}, fields.source, fields.path, (warning,))
@@ -128,8 +128,8 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
             cure += f" If the file is the text model alone, its model_type is {model_type + '_text'!r}."
         raise fields.error(key, "must be an object", shown(inner), cure)
     whole = dict(inner)
-    if "model_type" not in whole and model_type in _INNER:
-        whole["model_type"] = _INNER[model_type]
+    if "model_type" not in whole and model_type in _MISSING_MODEL_TYPES:
+        whole["model_type"] = _MISSING_MODEL_TYPES[model_type]
     return _part(fields, key, whole)
 
 
@@ -146,7 +146,7 @@ def _has_sizes(inner: object) -> bool:
     return isinstance(inner, Mapping) and inner.get("num_hidden_layers") is not None
 
 
-def _of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
+def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
     """Return the text part of an unknown model_type if the part's own model_type is known, else None."""
     for key in _TEXT_KEYS:
         inner = fields.get(key)

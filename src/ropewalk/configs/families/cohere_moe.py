@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.layers import named
+from ropewalk.configs.layers import check_kinds
 from ropewalk.configs.reader import Reader
 
 _FULL, _SLIDING, _DENSE_FULL = "full_attention", "sliding_attention", "dense full_attention"
@@ -38,8 +38,8 @@ class Cohere2MoE(Architecture):
             kinds = [_FULL if (i + 1) % own == 0 else _SLIDING for i in range(first)]
             kinds += [_FULL if (i + 1) % rest == 0 else _SLIDING for i in range(count - first)]
         mlps = fields.listed("mlp_layer_types", count) or ["dense"] * first + ["sparse"] * (count - first)
-        named(fields, "layer_types", kinds, {_SLIDING: 0, _FULL: 0}, c.origins)
-        named(fields, "mlp_layer_types", mlps, {"dense": 0, "sparse": 0}, c.origins)
+        check_kinds(fields, "layer_types", kinds, {_SLIDING: 0, _FULL: 0}, c.origins)
+        check_kinds(fields, "mlp_layer_types", mlps, {"dense": 0, "sparse": 0}, c.origins)
         c.origins["layer_types"] = origin
         rotates = own == 1  # with another pattern, only the sliding layers of the prefix rotate
         return [

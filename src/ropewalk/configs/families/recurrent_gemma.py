@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ropewalk._checks import shown
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.layers import named
+from ropewalk.configs.layers import check_kinds
 from ropewalk.configs.reader import Reader
 
 
@@ -23,7 +23,7 @@ class RecurrentGemma(Architecture):
         listed = c.fields.get(key)
         if not isinstance(listed, list) or not listed:
             raise c.fields.error(key, "must be a list of kinds of layers", shown(listed), "Add it.")
-        return named(c.fields, key, [listed[i % len(listed)] for i in range(count)], self.kinds, c.origins)
+        return check_kinds(c.fields, key, [listed[i % len(listed)] for i in range(count)], self.kinds, c.origins)
 
 
 MODELS = {

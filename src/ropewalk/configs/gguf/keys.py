@@ -24,7 +24,7 @@ from ropewalk.configs.gguf.row import (
 )
 
 # Keys that only some architectures read. Files of other architectures must not have them.
-_OF_SOME = {
+_SOMETIMES_READ = {
     DIM_SWA: "Sliding-window layers that rotate other channels are not supported yet.",
     HEAD_SWA: "Sliding-window layers with another head size are not supported yet.",
     HEAD_MLA: "Multi-head latent attention is not supported yet for this architecture.",
@@ -106,7 +106,7 @@ class Keys:
         """Raise a RopeError if the file has a key that llama.cpp does not read for this architecture."""
         reads = self.row.reads()
         self.used |= {self.key(name) for name in reads}
-        for name, why in _OF_SOME.items():
+        for name, why in _SOMETIMES_READ.items():
             value = self.fields.get(self.key(name))
             if name not in reads and value is not None:
                 raise self.fields.error(self.key(name), "must not be given", shown(value), why)

@@ -85,7 +85,7 @@ class _Reader:
         query_scale = self._query_scale()
         ropes: dict[str, Rope | None] = dict.fromkeys(kinds)
         scheme, others = None, {}
-        with keys.fields.named():
+        with keys.fields.prefix_errors():
             if rotating:
                 self.scaling = SchemeReader(keys, self.tensors)
                 scheme = self.scaling.read()

@@ -14,7 +14,7 @@ from ropewalk.configs.gguf.row import ORIGINAL
 from ropewalk.schemes import NTK, SCHEMES, Linear, LongRoPE, PerPair, Scaling, YaRN, build
 
 _FACTOR = Linear.gguf["factor"]
-_FACTOR_BEFORE = "rope.scale_linear"  # its former name
+_OLD_FACTOR = "rope.scale_linear"  # its former name
 _ATTENTION = PerPair.gguf["attention_factor"]
 
 
@@ -112,11 +112,11 @@ class SchemeReader:
         """Return the factor from its key or from the former name of that key."""
         new, old = (
             self.keys.number(_FACTOR, at_least=0.0),
-            self.keys.number(_FACTOR_BEFORE, at_least=0.0),
+            self.keys.number(_OLD_FACTOR, at_least=0.0),
         )
         if new is not None and old is not None and new != old:
             raise self.keys.fields.error(
-                self.keys.key(_FACTOR_BEFORE),
+                self.keys.key(_OLD_FACTOR),
                 f"must agree with rope.scaling.factor={new:g}",
                 f"{old:g}",
                 f"llama.cpp uses rope.scaling.factor: {REMOVE}.",
@@ -124,7 +124,7 @@ class SchemeReader:
         return new if new is not None else old
 
     def _unscaled(self) -> Scaling | None:
-        self.keys.used -= {self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)}
+        self.keys.used -= {self.keys.key(_FACTOR), self.keys.key(_OLD_FACTOR)}
         if FREQS in self.tensors:
             self.keys.origins["factors"] = FREQS
             self.keys.origins["scaling"] = FREQS
@@ -143,7 +143,7 @@ class SchemeReader:
         return Linear(factor=factor)
 
     def _factor_key(self) -> str:
-        return self.keys.fields.first((self.keys.key(_FACTOR), self.keys.key(_FACTOR_BEFORE)))
+        return self.keys.fields.first((self.keys.key(_FACTOR), self.keys.key(_OLD_FACTOR)))
 
     def _attention_factor(self) -> float:
         """Return rope.scaling.attn_factor, which multiplies cos and sin."""
