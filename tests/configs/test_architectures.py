@@ -164,7 +164,7 @@ def test_most_rows_were_run() -> None:
 
 def test_a_model_without_a_rope_gives_the_reason() -> None:
     def check(name: str) -> None:
-        with pytest.raises(RopeError, match=r"model_type must be a model that a Rope describes, got") as raised:
+        with pytest.raises(RopeError, match=r"model_type must name a model that a Rope describes, got") as raised:
             from_config({"model_type": name, "num_hidden_layers": 1})
         assert ARCHITECTURES[name].why in str(raised.value)  # type: ignore[attr-defined]
 

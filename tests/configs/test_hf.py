@@ -174,7 +174,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"model_type": ...}, {}, "model_type must be a string, got None"),
         ({"model_type": ["llama"]}, {}, "model_type must be a string, got ['llama']"),
         ({}, {"pairing": "neox"}, "from_config: pairing must be one of 'half', 'interleaved', got 'neox'"),
-        ({}, {"pairing": "interleaved"}, "model_type llama has the pairing 'half'"),
+        ({}, {"pairing": "interleaved"}, "model_type llama requires the pairing 'half'"),
         ({"rope_interleaved": True}, {}, "rope_interleaved must agree with the pairing 'half'"),
         ({"rope_interleaved": 0}, {}, "rope_interleaved must agree"),
         # sizes

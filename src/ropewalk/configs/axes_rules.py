@@ -97,7 +97,7 @@ class AxesRule:
             where += f"; the pairs after the first {sum(sections)} take {self.names[0]}"
         elif sum(sections) != pairs:
             key = stated[0].where if stated else self.keys[0]
-            got = f"{list(sections) if stated else where}, which add up to {sum(sections)}"
+            got = f"{list(sections) if stated else where}, which adds up to {sum(sections)}"
             must = f"must add up to the {pairs} pairs that rotate"
             raise fields.error(
                 key, must, got, "Check that the list and the number of rotated channels belong together."

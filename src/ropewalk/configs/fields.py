@@ -102,7 +102,7 @@ class Fields:
         base = number(self.source, where, value, above=1.0)
         if passed not in (None, base):
             must = f"is {base:g}, and base must agree with it"
-            cure = "Leave base out, or use dataclasses.replace(rope, base=...)."
+            cure = "Omit base, or use dataclasses.replace(rope, base=...)."
             raise self.error(where, must, f"base={passed:g}", cure)
         return base
 

@@ -91,7 +91,7 @@ class Reader:
         if self.passed_pairing not in (None, implied):
             raise self.fields.error(
                 "model_type",
-                f"{model_type} has the pairing {implied!r} ({source})",
+                f"{model_type} requires the pairing {implied!r} ({source})",
                 f"pairing={self.passed_pairing!r}",
                 "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
             )

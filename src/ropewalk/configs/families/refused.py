@@ -22,5 +22,5 @@ class Refused(Architecture):
 
     def read(self, c: Reader) -> LayerRopes:
         """Raise a RopeError with the reason."""
-        must = "must be a model that a Rope describes"
+        must = "must name a model that a Rope describes"
         raise c.fields.error("model_type", must, repr(c.fields.get("model_type")), self.why)

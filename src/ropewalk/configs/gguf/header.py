@@ -111,7 +111,9 @@ class _Walk:
         if count > self.size - self.position:
             raise self.error(f"the file must have {shown(count)} more bytes", f"only {self.size - self.position}")
         if self.position + count > self.most:
-            raise self.error(f"the header must have at most {self.most} bytes", "more", "Pass a model.")
+            raise self.error(
+                f"the header must have at most {self.most} bytes", "more", "Pass the GGUF file of a model."
+            )
 
     def _take(self, count: int) -> bytes:
         self._need(count)
@@ -140,12 +142,14 @@ class _Walk:
         self.items += count
         if self.items > _MAX_ITEMS:
             raise self.error(
-                f"the file must have at most {_MAX_ITEMS} keys, strings and tensors", "more", "Pass a model."
+                f"the file must have at most {_MAX_ITEMS} keys, strings and tensors",
+                "more",
+                "Pass the GGUF file of a model.",
             )
 
     def _name(self, what: str) -> str:
         self._item()
-        content = self._take(self._count(f"the bytes of {what}", _MAX_NAME, 1))
+        content = self._take(self._count(f"the length of {what}", _MAX_NAME, 1))
         return self._text(content)
 
     def _text(self, content: bytes) -> str:
@@ -164,8 +168,8 @@ class _Walk:
             hint = " It seems to be big-endian." if version & 0xFFFF == 0 else ""
             must = "the version must be 2 or 3, in little-endian"
             raise self.error(must, str(version), f"Convert the model again.{hint}")
-        tensors = self._count("tensors", _MAX_TENSORS, 0)
-        return tensors, self._count("keys", _MAX_KEYS, 13)
+        tensors = self._count("the number of tensors", _MAX_TENSORS, 0)
+        return tensors, self._count("the number of keys", _MAX_KEYS, 13)
 
     def values(self, count: int) -> dict[str, Any]:
         """Return all keys. Numbers, short strings and short arrays of numbers have their values, others `_Skipped`."""
@@ -185,12 +189,12 @@ class _Walk:
         if kind == _ARRAY:
             return self._array(depth)
         if kind not in _NUMBERS:
-            raise self.error("its type must be one of 0 to 12", str(kind), _BROKEN)
+            raise self.error("the type must be 0 to 12", str(kind), _BROKEN)
         return self._number(_NUMBERS[kind])
 
     def _string(self) -> Any:
         self._item()
-        count = self._count("the bytes of a string", _MAX_STRING, 1)
+        count = self._count("the length of a string", _MAX_STRING, 1)
         if count <= _MAX_NAME:
             return self._text(self._take(count))
         self._skip(count)
@@ -203,22 +207,22 @@ class _Walk:
         kind: int = self._number(_U32)
         if kind in _NUMBERS:
             form = _NUMBERS[kind]
-            count = self._count("entries of an array", _MAX_ITEMS, form.size)
+            count = self._count("the number of array entries", _MAX_ITEMS, form.size)
             if depth == 0 and count <= _MAX_KEPT:
                 self._item(count)
                 return struct.unpack(f"<{count}{form.format[-1]}", self._take(count * form.size))
             self._skip(count * form.size)
             return _Skipped(f"an array of {count}")
         if kind not in (_STRING, _ARRAY):
-            raise self.error("its type must be one of 0 to 12", str(kind), _BROKEN)
-        count = self._count("entries of an array", _MAX_ITEMS, 8)
+            raise self.error("the type must be 0 to 12", str(kind), _BROKEN)
+        count = self._count("the number of array entries", _MAX_ITEMS, 8)
         self._item(count)
         if kind == _STRING:
             self._skip_strings(count)
             return _Skipped(f"an array of {count}")
         self.arrays += count
         if self.arrays > _MAX_ARRAYS:
-            raise self.error(f"arrays inside arrays must be at most {_MAX_ARRAYS}", "more", _BROKEN)
+            raise self.error(f"the number of nested arrays must be at most {_MAX_ARRAYS}", "more", _BROKEN)
         for _ in range(count):
             self._array(depth + 1)
         return _Skipped(f"an array of {count}")
@@ -234,7 +238,7 @@ class _Walk:
             while count and at <= last:
                 size = length(block, at)[0]
                 if size > _MAX_STRING:
-                    raise self.error(f"the bytes of a string must be at most {_MAX_STRING}", str(size), _BROKEN)
+                    raise self.error(f"the length of a string must be at most {_MAX_STRING}", str(size), _BROKEN)
                 at += _U64.size + size
                 count -= 1
             self.position = start

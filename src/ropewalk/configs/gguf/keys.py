@@ -127,7 +127,7 @@ class Keys:
                 if isinstance(value, bool) or value not in _NEUTRAL[name]:
                     must = f"must not be given for {self.architecture} with scaling {kind!r}"
                     cure = (
-                        "llama.cpp ignores it there, or applies it as no scheme does. Read the model's config.json "
+                        "llama.cpp ignores it there, or uses it as no scheme does. Read the model's config.json "
                         f"instead. If the key has no effect, pass ignore=({key!r},) to from_config, or {REMOVE}."
                     )
                     raise self.fields.error(key, must, shown(value), cure)
@@ -152,5 +152,5 @@ def _architecture(fields: Fields) -> tuple[str, GgufRow]:
         )
     row = ARCHITECTURES.get(name, UNKNOWN)
     if row.refusal:
-        raise fields.error("general.architecture", "must be a model that a Rope describes", repr(name), row.refusal)
+        raise fields.error("general.architecture", "must name a model that a Rope describes", repr(name), row.refusal)
     return name, row

@@ -184,7 +184,7 @@ class _Reader:
         if self.passed_pairing not in (None, pairing):
             raise self.keys.fields.error(
                 "general.architecture",
-                f"{self.keys.architecture} has the pairing {pairing!r} ({SOURCE})",
+                f"{self.keys.architecture} requires the pairing {pairing!r} ({SOURCE})",
                 f"pairing={self.passed_pairing!r}",
                 "For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...).",
             )
