@@ -151,7 +151,7 @@ def _to_list(value: Any, name: str) -> Any:
 
 
 def _key(key: object, name: str) -> object:
-    """Return a key that is a string or a number. transformers uses numbers as keys of labels."""
+    """Return a key that is a string or a number: labels have numbers as keys, which json.dump writes as strings."""
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key
     raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove the key.")

@@ -16,7 +16,7 @@ _MISPLACED = frozenset(
 )  # fmt: skip
 # Keys that are likely to be misspelt.
 _LIKELY = (*SECTIONS, "rope_theta", "partial_rotary_factor", "head_dim", "max_position_embeddings", TRAINED)
-# Valid size keys that resemble misspelt ones.
+# Valid size keys that resemble misspelt ones: sizes of the heads of v, and of whole heads of which a part rotates.
 _SIZES = frozenset({"head_dim", "v_head_dim", "qk_head_dim", "max_position_embeddings"})
 # Far above any config. The bound limits the comparisons of unknown keys with likely ones.
 _MAX_KEYS = 4096
