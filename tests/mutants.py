@@ -714,6 +714,10 @@ MUTANTS = [
     Mutant("parallel: no shared key head", "attention/heads.py", " and not (kv_heads == 1 and heads < group)", ""),
     Mutant("parallel: wrong key head", "parallel/heads.py", "device_mesh.get_local_rank() * self._kv_heads // device_mesh.size()", "device_mesh.get_local_rank() % self._kv_heads"),
     Mutant("parallel: plan without the sequence", "parallel/heads.py", "{name: HeadwiseParallel(sequence_parallel=sequence_parallel) for", "{name: HeadwiseParallel() for"),
+    Mutant("schemes: old name of the factor ignored", "schemes/_scheme.py", 'if "table_factor" in vars(cls):', "if False:"),
+    Mutant("schemes: old name of the factor silent", "schemes/_scheme.py", "warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)", "pass"),
+    Mutant("messages without their key", "configs/fields.py", 'error(self.source, f"{key} {must}", got, cure)', "error(self.source, must, got, cure)"),
+    Mutant("explain: pairs that do not rotate", "configs/explain.py", 'return "do not rotate"', 'return "are not slowed"'),
 ]  # fmt: skip
 
 
