@@ -60,7 +60,20 @@ class TestWorkflow:
 def test_hooks_run_what_ci_runs() -> None:
     (repository,) = parsed(".pre-commit-config.yaml")["repos"]
     for hook in repository["hooks"]:
-        assert re.search(rf"^{re.escape(hook['entry'])}\b", CI, re.M), hook["entry"]
+        assert re.search(rf"^ *{re.escape(hook['entry'])}\b", CI, re.M), hook["entry"]
+
+
+def test_pytest_alone_leaves_out_the_slow_tests() -> None:
+    """CI runs every test. The README's command alone runs those that are not slow."""
+    file = "tests/configs/test_source.py"
+    collected = {}
+    for how, arguments in {"alone": ["-o", f"testpaths={file}"], "with paths": [file]}.items():
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+        output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        collected[how] = {line.partition("[")[0] for line in output.splitlines() if "::" in line}
+    assert collected["alone"]
+    slow = f"{file}::test_files_are_read_or_refused_at_bounded_cost"
+    assert collected["with paths"] - collected["alone"] == {slow}
 
 
 @pytest.mark.parametrize("form", ["bug", "model"])

@@ -482,6 +482,8 @@ def who_saved_it_hears_of_the_change(world: int) -> None:
 
 @check
 def compiled(world: int) -> None:
+    if not WATCHING[0]:  # nothing here asks for it, so the second run would compile the same graphs again
+        return
     mesh, q, k, nodes = line(world), made("bshd"), made("bshd", heads=world), []
 
     def graph(module: torch.fx.GraphModule, _: object) -> Any:
