@@ -22,6 +22,8 @@ import module_checks
 import tensor_parallel_checks
 
 CHECKS = {**dtensor_checks.CHECKS, **module_checks.CHECKS, **tensor_parallel_checks.CHECKS}
+FILES = (dtensor_checks, module_checks, tensor_parallel_checks)
+assert len(CHECKS) == sum(len(file.CHECKS) for file in FILES), "two checks have one name, so one would not run"
 
 
 def main(rank: int, world: int, rendezvous: str) -> None:
