@@ -90,7 +90,7 @@ def check_text_model(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
     row, case = given
     ropes = ropewalk.from_config(row["config"], text_only=True)
     indexer = case["id"] == "dsa_indexer"
-    rope = ropes.others["indexer"] if indexer else ropes.layers[case.get("layer_idx", 0)]
+    rope = ropes.extra_ropes["indexer"] if indexer else ropes.layers[case.get("layer_idx", 0)]
     assert rope is not None
     rope = rope.at_length(case["seq_len"])
     assert frequencies(rope) == as_float32(case["inv_freq"])

@@ -41,7 +41,7 @@ CASES = [
 
 def rope_of(row: dict[str, Any], case: dict[str, Any]) -> Rope | None:
     ropes = ropes_of(row["config"])
-    rope = ropes.others["indexer"] if case["id"] == "dsa_indexer" else ropes.layers[case.get("layer_idx", 0)]
+    rope = ropes.extra_ropes["indexer"] if case["id"] == "dsa_indexer" else ropes.layers[case.get("layer_idx", 0)]
     return None if rope is None else rope.at_length(case["seq_len"])
 
 
@@ -314,7 +314,9 @@ class TestSingleModels:
         compressed = ropes.layers[2]
         assert compressed is not None
         indexer = Rope(128, 160_000.0, "interleaved", rotary_dim=64, rotary_offset=64, scaling=compressed.scaling)
-        assert ropes.others == {"indexer": indexer}
+        assert ropes.extra_ropes == {"indexer": indexer}
+        with pytest.warns(DeprecationWarning, match=r"ModelRopes\.others is now ModelRopes\.extra_ropes"):
+            assert ropes.others == {"indexer": indexer}
         assert ropes.rotates_values
         assert "the attention's output is rotated back" in ropes.explain()
         with pytest.raises(RopeError, match=r"compress_ratios must contain only 0, 4, 128, got 3"):
@@ -382,7 +384,7 @@ class TestSingleModels:
         config = next(
             row["config"] for row in DEFAULTS if row.get("variant") == "flat" and row["model_type"] == "dots3_note_text"
         )
-        assert from_config(config).others == {"indexer": Rope(128, 8e7, "interleaved", rotary_dim=64)}
+        assert from_config(config).extra_ropes == {"indexer": Rope(128, 8e7, "interleaved", rotary_dim=64)}
         with pytest.raises(RopeError, match="swa_qk_nope_head_dim must be"):
             from_config({key: value for key, value in config.items() if key != "swa_qk_nope_head_dim"})
         with pytest.raises(RopeError, match="swa_head_dim must be more than swa_qk_nope_head_dim=192, got 192"):
@@ -511,7 +513,7 @@ class TestLatentAttention:
         """vLLM's is_neox_style = not indexer_rope_interleave; the code of DeepSeek-V3.2 has halves."""
         config = {**self.base, "model_type": "deepseek_v32", "index_head_dim": 32, "indexer_rope_interleave": stated}
         ropes = from_config(config)
-        assert ropes.others["indexer"].pairing == pairing
+        assert ropes.extra_ropes["indexer"].pairing == pairing
         assert ropes.rope.pairing == "interleaved"
         assert len(ropes.warnings) == warned
 

@@ -325,7 +325,7 @@ class TestNumbersOfAnEngine:
 
     def test_a_second_rope_of_the_layers(self) -> None:
         ropes = from_config(MODELS["deepseek-v3.2"]["config"], engine="vllm")
-        assert set(ropes.others) == {"indexer"}
+        assert set(ropes.extra_ropes) == {"indexer"}
 
 
 def oracle_yarn_ends() -> tuple[int, int]:

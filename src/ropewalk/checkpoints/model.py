@@ -137,7 +137,7 @@ def _config(
     if ropes.vision is not None:
         cure = "Its tower has tensors of the same names, which rotate otherwise: convert the text model alone."
         raise _checks.error("convert", f"{file} must be of a text model", f"one with {ropes.vision.model_type}", cure)
-    if ropes.others:
+    if ropes.extra_ropes:
         cure = "Its indexer rotates in another pairing with weights of its own: not supported yet."
         raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second", cure)
     if ropes.rotates_values:

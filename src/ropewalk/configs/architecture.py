@@ -138,7 +138,7 @@ class Architecture:
             max_position_embeddings=c.longest,
             layer_kinds=tuple(layers),
             config=dict(c.fields.config),
-            others=extra_ropes,
+            extra_ropes=extra_ropes,
             softmax_factor=self.softmax_factor(c, schemes),
             query_scale=self.query_scale(c),
             rotates_values=self.rotates_values,

@@ -96,13 +96,15 @@ def with_numbers_of(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str,
             ropes.source,
             notes,
         )
-        for name, rope in ropes.others.items()
+        for name, rope in ropes.extra_ropes.items()
     }
     scale = ropes.query_scale
     if scale is not None and scale.beta and engine.query_scale:
         notes.append(f"{engine.name} {engine.version} does not scale q by its position: {engine.query_scale}.")
         scale = None
-    return replace(ropes, layers=tuple(layers), others=others, query_scale=scale, warnings=tuple(dict.fromkeys(notes)))
+    return replace(
+        ropes, layers=tuple(layers), extra_ropes=others, query_scale=scale, warnings=tuple(dict.fromkeys(notes))
+    )
 
 
 def _rope(engine: Engine, question: Asked, source: str, notes: list[str]) -> Rope:

@@ -32,7 +32,7 @@ def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
             for rope, layers in ropes.groups()
         ],
         "vision": None if ropes.vision is None else _vision_facts(ropes.vision),
-        "others": {name: _rope_facts(rope, ropes.trained_length, length) for name, rope in ropes.others.items()},
+        "others": {name: _rope_facts(rope, ropes.trained_length, length) for name, rope in ropes.extra_ropes.items()},
         "softmax_factor": ropes.softmax_factor,
         "query_scale": None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
         "output_order": ropes.output_order,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,7 @@ class LayerRopes:
     source: str
     trained_length: int | None = None
     max_position_embeddings: int | None = None
-    others: Mapping[str, Rope] = field(default_factory=dict, hash=False)
+    extra_ropes: Mapping[str, Rope] = field(default_factory=dict, hash=False)
     softmax_factor: float = 1.0
     query_scale: QueryScale | None = None
     output_order: str | None = None
@@ -75,6 +76,12 @@ class LayerRopes:
     config: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
     warnings: tuple[str, ...] = ()
+
+    @property
+    def others(self) -> Mapping[str, Rope]:
+        """The old name of `extra_ropes`, for one release."""
+        warnings.warn("ModelRopes.others is now ModelRopes.extra_ropes", DeprecationWarning, stacklevel=2)
+        return self.extra_ropes
 
     def groups(self) -> list[tuple[Rope | None, list[int]]]:
         """Return each distinct rope with the indices of its layers, in order of first appearance."""

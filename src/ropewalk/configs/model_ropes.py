@@ -23,7 +23,7 @@ class ModelRopes(LayerRopes):
         source: the file or object that was read.
         trained_length: the length in tokens that the model was trained on before scaling; None if it is not known.
         max_position_embeddings: the length in tokens that the config states, or None.
-        others: further ropes of the layers, by name (DeepSeek-V3.2's "indexer").
+        extra_ropes: further ropes of the layers, by name (DeepSeek-V3.2's "indexer").
         softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
         output_order: "half" if pairs are read interleaved and written in half order (DeepSeek-V3). None means that they

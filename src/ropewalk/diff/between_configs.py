@@ -194,7 +194,7 @@ _BESIDE: dict[str, Callable[[ModelRopes], Any]] = {
     "query_scale": lambda ropes: None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
     "output_order": lambda ropes: ropes.output_order,
     "rotates_values": lambda ropes: ropes.rotates_values,
-    "others": lambda ropes: {name: repr(rope) for name, rope in ropes.others.items()},
+    "others": lambda ropes: {name: repr(rope) for name, rope in ropes.extra_ropes.items()},
     "vision": lambda ropes: None if ropes.vision is None else [repr(rope) for rope in ropes.vision.ropes],
 }
 
@@ -229,8 +229,10 @@ def _kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[
         why = "the numbers of layers differ"
     elif "pairing" in changed or a.output_order != b.output_order:
         why = "the channels of the stored keys are in another order"
-    elif a.others != b.others:
-        why = f"the stored keys of {' and '.join(sorted({*a.others, *b.others}))} were rotated by other angles"
+    elif a.extra_ropes != b.extra_ropes:
+        why = (
+            f"the stored keys of {' and '.join(sorted({*a.extra_ropes, *b.extra_ropes}))} were rotated by other angles"
+        )
     elif a.rotates_values != b.rotates_values:
         why = "one of them rotates the values, too"
     elif not rows:

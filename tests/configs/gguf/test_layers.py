@@ -145,7 +145,7 @@ def test_layers(
     layers = layers.rstrip(".")  # a block that is no layer
     assert read.layers == tuple(ropes.get(letter) for letter in layers)
     assert len(read.layer_kinds) == len(layers)
-    assert (read.softmax_factor, read.query_scale, read.output_order, dict(read.others)) == (1.0, None, None, {})
+    assert (read.softmax_factor, read.query_scale, read.output_order, dict(read.extra_ropes)) == (1.0, None, None, {})
     json.dumps(read.facts(5000), allow_nan=False)
 
 
@@ -220,9 +220,9 @@ def test_latent(path: Path, architecture: str, keys: dict[str, Any], rope: Rope,
 
 def test_indexers(path: Path) -> None:
     keys = {**MLA, "attention.indexer.key_length": 32}
-    others = from_config(write(path, keys, architecture="deepseek32")).others
+    others = from_config(write(path, keys, architecture="deepseek32")).extra_ropes
     assert others == {"indexer": Rope(32, 5e5, "half", rotary_dim=16)}
-    others = from_config(write(path, keys, architecture="glm-dsa")).others
+    others = from_config(write(path, keys, architecture="glm-dsa")).extra_ropes
     assert others == {"indexer": Rope(32, 5e5, "interleaved", rotary_dim=16)}
 
 
@@ -450,7 +450,7 @@ def same(
             assert_same(our, their)
             assert our.pairing == (pairing or their.pairing)
     assert ours.softmax_factor == pytest.approx(theirs.softmax_factor)
-    assert dict(ours.others) == dict(theirs.others)
+    assert dict(ours.extra_ropes) == dict(theirs.extra_ropes)
 
 
 LLAMA3_EXAONE = from_config(MODELS["exaone-4.0-32b"]).layers[0]

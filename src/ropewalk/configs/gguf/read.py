@@ -105,7 +105,7 @@ class _Reader:
             source=keys.fields.source,
             trained_length=self._trained_length(scheme),
             max_position_embeddings=keys.longest,
-            others=others,
+            extra_ropes=others,
             softmax_factor=self._softmax_factor(scheme),
             query_scale=query_scale,
             layer_kinds=() if self.row.layers is None else tuple(layers),

@@ -170,7 +170,7 @@ def _of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
     if kind in read.layer_kinds:
         layers = tuple(rope for this, rope in zip(read.layer_kinds, layers, strict=True) if this == kind)
     else:
-        layers = (*layers, *read.others.values())
+        layers = (*layers, *read.extra_ropes.values())
     return [rope for rope in dict.fromkeys(layers) if rope is not None]
 
 
