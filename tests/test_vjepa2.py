@@ -41,5 +41,5 @@ def test_as_recorded(name: str) -> None:
 
 
 def test_from_config_refuses_it_and_says_where_it_is() -> None:
-    with pytest.raises(RopeError, match=r"which is no rotation; docs/several-axes\.md writes it out"):
+    with pytest.raises(RopeError, match=r"which is not a rotation; see docs/several-axes\.md"):
         from_config({"model_type": "vjepa2", "hidden_size": 1024, "num_attention_heads": 16})
