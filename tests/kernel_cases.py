@@ -50,9 +50,9 @@ def broadcast(table: Tensor) -> np.ndarray:
 
 
 def expected(
-    x: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, back: bool
+    x: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, inverse: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    return oracle.turned(as_bshd(x, layout), broadcast(cos), broadcast(sin), pairing, offset, back)
+    return oracle.turned(as_bshd(x, layout), broadcast(cos), broadcast(sin), pairing, offset, inverse)
 
 
 def check(
@@ -87,10 +87,10 @@ def check(
 
 
 def by_reference(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, back: bool
+    tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, inverse: bool
 ) -> list[Tensor]:
     return reference.rotate_in_layout(
-        tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=offset, back=back
+        tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=offset, inverse=inverse
     )
 
 
@@ -115,7 +115,7 @@ def turned(
     layout: str,
     pairing: str,
     offset: int,
-    back: bool,
+    inverse: bool,
     like: Callable[[Tensor], Tensor],
     *,
     level: str = "",
@@ -124,12 +124,13 @@ def turned(
     """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
     before = [x.clone() for x in tensors]
     outputs = [like(x).fill_(math.nan) for x in tensors]
-    kernel.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, back)
+    kernel.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, inverse)
     flushed = level == "avx512_bf16" and tensors[0].dtype == torch.bfloat16
-    says = f"{[tuple(x.shape) for x in tensors]}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, back {back}"
-    plain = by_reference(tensors, cos, sin, layout, pairing, offset, back)
+    shapes = [tuple(x.shape) for x in tensors]
+    says = f"{shapes}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, inverse {inverse}"
+    plain = by_reference(tensors, cos, sin, layout, pairing, offset, inverse)
     for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
-        check(y, *expected(x, cos, sin, layout, pairing, offset, back), layout, says, flushed, truncated)
+        check(y, *expected(x, cos, sin, layout, pairing, offset, inverse), layout, says, flushed, truncated)
         assert truncated or same(y, other, level), says
         outside = torch.ones(x.shape[-1], dtype=torch.bool)
         outside[offset : offset + 2 * cos.shape[-1]] = False

@@ -87,12 +87,12 @@ def rotate(x: np.ndarray, angles: np.ndarray, pairing: str, offset: int = 0, fac
 
 
 def turned(
-    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str, offset: int = 0, back: bool = False
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str, offset: int = 0, inverse: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """x [..., head_dim] turned by any cos and sin [..., pairs], in float64; and Σ|terms|, for bounds."""
     result = np.array(x, dtype=np.float64)
     size = np.zeros_like(result)
-    c, s = np.asarray(cos, np.float64), np.asarray(sin, np.float64) * (-1 if back else 1)
+    c, s = np.asarray(cos, np.float64), np.asarray(sin, np.float64) * (-1 if inverse else 1)
     first, second = (list(places) for places in zip(*channels(2 * c.shape[-1], pairing, offset), strict=True))
     a, b = result[..., first], result[..., second]
     with np.errstate(invalid="ignore"):
@@ -102,7 +102,7 @@ def turned(
 
 
 def table_gradient(
-    x: np.ndarray, grad: np.ndarray, pairs: int, pairing: str, offset: int = 0, back: bool = False
+    x: np.ndarray, grad: np.ndarray, pairs: int, pairing: str, offset: int = 0, inverse: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """d(Σ grad · turned) by cos and by sin, from x and grad [..., heads, head_dim]; and Σ|terms|: [..., pairs] each."""
     first, second = (list(places) for places in zip(*channels(2 * pairs, pairing, offset), strict=True))
@@ -110,7 +110,7 @@ def table_gradient(
         (np.asarray(y, np.float64)[..., first], np.asarray(y, np.float64)[..., second]) for y in (x, grad)
     )
     size = (abs(a) + abs(b)) * (abs(g) + abs(h))
-    by_sin = (h * a - g * b) * (-1 if back else 1)
+    by_sin = (h * a - g * b) * (-1 if inverse else 1)
     return (g * a + h * b).sum(-2), by_sin.sum(-2), size.sum(-2)
 
 

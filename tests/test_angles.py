@@ -276,16 +276,16 @@ class TestRefusals:
         self, positions: torch.Tensor, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
-        monkeypatch.setattr(backend, "AT_ONCE", False)
+        monkeypatch.setattr(backend, "FAST_PATH", False)
         with pytest.raises(RopeError, match="need a device with float64"):
             self.rope.at(positions, dtype=dtype)
 
 
 @pytest.fixture
 def no_kept_steps() -> Iterator[None]:
-    steps._steps_on_device.clear()
+    steps._copies.clear()
     yield
-    steps._steps_on_device.clear()
+    steps._copies.clear()
 
 
 @pytest.mark.usefixtures("no_kept_steps")
@@ -360,13 +360,13 @@ class TestSurroundings:
 
     def test_steps_are_kept_and_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(steps, "_MOST_KEPT", 2)
-        monkeypatch.setattr(backend, "AT_ONCE", False)
+        monkeypatch.setattr(backend, "FAST_PATH", False)
         for base in (10.0, 20.0, 30.0):
             Rope(8, base, "half").at(torch.arange(2))
-        assert len(steps._steps_on_device) == 1
-        (kept,) = steps._steps_on_device.values()
+        assert len(steps._copies) == 1
+        (kept,) = steps._copies.values()
         Rope(8, 30.0, "half").at(torch.arange(2))
-        assert next(iter(steps._steps_on_device.values())) is kept
+        assert next(iter(steps._copies.values())) is kept
 
 
 def test_an_attention_factor_makes_the_steps_of_float32_longer() -> None:

@@ -55,11 +55,11 @@ def test_another_layout_is_one_entry(layout: str, pairing: str, by: str, monkeyp
             mine = [q.clone(), k.clone()]
             rotation.apply_(*mine, layout=layout)  # type: ignore[arg-type]
         for x, new, changed, incoming in zip((q, k), rotated, mine, (g, h), strict=True):
-            exact = expected(x, cos, sin, layout, pairing, OFFSET, back=False)
+            exact = expected(x, cos, sin, layout, pairing, OFFSET, inverse=False)
             check(new, *exact, layout, "new")
             check(changed, *exact, layout, "in place")
             assert x.grad is not None
-            check(x.grad, *expected(incoming, cos, sin, layout, pairing, OFFSET, back=True), layout, "gradient")
+            check(x.grad, *expected(incoming, cos, sin, layout, pairing, OFFSET, inverse=True), layout, "gradient")
         parts = [
             oracle.table_gradient(as_bshd(x, layout), as_bshd(grad, layout), PAIRS, pairing, OFFSET)
             for x, grad in ((q, g), (k, h))

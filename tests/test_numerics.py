@@ -309,7 +309,7 @@ class TestPositions:
     def test_compiled_bit_for_bit(self, numerics: Any, backend_name: str) -> None:
         """Frequencies are constants of the graph; other ropes compile anew."""
         torch.compiler.reset()
-        _float32._kept.cache_clear()
+        _float32._cached_frequencies.cache_clear()
         compiled = torch.compile(lambda r, p: r.at(p, numerics=numerics).cos, fullgraph=True, backend=backend_name)
         ropes = [Rope(64, 5e5, "half", scaling=s) for s in (None, YaRN(8.0, 4096), YaRN(16.0, 4096), Linear(4.0))]
         uses = [*((rope, torch.arange(5)) for rope in ropes), (ropes[0], torch.tensor([[0.5, 1e5]]))]
@@ -330,16 +330,16 @@ class TestPositions:
         rope, expected = of_row(self.row, dict(self.row["rope_parameters"])), products(self.row, POSITIONS)[0]
         use = lambda: rope.at(POSITIONS, numerics="float32").cos  # noqa: E731
         with FakeTensorMode():
-            _float32._kept.cache_clear()
+            _float32._cached_frequencies.cache_clear()
             rope.at(torch.arange(3), numerics="float32")
         assert torch.equal(use(), expected)
-        _float32._kept.cache_clear()
+        _float32._cached_frequencies.cache_clear()
         with torch.device("meta"):
             assert torch.equal(use(), expected)
-        _float32._kept.cache_clear()
+        _float32._cached_frequencies.cache_clear()
         mapped = torch.func.vmap(lambda p: rope.at(p, numerics="float32").cos)(POSITIONS.reshape(2, 4))
         assert torch.equal(mapped.flatten(0, 1), expected)
-        _float32._kept.cache_clear()
+        _float32._cached_frequencies.cache_clear()
         before = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)
@@ -353,7 +353,7 @@ class TestPositions:
 def test_quick_call_is_for_exact_numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = Rope(64, 5e5, "half")
     quick = rope.at(POSITIONS, numerics="float32").cos
-    monkeypatch.setattr(backend, "AT_ONCE", False)
+    monkeypatch.setattr(backend, "FAST_PATH", False)
     assert torch.equal(rope.at(POSITIONS, numerics="float32").cos, quick)
     assert not torch.equal(rope.at(POSITIONS).cos, quick)
 

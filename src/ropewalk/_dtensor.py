@@ -1,6 +1,6 @@
-"""DTensors of torch.distributed: is this one, tables made of each rank's positions, and weights that all ranks have.
+"""Detect DTensors of torch.distributed, compute tables from each rank's positions, and check replicated weights.
 
-torch.distributed.tensor is not imported here for those who have not: a DTensor exists only where somebody has.
+This module does not import torch.distributed.tensor until it is needed: DTensors exist only once it was imported.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(x, module.DTensor)
 
 
-def of_shards(
+def tables_of_shards(
     positions: DTensor,
     device: torch.device | str | None,
     compute: Callable[[Tensor], tuple[Tensor, Tensor]],
     *,
     several: bool,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin as DTensors, sharded as the positions are: each rank makes those of its own positions.
+    """cos and sin as DTensors that are sharded like the positions: each rank computes those of its own positions.
 
     Args:
-        device: where they are wanted: that of the mesh, or None, which is the same.
-        compute: positions `[..., tokens]` → two tensors `[..., tokens, pairs]`, without the axes.
-        several: whether the first axis of positions is that of several axes, of which a table has none.
+        device: None, or the device type of the mesh.
+        compute: maps positions `[..., tokens]` to two tensors `[..., tokens, pairs]`. If positions have a leading axis
+            of axes, the results do not.
+        several: whether positions have such a leading axis.
     """
     import torch
     from torch.distributed.tensor import Replicate, Shard
@@ -44,9 +45,9 @@ def of_shards(
     if device is not None and torch.device(device).type != mesh.device_type:
         raise error(
             "Rope.at",
-            "cos and sin of DTensor positions must be on the device of their mesh",
+            "cos and sin of DTensor positions must be on the device of the mesh",
             f"device {str(device)!r} for a mesh of {mesh.device_type!r}",
-            "Leave device out.",
+            "Omit device.",
         )
     keep = [p if p.is_replicate() or _is_shard(p, several) else Replicate() for p in positions.placements]
     positions = positions.redistribute(placements=keep)
@@ -64,7 +65,7 @@ def _is_shard(placement: Any, several: bool) -> bool:
 
 
 def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> DTensor:
-    """A DTensor of this shape from each rank's part. Nothing is sent, and nothing compared between ranks."""
+    """Create a DTensor of this shape from each rank's part, without communication between the ranks."""
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -25,7 +25,7 @@ def frequencies(
     Raises:
         RopeError: one of them is not finite in float32.
     """
-    return _kept(base, rotary_dim, scaling, axes)
+    return _cached_frequencies(base, rotary_dim, scaling, axes)
 
 
 # What torch.compiler.assume_constant_result does, which would import the compiler (1.5 s) for those who do not compile.
@@ -33,7 +33,7 @@ frequencies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(_MOST_KEPT)
-def _kept(
+def _cached_frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None = None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     make = default.inv_freq_float32 if scaling is None else cast(Scheme, scaling).inv_freq_float32

@@ -32,7 +32,7 @@ def cos_sin(
     Args:
         axis: which of the first axis of positions each pair takes, and `axes`: how many there are; None: there is none.
     """
-    places = _integers(positions)
+    places = _as_integers(positions)
     if axes is not None and (places.ndim == 0 or places.shape[0] != axes):
         must = f"positions of a rope with axes must have shape [{axes}, ...]"
         raise _checks.error("Rope.tables", must, f"shape {places.shape}", "Pass a row for each axis.")
@@ -42,11 +42,11 @@ def cos_sin(
     at_once = max(1, _MOST_AT_ONCE // turns.size)
     for first in range(0, rows.shape[1], at_once):
         part = slice(first, first + at_once)
-        cos[part], sin[part] = _of_phases(rows[of_pairs, part].T * turns, factor)
+        cos[part], sin[part] = _cos_sin_of_phases(rows[of_pairs, part].T * turns, factor)
     return cos.reshape(*shape, turns.size), sin.reshape(*shape, turns.size)
 
 
-def _of_phases(phase: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
+def _cos_sin_of_phases(phase: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
     quadrant = (phase + np.int64(1 << 61)) >> 62
     t = (phase - (quadrant << 62)).astype(np.float64) * 2.0**-61
     u = t * t
@@ -66,7 +66,7 @@ def _polynomial(coefficients: tuple[float, ...], u: np.ndarray) -> np.ndarray:
     return result
 
 
-def _integers(positions: Any) -> np.ndarray:
+def _as_integers(positions: Any) -> np.ndarray:
     """Positions as an int64 array; what is no array of integers is refused, not converted."""
     who, must = "Rope.tables", "positions must be integers: an int, a list of them, or an array"
     try:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._dtensor import is_dtensor, of_shards
+from ropewalk._dtensor import is_dtensor, tables_of_shards
 from ropewalk.kernels import backend, cpu, operators
-from ropewalk.kernels.steps import tensor_of
+from ropewalk.kernels.steps import device_copy
 
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
@@ -66,11 +66,11 @@ def check_positions(positions: Tensor, axes: int | None) -> None:
             who,
             f"positions of a rope with axes must have shape [{axes}, seq] or [{axes}, batch, seq]",
             f"shape {tuple(positions.shape)}",
-            _cure_of_shape(positions, axes),
+            _fix_for_shape(positions, axes),
         )
 
 
-def _cure_of_shape(positions: Tensor, axes: int) -> str:
+def _fix_for_shape(positions: Tensor, axes: int) -> str:
     """What to pass: ids of diffusers have the axes last."""
     if positions.ndim in (2, 3) and positions.shape[-1] == axes:
         turned = "positions.T" if positions.ndim == 2 else "positions.permute(2, 0, 1)"
@@ -93,23 +93,23 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
             )
         return delta
     if axes is None:
-        return _full(delta, "delta", device)
+        return _scalar_tensor(delta, "delta", device)
     if not isinstance(delta, tuple) or len(delta) != axes:
         must, cure = (
             f"delta of a rope with {axes} axes must be a tuple of {axes} ints",
             "Text moves by the same in all.",
         )
         raise _checks.error(who, must, _checks.shown(delta), cure)
-    return torch.stack([_full(along, f"delta[{i}]", device) for i, along in enumerate(delta)])
+    return torch.stack([_scalar_tensor(along, f"delta[{i}]", device) for i, along in enumerate(delta)])
 
 
-def _full(number: Any, name: str, device: torch.device | str | None) -> Tensor:
+def _scalar_tensor(number: Any, name: str, device: torch.device | str | None) -> Tensor:
     _checks.integer("Rope.shift", name, number, at_least=-(2**63), at_most=2**63 - 1)
     # full and not tensor, which would copy to a GPU and wait.
     return torch.full((), number, dtype=torch.int64, device="cpu" if device is None else device)
 
 
-def at_once(
+def fast_path(
     positions: Tensor,
     steps: bytes,
     factor: float,
@@ -125,7 +125,7 @@ def at_once(
         axes: how many positions each token has; 0 where positions have no rows for them.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
-    if not backend.AT_ONCE or elsewhere or torch.compiler.is_compiling():
+    if not backend.FAST_PATH or elsewhere or torch.compiler.is_compiling():
         return None
     kind = torch.float32 if dtype is None else dtype
     made: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, kind, axis, axes)
@@ -168,20 +168,20 @@ def cos_sin(
         )
     if is_dtensor(positions):
         of = partial(cos_sin, steps=steps, inv_freq=inv_freq, factor=factor, dtype=dtype, axis=axis)
-        return of_shards(positions, device, of, several=axis is not None)
+        return tables_of_shards(positions, device, of, several=axis is not None)
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
         if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
             return operators.angles(positions, steps, factor, dtype, axis)
         if has_float64:
-            return _of_integers(positions, steps, factor, dtype, axis)
+            return _from_integers(positions, steps, factor, dtype, axis)
         _require_float64(dtype == torch.float32, positions.device)
-        phase = _of_pairs(positions, axis).to(torch.int64) * tensor_of(steps, positions)
+        phase = _positions_of_pairs(positions, axis).to(torch.int64) * device_copy(steps, positions)
         return cos_sin_of_phase_float32(phase, factor)
     _require_float64(has_float64, positions.device)
     speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
-    return _rounded(_of_pairs(positions, axis).to(torch.float64) * speeds, factor, dtype)
+    return _cos_sin_rounded(_positions_of_pairs(positions, axis).to(torch.float64) * speeds, factor, dtype)
 
 
 def in_float32(
@@ -218,35 +218,35 @@ def in_float32(
         )
     if is_dtensor(positions):
         of = partial(in_float32, inv_freq=inv_freq, factor=factor, axis=axis)
-        return of_shards(positions, device, of, several=axis is not None)
+        return tables_of_shards(positions, device, of, several=axis is not None)
     positions = positions if device is None else positions.to(device)
     speeds = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
-    angle = _of_pairs(positions, axis).to(torch.float32) * speeds
+    angle = _positions_of_pairs(positions, axis).to(torch.float32) * speeds
     return angle.cos() * factor, angle.sin() * factor
 
 
-def _of_integers(
+def _from_integers(
     positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    speeds = tensor_of(steps, positions)
+    speeds = device_copy(steps, positions)
     kernel = backend.kernel_for(positions, speeds)
     if kernel is not None:
-        return kernel.angles(positions, speeds, factor, dtype, None if axis is None else tensor_of(axis, positions))
-    phase = _of_pairs(positions, axis).to(torch.int64) * speeds
-    return _rounded(phase.to(torch.float64) * _RADIANS_PER_UNIT, factor, dtype)
+        return kernel.angles(positions, speeds, factor, dtype, None if axis is None else device_copy(axis, positions))
+    phase = _positions_of_pairs(positions, axis).to(torch.int64) * speeds
+    return _cos_sin_rounded(phase.to(torch.float64) * _RADIANS_PER_UNIT, factor, dtype)
 
 
-def _of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tensor:
+def _positions_of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tensor:
     """The position of each pair, `[..., pairs]`; or one for all, `[..., 1]`."""
     if axis is None:
         return positions.unsqueeze(-1)
-    return positions.index_select(0, tensor_of(axis, positions)).movedim(0, -1)
+    return positions.index_select(0, device_copy(axis, positions)).movedim(0, -1)
 
 
-operators.define_angles(_of_integers)
+operators.define_angles(_from_integers)
 
 
-def _rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cos_sin_rounded(angle: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 

@@ -52,12 +52,12 @@ class Axes:
     _name: str | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        axis = _integers("axis", self.axis, at_most=_MOST_AXES - 1)
+        axis = _as_integers("axis", self.axis, at_most=_MOST_AXES - 1)
         pairs = len(axis)
         lengths = (pairs,) * (max(axis) + 1) if self.lengths is None else self.lengths
-        lengths = _integers("lengths", lengths, at_least=1, at_most=_MOST_PAIRS, most=_MOST_AXES)
+        lengths = _as_integers("lengths", lengths, at_least=1, at_most=_MOST_PAIRS, most=_MOST_AXES)
         index = tuple(range(pairs)) if self.freq_index is None else self.freq_index
-        index = _integers("freq_index", index, at_most=_MOST_PAIRS - 1)
+        index = _as_integers("freq_index", index, at_most=_MOST_PAIRS - 1)
         if len(index) != pairs:
             raise _checks.error(
                 _WHO,
@@ -91,7 +91,7 @@ class Axes:
         Raises:
             RopeError: sections are no such list.
         """
-        sizes = _sizes("sections", sections)
+        sizes = _parse_sections("sections", sections)
         axis = tuple(a for a, size in enumerate(sizes) for _ in range(size))
         return cls(axis, lengths=(len(axis),) * len(sizes))._named(f"sections({sizes})")
 
@@ -115,7 +115,7 @@ class Axes:
         Raises:
             RopeError: sections are no such list.
         """
-        sizes = _sizes("sections", sections)
+        sizes = _parse_sections("sections", sections)
         n, pairs = len(sizes), sum(sizes)
         axis = tuple(i % n if i < n * sizes[i % n] else 0 for i in range(pairs))
         return cls(axis, lengths=(pairs,) * n)._named(f"interleaved({sizes})")
@@ -133,7 +133,7 @@ class Axes:
         Raises:
             RopeError: sections are no such list, or h and w differ.
         """
-        sizes = _sizes("sections", sections)
+        sizes = _parse_sections("sections", sections)
         if len(sizes) != 3 or sizes[1] != sizes[2]:
             must, cure = "sections must be pairs of t, h and w, as many of w as of h", "Ernie's order is h, w, t."
             raise _checks.error(f"{_WHO}.time_last", must, _checks.shown(sizes), cure)
@@ -157,9 +157,9 @@ class Axes:
         Raises:
             RopeError: channels are no such list, or order does not name every axis once.
         """
-        sizes, of_block, name = _blocks("axial", channels, order)
+        sizes, of_block, name = _parse_blocks("axial", channels, order)
         places = [(a, i) for a, size in zip(of_block, sizes, strict=True) for i in range(size // 2)]
-        return cls._of(places, _by_axis(sizes, of_block))._named(name)
+        return cls._from_places(places, _pairs_per_axis(sizes, of_block))._named(name)
 
     @classmethod
     def alternating(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
@@ -175,9 +175,9 @@ class Axes:
         Raises:
             RopeError: channels are no such list, or order does not name every axis once.
         """
-        sizes, of_block, name = _blocks("alternating", channels, order, equal=True)
+        sizes, of_block, name = _parse_blocks("alternating", channels, order, equal=True)
         places = [(a, i) for i in range(sizes[0] // 2) for a in of_block]
-        return cls._of(places, _by_axis(sizes, of_block))._named(name)
+        return cls._from_places(places, _pairs_per_axis(sizes, of_block))._named(name)
 
     @classmethod
     def strided(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
@@ -193,10 +193,10 @@ class Axes:
         Raises:
             RopeError: channels are no such list, or order does not name every axis once.
         """
-        sizes, of_block, name = _blocks("strided", channels, order, equal=True)
+        sizes, of_block, name = _parse_blocks("strided", channels, order, equal=True)
         n, pairs = len(sizes), sum(sizes) // 2
         places = [(a, i) for block, a in enumerate(of_block) for i in range(block, pairs, n)]
-        return cls._of(places, (pairs,) * n)._named(name)
+        return cls._from_places(places, (pairs,) * n)._named(name)
 
     @property
     def count(self) -> int:
@@ -229,7 +229,7 @@ class Axes:
         return f"Axes({', '.join(parts)})"
 
     @classmethod
-    def _of(cls, places: list[tuple[int, int]], lengths: tuple[int, ...]) -> Axes:
+    def _from_places(cls, places: list[tuple[int, int]], lengths: tuple[int, ...]) -> Axes:
         axis, index = zip(*places, strict=True)
         return cls(axis, index, lengths)
 
@@ -281,37 +281,37 @@ def frequencies(
     return (made[rotary_dim][0] if axes is None else axes.of_each_pair(lambda channels: made[channels][0])), factor
 
 
-def _blocks(
+def _parse_blocks(
     name: str, channels: Any, order: Any, *, equal: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Channels and axis of each block, and the constructor with its arguments, for the repr."""
     who = f"{_WHO}.{name}"
-    sizes = _integers("channels", channels, at_least=2, at_most=_checks.MAX_HEAD_DIM, most=_MOST_AXES, who=who)
+    sizes = _as_integers("channels", channels, at_least=2, at_most=_checks.MAX_HEAD_DIM, most=_MOST_AXES, who=who)
     if any(size % 2 for size in sizes) or (equal and len(set(sizes)) > 1):
         must = f"channels must be even{' and equal' if equal else ''}, two for each pair"
         raise _checks.error(who, must, _checks.shown(sizes), "Pass the rotated channels of each axis.")
     own = tuple(range(len(sizes)))
-    of_block = own if order is None else _integers("order", order, at_most=_MOST_AXES - 1, who=who)
+    of_block = own if order is None else _as_integers("order", order, at_most=_MOST_AXES - 1, who=who)
     if tuple(sorted(of_block)) != own:
         must = f"order must name each of the {len(own)} axes once, from 0"
         raise _checks.error(who, must, _checks.shown(of_block), "Leave it out for the order of positions.")
     return sizes, of_block, f"{name}({sizes}{'' if of_block == own else f', order={of_block}'})"
 
 
-def _by_axis(sizes: tuple[int, ...], of_block: tuple[int, ...]) -> tuple[int, ...]:
+def _pairs_per_axis(sizes: tuple[int, ...], of_block: tuple[int, ...]) -> tuple[int, ...]:
     """Pairs of each axis, from channels of each block."""
     return tuple(size // 2 for _, size in sorted(zip(of_block, sizes, strict=True)))
 
 
-def _sizes(name: str, sections: Any) -> tuple[int, ...]:
+def _parse_sections(name: str, sections: Any) -> tuple[int, ...]:
     """Sections, of which at least one has a pair."""
-    sizes = _integers(name, sections, at_most=_MOST_PAIRS, most=_MOST_AXES)
+    sizes = _as_integers(name, sections, at_most=_MOST_PAIRS, most=_MOST_AXES)
     if sum(sizes) == 0:
         raise _checks.error(_WHO, f"{name} must have pairs", _checks.shown(sizes), "Pass the pairs of each axis.")
     return sizes
 
 
-def _integers(
+def _as_integers(
     name: str, values: Any, *, at_least: int = 0, at_most: int, most: int = _MOST_PAIRS, who: str = _WHO
 ) -> tuple[int, ...]:
     """A list of integers as a tuple; bounded, so that no memory and no message grows with it."""

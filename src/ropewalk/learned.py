@@ -84,13 +84,15 @@ class LearnedRope(torch.nn.Module):
         self.axes = inv_freq.shape[0]
         self.heads = inv_freq.shape[1] if inv_freq.ndim == 3 else None
         self.inv_freq = torch.nn.Parameter(inv_freq.detach().clone())
-        self._begin: Callable[[], Tensor] | None = None
+        self._initializer: Callable[[], Tensor] | None = None
 
     @classmethod
-    def _beginning(cls, begin: Callable[[], Tensor], inv_freq: Tensor | None = None, **numbers: Any) -> LearnedRope:
+    def _from_initializer(
+        cls, begin: Callable[[], Tensor], inv_freq: Tensor | None = None, **numbers: Any
+    ) -> LearnedRope:
         """With what `begin` gives, again at each `reset_parameters`; or with inv_freq, the first time."""
         made = cls(begin() if inv_freq is None else inv_freq, **numbers)
-        made._begin = begin
+        made._initializer = begin
         return made
 
     def reset_parameters(self) -> None:
@@ -102,12 +104,12 @@ class LearnedRope(torch.nn.Module):
         Raises:
             RopeError: the frequencies were passed as a tensor, which is not kept.
         """
-        if self._begin is None:
+        if self._initializer is None:
             must = "the module must come from from_rope, mixed or projected, which know how it begins"
             cure = "Copy the frequencies into inv_freq."
             raise _checks.error("LearnedRope.reset_parameters", must, "frequencies that were passed", cure)
         with torch.no_grad(), torch.device("cpu"):
-            self.inv_freq.copy_(self._begin())
+            self.inv_freq.copy_(self._initializer())
 
     @classmethod
     def from_rope(cls, rope: Rope, *, heads: int | None = None, dtype: torch.dtype = torch.float32) -> LearnedRope:
@@ -132,8 +134,8 @@ class LearnedRope(torch.nn.Module):
             raise _checks.error(who, must, _checks.shown(dtype), "q and k keep their own dtype.")
         if heads is not None:
             heads = _checks.integer(who, "heads", heads, at_least=1)
-        return cls._beginning(
-            partial(_of_rope, rope, heads, dtype),
+        return cls._from_initializer(
+            partial(_init_from_rope, rope, heads, dtype),
             pairing=rope.pairing,
             head_dim=rope.head_dim,
             rotary_offset=rope.rotary_offset,
@@ -175,8 +177,8 @@ class LearnedRope(torch.nn.Module):
             raise _checks.error(who, must, str(head_dim), "Rotate fewer channels, with LearnedRope(inv_freq, ...).")
         heads = _checks.integer(who, "heads", heads, at_least=1)
         base = _checks.number(who, "base", base, above=1.0)
-        begin = partial(_mixed, head_dim, heads, base)
-        return cls._beginning(begin, begin(generator), pairing=pairing)
+        begin = partial(_init_mixed, head_dim, heads, base)
+        return cls._from_initializer(begin, begin(generator), pairing=pairing)
 
     @classmethod
     def projected(cls, head_dim: int, heads: int, *, pairing: Pairing, axes: int = 3) -> LearnedRope:
@@ -199,7 +201,9 @@ class LearnedRope(torch.nn.Module):
             raise _checks.error(who, "head_dim must be even", str(head_dim), "Channels rotate in pairs.")
         heads = _checks.integer(who, "heads", heads, at_least=1)
         axes = _checks.integer(who, "axes", axes, at_least=1)
-        return cls._beginning(partial(torch.zeros, axes, heads, head_dim // 2, dtype=torch.float32), pairing=pairing)
+        return cls._from_initializer(
+            partial(torch.zeros, axes, heads, head_dim // 2, dtype=torch.float32), pairing=pairing
+        )
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Rotation:
         """The rotation of exactly these tokens.
@@ -276,7 +280,7 @@ class LearnedRope(torch.nn.Module):
         return f"axes={self.axes}, {heads}pairs={self.rotary_dim // 2}, pairing={self.pairing!r}"
 
 
-def _of_rope(rope: Rope, heads: int | None, dtype: torch.dtype) -> Tensor:
+def _init_from_rope(rope: Rope, heads: int | None, dtype: torch.dtype) -> Tensor:
     """What `LearnedRope.from_rope` begins with."""
     inv_freq = torch.tensor(rope.inv_freq.tolist(), dtype=dtype).unsqueeze(0)
     if rope.axes is not None:
@@ -285,7 +289,7 @@ def _of_rope(rope: Rope, heads: int | None, dtype: torch.dtype) -> Tensor:
     return inv_freq if heads is None else inv_freq.unsqueeze(1).repeat(1, heads, 1)
 
 
-def _mixed(head_dim: int, heads: int, base: float, generator: torch.Generator | None = None) -> Tensor:
+def _init_mixed(head_dim: int, heads: int, base: float, generator: torch.Generator | None = None) -> Tensor:
     """What `LearnedRope.mixed` begins with."""
     speed = base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
     device = None if generator is None else generator.device

@@ -102,9 +102,9 @@ class Rope:
             ("rotary_dim", rotary_dim),
         ):
             object.__setattr__(self, name, value)
-        self._work_out()
+        self._precompute()
 
-    def _work_out(self) -> None:
+    def _precompute(self) -> None:
         known = frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
         inv_freq, factor = (None, None) if known is None else known
         object.__setattr__(self, "_attention_factor", factor)
@@ -202,7 +202,7 @@ class Rope:
         tables = None
         if numerics == "exact":
             steps, axis = self._packed_steps, self._packed_axis
-            tables = angles.at_once(positions, steps, factor, device, dtype, axis, axes or 0)
+            tables = angles.fast_path(positions, steps, factor, device, dtype, axis, axes or 0)
         if tables is None:
             _checks.check_numerics("Rope.at", numerics)
             angles.check_positions(positions, axes)

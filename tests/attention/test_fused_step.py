@@ -25,14 +25,14 @@ ROPE = Rope(HEAD_DIM, 1e4, "half", rotary_dim=16, rotary_offset=4)
 
 
 def best() -> str:
-    return cpu.level() if backend.AT_ONCE else ""
+    return cpu.level() if backend.FAST_PATH else ""
 
 
 @pytest.fixture(params=["as it is", "separate"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By a kernel where there is one, and by the separate calls."""
     if request.param == "separate":
-        monkeypatch.setattr(backend, "AT_ONCE", False)
+        monkeypatch.setattr(backend, "FAST_PATH", False)
     return str(request.param)
 
 
@@ -223,7 +223,7 @@ class TestOtherUses:
         usual = self.call()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             assert torch.equal(self.call(), usual)
-        assert not backend.AT_ONCE or "ropewalk::step" in {event.key for event in seen.key_averages()}
+        assert not backend.FAST_PATH or "ropewalk::step" in {event.key for event in seen.key_averages()}
 
 
 def of(*size: int) -> Tensor:
@@ -337,9 +337,9 @@ ROPES: dict[str, tuple[dict[str, int], Any, int]] = {  # and how many layers of 
 def test_cache_of_a_model(case: str, dtype: torch.dtype, answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     size, rope, fused = ROPES[case]
     outputs, cache = decoded(size, rope, dtype)
-    if backend.AT_ONCE:
+    if backend.FAST_PATH:
         assert answers == [True] * fused
-    monkeypatch.setattr(backend, "AT_ONCE", False)
+    monkeypatch.setattr(backend, "FAST_PATH", False)
     separate, other = decoded(size, rope, dtype)
     for x, y in zip((*outputs, *cache.keys, *cache.values), (*separate, *other.keys, *other.values), strict=True):
         assert same(x, y, best())
@@ -363,7 +363,7 @@ def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         return out, [*torch.autograd.grad(out.sin().sum(), [p for layer in layers for p in layer.parameters()])]
 
     out, found = gradients()
-    assert answers == ([True] if backend.AT_ONCE else [False])  # one layer of the two has norms
+    assert answers == ([True] if backend.FAST_PATH else [False])  # one layer of the two has norms
     for layer in layers[1:]:
         monkeypatch.setattr(layer, "_norm", lambda *_: None)
     other, wanted = gradients()

@@ -67,9 +67,9 @@ def made(layout: str, heads: int = 4, batch: int = 4, seq: int = SEQ) -> Tensor:
     return torch.randn(kernel_cases.shape(layout, batch, seq, heads, HEAD_DIM))
 
 
-def right(y: DTensor, x: Tensor, rotation: Rotation, layout: str, says: object = "", back: bool = False) -> None:
+def right(y: DTensor, x: Tensor, rotation: Rotation, layout: str, says: object = "", inverse: bool = False) -> None:
     """y, put together, is x rotated."""
-    exact, size = kernel_cases.expected(x, rotation.cos, rotation.sin, layout, rotation.pairing, OFFSET, back)
+    exact, size = kernel_cases.expected(x, rotation.cos, rotation.sin, layout, rotation.pairing, OFFSET, inverse)
     kernel_cases.check(y.full_tensor(), exact, size, layout, says)
 
 
@@ -149,7 +149,7 @@ def a_pending_sum_stays_one(world: int) -> None:
             turned = rotation(of_x, layout="bshd")
         assert turned.placements == (placement,)
         whole = parts.sum(0) if placement == Partial("sum") else parts.mean(0)
-        wanted, _ = kernel_cases.expected(whole, rotation.cos, rotation.sin, "bshd", "half", OFFSET, back=False)
+        wanted, _ = kernel_cases.expected(whole, rotation.cos, rotation.sin, "bshd", "half", OFFSET, inverse=False)
         torch.testing.assert_close(turned.full_tensor(), torch.from_numpy(wanted).contiguous())
     largest = DTensor.from_local(parts[dist.get_rank()], mesh, [Partial("max")])  # not linear: reduced before
     right(rotation(largest, layout="bshd"), parts.amax(0), rotation, "bshd")
@@ -233,7 +233,7 @@ def tables_per_head(world: int) -> None:
             with quiet():
                 turned = rotation(spread(q, mesh, placement), layout=layout)
             cos, sin = (t if batch is not None else t[None] for t in (rotation.cos, rotation.sin))
-            exact, size = kernel_cases.expected(q, cos, sin, layout, "half", OFFSET, back=False)
+            exact, size = kernel_cases.expected(q, cos, sin, layout, "half", OFFSET, inverse=False)
             kernel_cases.check(turned.full_tensor(), exact, size, layout, (layout, name))
 
 
@@ -302,12 +302,12 @@ def gradients(world: int) -> None:
                 torch.autograd.backward(turned, [spread(x, mesh, placement) for x in up])
             for x, grad in zip((of_q, of_k), up, strict=True):
                 assert x.grad.placements == (placement,)
-                right(x.grad, grad, rotation, layout, (layout, name), back=True)
+                right(x.grad, grad, rotation, layout, (layout, name), inverse=True)
             of_q.grad = None
             with quiet():  # a gradient that is whole on every rank: each takes its part
                 rotation(of_q, layout=layout).backward(spread(up[0], mesh, Replicate()))
             assert of_q.grad.placements == (placement,)
-            right(of_q.grad, up[0], rotation, layout, (layout, name), back=True)
+            right(of_q.grad, up[0], rotation, layout, (layout, name), inverse=True)
 
 
 @check
@@ -317,7 +317,7 @@ def gradients_of_other_placements(world: int) -> None:
     for at_q, at_grad in itertools.product((Shard(0), Shard(1), Replicate()), (Shard(0), Shard(1), Shard(2), Shard(3))):
         of_q = spread(q, mesh, at_q).requires_grad_()
         rotation(of_q, layout="bshd").backward(spread(up, mesh, at_grad))
-        right(of_q.grad, up, rotation, "bshd", (at_q, at_grad), back=True)
+        right(of_q.grad, up, rotation, "bshd", (at_q, at_grad), inverse=True)
     pending = DTensor.from_local(up / world, mesh, [Partial()])
     of_q = spread(q, mesh, Shard(1)).requires_grad_()
     rotation(of_q, layout="bshd").backward(pending)
@@ -444,7 +444,7 @@ def inference_mode(world: int) -> None:
         right(inside(spread(q, mesh, Shard(1)), layout="bshd"), q, ROPE.at(torch.arange(SEQ) + 5), "bshd")
     wants = spread(q, mesh, Shard(2)).requires_grad_()
     ordinary(wants, layout="bshd").backward(spread(q, mesh, Shard(2)))  # nothing of inference mode is kept
-    right(wants.grad, q, ordinary, "bshd", back=True)
+    right(wants.grad, q, ordinary, "bshd", inverse=True)
 
 
 @check
@@ -465,7 +465,7 @@ def in_place_in_a_fused_projection(world: int) -> None:
     with quiet():
         rotation.apply_(recorded[:, :, :3], layout="bshd")
         recorded.backward(spread(whole, mesh, Shard(1)))
-    right(weight.grad[:, :, :3], whole[:, :, :3], rotation, "bshd", back=True)
+    right(weight.grad[:, :, :3], whole[:, :, :3], rotation, "bshd", inverse=True)
 
 
 @check
@@ -512,7 +512,7 @@ def compiled(world: int) -> None:
         up = spread(q, mesh, placement)
         rotate = torch.compile(lambda x: plain(x, layout="bshd"), fullgraph=True, backend=graphs)
         rotate(wants).backward(up)
-        right(wants.grad, q, plain, "bshd", placement, back=True)
+        right(wants.grad, q, plain, "bshd", placement, inverse=True)
     assert any("mul" in node for node in nodes)
     assert not [node for node in nodes if "c10d" in node]
 
@@ -544,7 +544,7 @@ def positions(world: int) -> None:
         plain = RotaryEmbedding(ROPE, layout="bshd")(spread(q, mesh, Shard(1)), None, rows)
     for y in (turned, embedded, plain):
         right(y, q, ROPE.at(rows), "bshd")
-    raises(r"must be on the device of their mesh", lambda: ROPE.at(spread(rows, mesh, Shard(1)), device="meta"))
+    raises(r"must be on the device of the mesh", lambda: ROPE.at(spread(rows, mesh, Shard(1)), device="meta"))
 
 
 @check
@@ -583,7 +583,7 @@ def refusals(world: int) -> None:
     one = spread(made("bshd", batch=world), mesh, Shard(0))
     keys = spread(made("bshd", batch=world), mesh, Replicate())
     ours = ROPE.at(torch.arange(SEQ)[None])
-    clear = rf"of all tokens or of this rank's, got tables with 1 row beside an axis of {world}"
+    clear = rf"whether they hold all rows or this rank's rows, got tables with 1 row for a sharded axis of size {world}"
     raises(clear, lambda: ours(one, keys, layout="bshd"))
     cos = ours.cos.clone().requires_grad_()
     learned = Rotation(cos, ours.sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)

@@ -165,5 +165,5 @@ class TestOperator:
     @pytest.mark.parametrize("axis", [[0], [0] * 63 + [3], [-1] * 64])
     def test_axes_that_do_not_fit(self, axis: list[int]) -> None:
         positions, *rest, _ = self.of_axes()
-        with pytest.raises(RopeError, match="axis must have one of the rows of positions for each step"):
+        with pytest.raises(RopeError, match="axis must name a row of positions for each step"):
             ANGLES(positions, *rest, axis)

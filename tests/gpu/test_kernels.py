@@ -36,18 +36,18 @@ def turn(
     layout: str,
     pairing: str,
     offset: int = 0,
-    back: bool = False,
+    inverse: bool = False,
     like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> list[Tensor]:
     truncated = INTERPRETED and tensors[0].dtype == torch.bfloat16
-    return turned(gpu, tensors, cos, sin, layout, pairing, offset, back, like, truncated=truncated)
+    return turned(gpu, tensors, cos, sin, layout, pairing, offset, inverse, like, truncated=truncated)
 
 
 class TestRotate:
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_sizes(self, dtype: torch.dtype, pairing: str) -> None:
-        """head_dim, pairs, offset; back and the dtype of the tables in turn."""
+        """head_dim, pairs, offset; inverse and the dtype of the tables in turn."""
         torch.manual_seed(0)
         sizes = ((2, 1, 0), (6, 3, 0), (80, 40, 0), (96, 48, 0), (128, 64, 0), (6, 1, 4), (96, 24, 48), (192, 32, 128),
                  (256, 39, 7), (1030, 513, 3))  # fmt: skip
@@ -55,7 +55,7 @@ class TestRotate:
             q, k = torch.randn(2, 3, 5, head_dim).to(dtype), torch.randn(2, 3, 2, head_dim).to(dtype)
             for j, table_dtype in enumerate((torch.float32, torch.float64)):
                 cos, sin = tables(3, pairs, dtype=table_dtype)
-                turn([q, k], cos, sin, "bshd", pairing, offset, back=(i + j) % 2 == 1)
+                turn([q, k], cos, sin, "bshd", pairing, offset, inverse=(i + j) % 2 == 1)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,8 +64,8 @@ class TestRotate:
         sizes = ((39,), (5, 39), (1, 5, 39), (3, 5, 39))[: 2 if layout == "thd" else 4]
         for i, (size, dtype) in enumerate(zip(sizes, DTYPES, strict=False)):
             q, k = (torch.randn(shape(layout, 3, 5, heads, 92)).to(dtype) for heads in (11, 1))
-            turn([q, k], *tables(*size), layout, pairing, 6, back=i % 2 == 1)
-            turn([k], *tables(*size), layout, pairing, 6, back=i % 2 == 0)
+            turn([q, k], *tables(*size), layout, pairing, 6, inverse=i % 2 == 1)
+            turn([k], *tables(*size), layout, pairing, 6, inverse=i % 2 == 0)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -112,7 +112,7 @@ class TestRotate:
         for name, x in views.items():
             assert x.shape == (2, 5, 3, 80), name
             turn([x, dense], cos, sin, "bshd", pairing, 4)
-            turn([x], cos, sin, "bshd", pairing, 4, back=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+            turn([x], cos, sin, "bshd", pairing, 4, inverse=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
         turn([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(*x.shape, 2, dtype=x.dtype)[..., 1])
         # Aligned and not, side by side: no stride is said in units that do not divide it.
         turn([dense, views["part of a head"]], cos, sin, "bshd", pairing, 4)
@@ -146,7 +146,7 @@ class TestRotate:
             ):
                 other = plain if table.ndim == 3 else plain[0]
                 turn([x], table, other, "bshd", "half")
-                turn([x], other, table, "bshd", "interleaved", back=True)
+                turn([x], other, table, "bshd", "interleaved", inverse=True)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,10 +179,10 @@ class TestRotate:
         )
         x = torch.cat((a, b)) if pairing == "half" else torch.stack((a, b), dim=-1).reshape(-1)
         x = x.to(dtype).expand(36, 1, 98).contiguous()
-        for back in (False, True):
+        for inverse in (False, True):
             y = torch.full_like(x, 9.0)
-            gpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, back)
-            assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, back)[0], "")
+            gpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, inverse)
+            assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, inverse)[0], "")
 
 
 class TestAngles:
@@ -309,7 +309,7 @@ class TestTablesPerHead:
             q, k = (torch.randn(shape(layout, 3, 5, 7, 92)).to(dtype) for _ in range(2))
             for batch in (1, 3)[: 1 if layout == "thd" else 2]:
                 per_head = tables(batch, 7, 5, 39, dtype=(torch.float32, torch.float64)[i % 2])
-                turn([q, k], *per_head, layout, pairing, 6, back=batch == 3)
+                turn([q, k], *per_head, layout, pairing, 6, inverse=batch == 3)
                 turn([k], *per_head, layout, pairing, 6)
 
     def test_tiles_and_strides(self, layout: str, pairing: str) -> None:

@@ -15,7 +15,7 @@ import torch
 import ropewalk
 from ropewalk.kernels import backend
 
-NOT_BUILT = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
+NOT_BUILT = "not built when ropewalk was installed, which requires a C++17 compiler and the Python headers"
 
 # What each process can use: `watched` counts the calls of the compiled code, `works` runs everything and checks it.
 PRELUDE = """
@@ -95,7 +95,7 @@ def test_kernels_are_for_their_own_kind_of_device() -> None:
     for kernels, device in ((backend.CPU, "cuda:0"), (backend.CPU, "meta"), (backend.GPU, "cpu"), (backend.GPU, "mps")):
         why = kernels.unavailable(torch.device(device))
         assert why is not None
-        assert why.startswith("these are for ")
+        assert why.startswith("these kernels are for ")
         assert why.endswith(f"not for {device}")
 
 
@@ -134,9 +134,9 @@ assert calls == [], calls
     assert len(lines) == 4
     for line in lines:
         assert line.startswith(
-            "ROPEWALK_BACKEND=kernel: there must be plain tensors on the CPU or a GPU, and no transform"
+            "ROPEWALK_BACKEND=kernel: tensors must be plain tensors on the CPU or a GPU, outside of transforms"
         )
-        assert line.endswith("Set it to auto.")
+        assert line.endswith("Set the variable to auto.")
     assert "got Tensor on meta" in lines[1]
 
 
@@ -194,5 +194,5 @@ print(refusal(lambda: Rotation(torch.ones(5, 4), torch.ones(5, 4), pairing="half
 """
     lines = run("kernel", program, without=True).splitlines()
     assert lines == 2 * [
-        f"ROPEWALK_BACKEND=kernel: the CPU kernel must be there, got {NOT_BUILT}. Install again, or unset it."
+        f"ROPEWALK_BACKEND=kernel: the CPU kernel must be available, got {NOT_BUILT}. Reinstall ropewalk, or unset the variable."
     ]

@@ -28,7 +28,7 @@ def test_two_threads_of_python(calls: list[str], threads: None, count: int) -> N
             cos, sin = torch.randn(2, SEQ, 32, generator=draw).unbind()
             dtype, layout, pairing = ((torch.float32, "bshd", "half"), (torch.bfloat16, "bshd", "interleaved"))[number]
             x = torch.randn(2, SEQ, 3, 64, generator=draw).to(dtype)
-            exact, size = expected(x, cos, sin, layout, pairing, 0, back=False)
+            exact, size = expected(x, cos, sin, layout, pairing, 0, inverse=False)
             rope = Rope(64, 1e4, pairing)
             table = rope.at(torch.arange(SEQ) + number).cos.clone()
             start.wait(timeout=60)
@@ -67,7 +67,7 @@ def test_number_of_threads_makes_no_difference(calls: list[str], threads: None) 
     assert len(made) == 4
     for result in made[1:]:
         assert all(unchanged(x, y) for x, y in zip(made[0], result, strict=True))
-    check(made[0][2], *expected(q, made[0][0], made[0][1], "bshd", "half", 0, back=False), "bshd", "all")
+    check(made[0][2], *expected(q, made[0][0], made[0][1], "bshd", "half", 0, inverse=False), "bshd", "all")
 
 
 PROGRAM = """

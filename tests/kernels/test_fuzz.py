@@ -79,9 +79,9 @@ def in_memory(t: Tensor) -> Tensor:
     return torch.zeros(t.shape, dtype=t.dtype) if t._is_zerotensor() else t.resolve_neg()
 
 
-def exact(rotation: Rotation, x: Tensor, layout: str, back: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def exact(rotation: Rotation, x: Tensor, layout: str, inverse: bool = False) -> tuple[np.ndarray, np.ndarray]:
     cos, sin = in_memory(rotation.cos), in_memory(rotation.sin)
-    return expected(x, cos, sin, layout, rotation.pairing, rotation.rotary_offset, back)
+    return expected(x, cos, sin, layout, rotation.pairing, rotation.rotary_offset, inverse)
 
 
 def is_right(rotation: Rotation, results: Any, wanted: list[tuple[np.ndarray, np.ndarray]], layout: str) -> None:
@@ -112,8 +112,8 @@ def fitting(random: random.Random) -> str:
             rotation.apply_(*results, layout=layout)
         is_right(rotation, [y.detach() for y in results], wanted, layout)
         grads = [torch.randn(y.shape).to(y.dtype) for y in results]
-        back = [exact(rotation, g, layout, back=True) for g in grads]
-        is_right(rotation, torch.autograd.grad(results, leaves, grads), back, layout)
+        of_grads = [exact(rotation, g, layout, inverse=True) for g in grads]
+        is_right(rotation, torch.autograd.grad(results, leaves, grads), of_grads, layout)
     assert all(g.only_x_changed() for g in guarded)
     return way
 
@@ -216,9 +216,9 @@ def operators(random: random.Random) -> str:
     """The private operators, one or two of their arguments replaced."""
     rotation, guarded, layout = fit(random)
     tensors = [g.x for g in guarded]
-    back, in_place = random.random() < 0.5, random.random() < 0.5
+    inverse, in_place = random.random() < 0.5, random.random() < 0.5
     arguments: list[Any] = [
-        tensors, rotation.cos, rotation.sin, layout, rotation.pairing == "interleaved", rotation.rotary_offset, back
+        tensors, rotation.cos, rotation.sin, layout, rotation.pairing == "interleaved", rotation.rotary_offset, inverse
     ]  # fmt: skip
     for _ in range(random.choice((0, 1, 1, 2))):
         at = random.choice((0, 1, 2, 3, 5))
@@ -234,7 +234,7 @@ def operators(random: random.Random) -> str:
         else:
             arguments[at] = random.choice((*LAYOUTS, "", "xyz")) if at == 3 else random.choice(NUMBERS[:13])
     operator = torch.ops.ropewalk.rotate_ if in_place else torch.ops.ropewalk.rotate
-    how = (arguments[3], PAIRINGS[arguments[4]], arguments[5], back)
+    how = (arguments[3], PAIRINGS[arguments[4]], arguments[5], inverse)
     try:
         wanted = [expected(x, in_memory(arguments[1]), in_memory(arguments[2]), *how) for x in arguments[0]]
     except Exception:

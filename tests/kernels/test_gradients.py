@@ -31,7 +31,7 @@ def rotation(cos: Tensor, sin: Tensor, pairing: str) -> Rotation:
 def check_back(grad: Tensor | None, incoming: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str) -> None:
     """The gradient to x is the incoming one turned back."""
     assert grad is not None
-    check(grad, *expected(incoming, cos, sin, layout, pairing, OFFSET, back=True), layout, "gradient")
+    check(grad, *expected(incoming, cos, sin, layout, pairing, OFFSET, inverse=True), layout, "gradient")
 
 
 def check_tables(
@@ -136,7 +136,7 @@ def test_twice(calls: list[str], pairing: str) -> None:
     incoming = torch.randn_like(q).requires_grad_()
     (first,) = torch.autograd.grad(rotation(cos, sin, pairing)(q, layout="bshd"), q, incoming, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), incoming)
-    check(second, *expected(2 * first, cos, sin, "bshd", pairing, OFFSET, back=False), "bshd", "second")
+    check(second, *expected(2 * first, cos, sin, "bshd", pairing, OFFSET, inverse=False), "bshd", "second")
     assert calls == ["rotate"] * 3
 
 
@@ -153,9 +153,9 @@ def test_gradient_of_the_gradient_to_tables(calls: list[str], pairing: str) -> N
     by_q, by_incoming = torch.autograd.grad((w * d_cos + v * d_sin).sum(), (q, incoming))
     still = torch.ones(DIM, dtype=torch.float64)
     still[:OFFSET] = still[OFFSET + 2 * PAIRS :] = 0  # channels that no table touches
-    for mine, x, back in ((by_q, incoming, True), (by_incoming, q, False)):
-        exact, size = expected(x, w, v, "bshd", pairing, OFFSET, back=back)
-        check(mine, exact * still.numpy(), size, "bshd", back)
+    for mine, x, inverse in ((by_q, incoming, True), (by_incoming, q, False)):
+        exact, size = expected(x, w, v, "bshd", pairing, OFFSET, inverse=inverse)
+        check(mine, exact * still.numpy(), size, "bshd", inverse)
 
 
 @pytest.mark.parametrize("wants", [(q, k, c, s) for q in (0, 1) for k in (0, 1) for c in (0, 1) for s in (0, 1)])
@@ -171,7 +171,7 @@ def test_whoever_wants_a_gradient(calls: list[str], wants: tuple[int, ...], in_p
     else:
         turned = list(turn(q, k, layout="bshd"))
     for x, y, wanted in zip(before, turned, wants, strict=False):
-        check(y, *expected(x, cos, sin, "bshd", "half", OFFSET, back=False), "bshd", wants)
+        check(y, *expected(x, cos, sin, "bshd", "half", OFFSET, inverse=False), "bshd", wants)
         assert y.requires_grad == bool(wanted or wants[2] or wants[3])
     incoming = [torch.randn_like(y) for y in turned]
     recorded = [(y, grad) for y, grad in zip(turned, incoming, strict=True) if y.requires_grad]
@@ -223,10 +223,12 @@ def test_under_checkpoint(calls: list[str], threads: None, reentrant: bool, coun
 
     incoming = torch.randn(2, seq, 2, 64)
     checkpoint(block, q, cos, sin, use_reentrant=reentrant).backward(incoming)
-    exact, _ = expected(q, cos, sin, "bshd", "half", 0, back=False)
+    exact, _ = expected(q, cos, sin, "bshd", "half", 0, inverse=False)
     grad = torch.from_numpy(2 * exact * incoming.double().numpy())
     # Numbers up to some tens, each the sum of four products of float32.
-    np.testing.assert_allclose(q.grad, expected(grad, cos, sin, "bshd", "half", 0, back=True)[0], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        q.grad, expected(grad, cos, sin, "bshd", "half", 0, inverse=True)[0], rtol=1e-5, atol=1e-4
+    )
     d_cos, d_sin, _ = oracle.table_gradient(q.detach().double().numpy(), grad.numpy(), 32, "half")
     # Measured over 20 seeds: at most 4.7e-6 more than the relative part.
     np.testing.assert_allclose(cos.grad, d_cos.sum(0), rtol=1e-5, atol=2e-5)
@@ -258,12 +260,12 @@ def test_lazily_negated_tensors(used: None) -> None:
     plain = [x.clone() for x in (q, k)]  # a clone is resolved
     turned = rotation(cos, sin, "half")(q, k, layout="bshd")
     for x, y in zip(plain, turned, strict=True):
-        check(y, *expected(x, cos, sin, "bshd", "half", OFFSET, back=False), "bshd", "new tensors")
+        check(y, *expected(x, cos, sin, "bshd", "half", OFFSET, inverse=False), "bshd", "new tensors")
     wants = plain[0].requires_grad_()
     rotation(cos, sin, "half")(wants, layout="bshd").backward(k)
     check_back(wants.grad, k, cos, sin, "bshd", "half")
     rotation(cos, sin, "half").apply_(q, layout="bshd")
-    check(q, *expected(plain[0], cos, sin, "bshd", "half", OFFSET, back=False), "bshd", "in place")
+    check(q, *expected(plain[0], cos, sin, "bshd", "half", OFFSET, inverse=False), "bshd", "in place")
 
 
 def test_parameters_are_plain_tensors(calls: list[str]) -> None:
@@ -271,7 +273,7 @@ def test_parameters_are_plain_tensors(calls: list[str]) -> None:
     q, incoming = torch.nn.Parameter(made("bshd").detach()), torch.randn(shape("bshd", BATCH, SEQ, HEADS, DIM))
     y = rotation(cos, sin, "half")(q, layout="bshd")
     y.backward(incoming)
-    check(y, *expected(q, cos, sin, "bshd", "half", OFFSET, back=False), "bshd", "parameters")
+    check(y, *expected(q, cos, sin, "bshd", "half", OFFSET, inverse=False), "bshd", "parameters")
     check_back(q.grad, incoming, cos, sin, "bshd", "half")
     check_tables(cos, sin, [(q, incoming)], "bshd", "half", 1e-5)
     assert calls == ["rotate", "rotate", "table_gradient"]

@@ -103,7 +103,7 @@ class TestTablesChangedBehindTheRotation:
             (lambda t: t[None, None], r"must have the same shape .*, got shapes \(1, 1, 4, 4\)"),
             (lambda t: t[0, 0], r"must have the same shape .*, got shapes \(\) and \(\)"),
             (lambda t: t[:2], r"must have 2 tokens, one for each position, got 4"),
-            (lambda t: t.repeat(3, 1, 1), r"must have batch size 3, that of the positions, got 1"),
+            (lambda t: t.repeat(3, 1, 1), r"must have batch size 3, as the positions have, got 1"),
             (lambda t: t.half(), r"must both be float32 or float64, got torch.float16"),
             (lambda t: t.to_sparse(), r"must be dense tensors, got torch.sparse_coo"),
             (lambda t: t.to_mkldnn(), r"must be dense tensors, got torch._mkldnn"),
@@ -143,8 +143,8 @@ class TestTablesChangedBehindTheRotation:
             ((COS, SIN, "half", 8, 8, 0, 1.0, "yes"), "per_head must be True or False, got 'yes'"),
             ((COS, SIN, "half", 8, 8, 0, 1.0, True), "with per_head=True, cos and sin must have the same shape"),
             ((COS[None, None], SIN[None, None], "half", 8, 8, 0, 1.0, False), "pass per_head=True"),
-            ((COS, SIN, "half"), "it has the fields cos, sin, pairing"),
-            ((), "it has the fields cos, sin, pairing"),
+            ((COS, SIN, "half"), "a saved rotation must have the fields cos, sin, pairing"),
+            ((), "a saved rotation must have the fields cos, sin, pairing"),
             ((COS, SIN, "half", 10**300, 8, 0, 1.0), "head_dim must be an integer from 8 to 65536, got 10000"),
         ],
     )
@@ -184,7 +184,7 @@ class TestPrivateOperators:
             ({"cos": torch.ones(4, 10**6), "sin": torch.ones(4, 10**6)}, "rotated channels must lie inside head_dim=8"),
             (
                 {"rotary_offset": 10**9},
-                "rotated channels must lie inside head_dim=8, got 8 from rotary_offset=1000000000",
+                "rotated channels must lie inside head_dim=8, got 8 channels from rotary_offset=1000000000",
             ),
             ({"rotary_offset": -(10**9)}, "rotated channels must lie inside head_dim=8"),
             ({"tensors": [torch.ones(1, 10**5, 2, 8)]}, "q in layout 'bshd' must have 4 tokens"),
@@ -206,7 +206,7 @@ class TestPrivateOperators:
     def test_rotate(self, operator: Any, changes: dict[str, Any], message: str) -> None:
         plain = {"tensors": [queries()], "cos": COS, "sin": SIN, "layout": "bshd", "interleaved": False}
         with pytest.raises(RopeError, match=message):
-            operator(**{**plain, "rotary_offset": 0, "back": False, **changes})
+            operator(**{**plain, "rotary_offset": 0, "inverse": False, **changes})
 
     def test_rotate_in_place_of_what_shares_elements(self) -> None:
         q = queries()

@@ -24,9 +24,9 @@ def queries(layout: str = "bshd", heads: int = 3) -> Tensor:
 
 
 def arguments(
-    tensors: list[Tensor], layout: str = "bshd", interleaved: bool = False, back: bool = False
+    tensors: list[Tensor], layout: str = "bshd", interleaved: bool = False, inverse: bool = False
 ) -> tuple[Any, ...]:
-    return tensors, COS, SIN, layout, interleaved, 1, back
+    return tensors, COS, SIN, layout, interleaved, 1, inverse
 
 
 @pytest.mark.usefixtures("built")
@@ -43,8 +43,8 @@ class TestOperator:
         )
         for layout, dtype in zip(LAYOUTS, DTYPES, strict=True):
             for tensors in ([queries(layout).to(dtype), queries(layout, 1).to(dtype)], [queries(layout).to(dtype)]):
-                back = len(tensors) == 1
-                torch.library.opcheck(operator, arguments(tensors, layout, back, back), test_utils=everything)
+                inverse = len(tensors) == 1
+                torch.library.opcheck(operator, arguments(tensors, layout, inverse, inverse), test_utils=everything)
         torch.library.opcheck(operator, arguments([queries("sbhd").transpose(0, 1)]), test_utils=everything)
 
     @pytest.mark.parametrize("where", ["fake", "meta"])
@@ -74,11 +74,11 @@ class TestOperator:
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_is_the_rotation(self, layout: str, pairing: str) -> None:
-        for back in (False, True):
+        for inverse in (False, True):
             tensors = [queries(layout), queries(layout, 1)]
-            turned = ROTATE(*arguments(tensors, layout, pairing == "interleaved", back))
-            wanted = [expected(x, COS, SIN, layout, pairing, 1, back) for x in tensors]
-            ROTATE_(*arguments(tensors, layout, pairing == "interleaved", back))
+            turned = ROTATE(*arguments(tensors, layout, pairing == "interleaved", inverse))
+            wanted = [expected(x, COS, SIN, layout, pairing, 1, inverse) for x in tensors]
+            ROTATE_(*arguments(tensors, layout, pairing == "interleaved", inverse))
             for x, y, (exact, size) in zip(tensors, turned, wanted, strict=True):
                 check(y, exact, size, layout, "new")
                 assert unchanged(x, y)
@@ -109,12 +109,12 @@ class TestOperatorsOfPlainArguments:
             torch.library.opcheck(ONE_, (queries(layout), *how), test_utils=eager)
             torch.library.opcheck(PAIR, (queries(layout), queries(layout, 1), *how))
 
-    @pytest.mark.parametrize("back", [False, True])
+    @pytest.mark.parametrize("inverse", [False, True])
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_is_the_rotation(self, layout: str, back: bool) -> None:
-        how = (COS, SIN, LAYOUTS.index(layout), False, 1, back)
+    def test_is_the_rotation(self, layout: str, inverse: bool) -> None:
+        how = (COS, SIN, LAYOUTS.index(layout), False, 1, inverse)
         q, k = queries(layout), queries(layout, 1)
-        wanted = [expected(x, COS, SIN, layout, "half", 1, back) for x in (q, k)]
+        wanted = [expected(x, COS, SIN, layout, "half", 1, inverse) for x in (q, k)]
         for x, y, (exact, size) in zip((q, k, q), (*PAIR(q, k, *how), ONE(q, *how)), (*wanted, wanted[0]), strict=True):
             check(y, exact, size, layout, "new")
             assert y.data_ptr() != x.data_ptr()
@@ -154,7 +154,7 @@ def by_profiler(call: Callable[[], None]) -> list[str]:
 @pytest.mark.parametrize("wants", [False, True])
 def test_is_seen_by_who_looks(calls: list[str], watch: Callable[..., list[str]], wants: bool) -> None:
     q, k = queries(), queries(heads=1)
-    wanted = [expected(x, COS, SIN, "bshd", "half", 1, back=False) for x in (q, k)]
+    wanted = [expected(x, COS, SIN, "bshd", "half", 1, inverse=False) for x in (q, k)]
     unwatched = ROTATION(q, k, layout="bshd")
     q, k = q.requires_grad_(wants), k.requires_grad_(wants)
     turned: list[Tensor] = []
@@ -213,7 +213,7 @@ def test_who_saved_the_whole_hears_of_the_slice(calls: list[str]) -> None:
 
 def test_inference_mode(calls: list[str]) -> None:
     plain = queries()
-    exact, size = expected(plain, COS, SIN, "bshd", "half", 1, back=False)
+    exact, size = expected(plain, COS, SIN, "bshd", "half", 1, inverse=False)
     with torch.inference_mode():
         inside = plain.clone()
         turned = ROTATION(inside, layout="bshd")
@@ -225,6 +225,6 @@ def test_inference_mode(calls: list[str]) -> None:
         also = rotation(inside, layout="bshd")
     for y in (turned, inside, ordinary, plain):
         check(y, exact, size, "bshd", "inference mode")
-    check(also, *expected(inside, rotation.cos, rotation.sin, "bshd", "half", 0, back=False), "bshd", "its tables")
+    check(also, *expected(inside, rotation.cos, rotation.sin, "bshd", "half", 0, inverse=False), "bshd", "its tables")
     assert "angles" in calls
     assert calls.count("rotate") == 5

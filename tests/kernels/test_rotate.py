@@ -54,10 +54,10 @@ def turn(
     layout: str,
     pairing: str,
     offset: int = 0,
-    back: bool = False,
+    inverse: bool = False,
     like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> list[Tensor]:
-    return turned(cpu, tensors, cos, sin, layout, pairing, offset, back, like, level=level)
+    return turned(cpu, tensors, cos, sin, layout, pairing, offset, inverse, like, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -68,8 +68,8 @@ def test_sizes(level: str, dtype: torch.dtype, pairing: str) -> None:
         q, k = torch.randn(2, 3, 4, head_dim).to(dtype), torch.randn(2, 3, 2, head_dim).to(dtype)
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = random_table(3, pairs, dtype=table_dtype)
-            for back in (False, True):
-                turn(level, [q, k], cos, sin, "bshd", pairing, offset, back)
+            for inverse in (False, True):
+                turn(level, [q, k], cos, sin, "bshd", pairing, offset, inverse)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -82,8 +82,8 @@ def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing
     for size in ((39,), (5, 39), (1, 5, 39), (3, 5, 39))[: 2 if layout == "thd" else 4]:
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = random_table(*size, dtype=table_dtype)
-            for back in (False, True):
-                turn(level, [q, k], cos, sin, layout, pairing, 6, back)
+            for inverse in (False, True):
+                turn(level, [q, k], cos, sin, layout, pairing, 6, inverse)
             turn(level, [k], cos, sin, layout, pairing, 6)
 
 
@@ -107,7 +107,7 @@ def test_many_tokens(level: str, threads: None, layout: str, pairing: str) -> No
     q, k = (torch.randn(shape(layout, 3, 131, heads, 80)) for heads in (5, 1))
     cos, sin = random_table(*(() if layout == "thd" else (3,)), 131, 40)
     turn(level, [q, k], cos, sin, layout, pairing)
-    turn(level, [q, k], cos.double(), sin.double(), layout, pairing, back=True)
+    turn(level, [q, k], cos.double(), sin.double(), layout, pairing, inverse=True)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -171,7 +171,7 @@ def test_strides(level: str, dtype: torch.dtype, pairing: str) -> None:
     for name, x in others.items():
         assert x.shape == (2, 5, 3, 80), name
         turn(level, [x, others["dense"]], cos, sin, "bshd", pairing, 3)
-        turn(level, [x], cos, sin, "bshd", pairing, 3, back=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+        turn(level, [x], cos, sin, "bshd", pairing, 3, inverse=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
         turn(level, [others["dense"]], cos, sin, "bshd", pairing, 3, like=lambda x: like_channels_apart(x))
 
 
@@ -198,7 +198,7 @@ def test_tables_of_any_strides(level: str, dtype: torch.dtype) -> None:
             other = plain if table.ndim == 3 else plain[0]
             turn(level, [x], table, other, "bshd", "half")
             turn(level, [x], other, table, "bshd", "interleaved")
-            turn(level, [x], table, table, "bshd", "interleaved", back=True)
+            turn(level, [x], table, table, "bshd", "interleaved", inverse=True)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -212,11 +212,11 @@ def test_zeros_infinities_and_nan(level: str, dtype: torch.dtype, pairing: str) 
     x = torch.cat((a, b)) if pairing == "half" else torch.stack((a, b), dim=-1).reshape(-1)
     dense = x.to(dtype).expand(49, 2, 98).contiguous()
     for x in (dense, dense.repeat_interleave(2, dim=-1)[..., ::2]):
-        for back in (False, True):
+        for inverse in (False, True):
             y = torch.full_like(x, 9.0)
-            cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, back)
-            assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, back)[0], level)
-            exact, _ = expected(x, cos, sin, "thd", pairing, 0, back)
+            cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, inverse)
+            assert same(y, by_reference([x], cos, sin, "thd", pairing, 0, inverse)[0], level)
+            exact, _ = expected(x, cos, sin, "thd", pairing, 0, inverse)
             unit = torch.finfo(dtype).eps
             np.testing.assert_allclose(as_bshd(y, "thd"), exact, rtol=unit, atol=1e-6, equal_nan=True)
             zero = exact == 0
@@ -232,10 +232,10 @@ class TestInPlace:
         for head_dim, pairs, offset in ((80, 40, 0), (80, 21, 5), (6, 3, 0)):
             q, k = (torch.randn(shape(layout, 2, 5, heads, head_dim)).to(dtype) for heads in (11, 1))
             for cos, sin in (random_table(5, pairs), random_table(5, pairs, dtype=torch.float64)):
-                for back in (False, True):
-                    wanted = turn(level, [q, k], cos, sin, layout, pairing, offset, back)
+                for inverse in (False, True):
+                    wanted = turn(level, [q, k], cos, sin, layout, pairing, offset, inverse)
                     mine = [q.clone(), k.clone()]
-                    cpu.rotate(mine, mine, cos, sin, layout, pairing == "interleaved", offset, back)
+                    cpu.rotate(mine, mine, cos, sin, layout, pairing == "interleaved", offset, inverse)
                     assert unchanged(mine[0], wanted[0])
                     assert unchanged(mine[1], wanted[1])
 

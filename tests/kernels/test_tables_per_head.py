@@ -26,8 +26,8 @@ def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing
     for batch in (1, 3)[: 1 if layout == "thd" else 2]:
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = tables(batch, 11, 5, 39, dtype=table_dtype)
-            for back in (False, True):
-                turned(cpu, [q, k], cos, sin, layout, pairing, 6, back, torch.empty_like, level=level)
+            for inverse in (False, True):
+                turned(cpu, [q, k], cos, sin, layout, pairing, 6, inverse, torch.empty_like, level=level)
             turned(cpu, [k], cos, sin, layout, pairing, 6, False, torch.empty_like, level=level)
 
 

@@ -184,7 +184,7 @@ def test_tables_of_inference_mode_are_named_when_a_gradient_is_wanted() -> None:
     with torch.inference_mode():
         rotation = rope().at(torch.arange(3))
     assert rotation(torch.randn(1, 3, 2, 8), layout="bshd").shape == (1, 3, 2, 8)
-    with pytest.raises(RopeError, match=r"tables made under torch\.inference_mode"):
+    with pytest.raises(RopeError, match=r"tables created under torch\.inference_mode"):
         rotation(torch.randn(1, 3, 2, 8, requires_grad=True), layout="bshd")
 
 

@@ -38,7 +38,7 @@ def four(table: Tensor) -> Tensor:
 
 
 def check_turned(turning: Rotation, x: Tensor, y: Tensor, layout: str) -> None:
-    exact = expected(x, four(turning.cos), four(turning.sin), layout, turning.pairing, OFFSET, back=False)
+    exact = expected(x, four(turning.cos), four(turning.sin), layout, turning.pairing, OFFSET, inverse=False)
     check(y, *exact, layout, layout)
 
 
@@ -90,7 +90,7 @@ class TestEveryVariant:
         parts = []
         for x, grad in zip((q, k), incoming, strict=True):
             assert x.grad is not None
-            back = expected(grad, four(cos), four(sin), layout, pairing, OFFSET, back=True)
+            back = expected(grad, four(cos), four(sin), layout, pairing, OFFSET, inverse=True)
             check(x.grad, *back, layout, "gradient")
             of_heads = (as_bshd(y, layout)[..., None, :] for y in (x, grad))  # the oracle sums over one head
             parts.append(oracle.table_gradient(*of_heads, PAIRS, pairing, OFFSET))
@@ -140,7 +140,7 @@ class TestOtherUses:
         for row in (9, -1):
             with pytest.raises(RopeError, match="every row must be from 0 to 8"):
                 table[torch.tensor([row])]
-        with pytest.raises(RopeError, match=r"made for positions \[seq\], got tables of shape \(2, 3, 5, 6\)"):
+        with pytest.raises(RopeError, match=r"one for positions \[seq\], got tables of shape \(2, 3, 5, 6\)"):
             rotation("each row")[torch.tensor([0])]
 
     def test_files_moves_and_pytrees(self, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ class TestOtherUses:
         for n in range(BATCH):
             check(
                 turned[n],
-                *expected(q[n], turning.cos[n, None], turning.sin[n, None], "bshd", "half", OFFSET, back=False),
+                *expected(q[n], turning.cos[n, None], turning.sin[n, None], "bshd", "half", OFFSET, inverse=False),
                 "bshd",
                 n,
             )
@@ -284,7 +284,7 @@ class TestRefused:
         turning, q = rotation("shared by the batch"), made(layout)
         for heads in (1, 2, 6):
             k = made(layout, heads=heads)
-            with pytest.raises(RopeError, match=rf"k in layout '{layout}' must have 3 heads.*GQA.*Rotation of its own"):
+            with pytest.raises(RopeError, match=rf"k in layout '{layout}' must have 3 heads.*GQA.*its own Rotation"):
                 turning(q, k, layout=layout)
             with pytest.raises(RopeError, match="q in layout"):
                 turning.apply_(k, layout=layout)

@@ -107,7 +107,7 @@ class TestSameBits:
             for of_weights, add_one in itertools.product((dtype, torch.float32), (False, True)):
                 norm = normal(head_dim, of_weights, add_one=add_one)
                 made = norm.rotate(turned(rope), q, k, layout="bshd")
-                assert fused.pop() is (backend.AT_ONCE and not (dtype == torch.float64 and of_weights != dtype))
+                assert fused.pop() is (backend.FAST_PATH and not (dtype == torch.float64 and of_weights != dtype))
                 for y, other, x in zip(made, separate(norm, turned(rope), q, k), (q, k), strict=True):
                     assert (y.dtype, y.shape) == (dtype, x.shape)
                     assert same(y, other, best()), (i, of_weights, add_one)
@@ -150,13 +150,13 @@ class TestSameBits:
 
 
 def best() -> str:
-    return cpu.level() if backend.AT_ONCE else ""
+    return cpu.level() if backend.FAST_PATH else ""
 
 
 def check_same(norm: QKNorm, rotation: Rotation, q: Tensor, k: Tensor, layout: Any, fused: list[bool]) -> None:
     before = q.clone(), k.clone()
     made = norm.rotate(rotation, q, k, layout=layout)
-    assert fused.pop() is backend.AT_ONCE
+    assert fused.pop() is backend.FAST_PATH
     assert torch.equal(q, before[0])
     assert torch.equal(k, before[1])
     for y, other in zip(made, separate(norm, rotation, q, k, layout), strict=True):
@@ -189,13 +189,13 @@ class TestGradients:
     def test_by_the_oracle(self, dtype: torch.dtype, add_one: bool, fused: list[bool]) -> None:
         given, rotation = self.given(dtype), self.rotation()
         made = QKNorm(*given[2:], EPS, add_one).rotate(rotation, *given[:2], layout="bshd")
-        assert fused == [backend.AT_ONCE]
+        assert fused == [backend.FAST_PATH]
         grads = [torch.randn_like(y) for y in made]
         found = torch.autograd.grad(made, given, grads)
         cos, sin = (table.double().numpy()[:, None] for table in (rotation.cos, rotation.sin))
         out = torch.finfo(dtype)
         for i, (x, weight, grad) in enumerate(zip(given[:2], given[2:], grads, strict=True)):
-            back, _ = oracle.turned(grad.double().numpy(), cos, sin, "interleaved", 2, back=True)
+            back, _ = oracle.turned(grad.double().numpy(), cos, sin, "interleaved", 2, inverse=True)
             back = torch.tensor(back).to(dtype).double().numpy()  # as of the rotation alone
             x_, w_ = x.detach().double().numpy(), weight.detach().double().numpy()
             for got, want in zip(
@@ -253,7 +253,7 @@ def mapped(norm: QKNorm, rotation: Rotation, q: Tensor, k: Tensor) -> tuple[Tens
 def profiled(norm: QKNorm, rotation: Rotation, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         done = norm.rotate(rotation, q, k, layout="bshd")
-    assert not backend.AT_ONCE or "ropewalk::step" in {event.key for event in seen.key_averages()}
+    assert not backend.FAST_PATH or "ropewalk::step" in {event.key for event in seen.key_averages()}
     return done
 
 

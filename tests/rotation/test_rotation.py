@@ -216,7 +216,7 @@ def test_in_place_refuses_inference_tensors_outside_inference_mode() -> None:
     with torch.inference_mode():
         q = torch.randn(1, SEQ, 2, 8)
     before = q.clone()
-    with pytest.raises(RopeError, match="outside inference mode an ordinary tensor is needed"):
+    with pytest.raises(RopeError, match="outside inference mode, each tensor must be an ordinary tensor"):
         Rope(8, 1e4, "half").at(torch.arange(SEQ)).apply_(q, layout="bshd")
     assert torch.equal(q, before)
 
@@ -302,7 +302,7 @@ class TestRows:
             self.table[rows]
 
     def test_come_from_a_table(self) -> None:
-        with pytest.raises(RopeError, match=r"rows are taken from a table made for positions \[seq\]"):
+        with pytest.raises(RopeError, match=r"the table must be one for positions \[seq\]"):
             self.rope.at(torch.zeros(2, 3, dtype=torch.int64))[torch.tensor([0])]
 
 
@@ -421,7 +421,7 @@ def test_k_is_named() -> None:
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
 def test_batch_of_the_positions(layout: str) -> None:
     rotation = Rope(8, 1e4, "half").at(torch.zeros(3, SEQ, dtype=torch.int64))
-    with pytest.raises(RopeError, match="must have batch size 3, that of the positions, got 2"):
+    with pytest.raises(RopeError, match="must have batch size 3, as the positions have, got 2"):
         rotation(torch.randn(shape(layout, HEADS, 8)), layout=layout)
 
 

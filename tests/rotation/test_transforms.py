@@ -22,12 +22,12 @@ SHAPE = (3, 2, 8)  # thd
 
 
 @torch.library.custom_op("ropewalk_tests::turn", mutates_args=())
-def opaque(x: Tensor, back: bool) -> Tensor:
-    return (TABLE.inverse() if back else TABLE)(x, layout="thd").clone()
+def opaque(x: Tensor, inverse: bool) -> Tensor:
+    return (TABLE.inverse() if inverse else TABLE)(x, layout="thd").clone()
 
 
 @opaque.register_fake
-def _(x: Tensor, back: bool) -> Tensor:
+def _(x: Tensor, inverse: bool) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
-from ropewalk.rotation.checks import share_elements
+from ropewalk.rotation.writable import share_elements
 
 
 def pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -36,7 +36,7 @@ class TwoPass:
         """The same for some of the keys."""
         far_keys = self.far_keys
         if far_keys is not None:
-            far_keys = far_keys._with(far_keys.cos[..., keys, :], far_keys.sin[..., keys, :])
+            far_keys = far_keys._replace_tables(far_keys.cos[..., keys, :], far_keys.sin[..., keys, :])
         return TwoPass(self.near, self.far_queries, far_keys, self.far[..., keys])
 
     def attend(

@@ -1,1 +1,1 @@
-"""Compiled code, and which of it may be used."""
+"""The compiled kernels for CPU and GPU, and the choice between them and plain PyTorch."""

@@ -1,5 +1,6 @@
-# The compiled kernels (csrc/binding.cpp). Addresses are Tensor.data_ptr(), strides count elements; nothing is checked.
-# `tensors`: address in, address out, shape, strides in, strides out; of q, and of k if there is one.
+# The compiled kernels (csrc/binding.cpp). Addresses are those of Tensor.data_ptr(); strides count elements. Only
+# sizes are checked. `tensors` holds five entries for q, and five for k if present: input and output address, shape, input and
+# output strides.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -8,10 +9,10 @@ from typing import Any
 from ropewalk._layout import Layout
 
 def levels() -> list[str]:
-    """The instruction sets that this machine can run, the fastest last."""
+    """The instruction sets that this machine can run, in increasing order of speed."""
 
 def use_level(name: str) -> None:
-    """Run the kernels of this instruction set from now on; for tests and measurements."""
+    """Use the kernels of this instruction set from now on; for tests and benchmarks."""
 
 def rotate(
     tensors: tuple[object, ...],
@@ -25,7 +26,7 @@ def rotate(
     layout: tuple[int | None, int, int, int],
     interleaved: bool,
     offset: int,
-    back: bool,
+    inverse: bool,
     threads: int,
     /,
 ) -> None: ...
@@ -56,9 +57,9 @@ def angles(
     /,
 ) -> None: ...
 def use_torch(
-    torch: ModuleType, layouts: Mapping[Layout, object], watchers: tuple[Callable[[], object], ...], /
+    torch: ModuleType, layouts: Mapping[Layout, object], observers: tuple[Callable[[], object], ...], /
 ) -> bool:
-    """Prepare the functions below, which ask `watchers` each time; False where PyTorch has no exchange API."""
+    """Prepare the functions below, which ask `observers` at each call. False if PyTorch has no exchange API."""
 
 def rotate_plain(
     q: object,
@@ -73,8 +74,10 @@ def rotate_plain(
     in_place: bool,
     /,
 ) -> Any:
-    """What `Rotation.__call__` returns, True in place, checks included. None where something is not usual: not a plain
-    tensor on the CPU, a gradient, a transform, a mode, a shape that does not fit. Nothing was done then.
+    """Check and rotate; returns what `Rotation.__call__` returns, or True in place.
+
+    Returns None, having done nothing, for anything uncommon: a tensor that is not a plain CPU tensor, a gradient, a
+    transform, a mode, or a shape that does not fit.
     """
 
 def step_plain(
@@ -98,12 +101,15 @@ def step_plain(
     profiled: bool,
     /,
 ) -> Any:
-    """q and k, normed where there are weights, and rotated; with v and what follows, both are written to the caches and
-    q alone is returned. None where something is not usual, and nothing was done then.
+    """Normalize q and k if there are weights, and rotate them.
+
+    With v, the caches and slots, k and v are written to the caches and only q is returned. Returns None, having done
+    nothing, for anything uncommon, as `rotate_plain` does.
     """
 
 def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, axis: bytes, axes: int, /) -> Any:
-    """cos and sin of int64 positions and steps, the bytes of int64 numbers; None where something is not usual.
+    """cos and sin of int64 positions and steps. Returns None, having done nothing, for anything uncommon.
 
-    axis: which of the `axes` rows of positions each step takes, as steps; b"" and 0 where there are no rows.
+    `steps` and `axis` are the bytes of int64 numbers. `axis` holds the row of positions for each step, one of `axes`
+    rows; it is b"", and `axes` 0, if positions have no rows.
     """

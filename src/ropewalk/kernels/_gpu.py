@@ -1,12 +1,12 @@
-"""The GPU kernels, in Triton: rotation, the gradient to its tables, and the tables. `gpu.py` launches them.
+"""The GPU kernels in Triton: rotation, the gradient to its tables, and the tables. `gpu.py` launches them.
 
-All of them are bound by memory. A program takes a tile of tokens × heads × pairs, a power of two of each, of one size
-however the three share it, so that every thread moves 16 bytes at a time and several times over, and no element is held
-by two threads (in place, the second would read what the first has written).
+All of them are bound by memory. Each program processes a tile of tokens × heads × pairs, each a power of two, with a
+fixed product. Every thread issues several 16-byte accesses, and no element belongs to two threads, so in-place rotation
+is safe.
 
-Strides count units of ALIGN elements (TABLE_ALIGN in tables): the compiler then knows that rows are aligned, without a
-compilation for each number. Addresses are 64-bit before the first product. No argument is specialised, so that no
-length, batch or stride compiles anew.
+Strides count units of ALIGN elements (TABLE_ALIGN in tables). This tells the compiler that rows are aligned, without a
+compilation for each stride. Addresses are converted to 64 bits before the first product. No argument is specialized, so
+no length, batch size or stride triggers a compilation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_SPECIALIZED = [
 
 @triton.jit
 def _tile(program, x_heads, tokens, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The row of the batch, the tokens and the heads of a program; heads run fastest, so that they share tables."""
+    """The batch row, tokens and heads of a program. Heads vary fastest, so that consecutive programs share tables."""
     head_blocks = tl.cdiv(x_heads, BLOCK_H)
     token_blocks = tl.cdiv(tokens, BLOCK_T)
     head = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -40,7 +40,7 @@ def _rows(x, b, token, head, x_b, x_t, x_h, ALIGN: tl.constexpr):
 
 @triton.jit
 def _channels(first, COUNT: tl.constexpr, stride, DENSE: tl.constexpr):
-    """The offsets of channels `first` and after; DENSE: the stride is 1, and the compiler knows."""
+    """The offsets of COUNT channels from `first` on. DENSE tells the compiler that the stride is 1."""
     channel = first + tl.arange(0, COUNT)[None, None, :]
     return channel if DENSE else channel.to(tl.int64) * stride
 
@@ -79,7 +79,7 @@ def _store_pairs(
 @triton.jit
 def _copy(x_rows, y_rows, x_stride, y_stride, here, FIRST: tl.constexpr, END: tl.constexpr, BLOCK: tl.constexpr,
           DENSE: tl.constexpr):  # fmt: skip
-    """Channels that are not rotated."""
+    """Copy channels that are not rotated."""
     for start in tl.static_range(FIRST, END, BLOCK):
         inside = here & (start + tl.arange(0, BLOCK)[None, None, :] < END)
         x = tl.load(x_rows + _channels(start, BLOCK, x_stride, DENSE), mask=inside)
@@ -87,11 +87,11 @@ def _copy(x_rows, y_rows, x_stride, y_stride, here, FIRST: tl.constexpr, END: tl
 
 
 @triton.jit
-def _turn(
+def _rotate_tile(
     program, x, y, cos, sin, tokens, heads,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     COPY: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
     TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
@@ -102,20 +102,20 @@ def _turn(
     y_rows = _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN)
     a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
 
-    # Loaded for every head, from the cache, in the layout of a and b: nothing has to be exchanged between threads.
-    # Strides of heads stand only in code that is compiled for tables per head.
+    # Tables are loaded for every head, from the cache, in the layout of a and b, so threads exchange nothing. Only code
+    # compiled for tables per head uses their head strides.
     known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
     cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, cos_h if PER_HEAD else 0, TABLE_ALIGN)
     sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, sin_h if PER_HEAD else 0, TABLE_ALIGN)
     c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
     s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
-    if BACK:
-        s = s * -1.0  # not -s, which before Triton 3.8 is 0 - s and makes +0 of +0
+    if INVERSE:
+        s = s * -1.0  # not -s, which before Triton 3.8 computes 0 - s and maps +0 to +0
 
     a, b = a.to(compute), b.to(compute)
-    turned_a = (a * c - b * s).to(y.dtype.element_ty)
-    turned_b = (a * s + b * c).to(y.dtype.element_ty)
-    _store_pairs(y_rows, y_d, here, turned_a, turned_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+    rotated_a = (a * c - b * s).to(y.dtype.element_ty)
+    rotated_b = (a * s + b * c).to(y.dtype.element_ty)
+    _store_pairs(y_rows, y_d, here, rotated_a, rotated_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
     if COPY:
         _copy(x_rows, y_rows, x_d, y_d, here, 0, OFFSET, BLOCK_P, DENSE)
         _copy(x_rows, y_rows, x_d, y_d, here, OFFSET + 2 * PAIRS, HEAD_DIM, BLOCK_P, DENSE)
@@ -123,32 +123,35 @@ def _turn(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def rotate(
-    q, p, k, r, cos, sin,  # q is turned into p, k into r
+    q, p, k, r, cos, sin,  # p is the output of q, r that of k
     tokens, q_heads, k_heads, q_programs,
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
     cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
     Q_BLOCK_T: tl.constexpr, Q_BLOCK_H: tl.constexpr, K_BLOCK_T: tl.constexpr, K_BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
     COPY: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
     TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr, PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Each pair (a, b) to (a·cos − b·sin, a·sin + b·cos); the first `q_programs` programs take q, the others k."""
+    """Rotate each pair (a, b) to (a·cos − b·sin, a·sin + b·cos).
+
+    The first `q_programs` programs process q, the others k.
+    """
     program = tl.program_id(0)
     if program < q_programs:
-        _turn(
+        _rotate_tile(
             program, q, p, cos, sin, tokens, q_heads,
             q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d,
             cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
-            Q_BLOCK_T, Q_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, BACK,
+            Q_BLOCK_T, Q_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, INVERSE,
             COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, PER_HEAD,
         )  # fmt: skip
     else:
-        _turn(
+        _rotate_tile(
             program - q_programs, k, r, cos, sin, tokens, k_heads,
             k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
             cos_b, cos_t, cos_h, cos_p, sin_b, sin_t, sin_h, sin_p,
-            K_BLOCK_T, K_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, BACK,
+            K_BLOCK_T, K_BLOCK_H, BLOCK_P, HEAD_DIM, PAIRS, OFFSET, INTERLEAVED, INVERSE,
             COPY, DENSE, ALIGN, TABLE_DENSE, TABLE_ALIGN, PER_HEAD,
         )  # fmt: skip
 
@@ -159,7 +162,7 @@ def _products(
     BLOCKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one tensor, head by head, added; `first` are the heads of the first block."""
+    """Add the products of one tensor to the sums, one block of heads after another; `first` is the first block."""
     for block in range(BLOCKS):
         head = first + block * BLOCK_H
         here = (token < tokens) & (head < heads)
@@ -175,16 +178,17 @@ def _products(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def table_gradient(
-    q, p, k, r, d_cos, d_sin,  # p and r are the gradients of turned q and k
+    q, p, k, r, d_cos, d_sin,  # p and r are the gradients to rotated q and k
     tokens, q_heads, k_heads,
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """With (g, h) the gradient of the turned pair: g·a + h·b to cos, h·a − g·b to sin.
+    """The gradient to cos, g·a + h·b, and to sin, h·a − g·b, with (g, h) the gradient to the rotated pair.
 
-    Summed over all heads, by a program for some tokens; PER_HEAD: by one for some tokens and heads of q and k.
+    Each program sums over all heads for a block of tokens. With PER_HEAD, each program processes a block of tokens and
+    heads, and sums over q and k.
     """
     batch, token, head = _tile(tl.program_id(0), q_heads if PER_HEAD else 1, tokens, BLOCK_T, BLOCK_H)
     zero = tl.zeros((BLOCK_T, BLOCK_H, BLOCK_P), d_cos.dtype.element_ty)
@@ -214,18 +218,18 @@ def angles(
     positions, axis, steps, cos, sin, rows,
     FACTOR: tl.constexpr, PAIRS: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of position · step, in 2⁻⁶⁴ turns, by quadrant, residual and polynomial; as in csrc/kernels.cpp.
+    """cos and sin of position · step, in 2⁻⁶⁴ turns, by quadrant, residual and polynomial as in csrc/kernels.cpp.
 
-    The two upper bits of a phase, rounded, are the quadrant; the rest is t, within an eighth of a turn, in units of
-    π/4. float64 throughout: no fast sine, and nothing that spills.
+    The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t is within an eighth of a turn,
+    in units of π/4. All arithmetic is in float64, without fast sines, and spills no registers.
 
-    AXES: each pair takes its own of the rows of positions, which lie one after the other.
+    With AXES, positions consist of consecutive rows, and each pair reads the row of its axis.
     """
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]
     if AXES:
-        of_pair = tl.load(axis + pair, mask=pair < PAIRS, other=0) * rows
-        position = tl.load(positions + of_pair + row, mask=(row < rows) & (pair < PAIRS), other=0).to(tl.int64)
+        first = tl.load(axis + pair, mask=pair < PAIRS, other=0) * rows
+        position = tl.load(positions + first + row, mask=(row < rows) & (pair < PAIRS), other=0).to(tl.int64)
     else:
         position = tl.load(positions + row, mask=row < rows, other=0).to(tl.int64)
     step = tl.load(steps + pair, mask=pair < PAIRS, other=0)

@@ -1,7 +1,7 @@
-"""The fused step in Triton: norm of q and k, rotation, and k and v to their slots. `gpu_step.py` launches it.
+"""The fused step in Triton: normalize and rotate q and k, and store k and v in a cache. `gpu_step.py` launches it.
 
-Programs, tiles, strides and units are those of `_gpu.py`. The squares are added in float64 in the order of the
-definition, half to half: `tl.sum` over all of them would take an order of its own.
+Programs, tiles, strides and units are those of `_gpu.py`. Squares are added in float64 by halves, in the order of the
+reference. `tl.sum` over all of them would use an order of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _scale(
     x_rows, x_stride, here, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
     DENSE: tl.constexpr,
 ):  # fmt: skip
-    """1/√(mean of x² + ε) of each head, in float64."""
+    """1/√(mean of x² + ε) for each head, in float64."""
     inside = here & (tl.arange(0, BLOCK_D)[None, None, :] < HEAD_DIM)
     x = tl.load(x_rows + _channels(0, BLOCK_D, x_stride, DENSE), mask=inside, other=0.0).to(tl.float64)
     x = x * x
     for i in tl.static_range(HALVINGS):
-        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 2, BLOCK_D >> (i + 1))), axis=2)  # of two, in any order
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 2, BLOCK_D >> (i + 1))), axis=2)  # two terms: order is moot
     return 1.0 / tl.sqrt(x * (1.0 / HEAD_DIM) + EPS)
 
 
@@ -43,7 +43,7 @@ def _to_rows(
     y, batch, token, head, tokens, here, y_b, y_t, y_h, slots, slots_b, slots_t, block_size, slot_count,
     ALIGN: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """Where each token and head goes, and whether it goes anywhere: to a token of y, or to a slot of a cache."""
+    """The destination of each token and head, a row of y or a slot of a cache, and a mask of those to be written."""
     if not STORES:
         return _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN), here
     slot = tl.load(slots + batch * slots_b + token.to(tl.int64) * slots_t, mask=token < tokens, other=-1)
@@ -83,9 +83,9 @@ def _step(
     sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, 0, TABLE_ALIGN)
     c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
     s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
-    turned_a = (a * c - b * s).to(y.dtype.element_ty)
-    turned_b = (a * s + b * c).to(y.dtype.element_ty)
-    _store_pairs(y_rows, y_d, there, turned_a, turned_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
+    rotated_a = (a * c - b * s).to(y.dtype.element_ty)
+    rotated_b = (a * s + b * c).to(y.dtype.element_ty)
+    _store_pairs(y_rows, y_d, there, rotated_a, rotated_b, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
 
     if not NORM:
         _copy(x_rows, y_rows, x_d, y_d, there, 0, OFFSET, BLOCK_P, DENSE)
@@ -94,16 +94,16 @@ def _step(
         for start in tl.static_range(0, HEAD_DIM, BLOCK_P):
             if start < OFFSET or start + BLOCK_P > OFFSET + 2 * PAIRS:
                 channel = start + tl.arange(0, BLOCK_P)[None, None, :]
-                still = (channel < OFFSET) | ((channel >= OFFSET + 2 * PAIRS) & (channel < HEAD_DIM))
-                z = tl.load(x_rows + _channels(start, BLOCK_P, x_d, DENSE), mask=here & still, other=0.0).to(compute)
-                g = tl.load(weights + _channels(start, BLOCK_P, 1, True), mask=here & still, other=0.0)
+                rest = (channel < OFFSET) | ((channel >= OFFSET + 2 * PAIRS) & (channel < HEAD_DIM))  # not rotated
+                z = tl.load(x_rows + _channels(start, BLOCK_P, x_d, DENSE), mask=here & rest, other=0.0).to(compute)
+                g = tl.load(weights + _channels(start, BLOCK_P, 1, True), mask=here & rest, other=0.0)
                 z = (z * scale * _gain(g, ADD_ONE, compute)).to(y.dtype.element_ty)
-                tl.store(y_rows + _channels(start, BLOCK_P, y_d, DENSE), z, mask=there & still)
+                tl.store(y_rows + _channels(start, BLOCK_P, y_d, DENSE), z, mask=there & rest)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def step(
-    q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots,  # q goes to p, k to r, v to w
+    q, p, k, r, v, w, cos, sin, q_weight, k_weight, slots,  # p, r and w are the outputs of q, k and v
     tokens, q_heads, k_heads, q_programs, k_programs, block_size, slot_count, slots_b, slots_t,
     q_b, q_t, q_h, q_d, p_b, p_t, p_h, p_d, k_b, k_t, k_h, k_d, r_b, r_t, r_h, r_d,
     v_b, v_t, v_h, v_d, w_b, w_t, w_h, w_d, cos_b, cos_t, cos_p, sin_b, sin_t, sin_p,
@@ -113,7 +113,7 @@ def step(
     DENSE: tl.constexpr, ALIGN: tl.constexpr, TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """The first `q_programs` programs take q, `k_programs` more k, the rest v."""
+    """The first `q_programs` programs process q, the next `k_programs` process k, the others v."""
     program = tl.program_id(0)
     if program < q_programs:
         _step(

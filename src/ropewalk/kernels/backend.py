@@ -1,7 +1,10 @@
-"""Which code runs: the compiled kernels wherever they can, or what ROPEWALK_BACKEND says; and what kernels are.
+"""Choose the code that runs, and define the protocol of the kernels.
 
-The variable is read once: "auto", the default; "reference": plain PyTorch throughout; "kernel": an error wherever
-it cannot be a kernel.
+The environment variable ROPEWALK_BACKEND is read once, at import:
+
+- "auto" (the default) uses the compiled kernels wherever they apply, and plain PyTorch elsewhere.
+- "reference" uses plain PyTorch everywhere.
+- "kernel" raises an error wherever no kernel applies.
 """
 
 from __future__ import annotations
@@ -21,18 +24,25 @@ from ropewalk.kernels import cpu, gpu
 BACKEND = os.environ.get("ROPEWALK_BACKEND", "auto")
 if BACKEND not in ("auto", "reference", "kernel"):
     raise error(
-        "ROPEWALK_BACKEND", "it must be one of 'auto', 'reference', 'kernel'", repr(BACKEND), "Unset it for auto."
+        "ROPEWALK_BACKEND",
+        "the variable must be one of 'auto', 'reference', 'kernel'",
+        repr(BACKEND),
+        "Unset it to use auto.",
     )
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types whose elements lie in memory, at the addresses that strides give. A subclass may be anything."""
+"""Types whose elements are in memory at the addresses given by their strides. Subclasses need not satisfy this."""
 
 
 class Kernels(Protocol):
-    """The compiled kernels of one kind of device: a module such as `cpu` and `gpu`. They are given checked tensors."""
+    """The compiled kernels of one kind of device. The modules `cpu` and `gpu` implement this for checked tensors."""
 
     def unavailable(self, device: torch.device | None = None) -> str | None:
-        """Why they cannot be used on this device, the usual one of their kind when None; None where they can."""
+        """The reason why the kernels cannot be used on a device, or None if they can.
+
+        Args:
+            device: None asks for the default device of this kind.
+        """
 
     def rotate(
         self,
@@ -43,15 +53,15 @@ class Kernels(Protocol):
         layout: Layout,
         interleaved: bool,
         rotary_offset: int,
-        back: bool,
+        inverse: bool,
     ) -> None:
-        """Write the tensors, rotated, to `outputs`, which may be the tensors themselves.
+        """Rotate the tensors into `outputs`, which may be the tensors themselves.
 
         Args:
-            tensors: one or two with all but the number of heads in common, in `layout`.
-            cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`, with
-                batch 1 where it is the same for all, or where there is none.
-            back: rotate by minus the angle.
+            tensors: one or two tensors in `layout` that differ at most in the number of heads.
+            cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`. Batch
+                is 1 if all sequences share the table or the layout has no batch axis.
+            inverse: rotate by minus the angle.
         """
 
     def table_gradient(
@@ -64,7 +74,7 @@ class Kernels(Protocol):
         rotary_offset: int,
         per_head: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient to cos and sin of `rotate`, summed over tensors and, but for tables per head, over heads.
+        """The gradient of `rotate` to cos and sin, summed over tensors and, unless each head has a table, over heads.
 
         Returns:
             Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else
@@ -74,22 +84,23 @@ class Kernels(Protocol):
     def angles(
         self, positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of int32 or int64 positions times int64 steps, in 2⁻⁶⁴ turns; times `factor`.
+        """cos and sin of positions (int32 or int64) times steps (int64, in 2⁻⁶⁴ turns), multiplied by `factor`.
 
         Args:
-            axis: the row of positions that each step takes, int64; None: every step takes all of them.
+            axis: int64, the row of positions for each step. None means that positions have no such rows and every step
+                uses all of them.
         """
 
 
 CPU: Kernels = cpu
 GPU: Kernels = gpu
 _USES_CPU = BACKEND != "reference" and CPU.unavailable() is None
-AT_ONCE = _USES_CPU and cpu.AT_ONCE
-"""Whether compiled code takes the whole of a usual call on the CPU, checks included."""
+FAST_PATH = _USES_CPU and cpu.FAST_PATH
+"""Whether compiled code runs the whole of a common call on the CPU, including the checks."""
 
 
-def must_be_seen() -> bool:
-    """Whether PyTorch must see the operators inside, since it makes something else of them than their result."""
+def needs_tracing() -> bool:
+    """Whether PyTorch must trace the operators inside a rotation: a transform, forward-mode AD, compile or export."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -99,14 +110,15 @@ def must_be_seen() -> bool:
 
 
 def kernel_for(*tensors: Tensor) -> Kernels | None:
-    """The kernels that can do it; None where plain PyTorch must.
+    """The kernels that can process these tensors, or None if plain PyTorch must.
 
-    They take plain tensors of one device, where no transform must look inside. Of DTensors, those of their shards.
+    Kernels take plain tensors on one device, outside of transforms. For DTensors, this returns the kernels for their
+    shards.
 
     Raises:
-        RopeError: none can, and ROPEWALK_BACKEND asks for it.
+        RopeError: no kernels apply, and ROPEWALK_BACKEND is "kernel".
     """
-    kernel = None if must_be_seen() else _of(tensors)
+    kernel = None if needs_tracing() else _of(tensors)
     if BACKEND == "kernel" and kernel is None:
         raise _no_kernel(tensors[0])
     return kernel
@@ -115,8 +127,8 @@ def kernel_for(*tensors: Tensor) -> Kernels | None:
 def _of(tensors: tuple[Tensor, ...]) -> Kernels | None:
     on_cpu = tensors[0].is_cpu
     for x in tensors:
-        # Negative: the minus sign is a flag, and the memory says something else (`z.conj().imag`). Zero: PyTorch's
-        # efficient zero tensors, such as the gradient of torch.sgn, have no memory.
+        # The memory of a tensor with the negative bit (`z.conj().imag`) holds the opposite values. PyTorch's efficient
+        # zero tensors, such as the gradient of torch.sgn, have no memory.
         if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
             return (
                 _of(tuple(x._local_tensor for x in tensors if is_dtensor(x))) if all(map(is_dtensor, tensors)) else None
@@ -131,19 +143,24 @@ def _of(tensors: tuple[Tensor, ...]) -> Kernels | None:
 def _no_kernel(x: Tensor) -> RopeError:
     who = "ROPEWALK_BACKEND=kernel"
     if x.is_cpu and (why := CPU.unavailable(x.device)) is not None:
-        return error(who, "the CPU kernel must be there", why, "Install again, or unset it.")
+        return error(who, "the CPU kernel must be available", why, "Reinstall ropewalk, or unset the variable.")
     if x.is_cuda and (why := GPU.unavailable(x.device)) is not None:
-        return error(who, "the GPU kernel must be there", why, "Unset it, or pass tensors that the kernel can rotate.")
+        fix = "Unset the variable, or pass tensors that the kernel can rotate."
+        return error(who, "the GPU kernel must be available", why, fix)
     return error(
         who,
-        "there must be plain tensors on the CPU or a GPU, and no transform, compilation or export",
+        "tensors must be plain tensors on the CPU or a GPU, outside of transforms, compilation and export",
         f"{type(x).__name__} on {x.device}",
-        "Set it to auto.",
+        "Set the variable to auto.",
     )
 
 
 def backends() -> dict[str, str]:
-    """Which code can turn here: name → "usable ..." or "not usable: " and why; and what ROPEWALK_BACKEND says of it.
+    """The code that can rotate on this machine.
+
+    Returns:
+        A dict with the keys "reference", "cpu kernel" and "gpu kernel". Each value is "usable ..." or "not usable: "
+        followed by the reason, and mentions ROPEWALK_BACKEND if that disables a kernel.
 
     Example:
         >>> import ropewalk
@@ -161,5 +178,5 @@ def _state(kernels: Kernels, which: Callable[[], str]) -> str:
     why = kernels.unavailable()
     if why is not None:
         return f"not usable: {why}"
-    said = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
-    return f"usable: {which()}{said}"
+    disabled = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
+    return f"usable: {which()}{disabled}"

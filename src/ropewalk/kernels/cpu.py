@@ -1,6 +1,6 @@
-"""The compiled CPU kernels: loaded, or why they are not; and what they are given. They are `backend.Kernels`.
+"""Load the compiled CPU kernels, or record why they are unavailable, and call them. Implements `backend.Kernels`.
 
-Only addresses, shapes and strides go over. torch is imported first, since the kernels share its threads.
+The kernels receive raw addresses, shapes and strides. torch must be imported first: the kernels use its threads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _why_not: str | None = None
 try:
     import ropewalk.kernels._cpu as _cpu  # `from ... import` does not tell a missing module from a broken one
 except ModuleNotFoundError:
-    _why_not = "not built when ropewalk was installed, which takes a C++17 compiler and the headers of Python"
+    _why_not = "not built when ropewalk was installed, which requires a C++17 compiler and the Python headers"
 except ImportError as e:
     _why_not = f"cannot be loaded: {e}"
 
-# Who would see, or change, what happens inside a call; asked at each. The profiler is the last.
-_WATCHERS = (
+# What may observe or change the operators inside a call. Each call asks all of them. The profiler must be the last.
+_OBSERVERS = (
     torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
@@ -27,9 +27,9 @@ _WATCHERS = (
     torch._C._autograd._profiler_enabled,
 )
 
-AT_ONCE = _why_not is None and _cpu.use_torch(torch, AXES, _WATCHERS)
-"""Whether the three functions below can be used: this PyTorch hands tensors over to C (2.10 and later)."""
-if AT_ONCE:
+FAST_PATH = _why_not is None and _cpu.use_torch(torch, AXES, _OBSERVERS)
+"""Whether the three functions below can be used. They need PyTorch 2.10 or later, which exposes tensors to C."""
+if FAST_PATH:
     rotate_plain, step_plain, angles_plain = _cpu.rotate_plain, _cpu.step_plain, _cpu.angles_plain
 
 # The numbers of csrc/ropewalk.h.
@@ -37,14 +37,14 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
-    """Why the kernels cannot be used on this device, the CPU when None; None where they can."""
+    """As `Kernels.unavailable`."""
     if device is not None and device.type != "cpu":
-        return f"these are for the CPU, not for {device}"
+        return f"these kernels are for the CPU, not for {device}"
     return _why_not
 
 
 def level() -> str:
-    """The instruction set whose kernels run."""
+    """The instruction set of the kernels that run."""
     return _cpu.levels()[-1]
 
 
@@ -56,7 +56,7 @@ def rotate(
     layout: Layout,
     interleaved: bool,
     rotary_offset: int,
-    back: bool,
+    inverse: bool,
 ) -> None:
     """As `Kernels.rotate`."""
     _cpu.rotate(
@@ -71,7 +71,7 @@ def rotate(
         AXES[layout],
         interleaved,
         rotary_offset,
-        back,
+        inverse,
         torch.get_num_threads(),
     )
 
@@ -130,10 +130,10 @@ def angles(
     return cos, sin
 
 
-def _flat(tensors: list[Tensor], others: list[Tensor]) -> tuple[object, ...]:
-    """What `_cpu` wants to know of each: addresses, shape and strides."""
+def _flat(tensors: list[Tensor], outputs: list[Tensor]) -> tuple[object, ...]:
+    """The addresses, shape and strides of each tensor and its output, as `_cpu` takes them."""
     flat: tuple[object, ...] = ()
-    for x, y in zip(tensors, others, strict=True):
+    for x, y in zip(tensors, outputs, strict=True):
         address, strides = x.data_ptr(), x.stride()
         flat += (address, address if y is x else y.data_ptr(), x.shape, strides, strides if y is x else y.stride())
     return flat

@@ -1,6 +1,6 @@
-"""The Triton kernels of `_gpu.py`: whether they can be used, sizes of tiles, launches. They are `backend.Kernels`.
+"""Probe and launch the Triton kernels of `_gpu.py`, and choose their tiles. Implements `backend.Kernels`.
 
-Triton is imported, and anything compiled, only when a tensor on a GPU comes.
+Triton is imported, and kernels are compiled, only for the first tensor on a GPU.
 """
 
 from __future__ import annotations
@@ -18,40 +18,37 @@ from ropewalk._layout import AXES, Layout
 
 _T = TypeVar("_T")
 
-# Four warps; each thread holds so many bytes of the channels that are turned, in loads of 16. More make the arithmetic
-# of addresses cheaper, fewer leave registers for more programs at a time.
+# Four warps per program. Each thread holds this many bytes of rotated channels, in loads of 16 bytes. More bytes make
+# address arithmetic cheaper; fewer leave registers for more concurrent programs.
 _WARPS = 4
 _BYTES_PER_THREAD = 64
 _VECTOR = 16
 
-# The products are rounded before the sum, as in the reference, whatever Triton's default is.
+# Products are rounded before they are added, as in the reference. Triton's default would fuse them.
 _OPTIONS = {"enable_fp_fusion": False}
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
-    """Why the kernels cannot be used on this GPU, the current one when None; None where they can.
-
-    Asked once for each GPU, by compiling and starting the smallest of them.
-    """
-    if device in _answers:  # on the way of every call
-        return _answers[device]
+    """As `Kernels.unavailable`. The first call for each GPU compiles and launches the smallest kernel."""
+    if device in _reasons:  # every call passes here
+        return _reasons[device]
     if device is not None and device.type != "cuda":
-        return f"these are for GPUs, not for {device}"
+        return f"these kernels are for GPUs, not for {device}"
     if not torch.cuda.is_available():
         return "no GPU found"
     index = None if device is None else device.index
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-    if device not in _answers:
+    if device not in _reasons:
         if torch.cuda.is_current_stream_capturing():
-            return None  # nothing can be tried now; what does not work will say so itself
-        _answers[device] = _tried(device)
-    return _answers[device]
+            return None  # no kernel can be probed during capture; an unusable one will raise at its launch
+        _reasons[device] = _probe(device)
+    return _reasons[device]
 
 
-_answers: dict[torch.device | None, str | None] = {}
+_reasons: dict[torch.device | None, str | None] = {}
 
 
-def _tried(device: torch.device) -> str | None:
+def _probe(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or higher is needed)"
     one = torch.zeros(1, dtype=torch.int64, device=device)
@@ -59,13 +56,13 @@ def _tried(device: torch.device) -> str | None:
         angles(one, one, 1.0, torch.float32)
     except ImportError as e:
         return f"Triton is not installed ({e})"
-    except Exception as e:  # Triton has no error of its own for all that can be missing, a C compiler for example
-        return f"Triton cannot compile or start a kernel here ({type(e).__name__}: {e})"
+    except Exception as e:  # Triton has no common error for missing parts, such as a C compiler
+        return f"Triton cannot compile or launch a kernel here ({type(e).__name__}: {e})"
     return None
 
 
 def version() -> str:
-    """Of Triton, and the GPU."""
+    """The version of Triton and the name of the GPU."""
     import triton
 
     return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
@@ -79,10 +76,10 @@ def rotate(
     layout: Layout,
     interleaved: bool,
     rotary_offset: int,
-    back: bool,
+    inverse: bool,
 ) -> None:
     """As `Kernels.rotate`."""
-    launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, back)
+    launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, inverse)
     _launch("rotate", *launch)
 
 
@@ -117,7 +114,7 @@ def angles(
 
 
 def kernels() -> ModuleType:
-    """The kernels, which import Triton."""
+    """The module of the kernels; calling this imports Triton."""
     from ropewalk.kernels import _gpu
 
     return _gpu
@@ -128,7 +125,7 @@ def _launch(
 ) -> None:
     if programs:
         device = next(iter(arguments.values())).device
-        # Triton starts kernels on the current device, whatever that of the tensors is.
+        # Triton launches kernels on the current device, even if the tensors are on another one.
         elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
         with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
             getattr(module or kernels(), kernel)[(programs,)](**arguments, num_warps=warps, **_OPTIONS)
@@ -142,7 +139,7 @@ def rotation_launch(
     layout: Layout,
     interleaved: bool,
     rotary_offset: int,
-    back: bool,
+    inverse: bool,
 ) -> tuple[int, dict[str, Any], int]:
     """The number of programs, the arguments and the warps of a launch of `rotate`."""
     x = tensors[0]
@@ -152,12 +149,12 @@ def rotation_launch(
         tuple(z.stride() for z in outputs),
         (cos.shape, cos.stride(), sin.stride(), cos.element_size()),
         x.element_size(),
-        (layout, interleaved, rotary_offset, back, outputs[0] is x, _WARPS, _BYTES_PER_THREAD),
+        (layout, interleaved, rotary_offset, inverse, outputs[0] is x, _WARPS, _BYTES_PER_THREAD),
     )
-    return programs, {**_named("qpkr", tensors, outputs), "cos": cos, "sin": sin, **numbers}, warps
+    return programs, {**_name_arguments("qpkr", tensors, outputs), "cos": cos, "sin": sin, **numbers}, warps
 
 
-@functools.lru_cache(1024)  # the same at every layer and, decoding, at every token
+@functools.lru_cache(1024)  # the plan is the same at every layer and at every decoded token
 def _rotation_plan(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
@@ -166,7 +163,7 @@ def _rotation_plan(
     element_size: int,
     how: tuple[Layout, bool, int, bool, bool, int, int],
 ) -> tuple[int, dict[str, int], int]:
-    layout, interleaved, rotary_offset, back, in_place, *_ = how
+    layout, interleaved, rotary_offset, inverse, in_place, *_ = how
     pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
     k_heads = _counts(shapes[1], layout)[2] if len(shapes) == 2 else 0
     block_p = _power_of_two(pairs)
@@ -176,7 +173,7 @@ def _rotation_plan(
     q_programs = batch * _blocks(tokens, q_t) * _blocks(q_heads, q_h)
     k_programs = batch * _blocks(tokens, k_t) * _blocks(k_heads, k_h)
     of_tensors, dense, unit = _strides(strides, out_strides, layout, _VECTOR // element_size)
-    # A thread that holds both channels of each pair holds half as many pairs: no wider loads of the tables.
+    # With interleaved pairs, a thread holds both channels of half as many pairs, so its table loads are half as wide.
     widest = _VECTOR // element_size // (2 if interleaved else 1)
     of_tables, table_dense, table_unit = _table_strides(*tables, widest)
     numbers = {
@@ -195,7 +192,7 @@ def _rotation_plan(
         "PAIRS": pairs,
         "OFFSET": rotary_offset,
         "INTERLEAVED": interleaved,
-        "BACK": back,
+        "INVERSE": inverse,
         "COPY": not in_place,
         "DENSE": dense,
         "ALIGN": unit,
@@ -222,10 +219,10 @@ def gradient_launch(
     block_p = _power_of_two(pairs)
     warps, per_thread = _threads(size, block_p)
     block_t, block_h = _tile(max(q_heads, k_heads), block_p, warps, per_thread)
-    strides, others = tuple(x.stride() for x in tensors), tuple(x.stride() for x in grads)
-    of_tensors, dense, unit = _strides(strides, others, layout, _VECTOR // size)
+    strides, grad_strides = tuple(x.stride() for x in tensors), tuple(x.stride() for x in grads)
+    of_tensors, dense, unit = _strides(strides, grad_strides, layout, _VECTOR // size)
     arguments = {
-        **_named("qpkr", tensors, grads),
+        **_name_arguments("qpkr", tensors, grads),
         "d_cos": d_cos,
         "d_sin": d_sin,
         "tokens": tokens,
@@ -262,21 +259,21 @@ def angles_launch(
 
 
 def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:
-    """Rows of the batch, tokens and heads."""
+    """The sizes of batch, tokens and heads."""
     batch, tokens, heads, _ = AXES[layout]
     return 1 if batch is None else shape[batch], shape[tokens], shape[heads]
 
 
-def _named(names: str, tensors: Sequence[_T], others: Sequence[_T]) -> dict[str, _T]:
-    """Of q and k each, and its other, by the names of the kernel's arguments; without k, q in its place."""
-    return dict(zip(names, (tensors[0], others[0], tensors[-1], others[-1]), strict=True))
+def _name_arguments(names: str, inputs: Sequence[_T], outputs: Sequence[_T]) -> dict[str, _T]:
+    """q, its output, k and its output, by the names of the kernel's arguments. Without k, q takes its place."""
+    return dict(zip(names, (inputs[0], outputs[0], inputs[-1], outputs[-1]), strict=True))
 
 
 def _strides(
-    strides: tuple[tuple[int, ...], ...], others: tuple[tuple[int, ...], ...], layout: Layout, most: int
+    in_strides: tuple[tuple[int, ...], ...], out_strides: tuple[tuple[int, ...], ...], layout: Layout, most: int
 ) -> tuple[dict[str, int], bool, int]:
-    """Strides of batch, tokens, heads and channels, the first three in units; whether channels are dense; the unit."""
-    named = _named("qpkr", strides, others)
+    """Strides of batch, tokens and heads in units, and of channels; whether channels are dense; and the unit."""
+    named = _name_arguments("qpkr", in_strides, out_strides)
     dense = all(of[-1] == 1 for of in named.values())
     rows = {
         f"{name}_{axis}": 0 if at is None else of[at]
@@ -291,10 +288,10 @@ def _strides(
 def _table_strides(
     shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, most: int
 ) -> tuple[dict[str, int], bool, int]:
-    """The same of tables: 0 along the axes that they do not have, and where one row is for all."""
+    """The same for tables. A stride is 0 along axes that the tables lack or that have size 1."""
     axes = "bht" if len(shape) == 4 else "bt"[3 - len(shape) :]
     dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1
-    # The unit is that of all strides, also of an only row: so that one token compiles nothing that two do not.
+    # The unit divides all strides, even that of a single row, so that one token and two tokens share a compilation.
     unit = _unit([*cos[:-1], *sin[:-1]], min(most, _VECTOR // element_size)) if dense else 1
     strides = {"cos_p": cos[-1], "sin_p": sin[-1]}
     for name, of in (("cos", cos), ("sin", sin)):
@@ -305,20 +302,20 @@ def _table_strides(
 
 
 def _unit(strides: list[int], most: int) -> int:
-    """The largest power of two, up to `most`, that divides all of them."""
+    """The largest power of two, up to `most`, that divides all strides."""
     while any(stride % most for stride in strides):
         most //= 2
     return most
 
 
 def _threads(element_size: int, block_p: int) -> tuple[int, int]:
-    """Warps of a program, and pairs of each of its threads."""
+    """Warps per program and pairs per thread."""
     per_thread = _BYTES_PER_THREAD // 2 // element_size
     return min(32, max(_WARPS, block_p // per_thread // 32)), per_thread
 
 
 def _tile(heads: int, block_p: int, warps: int, per_thread: int) -> tuple[int, int]:
-    """Tokens and heads of a tile, which with the pairs give each thread its number."""
+    """Tokens and heads per tile, such that each thread holds `per_thread` pairs."""
     rows = max(1, 32 * warps * per_thread // block_p)
     block_h = min(rows, _power_of_two(max(1, heads)))
     return rows // block_h, block_h
@@ -329,5 +326,5 @@ def _blocks(count: int, block: int) -> int:
 
 
 def _power_of_two(count: int) -> int:
-    """The smallest power of two that is not below."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

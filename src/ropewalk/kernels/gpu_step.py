@@ -1,4 +1,4 @@
-"""Launches of the fused step of `_gpu_step.py`: tiles, strides, arguments."""
+"""Launch the fused step of `_gpu_step.py`: choose tiles, strides and arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ropewalk._layout import AXES, Layout
 from ropewalk.kernels import gpu
 
-# Half of what a rotation alone holds: the squares are float64.
+# Half as many as for a rotation alone, because the squares are float64.
 _BYTES_PER_THREAD = 32
 
 
@@ -25,21 +25,21 @@ def step(
     norm: tuple[Tensor, Tensor, float, bool] | None,
     store: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
-    """Norm and rotate q and k, and write k and v to a cache. All of it was checked.
+    """Normalize and rotate q and k, and write k and v to a cache. The caller has checked all arguments.
 
     Args:
         tensors: q and k, in `layout`.
-        outputs: of q; and of k, or with `store` its cache `[blocks, block_size, kv_heads, head_dim]`.
+        outputs: the output of q; and that of k or, with `store`, its cache `[blocks, block_size, kv_heads, head_dim]`.
         cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
-        norm: weights of q and of k, contiguous, ε, and whether 1 is added; None: no norm.
-        store: v, its cache, and a slot for each token, int64; None: no cache.
+        norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
+        store: v, its cache, and one int64 slot per token. None skips the cache.
     """
     launch = step_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, norm, store)
     gpu._launch("step", *launch, module=kernels())
 
 
 def kernels() -> ModuleType:
-    """The kernel, which imports Triton."""
+    """The module of the kernel; calling this imports Triton."""
     from ropewalk.kernels import _gpu_step
 
     return _gpu_step
@@ -85,10 +85,10 @@ def step_launch(
     of_tables, table_dense, table_unit = gpu._table_strides(
         cos.shape, cos.stride(), sin.stride(), cos.element_size(), widest
     )
-    given = {"q": q, "p": p, "k": k, "r": r, "v": v, "w": w, "cos": cos, "sin": sin}
-    given |= {"q_weight": q_weight, "k_weight": k_weight, "slots": slots}
+    named = {"q": q, "p": p, "k": k, "r": r, "v": v, "w": w, "cos": cos, "sin": sin}
+    named |= {"q_weight": q_weight, "k_weight": k_weight, "slots": slots}
     arguments = {
-        **given,
+        **named,
         "tokens": tokens,
         "q_heads": q_heads,
         "k_heads": k_heads,

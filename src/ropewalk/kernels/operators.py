@@ -1,7 +1,7 @@
-"""`ropewalk::angles`, cos and sin as an operator of `torch.library`: what code compiled for a GPU calls.
+"""Define `ropewalk::angles`, the `torch.library` operator that computes cos and sin in code compiled for a GPU.
 
-It is given the steps as numbers, and keeps their copy on the device as eager calls do: a constant of the graph would be
-copied to the GPU at every call. What it computes is said by `angles.py`, which decides precision.
+The operator takes the steps as numbers and caches their copy on the device, as eager calls do. A constant of the graph
+would be copied to the GPU at every call. The computation itself is passed in by `angles.py`, which decides precision.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _Axis = tuple[int, ...] | None
 def angles(
     positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: _Axis = None
 ) -> tuple[Tensor, Tensor]:
-    """Call the operator from code that is being compiled; the steps are on the device before it first runs.
+    """Call the operator from code that is being compiled, after copying the steps to the device.
 
     Args:
-        axis: the row of positions that each step takes; None: every step takes all.
+        axis: the row of positions for each step. None means that every step uses all positions.
     """
-    _steps.bring(steps, positions.device)
+    _steps.ensure_on_device(steps, positions.device)
     if axis is not None:
-        _steps.bring(axis, positions.device)
-    made: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype, axis)
-    return made
+        _steps.ensure_on_device(axis, positions.device)
+    tables: tuple[Tensor, Tensor] = torch.ops.ropewalk.angles(positions, steps, factor, dtype, axis)
+    return tables
 
 
 def define_angles(
     compute: Callable[[Tensor, tuple[int, ...], float, torch.dtype, _Axis], tuple[Tensor, Tensor]],
 ) -> None:
-    """Make the operator `compute`, of the same arguments, once. Anybody may call it, so it checks first."""
+    """Implement the operator by `compute`, once. The operator checks its arguments, since any code may call it."""
 
     def checked(
         positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype, axis: list[int] | None = None
@@ -52,7 +52,7 @@ def define_angles(
         if positions.dtype not in _INTEGERS or dtype not in _FLOATS or not steps:
             raise _checks.error(
                 "torch.ops.ropewalk.angles",
-                "positions must be int32 or int64, dtype float32 or float64, and there must be steps",
+                "positions must be int32 or int64, dtype float32 or float64, and steps not empty",
                 f"{positions.dtype}, {dtype} and {len(steps)} steps",
                 "Use Rope.at.",
             )
@@ -60,7 +60,7 @@ def define_angles(
         if axis is not None and (len(axis) != len(steps) or not all(0 <= a < rows for a in axis)):
             raise _checks.error(
                 "torch.ops.ropewalk.angles",
-                "axis must have one of the rows of positions for each step",
+                "axis must name a row of positions for each step",
                 f"{_checks.shown(axis)} for {len(steps)} steps and {rows} rows",
                 "Use Rope.at.",
             )
@@ -83,5 +83,5 @@ def _meta(
 def _vmap(
     info: Any, in_dims: tuple[Any, ...], positions: Tensor, *rest: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    to = 0 if len(rest) < 4 or rest[3] is None else 1  # after the rows of axes
+    to = 0 if len(rest) < 4 or rest[3] is None else 1  # after the axis of rows
     return torch.ops.ropewalk.angles(positions.movedim(in_dims[0], to), *rest), (0, 0)

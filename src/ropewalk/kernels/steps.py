@@ -1,21 +1,21 @@
-"""Copies of the steps on devices, kept from call to call: half a kilobyte for each rope, copied once."""
+"""Cache the steps of ropes on each device. A rope takes half a kilobyte, and is copied once."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_MOST_KEPT = 1024
-_steps_on_device: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+_MAX_COPIES = 1024
+_copies: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 # Captured CUDA graphs read these at every replay, so they are never freed.
 _in_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
-def tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
-    """The steps as an int64 tensor beside positions.
+def device_copy(steps: tuple[int, ...], positions: Tensor) -> Tensor:
+    """The steps as an int64 tensor on the device of positions.
 
-    Kept for the next call, which then copies nothing to the device; but only where both are ordinary tensors: one
-    made under FakeTensorMode, functorch or while compiling would poison the calls after it.
+    The copy is cached only if positions and the copy are ordinary tensors. A copy created under FakeTensorMode or
+    functorch, or while compiling, would break later calls.
     """
     device = positions.device
     if (
@@ -26,34 +26,34 @@ def tensor_of(steps: tuple[int, ...], positions: Tensor) -> Tensor:
         or torch._C._get_tracing_state() is not None
     ):
         return torch.tensor(steps, dtype=torch.int64, device=device)
-    kept = _steps_on_device.get((steps, device))
-    if kept is None:
-        kept = _made(steps, device)
+    copy = _copies.get((steps, device))
+    if copy is None:
+        copy = _upload(steps, device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _in_graphs[steps, device] = kept
-    return kept
+        _in_graphs[steps, device] = copy
+    return copy
 
 
-def _made(steps: tuple[int, ...], device: torch.device) -> Tensor:
-    made = torch.tensor(steps, dtype=torch.int64, device=device)
-    if type(made) is Tensor:  # a mode around us may have made it something else
-        if len(_steps_on_device) >= _MOST_KEPT:
+def _upload(steps: tuple[int, ...], device: torch.device) -> Tensor:
+    copy = torch.tensor(steps, dtype=torch.int64, device=device)
+    if type(copy) is Tensor:  # an active mode may have replaced it
+        if len(_copies) >= _MAX_COPIES:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # a stream may still read what is freed now
-            _steps_on_device.clear()
-        _steps_on_device[steps, device] = made
-    return made
+                torch.cuda.synchronize()  # a stream may still be reading the copies to be freed
+            _copies.clear()
+        _copies[steps, device] = copy
+    return copy
 
 
-def bring(steps: tuple[int, ...], device: torch.device) -> bool:
-    """Bring the steps to the device while PyTorch traces, and not when the compiled code first runs.
+def ensure_on_device(steps: tuple[int, ...], device: torch.device) -> bool:
+    """Copy the steps to the device while PyTorch traces, before the compiled code first runs.
 
-    That may be inside the memory of a CUDA graph ("reduce-overhead"), where nothing may be kept for later calls.
+    The first run may allocate in the memory pool of a CUDA graph ("reduce-overhead"), where no copy may be cached.
     """
-    if torch.cuda.is_available() and (steps, device) not in _steps_on_device:
-        _made(steps, device)
+    if torch.cuda.is_available() and (steps, device) not in _copies:
+        _upload(steps, device)
     return True
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler (1.5 s) for those who do not compile.
-bring._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# The effect of torch.compiler.assume_constant_result, which would import the compiler (1.5 s) even if it is not used.
+ensure_on_device._dynamo_marked_constant = True  # type: ignore[attr-defined]

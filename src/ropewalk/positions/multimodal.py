@@ -111,7 +111,7 @@ def mrope(
         made: list[Tensor] = []
         for segment in segments:
             if isinstance(segment, Text):
-                made.append(_straight(segment.tokens, start))
+                made.append(_consecutive(segment.tokens, start))
                 start = start + segment.tokens
             elif isinstance(segment, Markers):
                 made.append(start.expand(3, segment.tokens))
@@ -193,7 +193,7 @@ def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None
             raise _checks.error(who, f"each segment must be one of {names}", _checks.described(one), fix)
 
 
-def _straight(tokens: int, start: Tensor) -> Tensor:
+def _consecutive(tokens: int, start: Tensor) -> Tensor:
     """Tokens that follow one another, `[3, tokens]`."""
     return (torch.arange(tokens) + start).expand(3, -1)
 
@@ -215,7 +215,7 @@ def _box(segment: Image | Video, start: Tensor, rule: str, per_second: float | N
         must = "a video with audio must have a rule that says where its sound stands"
         fix = "Pass rule='qwen2_5_omni' with per_second and seconds_per_chunk, or rule='qwen3_omni'."
         raise _checks.error(_WHO, must, f"rule {rule!r} and {segment}", fix)
-    return ruled.weave(box, _straight(segment.audio, start), start, chunk or 0)
+    return ruled.weave(box, _consecutive(segment.audio, start), start, chunk or 0)
 
 
 def _chunk(rule: str, per_second: float | None, seconds: float | None) -> int | None:
@@ -233,7 +233,7 @@ def _chunk(rule: str, per_second: float | None, seconds: float | None) -> int | 
     return chunk
 
 
-def _in_turns(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -> list[Tensor]:
+def _alternate_chunks(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -> list[Tensor]:
     """A chunk of frames, one of sound, and so on; what is left over at the end."""
     parts = [torch.split(one, _chunk_sizes((one[0] - start).tolist(), chunk), dim=1) for one in (video, audio)]
     return [piece for pair in zip_longest(*parts) for piece in pair if piece is not None]
@@ -250,7 +250,7 @@ def _chunk_sizes(times: list[int], chunk: int) -> list[int]:
     return sizes
 
 
-def _by_time(video: Tensor, audio: Tensor, _start: Tensor, _chunk: int) -> list[Tensor]:
+def _merge_by_time(video: Tensor, audio: Tensor, _start: Tensor, _chunk: int) -> list[Tensor]:
     """Each token in order of time, frames first where both are at one time. The last piece is the rest of the one when
     the other has come to its end."""
     both = torch.cat((video, audio), dim=1)
@@ -269,14 +269,14 @@ def _seconds_first(frame: Tensor, seconds: Tensor, per_second: float) -> Tensor:
     return (frame * seconds * per_second).to(torch.int64)
 
 
-def _not_whole(frame: Tensor, seconds: Tensor, per_second: float) -> Tensor:
+def _fractional(frame: Tensor, seconds: Tensor, per_second: float) -> Tensor:
     return frame * seconds * per_second
 
 
 RULES: dict[str, _Rule] = {
     "qwen2_vl": _Rule(torch.int64, _product_first, moves_by_size=True),
-    "qwen2_5_omni": _Rule(torch.int64, _seconds_first, moves_by_size=False, weave=_in_turns, chunks=True),
-    "qwen3_omni": _Rule(torch.float32, _not_whole, moves_by_size=False, weave=_by_time),
+    "qwen2_5_omni": _Rule(torch.int64, _seconds_first, moves_by_size=False, weave=_alternate_chunks, chunks=True),
+    "qwen3_omni": _Rule(torch.float32, _fractional, moves_by_size=False, weave=_merge_by_time),
 }
 
 _AS_QWEN2_VL = (

@@ -1,1 +1,1 @@
-"""Turn: q and k by cos and sin. It knows nothing of schemes, lengths, packing or models."""
+"""Rotate q and k by given cos and sin. Schemes, lengths, packing and models are unknown here."""

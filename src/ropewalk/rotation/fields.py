@@ -1,4 +1,4 @@
-"""What a Rotation has beside cos and sin, checked: given by hand, read from a pickle or from an exported program."""
+"""Validate the fields of a Rotation other than its tables: passed by a caller, or read from a pickle or an export."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from ropewalk._layout import Pairing
 
 _WHO = "Rotation"
 NAMES = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "attention_factor", "per_head")
-"""The tables, and what a pytree keeps beside them."""
+"""All fields, in the order of a pickle: the two tables, then the context of the pytree."""
 
 
-def checked(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
-    """All fields but the tables: pairing, head_dim, rotary_dim, rotary_offset, attention_factor and per_head."""
+def validate(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
+    """Check and return pairing, head_dim, rotary_dim, rotary_offset, attention_factor and per_head."""
     if len(context) == len(NAMES) - 3:
         context = (*context, False)  # saved before there were tables per head
     if len(context) != len(NAMES) - 2:
-        raise error(_WHO, f"it has the fields {', '.join(NAMES)}", shown(context), "Save it again with this version.")
+        must = f"a saved rotation must have the fields {', '.join(NAMES)}"
+        raise error(_WHO, must, shown(context), "Save it again with this version.")
     pairing, head_dim, rotary_dim, rotary_offset, factor, per_head = context
     check_pairing(_WHO, pairing)
     rotary_dim = integer(_WHO, "rotary_dim", rotary_dim, at_least=2, at_most=MAX_HEAD_DIM)
@@ -26,12 +27,11 @@ def checked(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
     rotary_offset = integer(_WHO, "rotary_offset", rotary_offset, at_least=0, at_most=MAX_HEAD_DIM)
     end = rotary_offset + rotary_dim
     head_dim = end if head_dim is None else integer(_WHO, "head_dim", head_dim, at_least=end, at_most=MAX_HEAD_DIM)
-    return pairing, head_dim, rotary_dim, rotary_offset, attention_factor(_WHO, factor), flag(per_head)
+    return pairing, head_dim, rotary_dim, rotary_offset, attention_factor(_WHO, factor), check_per_head(per_head)
 
 
-def flag(per_head: Any) -> bool:
+def check_per_head(per_head: Any) -> bool:
     if not isinstance(per_head, bool):
-        raise error(
-            _WHO, "per_head must be True or False", shown(per_head), "The number of heads is that of cos and sin."
-        )
+        fix = "Pass a flag, not the number of heads, which is read from cos and sin."
+        raise error(_WHO, "per_head must be True or False", shown(per_head), fix)
     return per_head

@@ -1,7 +1,7 @@
-"""QKNorm: an RMSNorm of each head of q and k, and the rotation after it, in one call; with gradients for training.
+"""QKNorm: RMSNorm of each head of q and k followed by the rotation, in one differentiable call.
 
-`run` decides whether a kernel does all of it. Where none can, and wherever PyTorch must look inside, the norm and the
-rotation are two calls, with the same bits.
+`run` decides whether one kernel can do both. If not, or if PyTorch must trace the operators inside, the norm and the
+rotation run as two calls with bit-identical results.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class QKNorm:
-    """The RMSNorm of each head of q and of k, before rotation, as Qwen 3 and Gemma 3 have it.
+    """RMSNorm of each head of q and k before the rotation, as in Qwen 3 and Gemma 3.
 
         x / √(mean of x² over the head + ε) · weight
 
-    The mean is made in float64 and the products in float32 (float64 for float64 tensors), rounded once to the dtype of
-    the tensor; what is rotated afterwards is that. torch.nn.RMSNorm adds in float32, in an order of its own: its
-    result may differ by a unit in the last place.
+    The mean is computed in float64 and the products in float32 (float64 for float64 tensors). The result is rounded
+    once to the dtype of the tensor before it is rotated. torch.nn.RMSNorm adds in float32 and in another order, so its
+    result may differ by one unit in the last place.
 
     Args:
-        q_weight, k_weight: `[head_dim]`, in any of the dtypes of q and k; gradients reach them.
+        q_weight, k_weight: `[head_dim]`, in any dtype that q and k may have; gradients reach them.
         eps: ε, dimensionless, greater than 0.
         add_one: multiply by 1 + weight, as Gemma does.
 
     Raises:
-        RopeError: a weight is no such tensor, the two differ in shape, dtype or device, or ε is no such number.
+        RopeError: a weight is not such a tensor; the weights differ in shape, dtype or device; or ε is not greater
+            than 0.
 
     Example:
         >>> norm = QKNorm(torch.ones(4), torch.ones(4), eps=1e-6)
@@ -57,74 +58,76 @@ class QKNorm:
         q, k = self.q_weight, self.k_weight
         if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim != 1 or q.dtype not in _DTYPES:
             must = "q_weight and k_weight must be tensors [head_dim], float16, bfloat16, float32 or float64"
-            came = f"{_checks.described(q)} and {_checks.described(k)}"
-            raise _checks.error(_WHO, must, came, "Pass the weights of the two norms.")
+            got = f"{_checks.described(q)} and {_checks.described(k)}"
+            raise _checks.error(_WHO, must, got, "Pass the weights of the two norms.")
         if q.shape != k.shape or q.dtype != k.dtype or q.device != k.device:
             must = "q_weight and k_weight must have the same shape, dtype and device"
-            came = f"{_checks.described(q)} and {_checks.described(k)}"
-            raise _checks.error(_WHO, must, came, "Pass the weights of the norms of one layer.")
+            got = f"{_checks.described(q)} and {_checks.described(k)}"
+            raise _checks.error(_WHO, must, got, "Pass the weights of the norms of one layer.")
         _checks.number(_WHO, "eps", self.eps, above=0.0, cure="Pass the ε of the norm, e.g. 1e-6.")
         if not isinstance(self.add_one, bool):
-            must, came = "add_one must be True or False", _checks.shown(self.add_one)
-            raise _checks.error(_WHO, must, came, "True is Gemma's 1 + weight.")
+            must, got = "add_one must be True or False", _checks.shown(self.add_one)
+            raise _checks.error(_WHO, must, got, "Pass True to multiply by 1 + weight, as Gemma does.")
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k normed, and not rotated.
+        """Normalize q and k without rotating them.
 
         Args:
             q, k: `[..., head_dim]`, float16, bfloat16, float32 or float64; any strides. Not changed.
 
         Returns:
-            New tensors of their shapes and dtypes.
+            New tensors with the shapes and dtypes of q and k.
 
         Raises:
-            RopeError: a last axis is not that of the weights, or a device or dtype does not fit.
+            RopeError: the last axis of q or k differs from that of the weights, or a device or dtype does not fit.
         """
         for name, x in (("q", q), ("k", k)):
-            self._fits(name, x)
+            self._check(name, x)
         normed_q = rms_norm(q, self.q_weight, eps=self.eps, add_one=self.add_one)
         return normed_q, rms_norm(k, self.k_weight, eps=self.eps, add_one=self.add_one)
 
     def rotate(self, rotation: Rotation, q: Tensor, k: Tensor, *, layout: Layout) -> tuple[Tensor, Tensor]:
-        """`rotation(*norm(q, k), layout=layout)`, bit for bit, in one call where a kernel can; differentiable.
+        """Normalize and rotate q and k in one call, by one kernel where possible; differentiable.
+
+        The result is bit for bit that of `rotation(*norm(q, k), layout=layout)`.
 
         Args:
-            rotation: of these tokens.
-            q, k: as `Rotation.__call__` takes them. Not changed.
+            rotation: the rotation of these tokens.
+            q, k: as for `Rotation.__call__`. Not changed.
             layout: "bshd", "bhsd", "sbhd" or "thd".
 
         Returns:
-            New tensors of their shapes and dtypes.
+            New tensors with the shapes and dtypes of q and k.
 
         Raises:
-            RopeError: rotation is no Rotation, or as for a call of the norm or of the rotation.
+            RopeError: rotation is not a Rotation; or as for a call of the norm or of the rotation.
         """
         if not isinstance(rotation, Rotation):
-            came = _checks.shown(rotation)
-            raise _checks.error(_WHO, "rotation must be a Rotation", came, "Make it with rope.at(positions).")
-        given = (q, k, self.q_weight, self.k_weight)
-        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
-        if not wanted:
-            made: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=self)
-            return rotation(*self(q, k), layout=layout) if made is None else made
-        if _of_plain_tensors(rotation, given):
+            got = _checks.shown(rotation)
+            raise _checks.error(_WHO, "rotation must be a Rotation", got, "Create it with rope.at(positions).")
+        inputs = (q, k, self.q_weight, self.k_weight)
+        recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+        if not recorded:
+            fused: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=self)
+            return rotation(*self(q, k), layout=layout) if fused is None else fused
+        if _can_use_function(rotation, inputs):
             for name, x in (("q", q), ("k", k)):
-                self._fits(name, x)
+                self._check(name, x)
             rotated: tuple[Tensor, Tensor] = _NormAndRotate.apply(  # type: ignore[no-untyped-call]
-                rotation, layout, self.eps, self.add_one, *given
+                rotation, layout, self.eps, self.add_one, *inputs
             )
             return rotated
         return rotation(*self(q, k), layout=layout)
 
-    def _fits(self, name: str, x: Tensor) -> None:
+    def _check(self, name: str, x: Tensor) -> None:
         head_dim, device = self.q_weight.shape[0], self.q_weight.device
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.shape[-1:] != (head_dim,) or x.device != device:
             must = f"{name} must be a tensor [..., head_dim={head_dim}] on {device}, where the weights are"
-            raise _checks.error(_WHO, must, _checks.described(x), "Pass heads of the layer that the weights are of.")
+            raise _checks.error(_WHO, must, _checks.described(x), "Pass heads of the layer that has these weights.")
 
 
 class Store(NamedTuple):
-    """Where `run` writes k and v: caches `[blocks, block_size, kv_heads, head_dim]`, and a slot for each token."""
+    """v, the caches `[blocks, block_size, kv_heads, head_dim]` that `run` writes to, and one slot per token."""
 
     v: Tensor
     k_cache: Tensor
@@ -139,49 +142,49 @@ _NO_STORE: tuple[Any, ...] = (None, None, None, None)
 def run(
     rotation: Rotation, q: Tensor, k: Tensor, *, layout: Layout, norm: QKNorm | None = None, store: Store | None = None
 ) -> Any:
-    """Norm, rotation and, with `store`, the writes, by one kernel. The only place that decides whether one can.
+    """Normalize, rotate and, with `store`, write to the caches in one kernel, if one can.
 
     Returns:
-        q and k; q alone with `store`. None where the separate calls must do it, and nothing was done: no kernel, not
-        plain tensors, a gradient, a transform, a mode, compilation, tables per head, or something that does not fit,
-        of which those calls say what.
+        q and k, or q alone with `store`. None if the separate calls must be used, in which case nothing was done. The
+        reasons are: no kernel, not plain tensors, a gradient, a transform, a mode, compilation, tables per head, or
+        arguments that do not fit, for which the separate calls raise.
     """
+    # On a GPU, the caller has checked `store`.
     if torch.compiler.is_compiling() or not isinstance(rotation, Rotation) or rotation.per_head:
-        return None  # on a GPU, `store` was checked by the caller
+        return None
     if isinstance(q, Tensor) and not q.is_cpu:
         return _on_gpu(rotation, q, k, layout, norm, store)
-    if not backend.AT_ONCE:
+    if not backend.FAST_PATH:
         return None
-    of_norm = _NO_NORM if norm is None else (norm.q_weight, norm.k_weight, norm.eps, norm.add_one)
     profiled = torch._C._autograd._profiler_enabled()
-    given: tuple[Any, ...] = (
+    arguments: tuple[Any, ...] = (
         *(q, k, rotation.cos, rotation.sin, layout, rotation.head_dim, rotation.rotary_dim),
         *(rotation.pairing == "interleaved", rotation.rotary_offset),
-        *of_norm,
+        *(_NO_NORM if norm is None else (norm.q_weight, norm.k_weight, norm.eps, norm.add_one)),
         *(_NO_STORE if store is None else store),
         profiled,
     )
     if not profiled:
-        return cpu.step_plain(*given)
+        return cpu.step_plain(*arguments)
     with torch.profiler.record_function("ropewalk::step"):
-        return cpu.step_plain(*given)
+        return cpu.step_plain(*arguments)
 
 
 def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: Store | None) -> Any:
-    """The same by Triton's kernel, if q and k fit: what does not is left to the separate calls, which say so."""
+    """Run the step in the Triton kernel. Return None if the separate calls must be used."""
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
-    given = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
-    if not all(type(x) in backend.PLAIN for x in given) or q.device.type != "cuda":
+    inputs = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
+    if not all(type(x) in backend.PLAIN for x in inputs) or q.device.type != "cuda":
         return None
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return None
-    checks.tensors_fit([q, k], layout, rotation.cos, rotation.sin, rotation.head_dim, rotation.rotary_dim)
+    checks.check_tensors([q, k], layout, rotation.cos, rotation.sin, rotation.head_dim, rotation.rotary_dim)
     if norm is not None:
-        norm._fits("q", q)
-        norm._fits("k", k)
-    if not checks.can_share_a_call(q, k, layout) or backend.kernel_for(*given) is not backend.GPU or not q.numel():
+        norm._check("q", q)
+        norm._check("k", k)
+    if not checks.can_share_call(q, k, layout) or backend.kernel_for(*inputs) is not backend.GPU or not q.numel():
         return None
     outputs = torch.empty_like(q), torch.empty_like(k) if store is None else store.k_cache
     gpu_step.step(
@@ -201,11 +204,11 @@ def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNo
     return outputs[0]
 
 
-def _of_plain_tensors(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the function below may differentiate: where PyTorch does not look inside, and tables are not learned."""
+def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
+    """Whether `_NormAndRotate` may differentiate: plain tensors, tables that are not learned, and no tracing."""
     cos, sin = rotation.cos, rotation.sin
     return (
-        not backend.must_be_seen()
+        not backend.needs_tracing()
         and not (cos.requires_grad or sin.requires_grad)
         and not cos.is_inference()
         and all(type(x) in backend.PLAIN for x in (*tensors, cos, sin))
@@ -213,7 +216,7 @@ def _of_plain_tensors(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
 
 
 class _NormAndRotate(torch.autograd.Function):
-    """Rotating back, and the gradient of RMSNorm in PyTorch's own operators, which can be differentiated again."""
+    """Backward: the inverse rotation, then the gradient of RMSNorm in PyTorch's own, differentiable operators."""
 
     @staticmethod
     def forward(
@@ -232,26 +235,27 @@ class _NormAndRotate(torch.autograd.Function):
         ctx.norm = (eps, add_one)
         ctx.how = {"layout": layout, "pairing": rotation.pairing, "rotary_offset": rotation.rotary_offset}
         norm = QKNorm(q_weight, k_weight, eps, add_one)
-        made: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=norm)
-        return rotation(*norm(q, k), layout=layout) if made is None else made
+        fused: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=norm)
+        return rotation(*norm(q, k), layout=layout) if fused is None else fused
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin, *tensors = ctx.saved_tensors
-        of_tensors: list[Tensor | None] = [None, None]
-        of_weights: list[Tensor | None] = [None, None]
-        given = [grad for grad in grads if grad is not None]
-        turned = iter(ops.rotated_back(given, cos, sin, **ctx.how) if given else ())
+        to_tensors: list[Tensor | None] = [None, None]
+        to_weights: list[Tensor | None] = [None, None]
+        defined = [grad for grad in grads if grad is not None]
+        rotated = iter(ops.rotate_gradients(defined, cos, sin, **ctx.how) if defined else ())
         for i, grad in enumerate(grads):
             if grad is not None:
-                of_tensors[i], of_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], next(turned), *ctx.norm)
-        return (None, None, None, None, *of_tensors, *of_weights)
+                to_tensors[i], to_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], next(rotated), *ctx.norm)
+        return (None, None, None, None, *to_tensors, *to_weights)
 
 
 def _norm_gradient(x: Tensor, weight: Tensor, grad: Tensor, eps: float, add_one: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of `rms_norm` to x and to the weight.
+    """The gradients of `rms_norm` to x and to the weight.
 
-    With r = 1/√(mean of x² + ε), y = x·r and g = grad · gain:  r·(g − y · mean of g·y)  to x,  Σ grad·y  to the weight.
+    With r = 1/√(mean of x² + ε), y = x·r and g = grad · gain, the gradient to x is r·(g − y · mean of g·y), and the
+    gradient to the weight is Σ grad·y.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, grad, gain = x.to(compute), grad.to(compute), weight.to(compute)

@@ -1,4 +1,4 @@
-"""The definition of correct: the rotation in plain PyTorch, on any device, written to be read.
+"""The reference rotation in plain PyTorch, which defines what is correct. It runs on every device.
 
 For a pair of channels (a, b) and the angle t of its token:
 
@@ -17,61 +17,66 @@ from ropewalk._layout import AXES, Layout, Pairing
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offset: int) -> Tensor:
-    """Turn each pair of channels of x.
+    """Rotate each pair of channels of x.
 
     Args:
         x: any shape `[..., head_dim]`, any strides; float16, bfloat16, float32 or float64.
         cos, sin: broadcastable against `x[..., :pairs]`; float32 or float64.
         pairing: "half" or "interleaved".
-        rotary_offset: the first rotated channel; 2 · pairs channels turn, the others are copied.
+        rotary_offset: the first rotated channel. 2 · pairs channels rotate; the others are copied.
 
     Returns:
         A new tensor, shape and dtype of x.
 
     Precision:
-        products and sum in float32, float64 for float64 x; one rounding to the dtype of x.
+        Products and sums in float32 (float64 for float64 x), then one rounding to the dtype of x.
     """
     pairs, compute = cos.shape[-1], _compute_dtype(x)
     cos, sin = cos.to(compute), sin.to(compute)
     end = rotary_offset + 2 * pairs
     before, after = x.narrow(-1, 0, rotary_offset), x.narrow(-1, end, x.shape[-1] - end)
     a, b = _pairs_of(x, pairs, pairing, rotary_offset)
-    turned_a = (a * cos - b * sin).to(x.dtype)
-    turned_b = (a * sin + b * cos).to(x.dtype)
+    rotated_a = (a * cos - b * sin).to(x.dtype)
+    rotated_b = (a * sin + b * cos).to(x.dtype)
     if pairing == "half":
-        return torch.cat((before, turned_a, turned_b, after), dim=-1)
-    turned = torch.stack((turned_a, turned_b), dim=-1).reshape(*x.shape[:-1], 2 * pairs)
-    return torch.cat((before, turned, after), dim=-1)
+        return torch.cat((before, rotated_a, rotated_b, after), dim=-1)
+    rotated = torch.stack((rotated_a, rotated_b), dim=-1).reshape(*x.shape[:-1], 2 * pairs)
+    return torch.cat((before, rotated, after), dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, add_one: bool = False) -> Tensor:
-    """x / √(mean of x² over the last axis + ε), times the weight: RMSNorm of each head.
+    """RMSNorm of each head: x / √(mean of x² over the last axis + ε), times the weight.
 
     Args:
         x: any shape `[..., head_dim]`, any strides; float16, bfloat16, float32 or float64.
         weight: `[head_dim]`.
         eps: ε, dimensionless.
-        add_one: multiply by 1 + weight (Gemma).
+        add_one: multiply by 1 + weight instead, as Gemma does.
 
     Returns:
         A new tensor, shape and dtype of x.
 
     Precision:
-        The mean and its root in float64, rounded to float32; both products in float32 (float64 for float64 x); one
-        rounding to the dtype of x. The squares are added in one order, so that every kernel has the same bits.
+        The mean and its root are computed in float64 and rounded to float32. Both products are in float32 (float64 for
+        float64 x), followed by one rounding to the dtype of x. The squares are added in a fixed order, so that every
+        kernel returns the same bits.
 
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4; torch.nn.RMSNorm, which adds in float32.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4. torch.nn.RMSNorm adds in float32 instead.
     """
     compute, head_dim = _compute_dtype(x), x.shape[-1]
     mean = _sum_of_halves(x.to(torch.float64).square()) * (1 / head_dim)
-    # Correctly rounded: on the CPU PyTorch's rsqrt is, and its sqrt, which is MKL's, is not; on a GPU the reverse.
+    # The root must be correctly rounded. On the CPU that holds for PyTorch's rsqrt but not for its sqrt (MKL's); on a
+    # GPU it holds for sqrt but not for rsqrt.
     scale = ((mean + eps).rsqrt() if x.is_cpu else (mean + eps).sqrt().reciprocal()).to(compute)
     gain = weight.to(compute)
     return (x.to(compute) * scale * (1 + gain if add_one else gain)).to(x.dtype)
 
 
 def _sum_of_halves(x: Tensor) -> Tensor:
-    """The sum `[..., 1]` over the last axis: as if zeros filled it up to a power of two, half is added to half."""
+    """The sum `[..., 1]` over the last axis, by adding one half to the other until one element is left.
+
+    The order is that of an axis padded with zeros to a power of two.
+    """
     count = x.shape[-1]
     half = 1 << (count - 1).bit_length() >> 1
     while half:
@@ -83,14 +88,22 @@ def _sum_of_halves(x: Tensor) -> Tensor:
 
 
 def rotate_in_layout(
-    tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int, back: bool
+    tensors: list[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: Layout,
+    pairing: Pairing,
+    rotary_offset: int,
+    inverse: bool,
 ) -> list[Tensor]:
-    """`rotate` of tensors in a layout; back: by minus.
+    """Rotate tensors in a layout.
 
     Args:
         cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
+        inverse: rotate by minus the angle.
     """
-    cos, sin = _aligned(cos, layout), _aligned(-sin if back else sin, layout)
+    cos, sin = _aligned(cos, layout), _aligned(-sin if inverse else sin, layout)
     return [rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset) for x in tensors]
 
 
@@ -103,9 +116,10 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin, summed over tensors and, but for tables per head, over heads.
+    """The gradient to cos and sin, summed over tensors and, unless each head has a table, over heads.
 
-    With x' = (a cos − b sin, a sin + b cos) and the gradient (g, h) of x': g·a + h·b to cos, h·a − g·b to sin.
+    With x' = (a cos − b sin, a sin + b cos) and (g, h) the gradient to x', the gradient to cos is g·a + h·b and the
+    gradient to sin is h·a − g·b.
 
     Returns:
         Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else
@@ -116,9 +130,9 @@ def table_gradient(
     for x, grad in zip(tensors, grads, strict=True):
         a, b = _pairs_of(x, pairs, pairing, rotary_offset)
         g, h = _pairs_of(grad, pairs, pairing, rotary_offset)
-        of_cos, of_sin = g * a + h * b, h * a - g * b
-        d_cos = d_cos + (of_cos if per_head else of_cos.sum(heads))
-        d_sin = d_sin + (of_sin if per_head else of_sin.sum(heads))
+        to_cos, to_sin = g * a + h * b, h * a - g * b
+        d_cos = d_cos + (to_cos if per_head else to_cos.sum(heads))
+        d_sin = d_sin + (to_sin if per_head else to_sin.sum(heads))
     if per_head:
         d_cos, d_sin = d_cos.movedim((heads, tokens), (-3, -2)), d_sin.movedim((heads, tokens), (-3, -2))
         return (d_cos.unsqueeze(0), d_sin.unsqueeze(0)) if batch is None else (d_cos, d_sin)
@@ -138,14 +152,14 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _aligned(table: Tensor, layout: Layout) -> Tensor:
-    """The table with an axis of size 1 wherever the tensor has one that it does not know, ready to broadcast."""
+    """The table with an axis of size 1 for each axis of the tensor that it lacks, so that it broadcasts."""
     if table.ndim == 1:
         return table
     batch, tokens, heads, count = AXES[layout]
     if table.ndim == 4:  # per head
         table = table.squeeze(0) if batch is None else table
         return table.movedim((-3, -2), (heads, tokens))
-    if batch:  # where batch is the first axis, or there is none, broadcasting takes tables with it and without
+    if batch:  # if batch is the first axis or absent, tables with and without a batch axis broadcast as they are
         table = table if table.ndim == 3 else table.unsqueeze(0)
         table = table.transpose(0, 1) if tokens < batch else table
     return table.unsqueeze(heads - count)

@@ -1,0 +1,120 @@
+"""Check that tensors can be rotated in place: each element has memory of its own, and autograd allows the change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ropewalk._checks import error
+from ropewalk._dtensor import is_dtensor
+from ropewalk.kernels.backend import PLAIN
+
+_WHO = "Rotation.apply_"
+
+
+def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
+    """Raise if q or k cannot be rotated in place.
+
+    Args:
+        recorded: whether autograd records the change.
+    """
+    for x in tensors:
+        if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+            raise error(
+                _WHO,
+                "each element must have memory of its own",
+                f"strides {x.stride()} of shape {tuple(x.shape)}",
+                "Call the rotation, which returns a new tensor, or expand after rotating.",
+            )
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise error(
+                _WHO,
+                "outside inference mode, each tensor must be an ordinary tensor",
+                "one created under torch.inference_mode()",
+                "Call the rotation, which returns a new tensor, or clone it first.",
+            )
+        if x._is_zerotensor():
+            raise error(_WHO, "each element must have memory", "a zero tensor of PyTorch", "Clone it first.")
+        if recorded:
+            _check_recordable(x)
+    if len(tensors) == 2 and share_elements(*tensors):
+        raise error(
+            _WHO,
+            "q and k must not share elements",
+            "tensors that overlap in memory",
+            "Shared elements would be rotated twice. Call the rotation, which returns new tensors.",
+        )
+
+
+def check_memory(tensors: list[Tensor]) -> None:
+    """Raise if the storage of any tensor was resized to 0.
+
+    The kernels check this too, but in separate calls for q and k, so q could be changed before k is refused.
+    """
+    for x in tensors:
+        if x.numel() and not x.data_ptr():
+            must, got = "each tensor must have memory", "one whose storage was resized to 0"
+            raise error(_WHO, must, got, "Restore its storage first.")
+
+
+def _check_recordable(x: Tensor) -> None:
+    """Raise if autograd would refuse to record a change of x. It would do so after the other tensor was changed."""
+    base = x._base if x._is_view() else x
+    if base is not None and base.is_leaf and base.requires_grad:
+        raise error(
+            _WHO,
+            "a tensor whose gradient is recorded must not be a leaf or a view of one",
+            "a leaf that requires a gradient",
+            "Call the rotation, which returns a new tensor, or rotate under torch.no_grad().",
+        )
+    if x._is_view() and _creation_meta(x).name != "DEFAULT":
+        raise error(
+            _WHO,
+            "PyTorch must be able to record a change of the tensor",
+            "a view created by unbind, split or chunk, under torch.no_grad(), or in inference mode",
+            "Take the view by indexing while gradients are recorded, or call the rotation for a new tensor.",
+        )
+
+
+# How a view was created decides whether it may be changed in place. PyTorch has no public way to ask.
+_creation_meta: Any = torch._C._autograd._get_creation_meta
+
+
+def share_elements(q: Tensor, k: Tensor) -> bool:
+    """Whether two plain tensors have an element in common."""
+    if q is k:
+        return True
+    if is_dtensor(q) and is_dtensor(k):
+        q, k = q._local_tensor, k._local_tensor
+    if type(q) not in PLAIN or type(k) not in PLAIN or q.is_meta or torch._C._are_functorch_transforms_active():
+        return False
+    if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr() or not q.numel() or not k.numel():
+        return False
+    low, high = (q, k) if q.data_ptr() <= k.data_ptr() else (k, q)
+    last = sum((n - 1) * stride for n, stride in zip(low.shape, low.stride(), strict=True))
+    if high.data_ptr() >= low.data_ptr() + (last + 1) * low.element_size():
+        return False  # disjoint ranges, as in one token of a fused projection
+    try:
+        # NumPy's stubs know only two values of max_work; this one bounds the time.
+        return np.shares_memory(np.asarray(_Addresses(q)), np.asarray(_Addresses(k)), max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True  # not ruled out
+
+
+class _Addresses:
+    """The addresses of a tensor's elements, for NumPy. Works for any dtype and device, since nothing is read."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, x: Tensor) -> None:
+        size = x.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data_ptr(), False),
+            "shape": tuple(x.shape),
+            "strides": tuple(size * stride for stride in x.stride()),
+            "typestr": f"|V{size}",
+        }
