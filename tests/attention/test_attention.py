@@ -168,7 +168,7 @@ class TestPacked:
 
     def test_mask(self) -> None:
         assert torch.equal(masks.packed(self.CU_SEQLENS, self.TOTAL), self.seen()[None, None])
-        with pytest.raises(RopeError, match="cu_seqlens must be an int32 or int64 tensor of one axis"):
+        with pytest.raises(RopeError, match="cu_seqlens must be a non-empty int32 or int64 tensor with one axis"):
             masks.packed(torch.tensor([0.0, 3.0]), 3)
 
 

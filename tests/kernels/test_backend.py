@@ -194,5 +194,6 @@ print(refusal(lambda: Rotation(torch.ones(5, 4), torch.ones(5, 4), pairing="half
 """
     lines = run("kernel", program, without=True).splitlines()
     assert lines == 2 * [
-        f"ROPEWALK_BACKEND=kernel: the CPU kernel must be available, got {NOT_BUILT}. Reinstall ropewalk, or unset the variable."
+        f"ROPEWALK_BACKEND=kernel: the CPU kernel must be available, got {NOT_BUILT}. "
+        "Reinstall ropewalk, or unset the variable."
     ]

@@ -99,7 +99,7 @@ class TestOneProcess:
         assert message in str(raised.value)
 
     def test_refuses_documents(self) -> None:
-        with pytest.raises(RopeError, match="cu_seqlens must be an int32 or int64 tensor of one axis"):
+        with pytest.raises(RopeError, match="cu_seqlens must be a non-empty int32 or int64 tensor with one axis"):
             ContextParallel(torch.arange(3), cu_seqlens=[0, 3])  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("group", [[0], dist.GroupMember.NON_GROUP_MEMBER])

@@ -115,13 +115,15 @@ CU = torch.tensor([0, 8])
         (lambda: context_parallel(8.0, 0, 2, "striped"), "seq must be an integer at least 0, got 8.0"),
         (
             lambda: context_parallel(9, 0, 2, "striped"),
-            "seq must be a multiple of 2 to be cut over 2 ranks in the order 'striped', got 9. Pad the sequence to 10",
+            "seq must be a multiple of 2 to be sharded over 2 ranks in the order 'striped', got 9. "
+            "Pad the sequence to 10",
         ),
         (
             lambda: context_parallel(10, 0, 2, "head-tail"),
-            "seq must be a multiple of 4 to be cut over 2 ranks in the order 'head-tail', got 10. Pad the sequence to",
+            "seq must be a multiple of 4 to be sharded over 2 ranks in the order 'head-tail', got 10. "
+            "Pad the sequence to",
         ),
-        (lambda: context_parallel(8, 0, 2, "striped", [0, 8]), "cu_seqlens must be an int32 or int64 tensor"),
+        (lambda: context_parallel(8, 0, 2, "striped", [0, 8]), "cu_seqlens must be a non-empty int32 or int64 tensor"),
         (
             lambda: context_parallel(8, 0, 2, "striped", CU, device="cpu"),
             "device must be None with cu_seqlens, got 'cpu'",

@@ -150,7 +150,7 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         (lambda: Video(1, 2, 3, 1.0, 0), "audio must be an integer at least 1, got 0"),
         (
             lambda: mrope([]),
-            "positions.mrope: segments must be a list of Text, Markers, Image, Video, not empty, got []",
+            "positions.mrope: segments must be a non-empty list of Text, Markers, Image, Video, got []",
         ),
         (lambda: mrope(Text(3)), "got Text(tokens=3). Pass e.g."),
         (lambda: mrope([[Text(3)]]), "each segment must be one of Text, Markers, Image, Video, got [Text(tokens=3)]"),
@@ -162,24 +162,28 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         (lambda: mrope([Text(3)], "qwen3_omni_moe"), "Pass rule='qwen3_omni', which serves it."),
         (lambda: mrope([Text(3)], "hunyuan_vl"), "Pass its segments to positions.xdrope."),
         (lambda: mrope([Text(3)], per_second=0), "per_second must be a finite number greater than 0, got 0"),
-        (lambda: mrope([TIMED]), "a video must have seconds where per_second is given, and none where it is not, got"),
+        (lambda: mrope([TIMED]), "per_second must be passed if and only if the video has seconds, got"),
         (lambda: mrope([Video(2, 1, 1)], per_second=2), "got per_second 2 and Video(frames=2, height=1, width=1, sec"),
-        (lambda: mrope([SOUND], per_second=2), "a video with audio must have a rule that says where its sound stands"),
+        (
+            lambda: mrope([SOUND], per_second=2),
+            "for a video with audio, the rule must define the order of frames and audio",
+        ),
         (lambda: mrope([SOUND], "qwen2_5_omni", per_second=2), "Pass rule='qwen2_5_omni' with per_second and seconds_"),
         (
             lambda: mrope([Text(1)], per_second=2, seconds_per_chunk=2),
-            "seconds_per_chunk belongs to rule 'qwen2_5_omni' with per_second, got rule 'qwen2_vl' and per_second 2",
+            "seconds_per_chunk must be None, except for rule 'qwen2_5_omni' with per_second, "
+            "got rule 'qwen2_vl' and per_second 2",
         ),
-        (lambda: mrope([Text(1)], "qwen2_5_omni", seconds_per_chunk=2), "and per_second None. Leave seconds_per_chunk"),
+        (lambda: mrope([Text(1)], "qwen2_5_omni", seconds_per_chunk=2), "and per_second None. Omit seconds_per_chunk"),
         (
             lambda: mrope([SOUND], "qwen2_5_omni", per_second=2, seconds_per_chunk=0.1),
-            "a chunk must have at least one position, got 2 · 0.1",
+            "a chunk, per_second · seconds_per_chunk, must have at least one position, got 2 · 0.1",
         ),
         (
             lambda: mrope([SOUND], "qwen2_5_omni", per_second=2, seconds_per_chunk=-1),
             "seconds_per_chunk must be a finite number greater than 0, got -1",
         ),
-        (lambda: xdrope([]), "positions.xdrope: segments must be a list of Text, Image, not empty, got []"),
+        (lambda: xdrope([]), "positions.xdrope: segments must be a non-empty list of Text, Image, got []"),
         (lambda: xdrope([Video(1, 2, 3)]), "each segment must be one of Text, Image, got Video("),
         (lambda: xdrope([Text(1)], 2), "axes must be an integer at least 3, got 2"),
         (lambda: xdrope([Text(1)], images_before=-1), "images_before must be an integer at least 0, got -1"),
@@ -189,9 +193,12 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         ),
         (lambda: segments_of(torch.zeros(3)), "got torch.float32 of shape (3,)"),
         (lambda: segments_of([0, 3]), "token_types must be 0, 1 or 2, got 3. Pass audio as 0"),
-        (lambda: segments_of([0, 1]), "the tokens marked as image must be those of images, got 1 more"),
-        (lambda: segments_of([2], videos=[Video(1, 1, 2)]), "marked as video must be those of videos, got 1 fewer"),
-        (lambda: segments_of([0], [Image(1, 1)]), "each of images must have its tokens in the row, got 1 without"),
+        (lambda: segments_of([0, 1]), "the number of image tokens must be that of images, got 1 more"),
+        (
+            lambda: segments_of([2], videos=[Video(1, 1, 2)]),
+            "number of video tokens must be that of videos, got 1 fewer",
+        ),
+        (lambda: segments_of([0], [Image(1, 1)]), "each of images must have tokens in the row, got 1 without"),
     ],
 )
 def test_refusals(call: Any, message: str) -> None:

@@ -51,7 +51,7 @@ def test_packed_is_compiled_whole_and_without_a_new_graph_for_each_length() -> N
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: positions.ragged([0, 1], 3), "positions.ragged: offsets must be an int32 or int64 tensor"),
+        (lambda: positions.ragged([0, 1], 3), "positions.ragged: offsets must be a non-empty int32 or int64 tensor"),
         (lambda: positions.ragged(torch.tensor([0.5]), 3), "got torch.float32 of shape (1,)"),
         (lambda: positions.ragged(torch.tensor([0.5]), 3), "of each row's first token, e.g. torch.tensor([0, 7])."),
         (
@@ -61,8 +61,8 @@ def test_packed_is_compiled_whole_and_without_a_new_graph_for_each_length() -> N
         (lambda: positions.ragged(torch.tensor(3), 3), "got torch.int64 of shape ()"),
         (lambda: positions.ragged(torch.tensor([0]), -1), "seq must be an integer at least 0, got -1"),
         (lambda: positions.ragged(torch.tensor([0]), 2.0), "seq must be an integer"),
-        (lambda: positions.packed(torch.tensor([[0, 3]]), 3), "cu_seqlens must be an int32 or int64 tensor"),
-        (lambda: positions.packed(torch.tensor([], dtype=torch.int32), 3), "not empty"),
+        (lambda: positions.packed(torch.tensor([[0, 3]]), 3), "cu_seqlens must be a non-empty int32 or int64 tensor"),
+        (lambda: positions.packed(torch.tensor([], dtype=torch.int32), 3), "non-empty"),
         (lambda: positions.packed(torch.tensor([0, 3]), torch.tensor(3)), "total must be an integer"),
         (lambda: positions.from_mask(torch.ones(3)), "attention_mask must be a bool or integer tensor [batch, seq]"),
         (lambda: positions.from_mask(torch.zeros(2, 3)), "got torch.float32 of shape (2, 3)"),

@@ -1,6 +1,6 @@
-# The compiled kernels (csrc/binding.cpp). Addresses are those of Tensor.data_ptr(); strides count elements. Only
-# sizes are checked. `tensors` holds five entries for q, and five for k if present: input and output address, shape, input and
-# output strides.
+# The compiled kernels (csrc/binding.cpp). Addresses are those of Tensor.data_ptr(); strides count elements. Only sizes
+# are checked. `tensors` holds five entries for q, and five for k if present: the input and output addresses, the shape,
+# and the input and output strides.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType

@@ -1,7 +1,7 @@
-"""Where is each token? Positions of text, of images and videos, and of sequences of both, always explicit.
+"""Build explicit positions for text, images, videos, and sequences that mix them.
 
-A row of text is `[seq]` or `[batch, seq]`. Where tokens have several coordinates the axes come first: `[axes, seq]` or
-`[axes, batch, seq]`.
+Positions of text have shape `[seq]` or `[batch, seq]`. If tokens have several coordinates, the axes come first: `[axes,
+seq]` or `[axes, batch, seq]`.
 """
 
 from __future__ import annotations

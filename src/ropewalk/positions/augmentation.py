@@ -1,4 +1,4 @@
-"""Moving and stretching the coordinates of an image while a model is trained."""
+"""Shift and scale the coordinates of an image at random, as augmentation during training."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ def augment(
     jitter: float | None = None,
     rescale: float | None = None,
 ) -> Tensor:
-    """The coordinates of all tokens moved, stretched along each axis, and stretched along all, by random numbers.
+    """Shift coordinates, scale them along each axis, and scale them along all axes, by random numbers.
 
-    In this order, each drawn once, so that all tokens of the result are moved alike; at training time only.
+    The three steps happen in this order. Each number is drawn once per call, so all tokens change alike. Use this only
+    during training.
 
     Args:
         coordinates: float32 or float64, `[axes, tokens]` or `[axes, batch, tokens]`.
-        generator: where random numbers come from; an int is the seed of a new one on the CPU, and gives the same
-            numbers on every device. With the same seed, those of DINOv3 in transformers.
-        shift: for each axis, add a number from [-shift, shift], uniformly; at least 0, in the unit of coordinates.
-        jitter: for each axis, multiply by a number from [1/jitter, jitter], its logarithm uniformly; at least 1.
-        rescale: the same with one number for all axes; at least 1. DINOv3: 2.
+        generator: the source of random numbers. An int seeds a new generator on the CPU, which gives the same numbers
+            on every device; they equal those of DINOv3 in transformers for the same seed.
+        shift: add to each axis a uniform number from [-shift, shift]; at least 0, in the unit of coordinates.
+        jitter: multiply each axis by a log-uniform number from [1/jitter, jitter]; at least 1.
+        rescale: multiply all axes by one log-uniform number from [1/rescale, rescale]; at least 1. DINOv3 uses 2.
 
     Returns:
-        New tensor, shape, dtype and device of coordinates. No number is drawn for what is None.
+        New tensor with the shape, dtype and device of coordinates. No number is drawn for an argument that is None.
 
     Raises:
-        RopeError: coordinates have another dtype or shape, generator is no generator and no seed, or a number is out of
-            its range.
+        RopeError: coordinates have another dtype or shape, generator is neither a generator nor a seed, or a number is
+            out of range.
 
     Source:
         Siméoni et al. 2025 (DINOv3), arXiv:2508.10104; `augment_patches_center_coordinates` of transformers 5.23.
@@ -50,7 +51,7 @@ def augment(
     """
     if not isinstance(coordinates, Tensor) or coordinates.dtype not in _FLOATS or coordinates.ndim not in (2, 3):
         must = "coordinates must be float32 or float64 [axes, tokens] or [axes, batch, tokens]"
-        fix = "Make them by positions.mesh, or convert them: positions.grid(4, 4).float()."
+        fix = "Create them with positions.mesh, or convert them: positions.grid(4, 4).float()."
         raise _checks.error(_WHO, must, _checks.described(coordinates), fix)
     if not isinstance(generator, torch.Generator):
         seed = _checks.integer(

@@ -1,4 +1,4 @@
-"""Coordinates along one axis of an image or a video: shares of an interval, and the crop of a trained size."""
+"""Coordinates along one axis of an image or a video, and the region of a trained grid that an image covers."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ def axis(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Coordinates of n tokens that share an interval, along one axis; `mesh` makes a grid of several.
+    """Coordinates of n tokens that divide an interval, along one axis. `mesh` combines several axes into a grid.
 
     Args:
-        n: tokens, at least 1.
-        low, high: the interval, in any unit; low may be above high.
-        at: where a token is. Of n equal cells: "centres" (DINOv3; timm's "centered" grid), or "starts", the lower edges
-            (timm's "index" grid). "ends": n points, of which the first is low and the last is high (timm's "pixel"
-            grid); one alone is at low.
-        dtype: torch.float32, or torch.float64 where rounding to 2⁻²⁴ of a coordinate is too much.
-        device: where the result is made; the CPU when None.
+        n: number of tokens, at least 1.
+        low, high: the interval, in any unit; low may be greater than high.
+        at: the place of each token. The first two divide the interval into n equal cells.
+            "centres": the centre of each cell (DINOv3; timm's "centered" grid).
+            "starts": the lower edge of each cell (timm's "index" grid).
+            "ends": n points from low to high, both included (timm's "pixel" grid); a single token is at low.
+        dtype: torch.float32, or torch.float64 if rounding a coordinate by 2⁻²⁴ of its size is too coarse.
+        device: device of the result; the CPU when None.
 
     Returns:
-        dtype, `[n]`: worked out in float64 and rounded once, on devices that have float64.
+        dtype, `[n]`: computed in float64 and rounded once, on devices that have float64.
 
     Raises:
-        RopeError: n is no such integer, low or high is not finite, at or dtype is another.
+        RopeError: n is not an integer of at least 1, low or high is not finite, or at or dtype is not one of the above.
 
     Example:
         >>> axis(4)
@@ -51,29 +52,29 @@ def axis(
     check_bound(_AXIS, "high", high)
     _checks.choice(_AXIS, "at", at, _AT)
     if dtype not in (torch.float32, torch.float64):
-        fix = "float16 and bfloat16 would move the tokens; convert cos and sin instead."
+        fix = "float16 and bfloat16 would move the tokens. Convert cos and sin instead."
         raise _checks.error(_AXIS, "dtype must be torch.float32 or torch.float64", _checks.shown(dtype), fix)
     number = torch.arange(n, device=device)
     place = number.to(dtype if number.device.type == "mps" else torch.float64)
     if at == "centres":
         place = place + 0.5
     cells = n if at != "ends" else max(n - 1, 1)
-    # As a mean of both edges, which is exact at the edges and in the middle.
+    # A weighted mean of both edges, which is exact at the edges and in the middle.
     return ((low * (cells - place) + high * place) / cells).to(dtype)
 
 
 def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Where an image of another shape lies on the grid that a model was trained on: made to fit, and in the middle.
+    """The centred region of the training grid that an image of another shape covers, scaled to fit.
 
     Args:
-        height, width: patches of the image, at least 1; their ratio alone matters.
-        base_height, base_width: patches of the trained grid, at least 1.
+        height, width: patches of the image, at least 1. Only their ratio matters.
+        base_height, base_width: patches of the grid that the model was trained on, at least 1.
 
     Returns:
-        (top, left), (bottom, right) in patches of the trained grid; Python's `round`, to even, on both sides.
+        (top, left), (bottom, right) in patches of the training grid, rounded by Python's `round` (half to even).
 
     Raises:
-        RopeError: a number is no such integer.
+        RopeError: a number is not an integer of at least 1.
 
     Source:
         CogVideoX 1.0, HunyuanDiT and Allegro in diffusers 0.42: `get_resize_crop_region_for_grid`.

@@ -1,4 +1,4 @@
-"""Tokens beside those that have a place: tokens that do not rotate, and the padding of a batch."""
+"""Add tokens without a position of their own: tokens that do not rotate, and the padding of a batch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _STILL, _PADDED = "positions.still", "positions.padded"
 
 
 def still(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
-    """The same with tokens that do not rotate before or after them: CLS, registers, a prefix, object pointers.
+    """Add positions for tokens that do not rotate, such as CLS, registers, a prefix or object pointers.
 
-    They are at 0 on every axis, where the angle of each pair is 0. The attention factor of a rope (YaRN, LongRoPE) is
-    in cos and sin at position 0 too; leave such tokens out of q and k instead, as one does to save their rotation.
+    Such tokens are at 0 on every axis, where the angle of each pair is 0. The attention factor of a rope (YaRN,
+    LongRoPE) still applies at position 0. If the rope has one, or to save the work, do not pass these tokens to the
+    rotation at all.
 
     Args:
-        positions: of the tokens that rotate; `[..., tokens]`, e.g. `[axes, tokens]`.
-        before, after: tokens before and after, at least 0.
+        positions: positions of the rotated tokens, `[..., tokens]`, e.g. `[axes, tokens]`.
+        before, after: number of tokens to add before and after, at least 0.
 
     Returns:
-        `[..., before + tokens + after]`, dtype and device of positions.
+        `[..., before + tokens + after]`, with the dtype and device of positions.
 
     Raises:
-        RopeError: positions is no tensor with an axis of tokens, or a number is no such integer.
+        RopeError: positions is not a tensor with an axis of tokens, or a number is not an integer of at least 0.
 
     Example:
         >>> still(torch.tensor([[1, 1], [1, 2]]), before=1)
@@ -44,19 +45,19 @@ def still(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
 
 
 def padded(rows: Sequence[Tensor], side: Literal["left", "right"], *, length: int | None = None) -> Tensor:
-    """A batch of rows of different lengths; padding is at 0.
+    """Combine rows of different lengths into a batch. Padding is at position 0.
 
     Args:
-        rows: positions of each row, `[axes, seq]` or `[seq]`, at least one row, all of one dtype, device and number of
-            axes; seq may differ.
-        side: where padding stands.
-        length: tokens of each row of the result; the longest row when None.
+        rows: positions of each row, `[axes, seq]` or `[seq]`. There is at least one row. All have the same dtype,
+            device and number of axes; seq may differ.
+        side: the side on which padding is added.
+        length: tokens in each row of the result; the length of the longest row when None.
 
     Returns:
-        `[axes, batch, length]` or `[batch, length]`, dtype and device of the rows.
+        `[axes, batch, length]` or `[batch, length]`, with the dtype and device of the rows.
 
     Raises:
-        RopeError: the rows are no such tensors, side is unknown, or length is less than that of the longest row.
+        RopeError: the rows are not such tensors, side is unknown, or length is less than that of the longest row.
 
     Example:
         >>> padded([torch.tensor([0, 1, 2]), torch.tensor([0])], "left")
@@ -65,21 +66,21 @@ def padded(rows: Sequence[Tensor], side: Literal["left", "right"], *, length: in
     """
     _checks.choice(_PADDED, "side", side, ("left", "right"))
     if not isinstance(rows, Sequence) or not rows:
-        raise _checks.error(_PADDED, "rows must be a list of tensors, not empty", _checks.described(rows), _FIX)
+        raise _checks.error(_PADDED, "rows must be a non-empty list of tensors", _checks.described(rows), _FIX)
     for row in rows:
         if not isinstance(row, Tensor) or row.ndim not in (1, 2):
             must = "each row must be a tensor [axes, seq] or [seq]"
             raise _checks.error(_PADDED, must, _checks.described(row), _FIX)
         if row.shape[:-1] != rows[0].shape[:-1] or row.dtype != rows[0].dtype:
-            must = f"all rows must be like the first, {_checks.described(rows[0])}, but for seq"
-            raise _checks.error(_PADDED, must, _checks.described(row), "Make all rows in the same way.")
+            must = f"all rows must match the first, {_checks.described(rows[0])}, except in seq"
+            raise _checks.error(_PADDED, must, _checks.described(row), "Pass rows of one dtype and number of axes.")
     longest = max(row.shape[-1] for row in rows)
     if length is None:
         length = longest
     elif not isinstance(length, torch.SymInt):
         _checks.integer(_PADDED, "length", length, at_least=longest)
-    alike = [still(row, **{"before" if side == "left" else "after": length - row.shape[-1]}) for row in rows]
-    return torch.stack(alike, dim=-2)
+    equal = [still(row, **{"before" if side == "left" else "after": length - row.shape[-1]}) for row in rows]
+    return torch.stack(equal, dim=-2)
 
 
 _FIX = "Pass the positions of each row."

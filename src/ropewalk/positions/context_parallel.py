@@ -1,4 +1,4 @@
-"""Positions of the tokens that one rank holds, where a sequence is cut over the ranks of a process group."""
+"""Positions of the tokens that one rank holds when a sequence is sharded over a process group."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ def context_parallel(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Where the tokens of one rank stand in a sequence that is cut over size ranks (context parallel).
+    """Positions of the tokens of one rank, in a sequence that is sharded over size ranks (context parallelism).
 
-    For those who cut the tokens by hand: `tokens[:, context_parallel(seq, rank, size, order)]` are those of the rank,
-    in the order in which it holds them. Where a framework cuts the tokens, let it cut the positions by the same call.
+    If you shard the tokens yourself, `tokens[:, context_parallel(seq, rank, size, order)]` selects those of the rank,
+    in the order in which it holds them. If a framework shards the tokens, let it shard the positions in the same call.
 
     Args:
         seq: tokens of the whole sequence, at least 0; a multiple of size, and of 2 · size for "head-tail".
         rank: this rank within the group, 0 ≤ rank < size.
-        size: ranks that share the sequence, at least 1.
-        order: "contiguous": rank r has the r-th of size equal runs. "head-tail": of 2 · size equal runs it has the r-th
-            and the r-th from the end, so that under a causal mask all ranks have the same work. "striped": it has the
-            tokens r, r + size, r + 2 · size and so on.
-        cu_seqlens: of a sequence that consists of packed documents, as in `positions.packed`: positions start again at
-            0 in each document. The sequence is still cut as a whole. Where each document is cut by itself
-            (TransformerEngine), call this for each and join the results.
-        device: where the result is made, PyTorch's default device when None; only without cu_seqlens.
+        size: number of ranks that share the sequence, at least 1.
+        order: "contiguous": rank r holds the r-th of size equal chunks.
+            "head-tail": of 2 · size equal chunks, rank r holds the r-th and the r-th from the end, so that all ranks
+            have the same work under a causal mask.
+            "striped": rank r holds the tokens r, r + size, r + 2 · size and so on.
+        cu_seqlens: document boundaries of a packed sequence, as in `positions.packed`. Positions restart at 0 in each
+            document, while the sequence is sharded as a whole. If each document is sharded separately, as in
+            TransformerEngine, call this function for each document and concatenate the results.
+        device: device of the result; PyTorch's default device when None. Must be None with cu_seqlens.
 
     Returns:
-        int64 `[seq / size]`, on the device of cu_seqlens where that is given.
+        int64 `[seq / size]`, on the device of cu_seqlens if that is passed.
 
     Raises:
-        RopeError: a number is no such integer, order is unknown, the order does not cut seq into equal parts,
-            cu_seqlens is no such tensor, or device comes with cu_seqlens.
+        RopeError: a number is out of range, order is unknown, seq cannot be divided into equal chunks, cu_seqlens is
+            not such a tensor, or device is passed with cu_seqlens.
 
     Source:
         `_HeadTailLoadBalancer` of PyTorch 2.13 for "head-tail"; Striped Attention (2311.09431) for "striped".
@@ -65,14 +66,14 @@ def context_parallel(
     rank = _checks.integer(_WHO, "rank", rank, at_least=0, at_most=size - 1)
     check_size(_WHO, "seq", seq)
     if cu_seqlens is not None and device is not None:
-        fix = "Leave device out: the result is on the device of cu_seqlens."
+        fix = "Omit device: the result is on the device of cu_seqlens."
         raise _checks.error(_WHO, "device must be None with cu_seqlens", _checks.shown(device), fix)
-    runs = 2 * size if order == "head-tail" else size
-    if seq % runs:
-        must = f"seq must be a multiple of {runs} to be cut over {size} ranks in the order {order!r}"
-        raise _checks.error(_WHO, must, str(seq), f"Pad the sequence to {-(-seq // runs) * runs} tokens.")
-    place = torch.arange(seq, device=device) if cu_seqlens is None else packed(cu_seqlens, seq)
+    count = 2 * size if order == "head-tail" else size
+    if seq % count:
+        must = f"seq must be a multiple of {count} to be sharded over {size} ranks in the order {order!r}"
+        raise _checks.error(_WHO, must, str(seq), f"Pad the sequence to {-(-seq // count) * count} tokens.")
+    positions = torch.arange(seq, device=device) if cu_seqlens is None else packed(cu_seqlens, seq)
     if order == "striped":
-        return place.view(-1, size)[:, rank].contiguous()
-    rows = place.view(runs, -1)
-    return rows[rank].clone() if order == "contiguous" else torch.cat([rows[rank], rows[-1 - rank]])
+        return positions.view(-1, size)[:, rank].contiguous()
+    chunks = positions.view(count, -1)
+    return chunks[rank].clone() if order == "contiguous" else torch.cat([chunks[rank], chunks[-1 - rank]])

@@ -1,4 +1,4 @@
-"""Positions on a grid: images and videos, one row of coordinates for each axis."""
+"""Positions on a grid, for images and videos: one row of coordinates for each axis."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def grid(
     """Rows and columns of the patches of an image, or frames, rows and columns of a video.
 
     Args:
-        height, width: patches in a column and in a row of patches, at least 1.
-        frames: frames, at least 1; None for an image.
-        order: the axes of the result: a string of "t" (frame), "h" (row), "w" (column) and "0" (an axis on which all
-            tokens are at 0, before start is added). "thw" when None, and "hw" where frames is None. An axis may be left
-            out: "hw" of a video repeats rows and columns in each frame.
-        merge: 1 for row-major tokens. m for the order in which each m × m patches stand behind one another, so that the
-            patches that a vision tower merges into one token are neighbours (Qwen2-VL: 2); it divides height and width.
+        height, width: patches in a column and in a row, at least 1.
+        frames: number of frames, at least 1; None for an image.
+        order: the axes of the result, as a string of "t" (frame), "h" (row), "w" (column) and "0" (an axis on which all
+            tokens are at 0, before start is added). None means "thw", or "hw" if frames is None. Axes may be omitted:
+            "hw" for a video repeats rows and columns in each frame.
+        merge: 1 for row-major tokens. For m > 1, the patches of each m × m block are consecutive, because a vision
+            tower merges them into one token (m = 2 in Qwen2-VL). It must divide height and width.
         start: position of the first token, for all axes or for each axis of the result; may be negative.
-        device: where the result is made; the CPU when None.
+        device: device of the result; the CPU when None.
 
     Returns:
-        int64 `[axes, tokens]`, tokens = frames · height · width; frames vary slowest.
+        int64 `[axes, tokens]`, with tokens = frames · height · width. Frames vary slowest.
 
     Raises:
-        RopeError: a size is no such integer, merge does not divide, order has another letter, or start has another
-            length than order.
+        RopeError: a size is out of range, merge does not divide height and width, order has an unknown letter, or the
+            length of start differs from that of order.
 
     Source:
         `get_vision_position_ids` of transformers 5.23 (vision_utils.py); `pos_ids` in the other projects.
@@ -63,7 +63,7 @@ def grid(
     if not isinstance(order, str) or not order or any(letter not in known for letter in order):
         fix = "Pass frames for an axis t." if frames is None else "Pass e.g. order='thw'."
         if isinstance(order, str) and len(order) <= 9 and set("xy") & set(order):
-            fix = f"x is w, the column, and y is h, the row: {order.replace('x', 'w').replace('y', 'h')!r}."
+            fix = f"Use w for x (the column) and h for y (the row): {order.replace('x', 'w').replace('y', 'h')!r}."
         raise _checks.error(_GRID, f"order must be a string of the letters {known!r}", _checks.shown(order), fix)
     first = _start(start, order)
     sizes = {"t": 1 if frames is None else frames, "h": height, "w": width}
@@ -74,18 +74,18 @@ def grid(
 
 
 def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
-    """Every combination of coordinates: the tokens of a grid whose axes have any coordinates.
+    """Combine the coordinates along each axis into the tokens of a grid.
 
     Args:
-        axes: the coordinates along each axis, `[n]`, int or float: first that of the slowest axis (frames, rows,
-            columns). Another order of the axes is an index: `mesh(rows, columns)[[1, 0]]` has the column first.
-        merge: as in `grid`, over the last two axes.
+        axes: the coordinates along each axis, `[n]`, int or float, from the slowest axis to the fastest (frames, rows,
+            columns). To reorder the axes, index the result: `mesh(rows, columns)[[1, 0]]` has the column first.
+        merge: as in `grid`, for the last two axes.
 
     Returns:
-        `[axes, tokens]`; the dtype to which PyTorch promotes those of the axes; their device.
+        `[axes, tokens]`, on the device of the axes, in the dtype to which PyTorch promotes theirs.
 
     Raises:
-        RopeError: an axis is no such tensor, or merge does not divide the sizes of the last two.
+        RopeError: an axis is not such a tensor, or merge does not divide the sizes of the last two axes.
 
     Example:
         >>> mesh(torch.tensor([0.5, 1.5]), torch.tensor([10, 20, 30]))
@@ -93,7 +93,7 @@ def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
                 [10.0000, 20.0000, 30.0000, 10.0000, 20.0000, 30.0000]])
     """
     if not axes:
-        raise _checks.error(_MESH, "there must be an axis", "none", "Pass the coordinates along each axis.")
+        raise _checks.error(_MESH, "axes must not be empty", "none", "Pass the coordinates along each axis.")
     for along in axes:
         if not isinstance(along, Tensor) or along.ndim != 1 or along.dtype == torch.bool or along.is_complex():
             fix = "Pass e.g. positions.axis(height), positions.axis(width)."
@@ -108,24 +108,24 @@ def _start(start: int | Sequence[int], order: str) -> list[int]:
     """The first position on each axis."""
     each = [start] * len(order) if isinstance(start, (int, torch.SymInt)) else start
     if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != len(order):
-        must = f"start must be an integer or one for each axis of {order!r}"
+        must = f"start must be an integer, or one integer for each axis of {order!r}"
         raise _checks.error(_GRID, must, _checks.described(start), f"Pass {len(order)} integers.")
-    for one in each:
-        if not isinstance(one, torch.SymInt):
-            _checks.integer(_GRID, "start", one, at_least=-(2**62), at_most=2**62)
+    for value in each:
+        if not isinstance(value, torch.SymInt):
+            _checks.integer(_GRID, "start", value, at_least=-(2**62), at_most=2**62)
     return list(each)
 
 
 def _mesh(who: str, axes: Sequence[Tensor], merge: int) -> list[Tensor]:
-    """The coordinate of each token on each axis, one vector for each."""
+    """The coordinates of all tokens, as one vector for each axis."""
     _checks.integer(who, "merge", merge, at_least=1)
     meshed = torch.meshgrid(*axes, indexing="ij")
     if merge == 1:
-        return [one.flatten() for one in meshed]
+        return [along.flatten() for along in meshed]
     sizes = tuple(meshed[0].shape[-2:])
     if len(sizes) < 2 or sizes[0] % merge or sizes[1] % merge:
         fix = "Pad the image, or pass merge=1."
         raise _checks.error(who, f"merge must divide height and width, which are {sizes}", _checks.shown(merge), fix)
     rows, columns = sizes[0] // merge, sizes[1] // merge
-    blocks = [one.reshape(-1, rows, merge, columns, merge) for one in meshed]
-    return [one.transpose(2, 3).flatten() for one in blocks]
+    blocks = [along.reshape(-1, rows, merge, columns, merge) for along in meshed]
+    return [block.transpose(2, 3).flatten() for block in blocks]

@@ -1,8 +1,8 @@
 """Positions of text, images and videos in one sequence: time, row and column of each token (M-RoPE).
 
-Text moves on by one on all three axes. An image is a box: its corner stands where the text before it ended, and rows
-and columns count from there. The models differ in where the text after a box continues, in how time is counted, and in
-how sound stands between frames; `RULES` says it for each.
+Text advances by one on all three axes. An image is a box that starts where the preceding text ended; its rows and
+columns count from there. Models differ in where the text after a box continues, in how time is counted, and in how
+audio is interleaved with frames. `RULES` describes each family of models.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RuleName = Literal["qwen2_vl", "qwen2_5_omni", "qwen3_omni"]
 
 
 class Placed(NamedTuple):
-    """Where the tokens of a row are, and where generation goes on.
+    """The positions of the tokens of a row, and the offset for generated tokens.
 
     Args:
-        positions: `[axes, seq]`; int64, or float32 where time is not counted in whole positions.
-        delta: the largest position + 1 − seq, in positions; an int, and a float where positions are float32. Token n of
-            the row (n = seq, seq + 1, … as they are generated) is at n + delta on every axis.
+        positions: `[axes, seq]`; int64, or float32 if time is not counted in whole positions.
+        delta: the largest position + 1 − seq, in positions; a float if positions are float32, otherwise an int. The
+            generated token n of the row (n = seq, seq + 1, …) is at n + delta on every axis.
     """
 
     positions: Tensor
@@ -38,19 +38,19 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rule:
-    """What one family of models does."""
+    """How one family of models counts positions."""
 
     dtype: torch.dtype
     time: Callable[[Tensor, Tensor, float], Tensor]
-    """The place of each frame in time, of its number, the seconds of a frame (float32) and positions per second."""
+    """The time position of each frame, from its number, the seconds per frame (float32) and positions per second."""
     moves_by_size: bool
-    """After a box, text goes on at its corner + the larger of rows and columns, whatever its time. Otherwise it goes
-    on after the largest position of the box on any axis."""
+    """If True, the text after a box continues at the start of the box + the larger of rows and columns, regardless of
+    time. If False, it continues after the largest position of the box on any axis."""
     weave: Callable[[Tensor, Tensor, Tensor, int], list[Tensor]] | None = None
-    """Positions of frames and of sound in the order of their tokens, in pieces; of them, where both start, and
-    positions in a chunk."""
+    """Positions of frames and audio in the order of their tokens, as a list of pieces. The arguments are the positions
+    of the frames, those of the audio, the start of both, and the positions in a chunk."""
     chunks: bool = False
-    """Whether `weave` wants to know how long a chunk is."""
+    """Whether `weave` uses the length of a chunk."""
 
 
 def mrope(
@@ -61,30 +61,30 @@ def mrope(
     seconds_per_chunk: float | None = None,
     device: torch.device | str | None = None,
 ) -> Placed:
-    """Time, row and column of each token of one row. `padded` makes a batch of several.
+    """Time, row and column of each token of one row. `padded` combines several rows into a batch.
 
     Args:
-        segments: what the row is made of, in order: `Text`, `Image`, `Video`, `Markers`; without padding.
-        rule: "qwen2_vl": also Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and others, as transformers 5 has them. The text
-            after a video goes on after its rows and columns, even where its time is further.
-            "qwen2_5_omni": the text goes on after the latest time, as in vLLM for Qwen2-VL and Qwen2.5-VL too.
-            "qwen3_omni": the same, and time is not cut off to integers.
+        segments: the contents of the row, in order and without padding: `Text`, `Image`, `Video`, `Markers`.
+        rule: "qwen2_vl": also Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and others, as in transformers 5. The text after a
+            video continues after its rows and columns, even if its time is later.
+            "qwen2_5_omni": the text continues after the latest time. vLLM does so for Qwen2-VL and Qwen2.5-VL as well.
+            "qwen3_omni": as "qwen2_5_omni", but time is not truncated to integers.
         per_second: positions per second, greater than 0, for videos with seconds (`tokens_per_second`,
-            `position_id_per_seconds`); None where time counts frames.
-        seconds_per_chunk: for videos with audio under rule "qwen2_5_omni": frames and sound take turns, a chunk of as
-            many seconds of each.
-        device: where the result is copied to; it stays on the CPU when None.
+            `position_id_per_seconds`); None if time counts frames.
+        seconds_per_chunk: for videos with audio under rule "qwen2_5_omni", which alternates between chunks of frames
+            and of audio: the seconds in each chunk.
+        device: device of the result; the CPU when None.
 
     Returns:
         `Placed`: positions `[3, seq]`, int64 (rule "qwen3_omni": float32), and the delta for generation.
 
     Raises:
-        RopeError: segments are no such list; the rule is unknown; a video has seconds and per_second is None, or the
-            other way round; it has audio and the rule has no place for it; or seconds_per_chunk is missing or not
-            wanted.
+        RopeError: segments are not such a list; the rule is unknown; a video has seconds but per_second is None, or the
+            reverse; a video has audio but the rule does not support it; or seconds_per_chunk is missing, or passed to
+            a rule without chunks.
 
     Precision:
-        Times are products in float32 in the order of the models' code, since they are then cut off to integers.
+        Times are float32 products in the order of the models' code, because they are then truncated to integers.
 
     Source:
         `get_rope_index` of each model in transformers 5.23; Wang et al. 2024 (Qwen2-VL), arXiv:2409.12191.
@@ -101,28 +101,28 @@ def mrope(
         must, fix = "rule must be the name of a rule, not of a model", f"Pass {_SERVED[rule]}."
         raise _checks.error(_WHO, must, _checks.shown(rule), fix)
     _checks.choice(_WHO, "rule", rule, RULES)
-    ruled = RULES[rule]
+    family = RULES[rule]
     _check_segments(_WHO, segments, (Text, Markers, Image, Video))
     if per_second is not None:
         _checks.number(_WHO, "per_second", per_second, above=0.0)
     chunk = _chunk(rule, per_second, seconds_per_chunk)
     with torch.device("cpu"):
-        start = torch.zeros((), dtype=ruled.dtype)
-        made: list[Tensor] = []
+        start = torch.zeros((), dtype=family.dtype)
+        parts: list[Tensor] = []
         for segment in segments:
             if isinstance(segment, Text):
-                made.append(_consecutive(segment.tokens, start))
+                parts.append(_consecutive(segment.tokens, start))
                 start = start + segment.tokens
             elif isinstance(segment, Markers):
-                made.append(start.expand(3, segment.tokens))
+                parts.append(start.expand(3, segment.tokens))
                 start = start + 1
             else:
                 pieces = _box(segment, start, rule, per_second, chunk)
-                made.extend(pieces)
-                by_size = ruled.moves_by_size
-                # Behind the last piece, which is all of the box unless there is sound in it.
+                parts.extend(pieces)
+                by_size = family.moves_by_size
+                # Otherwise after the last piece, which is the whole box unless the video has audio.
                 start = start + max(segment.height, segment.width) if by_size else pieces[-1].max() + 1
-        return _placed(torch.cat(made, dim=1), device)
+        return _placed(torch.cat(parts, dim=1), device)
 
 
 def xdrope(
@@ -132,22 +132,24 @@ def xdrope(
     images_before: int = 0,
     device: torch.device | str | None = None,
 ) -> Placed:
-    """Positions of Hunyuan VL: [sequence, ..., column, row, image], the last three of an image counted from 0.
+    """Positions of Hunyuan VL on the axes [sequence, ..., column, row, image].
 
-    Text is at its number in the row on all axes, and an image takes as many numbers as it has tokens.
+    A text token is at its index in the row on all axes. For the tokens of an image, the last three axes count from 0,
+    and each token takes one index in the row.
 
     Args:
-        segments: `Text` and `Image`, in order, without padding. The width of an image counts the token that ends each
-            row of it: a grid of patches (t, h, w) is Image(h // 2, w // 2 + 1).
+        segments: `Text` and `Image`, in order and without padding. The width of an image includes the token that ends
+            each of its rows: a grid of patches (t, h, w) is Image(h // 2, w // 2 + 1).
         axes: at least 3, the number of sections of the rope (`mrope_section`, `xdrope_section`).
-        images_before: the number of the first image. It is 0, but transformers 5.23 counts on over the rows of a batch.
-        device: where the result is copied to; it stays on the CPU when None.
+        images_before: the number of the first image: 0, or the number of images in the preceding rows of the batch, to
+            match transformers 5.23, which keeps counting over the rows.
+        device: device of the result; the CPU when None.
 
     Returns:
         `Placed`: positions `[axes, seq]`, int64, and the delta for generation.
 
     Raises:
-        RopeError: segments are no such list, or a number is no such integer.
+        RopeError: segments are not such a list, or a number is out of range.
 
     Source:
         `get_rope_index` of hunyuan_vl in transformers 5.23.
@@ -164,7 +166,7 @@ def xdrope(
     _checks.integer(who, "axes", axes, at_least=3)
     image = _checks.integer(who, "images_before", images_before, at_least=0)
     with torch.device("cpu"):
-        positions = torch.arange(sum(one.tokens for one in segments)).repeat(axes, 1)
+        positions = torch.arange(sum(segment.tokens for segment in segments)).repeat(axes, 1)
         first = 0
         for segment in segments:
             if isinstance(segment, Image):
@@ -182,66 +184,69 @@ def _placed(positions: Tensor, device: torch.device | str | None) -> Placed:
 
 
 def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None:
-    """`segments` is a list of these classes, not empty."""
-    names = ", ".join(one.__name__ for one in known)
+    """Raise unless `segments` is a non-empty list of instances of these classes."""
+    names = ", ".join(kind.__name__ for kind in known)
     if not isinstance(segments, Sequence) or not segments:
         fix = "Pass e.g. [positions.Text(3), positions.Image(4, 6)]."
-        raise _checks.error(who, f"segments must be a list of {names}, not empty", _checks.described(segments), fix)
-    for one in segments:
-        if not isinstance(one, known):
-            fix = "Pass one row at a time; positions.padded makes a batch of their positions."
-            raise _checks.error(who, f"each segment must be one of {names}", _checks.described(one), fix)
+        raise _checks.error(who, f"segments must be a non-empty list of {names}", _checks.described(segments), fix)
+    for segment in segments:
+        if not isinstance(segment, known):
+            fix = "Pass one row at a time, and combine their positions with positions.padded."
+            raise _checks.error(who, f"each segment must be one of {names}", _checks.described(segment), fix)
 
 
 def _consecutive(tokens: int, start: Tensor) -> Tensor:
-    """Tokens that follow one another, `[3, tokens]`."""
+    """Positions of consecutive tokens, `[3, tokens]`."""
     return (torch.arange(tokens) + start).expand(3, -1)
 
 
 def _box(segment: Image | Video, start: Tensor, rule: str, per_second: float | None, chunk: int | None) -> list[Tensor]:
-    """Positions of an image or a video, in pieces of `[3, tokens]`."""
-    ruled = RULES[rule]
+    """Positions of an image or a video, as pieces `[3, tokens]`."""
+    family = RULES[rule]
     frames = torch.arange(segment.frames if isinstance(segment, Video) else 1)
     if isinstance(segment, Video) and (segment.seconds is None) != (per_second is None):
-        must = "a video must have seconds where per_second is given, and none where it is not"
-        fix = "Pass the positions per second of the model's config, and the seconds of each video."
+        must = "per_second must be passed if and only if the video has seconds"
+        fix = "Pass the positions per second of the model's config and the seconds of each video, or neither."
         raise _checks.error(_WHO, must, f"per_second {per_second} and {segment}", fix)
     if isinstance(segment, Video) and segment.seconds is not None and per_second is not None:
-        frames = ruled.time(frames, torch.tensor(segment.seconds, dtype=torch.float32), per_second)
-    box = mesh(frames.to(ruled.dtype), torch.arange(segment.height), torch.arange(segment.width)) + start
+        frames = family.time(frames, torch.tensor(segment.seconds, dtype=torch.float32), per_second)
+    box = mesh(frames.to(family.dtype), torch.arange(segment.height), torch.arange(segment.width)) + start
     if not isinstance(segment, Video) or segment.audio is None:
         return [box]
-    if ruled.weave is None or (ruled.chunks and chunk is None):
-        must = "a video with audio must have a rule that says where its sound stands"
+    if family.weave is None or (family.chunks and chunk is None):
+        must = "for a video with audio, the rule must define the order of frames and audio"
         fix = "Pass rule='qwen2_5_omni' with per_second and seconds_per_chunk, or rule='qwen3_omni'."
         raise _checks.error(_WHO, must, f"rule {rule!r} and {segment}", fix)
-    return ruled.weave(box, _consecutive(segment.audio, start), start, chunk or 0)
+    return family.weave(box, _consecutive(segment.audio, start), start, chunk or 0)
 
 
 def _chunk(rule: str, per_second: float | None, seconds: float | None) -> int | None:
-    """Positions in a chunk."""
+    """The number of positions in a chunk, or None without chunks."""
     if seconds is None:
         return None
     if not RULES[rule].chunks or per_second is None:
-        must = "seconds_per_chunk belongs to rule 'qwen2_5_omni' with per_second"
-        fix = "Leave seconds_per_chunk out: the other rules have no chunks."
+        must = "seconds_per_chunk must be None, except for rule 'qwen2_5_omni' with per_second"
+        fix = "Omit seconds_per_chunk: the other rules have no chunks."
         raise _checks.error(_WHO, must, f"rule {rule!r} and per_second {per_second}", fix)
     chunk = int(per_second * _checks.number(_WHO, "seconds_per_chunk", seconds, above=0.0))
     if chunk == 0:
-        must = "a chunk must have at least one position"
-        raise _checks.error(_WHO, must, f"{per_second} · {seconds}", "Pass longer chunks.")
+        must = "a chunk, per_second · seconds_per_chunk, must have at least one position"
+        raise _checks.error(_WHO, must, f"{per_second} · {seconds}", "Increase seconds_per_chunk.")
     return chunk
 
 
 def _alternate_chunks(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -> list[Tensor]:
-    """A chunk of frames, one of sound, and so on; what is left over at the end."""
-    parts = [torch.split(one, _chunk_sizes((one[0] - start).tolist(), chunk), dim=1) for one in (video, audio)]
+    """Alternate between chunks of frames and chunks of audio; the remaining chunks of the longer one come last."""
+    parts = [torch.split(x, _chunk_sizes((x[0] - start).tolist(), chunk), dim=1) for x in (video, audio)]
     return [piece for pair in zip_longest(*parts) for piece in pair if piece is not None]
 
 
 def _chunk_sizes(times: list[int], chunk: int) -> list[int]:
-    """Tokens in each chunk. A token opens the next one if it is not before that one's time, and no more than the next:
-    where one frame is longer than a chunk, its first tokens stand alone in chunks, as in the models' code."""
+    """The number of tokens in each chunk.
+
+    A token opens the next chunk if its time has reached the start of that chunk, and never skips a chunk. So if a frame
+    is longer than a chunk, its first tokens are alone in their chunks, as in the models' code.
+    """
     sizes = [0]
     for time in times:
         if time >= len(sizes) * chunk:
@@ -251,14 +256,16 @@ def _chunk_sizes(times: list[int], chunk: int) -> list[int]:
 
 
 def _merge_by_time(video: Tensor, audio: Tensor, _start: Tensor, _chunk: int) -> list[Tensor]:
-    """Each token in order of time, frames first where both are at one time. The last piece is the rest of the one when
-    the other has come to its end."""
+    """Merge frames and audio in order of time, with frames first at equal times.
+
+    Returns two pieces. The second holds the remaining tokens of one input after the other has ended.
+    """
     both = torch.cat((video, audio), dim=1)
     _, order = both[0].sort(stable=True)
     of_video = order < video.shape[1]
     rest = int((of_video == of_video[-1]).flip(0).long().cumprod(0).sum())
-    woven = both[:, order]
-    return [woven[:, :-rest], woven[:, -rest:]]
+    merged = both[:, order]
+    return [merged[:, :-rest], merged[:, -rest:]]
 
 
 def _product_first(frame: Tensor, seconds: Tensor, per_second: float) -> Tensor:
@@ -288,4 +295,4 @@ _SERVED = {
     "qwen3_omni_moe": "rule='qwen3_omni', which serves it",
     "hunyuan_vl": "its segments to positions.xdrope",
 }
-"""model_type → what serves it, as docs/positions.md lists them."""
+"""For each model_type, what to pass instead of its name. docs/positions.md lists the same models."""

@@ -1,4 +1,4 @@
-"""What a multimodal sequence is made of: text, images and videos, in tokens of the language model."""
+"""The segments of a multimodal sequence: text, images and videos, counted in tokens of the language model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KINDS = {1: "image", 2: "video"}
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens that follow one another: text, markers such as <|vision_start|>, audio by itself.
+    """Consecutive tokens: text, markers such as <|vision_start|>, or audio without a video.
 
     Args:
-        tokens: how many, at least 1.
+        tokens: number of tokens, at least 1.
 
     Raises:
-        RopeError: tokens is no such integer.
+        RopeError: tokens is not an integer of at least 1.
     """
 
     tokens: int
@@ -36,10 +36,10 @@ class Markers:
     """Tokens that share one position: the begin markers, or the end markers, of a video with audio in Qwen2.5-Omni.
 
     Args:
-        tokens: how many, at least 1.
+        tokens: number of tokens, at least 1.
 
     Raises:
-        RopeError: tokens is no such integer.
+        RopeError: tokens is not an integer of at least 1.
     """
 
     tokens: int
@@ -53,11 +53,11 @@ class Image:
     """An image, or one frame of a video whose frames have text between them (Qwen3-VL, GLM-4.1V).
 
     Args:
-        height, width: its tokens in a column and in a row, at least 1: after the merge of the vision tower, so that a
-            grid of patches (t, h, w) of transformers is Image(h // 2, w // 2) where the tower merges 2 × 2 patches.
+        height, width: tokens in a column and in a row, at least 1, after the vision tower has merged patches. If the
+            tower merges 2 × 2 patches, a grid (t, h, w) of transformers is Image(h // 2, w // 2).
 
     Raises:
-        RopeError: a size is no such integer.
+        RopeError: a size is not an integer of at least 1.
     """
 
     height: int
@@ -69,23 +69,23 @@ class Image:
 
     @property
     def tokens(self) -> int:
-        """All of them, row after row."""
+        """The number of tokens, which are in row-major order."""
         return self.height * self.width
 
 
 @dataclass(frozen=True)
 class Video:
-    """A video whose frames follow one another without text between them.
+    """A video whose frames have no text between them.
 
     Args:
-        frames: frames in time after the merge of the vision tower, at least 1.
-        height, width: tokens of a frame in a column and in a row, as of an `Image`.
-        seconds: time from one of these frames to the next, in seconds, greater than 0 (`second_per_grid_ts`); None
-            where the model does not know the time.
-        audio: tokens of its sound that stand between those of its frames, at least 1; None where there are none.
+        frames: number of frames after the vision tower has merged them, at least 1.
+        height, width: tokens in a column and in a row of a frame, as for an `Image`.
+        seconds: time between consecutive frames, in seconds, greater than 0 (`second_per_grid_ts`); None if the model
+            does not use the time.
+        audio: number of audio tokens that are interleaved with those of the frames, at least 1; None without audio.
 
     Raises:
-        RopeError: a size is no such integer, or seconds is no such number.
+        RopeError: a size is not an integer of at least 1, or seconds is not greater than 0.
     """
 
     frames: int
@@ -104,7 +104,7 @@ class Video:
 
     @property
     def tokens(self) -> int:
-        """All of them, frame after frame, and those of the sound."""
+        """The number of tokens of all frames and of the audio."""
         return self.frames * self.height * self.width + (self.audio or 0)
 
 
@@ -114,19 +114,20 @@ Segment = Text | Markers | Image | Video
 def segments_of(
     token_types: Tensor | Sequence[int], images: Sequence[Image] = (), videos: Sequence[Video | Image] = ()
 ) -> list[Segment]:
-    """The segments of a row of which each token is marked as text, image or video.
+    """The segments of a row, from the type of each token.
 
     Args:
-        token_types: of the real tokens of one row, without padding: 0 for text, 1 for image, 2 for video; int or bool,
+        token_types: 0 for text, 1 for image, 2 for video, for each token of one row without padding; int or bool,
             `[seq]` (`mm_token_type_ids` of transformers). A tensor is read back to the host.
-        images, videos: the segments that the marked tokens belong to, in their order; an `Image` for each frame where
-            the frames of a video stand by themselves.
+        images, videos: the images and videos of the row, in order. If the frames of a video are separated by text, pass
+            one `Image` per frame in videos.
 
     Returns:
-        A list for `mrope` or `xdrope`.
+        A list of segments for `mrope` or `xdrope`.
 
     Raises:
-        RopeError: token_types is no such tensor, or the marked tokens are not those of images and videos.
+        RopeError: token_types is not such a tensor, or the numbers of image and video tokens are not those of images
+            and videos.
 
     Example:
         >>> segments_of([0, 0, 1, 1, 0], images=[Image(1, 2)])
@@ -139,24 +140,24 @@ def segments_of(
             must = "token_types must be bool or integer [seq]"
             raise _checks.error(who, must, _checks.described(token_types), fix)
         token_types = token_types.to(torch.int64).tolist()
-    waiting: dict[str, list[Segment]] = {"image": list(images), "video": list(videos)}
-    made: list[Segment] = []
+    remaining: dict[str, list[Segment]] = {"image": list(images), "video": list(videos)}
+    segments: list[Segment] = []
     for kind, run in groupby(token_types):
         tokens = len(list(run))
         if kind == 0:
-            made.append(Text(tokens))
+            segments.append(Text(tokens))
             continue
         if kind not in _KINDS:
             raise _checks.error(who, "token_types must be 0, 1 or 2", _checks.shown(kind), "Pass audio as 0, as text.")
-        while tokens > 0 and waiting[_KINDS[kind]]:
-            made.append(waiting[_KINDS[kind]].pop(0))
-            tokens -= made[-1].tokens
+        while tokens > 0 and remaining[_KINDS[kind]]:
+            segments.append(remaining[_KINDS[kind]].pop(0))
+            tokens -= segments[-1].tokens
         if tokens:
-            must = f"the tokens marked as {_KINDS[kind]} must be those of {_KINDS[kind]}s"
-            came = f"{tokens} more" if tokens > 0 else f"{-tokens} fewer"
-            raise _checks.error(who, must, came, "Are sizes those after the merge of the vision tower?")
-    for kind, left in waiting.items():
-        if left:
-            must = f"each of {kind}s must have its tokens in the row"
-            raise _checks.error(who, must, f"{len(left)} without", f"Pass the {kind}s of this row only.")
-    return made
+            must = f"the number of {_KINDS[kind]} tokens must be that of {_KINDS[kind]}s"
+            got = f"{tokens} more" if tokens > 0 else f"{-tokens} fewer"
+            raise _checks.error(who, must, got, "Pass sizes after the vision tower has merged patches.")
+    for kind, unused in remaining.items():
+        if unused:
+            must = f"each of {kind}s must have tokens in the row"
+            raise _checks.error(who, must, f"{len(unused)} without tokens", f"Pass only the {kind}s of this row.")
+    return segments

@@ -1,4 +1,4 @@
-"""Positions of text: ragged, packed and padded rows, made without reading a tensor back to the host."""
+"""Positions of text in ragged, packed and padded rows. No tensor is read back to the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def ragged(offsets: Tensor, seq: int) -> Tensor:
-    """Rows of `seq` tokens, each starting at its own place: decoding a batch whose caches differ in length.
+    """Rows of `seq` tokens that start at different positions, as when decoding a batch with caches of unequal length.
 
     Args:
         offsets: position of the first token of each row, in tokens; int32 or int64, `[batch]`.
@@ -22,7 +22,7 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
         int64 `[batch, seq]`, on the device of offsets.
 
     Raises:
-        RopeError: offsets is no such tensor, or seq is no such integer.
+        RopeError: offsets is not such a tensor, or seq is not an integer of at least 0.
 
     Example:
         >>> ragged(torch.tensor([0, 7]), 3)
@@ -40,19 +40,20 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
 
 
 def packed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Documents behind one another in one row: each starts again at 0.
+    """Documents packed into one row: positions restart at 0 in each document.
 
     Args:
-        cu_seqlens: where each document starts, and where the last one ends, in tokens; int32 or int64, `[documents +
-            1]`, from 0, not decreasing (as for flash attention). Its values are not read back to check this.
-        total: tokens in the row. Said by the caller because reading it from cu_seqlens would stop the GPU. Tokens after
-            the last document (padding) start again at 0 too.
+        cu_seqlens: the start of each document and the end of the last one, in tokens; int32 or int64, `[documents +
+            1]`, starting with 0 and not decreasing (as for flash attention). The values are not checked, which would require
+            reading them back.
+        total: tokens in the row. It is passed because reading it from cu_seqlens would synchronize with the GPU. Tokens
+            after the last document (padding) restart at 0 as well.
 
     Returns:
         int64 `[total]`, on the device of cu_seqlens.
 
     Raises:
-        RopeError: cu_seqlens is no such tensor, or total is no such integer.
+        RopeError: cu_seqlens is not such a tensor, or total is not an integer of at least 0.
 
     Example:
         >>> packed(torch.tensor([0, 3, 5]), 6)
@@ -71,7 +72,7 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def from_mask(attention_mask: Tensor) -> Tensor:
-    """Padded rows: the n-th real token of a row is at n, wherever the padding is; padding itself is at 0.
+    """Padded rows: positions count the real tokens of each row from 0, on either side of the padding, which is at 0.
 
     Args:
         attention_mask: True or non-zero for real tokens; bool or integer, `[batch, seq]`.
@@ -80,7 +81,7 @@ def from_mask(attention_mask: Tensor) -> Tensor:
         int64 `[batch, seq]`, on the device of attention_mask.
 
     Raises:
-        RopeError: attention_mask has another shape, or floats (an additive mask).
+        RopeError: attention_mask has another shape, or is a floating-point (additive) mask.
 
     Example:
         >>> from_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]))
@@ -97,7 +98,7 @@ def from_mask(attention_mask: Tensor) -> Tensor:
             "positions.from_mask",
             "attention_mask must be a bool or integer tensor [batch, seq]",
             _checks.described(attention_mask),
-            "Pass the mask of real tokens, not the additive or four-dimensional one that attention gets.",
+            "Pass the mask of real tokens, not the additive or four-dimensional mask of attention.",
         )
     real = attention_mask != 0
     return (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
@@ -105,5 +106,5 @@ def from_mask(attention_mask: Tensor) -> Tensor:
 
 def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
-        must = f"{name} must be an int32 or int64 tensor of one axis, not empty"
+        must = f"{name} must be a non-empty int32 or int64 tensor with one axis"
         raise _checks.error(who, must, _checks.described(value), fix)
