@@ -256,7 +256,7 @@ class TestRefusals:
             (torch.arange(3).to(torch.uint8), "got torch.uint8"),
             (torch.tensor([True]), "got torch.bool"),
             (torch.tensor(3), "positions must have shape [seq] or [batch, seq], got shape ()"),
-            (torch.zeros(3, 1, 5, dtype=torch.int64), "got shape (3, 1, 5). Where tokens have several"),
+            (torch.zeros(3, 1, 5, dtype=torch.int64), "got shape (3, 1, 5). If tokens have several"),
         ],
     )
     def test_positions(self, positions: object, message: str) -> None:
@@ -359,7 +359,7 @@ class TestSurroundings:
         self.check()
 
     def test_steps_are_kept_and_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(steps, "_MOST_KEPT", 2)
+        monkeypatch.setattr(steps, "_MAX_COPIES", 2)
         monkeypatch.setattr(backend, "FAST_PATH", False)
         for base in (10.0, 20.0, 30.0):
             Rope(8, base, "half").at(torch.arange(2))

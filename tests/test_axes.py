@@ -101,20 +101,26 @@ def test_part_of_a_rope() -> None:
         (lambda: Axes("0011"), "axis must be a list"),
         (lambda: Axes([0, -1]), "axis[1] must be an integer from 0 to 63, got -1"),
         (lambda: Axes([0, 1.0]), "axis[1] must be an integer"),
-        (lambda: Axes([0, 1], [0]), "freq_index must have a number for each pair, got 1 for 2 pairs"),
-        (lambda: Axes([0, 1], [0, 2]), "each pair must have an axis in lengths, and a place within its length, got"),
+        (lambda: Axes([0, 1], [0]), "freq_index must have one number per pair, got 1 for 2 pairs"),
+        (
+            lambda: Axes([0, 1], [0, 2]),
+            "lengths must contain the axis of each pair, and freq_index must be less than that length, got",
+        ),
         (lambda: Axes([0, 1], lengths=[2]), "got axis 1 and freq_index 1 for pair 1, and lengths (2,)"),
         (lambda: Axes([0, 1], lengths=[2, 0]), "lengths[1] must be an integer from 1 to 32768, got 0"),
         (lambda: Axes([0] * 40_000), "axis must be a list of 1 to 32768 integers"),
         (lambda: Axes.sections(64), "sections must be a list of 1 to 64 integers, got 64"),
-        (lambda: Axes.sections((0, 0)), "sections must have pairs, got (0, 0)"),
+        (lambda: Axes.sections((0, 0)), "sections must contain at least one pair, got (0, 0)"),
         (lambda: Axes.sections((16, True, 24)), "sections[1] must be an integer from 0 to 32768, got True"),
         (lambda: Axes.interleaved([]), "sections must be a list of 1 to 64 integers, got []"),
-        (lambda: Axes.time_last((22, 22, 20)), "Axes.time_last: sections must be pairs of t, h and w, as many of w as"),
+        (
+            lambda: Axes.time_last((22, 22, 20)),
+            "Axes.time_last: sections must be the numbers of pairs of t, h and w, with equal",
+        ),
         (lambda: Axes.time_last((8, 12)), "Axes.time_last: sections must be pairs of t, h and w"),
-        (lambda: Axes.axial((16, 55)), "Axes.axial: channels must be even, two for each pair, got (16, 55)"),
+        (lambda: Axes.axial((16, 55)), "Axes.axial: channels must be even, two per pair, got (16, 55)"),
         (lambda: Axes.axial((16, 0)), "Axes.axial: channels[1] must be an integer from 2 to 65536, got 0"),
-        (lambda: Axes.alternating((16, 8)), "Axes.alternating: channels must be even and equal, two for each pair"),
+        (lambda: Axes.alternating((16, 8)), "Axes.alternating: channels must be even and equal, two per pair"),
         (lambda: Axes.strided((16, 8)), "Axes.strided: channels must be even and equal"),
         (lambda: Axes.axial((8, 8), order=(0, 0)), "Axes.axial: order must name each of the 2 axes once, from 0, got"),
         (lambda: Axes.axial((8, 8), order=(0,)), "order must name each of the 2 axes once, from 0, got (0,)"),
@@ -240,7 +246,7 @@ def test_positions_of_another_shape(positions: torch.Tensor, shape: str) -> None
 
 @pytest.mark.parametrize(
     ("shape", "cure"),
-    [((7, 3), "The axes stand first: pass positions.T."), ((2, 7, 3), "pass positions.permute(2, 0, 1).")],
+    [((7, 3), "The axes must come first: pass positions.T."), ((2, 7, 3), "pass positions.permute(2, 0, 1).")],
 )
 def test_axes_that_stand_last(shape: tuple[int, ...], cure: str) -> None:
     made, ids = rope(OF_64["Qwen2-VL"]), torch.zeros(shape, dtype=torch.int64)
@@ -249,7 +255,7 @@ def test_axes_that_stand_last(shape: tuple[int, ...], cure: str) -> None:
     assert str(raised.value).endswith(cure)
     first = ids.T if ids.ndim == 2 else ids.permute(2, 0, 1)
     assert made.at(first).cos.shape == (*shape[:-1], 64)
-    with pytest.raises(RopeError, match=r"Pass a row for each axis; text has the same in all: positions\.expand\(3"):
+    with pytest.raises(RopeError, match=r"Pass one row per axis\. For text, all rows are equal: positions\.expand\(3"):
         made.at(torch.arange(7))
 
 
@@ -329,7 +335,7 @@ class TestScaling:
     def test_what_nobody_means(self, scaling: schemes.Scaling) -> None:
         with pytest.raises(RopeError, match=f"got {type(scaling).__name__} with Axes.axial") as raised:
             rope(OF_64["FLUX"], scaling=scaling)
-        assert "meant for frequencies of each axis" in str(raised.value)
+        assert "that applies to the frequencies of each axis" in str(raised.value)
 
     def test_at_length_keeps_the_axes(self) -> None:
         axes = OF_64["Qwen2-VL"]

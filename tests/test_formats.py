@@ -112,7 +112,7 @@ ROTATION = Rope(16, 1e4, "half").at(torch.arange(5))
         ),
         (
             lambda: formats.from_full_width(WIDE, WIDE[:, [0, 0, 1, 1]], repeated="halves", pairing="half"),
-            "sin must hold every value twice, in both halves of a row.*'each'",
+            "sin must contain every value twice, once in each half of a row.*'each'",
         ),
         (lambda: formats.from_full_width(WIDE, WIDE, repeated="both", pairing="half"), "repeated must be one of"),
         (lambda: formats.from_full_width(WIDE[:, :3], WIDE, repeated="each", pairing="half"), "an even number"),

@@ -301,7 +301,10 @@ class TestCasts:
         ),
         (lambda: LearnedRope(torch.ones(1, 3).half(), pairing="half"), "inv_freq must be a float32 or float64 tensor"),
         (lambda: LearnedRope([[1.0]], pairing="half"), "inv_freq must be a float32 or float64 tensor"),
-        (lambda: LearnedRope(torch.ones(2, 0, 3), pairing="half"), "must have an axis, a head and a pair at least"),
+        (
+            lambda: LearnedRope(torch.ones(2, 0, 3), pairing="half"),
+            "must have at least one axis, one head and one pair",
+        ),
         (lambda: LearnedRope(torch.ones(1, 3), pairing="neox"), "pairing must be one of"),
         (lambda: LearnedRope(torch.ones(1, 3), pairing="half", head_dim=5), "head_dim must be an integer from 6"),
         (lambda: LearnedRope.from_rope("llama"), "rope must be a Rope"),
@@ -455,6 +458,6 @@ class TestResetParameters:
 
     def test_of_frequencies_that_were_passed(self) -> None:
         with pytest.raises(
-            RopeError, match=r"reset_parameters: the module must come from from_rope, mixed or projected"
+            RopeError, match=r"reset_parameters: the module must be created by from_rope, mixed or projected"
         ):
             learned("one axis").reset_parameters()

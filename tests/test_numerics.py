@@ -430,7 +430,7 @@ def test_extreme_numbers_give_finite_tables_or_are_refused() -> None:
             continue
         assert rotation.cos.isfinite().all(), rope
         assert rotation.sin.isfinite().all(), rope
-    message = 'frequencies must be finite in float32, got inf. Take numerics="exact".'
+    message = 'frequencies must be finite in float32, got inf. Pass numerics="exact".'
     assert refusals == {f"Rope.at: {message}"}
 
 
@@ -453,7 +453,7 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_length_must_be_said() -> None:
     rope = Rope(8, 1e4, "half", scaling=DynamicNTK(2.0, 64))
-    with pytest.raises(RopeError, match="the length must be said"):
+    with pytest.raises(RopeError, match="the length must be resolved"):
         rope.at(torch.arange(3), numerics="float32")
     assert rope.at_length(200).at(torch.arange(3), numerics="float32").cos.shape == (3, 4)
 

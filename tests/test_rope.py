@@ -102,7 +102,7 @@ def test_static_ropes_are_the_same_at_any_length() -> None:
         ({"head_dim": 10**9}, "head_dim must be an integer from 2"),
         ({"head_dim": 8.0}, "head_dim must be an integer"),
         ({"head_dim": True}, "head_dim must be an integer"),
-        ({"head_dim": 7}, "rotary_dim must be even, since channels turn in pairs, got 7. Pass rotary_dim=6"),
+        ({"head_dim": 7}, "rotary_dim must be even, since channels rotate in pairs, got 7. Pass rotary_dim=6"),
         ({"rotary_dim": 3}, "rotary_dim must be even"),
         ({"rotary_dim": 10}, "rotary_dim must be an integer from 2 to 8, got 10"),
         ({"rotary_dim": 0}, "rotary_dim must be an integer from 2"),

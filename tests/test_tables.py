@@ -134,17 +134,17 @@ def test_frequencies_of_each_pair() -> None:
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        (1.5, "positions must be integers: an int, a list of them, or an array, got float64 of shape ()."),
-        ([0.0, 1.0], "got float64 of shape (2,). For places between tokens use rope.at, or NumPy's cos and sin of"),
+        (1.5, "positions must be integers: an int, a list of ints, or an array, got float64 of shape ()."),
+        ([0.0, 1.0], "got float64 of shape (2,). For fractional positions use rope.at, or NumPy's cos and sin of"),
         (np.arange(3, dtype=np.float32), "got float32 of shape (3,)"),
         (True, "got bool of shape ()"),
-        (np.ones((2, 3), bool), "got bool of shape (2, 3). Pass the place of each token"),
+        (np.ones((2, 3), bool), "got bool of shape (2, 3). Pass the position of each token"),
         ("3", "got <U1 of shape ()"),
         (None, "got object of shape ()"),
         ([0, None], "got object of shape (2,)"),
         ([[0, 1], [2]], "got [[0, 1], [2]]. Pass one int, or an array of ints."),
         (torch.arange(3, device="meta"), "got tensor(..., device='meta', size=(3,), dtype=torch.int64)"),
-        (2**63, "positions must fit into int64, got larger ones"),
+        (2**63, "positions must fit into int64, got larger positions"),
         ([2**70], "got object of shape (1,)"),
         (np.zeros((0,)), "got float64 of shape (0,)"),
         (np.array(["2026-01-01"], "datetime64[D]"), "got datetime64[D] of shape (1,)"),
@@ -167,6 +167,6 @@ def test_the_cure_for_places_between_tokens_works() -> None:
 
 def test_the_length_must_be_said() -> None:
     rope = Rope(8, 1e4, "half", scaling=DynamicNTK(2.0, 4096))
-    with pytest.raises(RopeError, match="the length must be said"):
+    with pytest.raises(RopeError, match="the length must be resolved"):
         rope.tables(3)
     assert rope.at_length(8192).tables(3)[0].shape == (4,)

@@ -100,8 +100,8 @@ def test_compiled() -> None:
         (Rope(8, 1e4, "half", axes=Axes.sections((2, 2))), {}, "rope must be a Rope of one axis"),
         (ROPE, {"centre": 0.5}, "centre must be an integer"),
         (ROPE, {"scale_base": 0.0}, "scale_base must be"),
-        (ROPE, {"centre": 60_000}, "every position must be within 36260 of the centre"),
-        (ROPE, {"centre": -800, "scale_base": 11.0}, "every position must be within 779 of the centre"),
+        (ROPE, {"centre": 60_000}, "every position must be within 36260 tokens of the centre"),
+        (ROPE, {"centre": -800, "scale_base": 11.0}, "every position must be within 779 tokens of the centre"),
     ],
 )
 def test_refusals(rope: Any, more: dict[str, Any], said: str) -> None:

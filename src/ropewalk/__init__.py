@@ -1,6 +1,10 @@
-"""ropewalk: rotary position embeddings. What a config means, the exact angle of every token, q and k turned.
+"""ropewalk: rotary position embeddings (RoPE). Read a model's config, compute exact angles, rotate q and k.
 
-The public names, and nothing else. They load on first use, so that what needs no torch does not wait for it.
+    ropes = ropewalk.from_config("config.json")
+    rotation = ropes.rope.at(torch.arange(seq))
+    q, k = rotation(q, k, layout="bshd")
+
+This module exports the public names. Each is imported on first use, so names that do not need torch do not import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m ropewalk` is `ropewalk`."""
+"""Run the `ropewalk` command as `python -m ropewalk`."""
 
 from ropewalk.programs.cli import main
 

@@ -1,10 +1,11 @@
-"""Every check of a plain argument, and the one form of its message.
+"""RopeError, the form of all error messages, and checks of plain arguments.
 
-A message says who speaks, what must hold, what came, and the cure:
+A message names the context, states the requirement and the received value, and suggests a fix:
 
-    Rope: rotary_dim must be even, got 63. Pass 62 or 64.
+    Rope: rotary_dim must be even, since channels rotate in pairs, got 63. Pass rotary_dim=62 to leave the last channel
+    unrotated.
 
-Nothing here imports torch or NumPy, so a config can be read and refused without either.
+This module imports neither torch nor NumPy, so configs can be read and rejected without them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ropewalk._layout import Numerics, Pairing
 
 
 class RopeError(ValueError):
-    """An argument, a config or a file does not say what ropewalk needs to know.
+    """An argument, a config or a file is invalid, or lacks information that ropewalk needs.
 
-    The message names who refused, what must hold, what came instead, and what to do. It is one line that every
-    terminal can show: control characters and lone surrogates, which a file may hold, stand in it as escapes.
+    The message names the context, the requirement, the received value and a fix. It is one printable line: control
+    characters and lone surrogates, which a file may contain, are shown as escapes.
     """
 
     def __init__(self, message: str = "") -> None:
@@ -32,66 +33,73 @@ class RopeError(ValueError):
 
 
 def error(who: str, must: str, got: str, cure: str) -> RopeError:
-    """The one form of every message: who, what must hold, what came (in words, `shown` or `described`), cure."""
+    """Create an error with a message in the common form.
+
+    Args:
+        who: the context, such as the name of a class or a function.
+        must: the requirement.
+        got: what was received, in words or from `shown` or `described`.
+        cure: one or more whole sentences that say how to fix it.
+    """
     return RopeError(f"{who}: {must}, got {got}. {cure}")
 
 
 def within(where: str, e: RopeError) -> RopeError:
-    """The same error, with what it is about in front."""
+    """Prefix the message of an error with the place that it is about."""
     return RopeError(f"{where}: {e}")
 
 
 def unreadable(where: str, e: Exception) -> RopeError:
-    """The error that the system cannot read a file."""
+    """Create the error for a file that the system cannot read."""
     return RopeError(f"{where}: cannot be read: {e}.")
 
 
 def failed(what: str, e: Exception, cure: str) -> RopeError:
-    """The error that code from outside raised something else: what could not be done, what it raised, cure."""
+    """Create the error for an exception raised by other code: what failed, the exception, and how to fix it."""
     try:
-        said = str(e)[:_MOST_SHOWN]
-    except Exception:  # whatever the exception's own str raises
-        said = "?"
-    return RopeError(f"{what}: {type(e).__name__}: {said.rstrip('.')}. {cure}")
+        message = str(e)[:_MAX_SHOWN]
+    except Exception:  # the exception's own __str__ may raise anything
+        message = "?"
+    return RopeError(f"{what}: {type(e).__name__}: {message.rstrip('.')}. {cure}")
 
 
 def printable(text: str) -> str:
-    """The text on one line; control characters and lone surrogates become escapes, as in a Python string."""
+    """The text on one line, with control characters and lone surrogates escaped as in a Python string."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shown(value: object) -> str:
-    """A repr of bounded length that works for any value: no message grows with what it complains about."""
+    """A repr of bounded length that works for any value, so that messages stay short."""
     try:
         text = printable(_short.repr(value))
-    except Exception:  # whatever the value's own repr raises
+    except Exception:  # the value's own __repr__ may raise anything
         text = f"<{type(value).__name__} that cannot be shown>"
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 4 :]}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 4 :]}"
 
 
 def described(value: object) -> str:
-    """A tensor by its dtype and shape; anything else as `shown`."""
-    torch = sys.modules.get("torch")  # whoever has made a tensor has imported it
+    """The dtype and shape of a tensor; any other value as `shown`."""
+    torch = sys.modules.get("torch")  # if a tensor exists, torch was imported
     if torch is not None and isinstance(value, torch.Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return shown(value)
 
 
 def short(key: object) -> str:
-    """The key of a config for a message: a short string as it is, anything else `shown`."""
-    return key if isinstance(key, str) and len(key) <= _MOST_SHOWN // 2 else shown(key)
+    """A config key for use in a message: a short string unquoted, any other value as `shown`."""
+    return key if isinstance(key, str) and len(key) <= _MAX_SHOWN // 2 else shown(key)
 
 
-# Far above any model (the widest known head has 512 channels); it keeps a corrupt config from filling the memory.
+# Far above any model (the widest known head has 512 channels). It keeps a corrupt config from filling the memory.
 MAX_HEAD_DIM = 65_536
 
-_MOST_SHOWN = 300  # characters
+_MAX_SHOWN = 300  # characters
 
 
 class _Short(reprlib.Repr):
-    """reprlib's, for integers of any size and for bytes: Python refuses to write an integer of 4,300 digits."""
+    """reprlib.Repr for bytes and integers of any size. Python itself refuses to format an integer of 4,300 digits."""
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() > 4096:
@@ -109,7 +117,7 @@ _short.maxlevel = 3
 
 
 def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | None = None, cure: str = "") -> int:
-    """`value` as an int in [at_least, at_most]; booleans and floats are refused, not converted."""
+    """Return `value` as an int in [at_least, at_most]. Booleans and floats are rejected, not converted."""
     bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     if (
         isinstance(value, bool)
@@ -124,22 +132,22 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
 
 
 def check_pairing(who: str, value: object) -> Pairing:
-    """`value`, which is the name of a pairing."""
+    """Return `value`, which must be the name of a pairing."""
     choice(who, "pairing", value, get_args(Pairing))
     return cast(Pairing, value)
 
 
 def check_numerics(who: str, value: object) -> Numerics:
-    """`value`, which says how angles are rounded."""
+    """Return `value`, which must be the name of a way to round angles."""
     choice(who, "numerics", value, get_args(Numerics))
     return cast(Numerics, value)
 
 
 def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:
-    """A number of tokens. The upper bound is far above any, and keeps arithmetic with floats from overflowing."""
+    """Return `value`, a number of tokens. The upper bound of 2⁵³ keeps arithmetic with floats from overflowing."""
     result = integer(who, name, value, at_least=at_least)
     if result > 2**53:
-        raise error(who, f"{name} must be a number of tokens", "more than 2**53", "Is the number right?")
+        raise error(who, f"{name} must be a number of tokens", "more than 2**53", "Check the number.")
     return result
 
 
@@ -153,7 +161,7 @@ def number(
     at_most: float | None = None,
     cure: str = "",
 ) -> float:
-    """`value` as a finite float within the bounds; booleans are refused."""
+    """Return `value` as a finite float within the bounds. Booleans are rejected."""
     bound = "" if above is None else f" greater than {above:g}"
     bound = bound if at_least is None else f" of at least {at_least:g}"
     bound = bound if at_most is None else f"{bound} and at most {at_most:g}"
@@ -173,23 +181,27 @@ def number(
 
 
 def attention_factor(who: str, value: Any) -> float:
-    """A factor of cos and sin. Its square and the square's inverse must be numbers of float32 too, for `inverse`."""
+    """Return a factor of cos and sin. For `Rotation.inverse`, float32 must hold its square and the square's inverse."""
     return number(who, "attention_factor", value, at_least=2.0**-63, at_most=2.0**63)
 
 
 def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
-    """`value` is one of `choices`; the message lists them."""
+    """Raise unless `value` is one of `choices`, which the message lists."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.")
 
 
-_MOST_LIKENED = 100  # characters; no name is longer, and difflib takes seconds for a word of megabytes
+_MAX_COMPARED = 100  # characters; no name is longer, and difflib takes seconds for a word of megabytes
 
 
 def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
-    """` Did you mean 'rope_theta'?` or an empty string; likeness 1 is the same word."""
-    if len(word) > _MOST_LIKENED:
+    """` Did you mean 'rope_theta'?` for the most similar known word, or an empty string.
+
+    Args:
+        likeness: the similarity that is required, from 0 to 1 (equal words).
+    """
+    if len(word) > _MAX_COMPARED:
         return ""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""

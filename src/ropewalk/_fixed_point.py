@@ -1,19 +1,19 @@
-"""A speed as an integer: how far a pair turns at each position, in units of 2⁻⁶⁴ of a full turn.
+"""Convert a frequency to a step: the rotation of a pair per position, as an integer in units of 2⁻⁶⁴ turns.
 
     step  = round(inv_freq / 2π · 2⁶⁴)
     phase = position · step          modulo 2⁶⁴, which is modulo one turn
 
-A 64-bit product that wraps around *is* the reduction modulo one turn, with no rounding at all. So
-phase(m) − phase(n) = phase(m − n) bit for bit, and the only error left is the rounding of the step: half a unit for
-each position, |p|·2π·2⁻⁶⁵ radians.
+The wraparound of a 64-bit product *is* the reduction modulo one turn, without any rounding. So
+phase(m) − phase(n) = phase(m − n) bit for bit. The only error is the rounding of the step: half a unit per position, or
+|p|·2π·2⁻⁶⁵ radians at position p.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-# floor(2²⁵⁶ / 2π): 1/2π to 254 significant bits; a float64 frequency has 53 and a step 64. Checked against mpmath in
-# tests/test_fixed_point.py.
+# floor(2²⁵⁶ / 2π), which is 1/2π to 254 significant bits. A float64 frequency has 53 bits and a step 64.
+# tests/test_fixed_point.py compares it with mpmath.
 _INVERSE_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E4107F9458EAF7AEF158
 
 

@@ -1,6 +1,6 @@
-"""The frequencies that a rope has in deployed code, whose float32 operations round one after the other.
+"""The float32 frequencies of a rope in deployed code, where each float32 operation rounds.
 
-What they are is said by each scheme. Here they are made once, kept, and given to the compiler as constants.
+Each scheme defines its own. This module computes them once, caches them, and marks them as constants for torch.compile.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from ropewalk import _checks, _fixed_point
 from ropewalk.axes import Axes
 from ropewalk.schemes import Scaling, Scheme, default
 
-_MOST_KEPT = 1024
+_MAX_CACHED = 1024
 
 
 def frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None = None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Radians per position of each pair, exactly float32 numbers; and the same as steps (see `_fixed_point`).
+    """The frequency of each pair in radians per position, rounded to float32, and the same as steps (`_fixed_point`).
 
     Raises:
-        RopeError: one of them is not finite in float32.
+        RopeError: a frequency is not finite in float32.
     """
     return _cached_frequencies(base, rotary_dim, scaling, axes)
 
 
-# What torch.compiler.assume_constant_result does, which would import the compiler (1.5 s) for those who do not compile.
+# The effect of torch.compiler.assume_constant_result, which would import the compiler (1.5 s) even if it is not used.
 frequencies._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(_MOST_KEPT)
+@functools.lru_cache(_MAX_CACHED)
 def _cached_frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None = None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    make = default.inv_freq_float32 if scaling is None else cast(Scheme, scaling).inv_freq_float32
-    # In a thread of its own, which no mode of the caller reaches: fake tensors, functorch, a default device.
-    with ThreadPoolExecutor(1) as apart:
+    compute = default.inv_freq_float32 if scaling is None else cast(Scheme, scaling).inv_freq_float32
+    # A separate thread is not affected by modes of the caller: fake tensors, functorch, a default device.
+    with ThreadPoolExecutor(1) as executor:
 
         def progression(channels: int) -> tuple[float, ...]:
-            return apart.submit(make, base, channels).result()
+            return executor.submit(compute, base, channels).result()
 
         inv_freq = progression(rotary_dim) if axes is None else axes.of_each_pair(progression)
     for w in inv_freq:
         if not math.isfinite(w):
             must = "frequencies must be finite in float32"
-            raise _checks.error("Rope.at", must, f"{w}", 'Take numerics="exact".')
+            raise _checks.error("Rope.at", must, f"{w}", 'Pass numerics="exact".')
     return inv_freq, tuple(_fixed_point.step(w) for w in inv_freq)

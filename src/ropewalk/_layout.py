@@ -1,8 +1,7 @@
-"""How q and k lie in memory: layouts, which are orders of axes, and the names of the pairings. Every module asks here.
+"""Names of layouts, pairings and numerics, and the axes of each layout.
 
-The letters of a layout's name are its axes: b batch, s or t tokens, h heads, d head_dim. d is the last, and t comes
-without b. Another layout is another name in `Layout`, and nothing else. Nothing here imports torch or NumPy. How angles
-are rounded has names too.
+The letters of a layout are its axes: b batch, s or t tokens, h heads, d head_dim. d is always last, and t is used
+without b. To add a layout, add its name to `Layout`. This module imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ Pairing = Literal["half", "interleaved"]
 Numerics = Literal["exact", "float32", "float32-frequencies"]
 
 Axes = tuple[int | None, int, int, int]
-"""Where batch (None: there is none), tokens and heads stand, and how many axes there are; head_dim is the last of them.
+"""The indices of the batch axis (None without batch), the token axis and the head axis, and the number of axes.
 
-A plain tuple, since it is unpacked on the way of every call, and unpacking a subclass takes longer."""
+This is a plain tuple because every call unpacks it, and unpacking a subclass takes longer."""
 
 
 def axes_of(layout: str) -> Axes:
-    """The axes that the letters of the name say."""
+    """The axes given by the letters of a layout."""
     tokens = layout.index("s" if "s" in layout else "t")
     return layout.index("b") if "b" in layout else None, tokens, layout.index("h"), len(layout)
 

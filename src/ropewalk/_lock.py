@@ -1,4 +1,4 @@
-"""One writer at a time: a lock of the operating system, which ends with the process that holds it."""
+"""Allow one writer at a time, with a lock of the operating system that ends with the process holding it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ropewalk import _checks
 def held(who: str, file: Path, what: str) -> Iterator[None]:
     """Hold the lock of a file while the body runs.
 
-    The system frees the lock however the process ends, so a lock file that a killed process has left locks nothing.
-    The file says who holds it. Its folder is made.
+    The system releases the lock when the process ends, even if it is killed, so a stale lock file has no effect. The
+    file names its holder. Its folder is created if necessary.
 
     Args:
-        who: who speaks in messages.
+        who: the context of error messages.
         file: the lock file; removed afterwards.
-        what: what it protects, for the message.
+        what: what the lock protects, for the error message.
 
     Raises:
-        RopeError: another process, or another thread of this one, holds it; filelock is missing; the file cannot be
-            written.
+        RopeError: another process or another thread of this process holds the lock; filelock is not installed; or the
+            file cannot be written.
     """
     try:
         from filelock import FileLock, Timeout
@@ -38,17 +38,17 @@ def held(who: str, file: Path, what: str) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as e:
-        cure = "Wait until it has ended, or name another folder."
+        cure = "Wait until it has ended, or choose another folder."
         raise _checks.error(who, f"only one process may write {what} at a time", _holder(file), cure) from e
     except OSError as e:
         must = f"{file.parent} must be a folder where files can be written"
-        raise _checks.error(who, must, e.strerror or str(e), "Name another.") from e
+        raise _checks.error(who, must, e.strerror or str(e), "Choose another folder.") from e
     try:
-        with suppress(OSError):  # a full disk: then the message names nobody
+        with suppress(OSError):  # on a full disk, the file names no holder
             file.write_text(f"process {os.getpid()} on {platform.node()}\n", encoding="utf-8")
         yield
     finally:
-        with suppress(OSError):  # Windows removes no open file
+        with suppress(OSError):  # Windows cannot remove an open file
             file.unlink()
         lock.release()
 

@@ -1,9 +1,9 @@
-"""cos and sin of integer positions in NumPy, for those who have no torch: bit for bit the kernels' float64.
+"""Compute cos and sin of integer positions in NumPy, without torch: bit for bit the float64 results of the kernels.
 
-    phase = position · step        int64, wraps around: reduced modulo one turn without rounding
+    phase = position · step        int64; wraparound reduces modulo one turn without rounding
 
-The two upper bits of a phase, rounded, are its quadrant; the rest is t, within an eighth of a turn, in units of π/4.
-The polynomials in t² are those of csrc/kernels.cpp, in the same order of products and sums.
+The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t is within an eighth of a turn, in
+units of π/4. The polynomials in t² are those of csrc/kernels.cpp, with the same order of products and sums.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIN = (-0.080745512188280771809, 0.0024903945701920074546, -0.00003657620417386
         -1.7571791752800344071e-9, 6.8874821400921976273e-12)  # fmt: skip
 _QUARTER_PI = 0.78539816339744830962
 
-_MOST_AT_ONCE = 1 << 16  # angles, so that what is between positions and results stays in the cache
+_MOST_AT_ONCE = 1 << 16  # angles per block, so that intermediate arrays stay in the cache
 
 
 def cos_sin(
@@ -30,20 +30,21 @@ def cos_sin(
     """cos and sin of every position and pair, times `factor`; float64, `positions.shape + (pairs,)`.
 
     Args:
-        axis: which of the first axis of positions each pair takes, and `axes`: how many there are; None: there is none.
+        axis: for each pair, the row of positions that it uses; None if positions have no rows.
+        axes: the number of rows; None if positions have no rows.
     """
-    places = _as_integers(positions)
-    if axes is not None and (places.ndim == 0 or places.shape[0] != axes):
+    integers = _as_integers(positions)
+    if axes is not None and (integers.ndim == 0 or integers.shape[0] != axes):
         must = f"positions of a rope with axes must have shape [{axes}, ...]"
-        raise _checks.error("Rope.tables", must, f"shape {places.shape}", "Pass a row for each axis.")
-    turns, shape = np.array(steps, dtype=np.int64), places.shape[axes is not None :]
-    rows, of_pairs = places.reshape(axes or 1, -1), slice(None) if axis is None else list(axis)
-    cos, sin = (np.empty((rows.shape[1], turns.size)) for _ in range(2))
-    at_once = max(1, _MOST_AT_ONCE // turns.size)
-    for first in range(0, rows.shape[1], at_once):
-        part = slice(first, first + at_once)
-        cos[part], sin[part] = _cos_sin_of_phases(rows[of_pairs, part].T * turns, factor)
-    return cos.reshape(*shape, turns.size), sin.reshape(*shape, turns.size)
+        raise _checks.error("Rope.tables", must, f"shape {integers.shape}", "Pass a row for each axis.")
+    steps_array, shape = np.array(steps, dtype=np.int64), integers.shape[axes is not None :]
+    rows, row_of_pair = integers.reshape(axes or 1, -1), slice(None) if axis is None else list(axis)
+    cos, sin = (np.empty((rows.shape[1], steps_array.size)) for _ in range(2))
+    block = max(1, _MOST_AT_ONCE // steps_array.size)
+    for first in range(0, rows.shape[1], block):
+        part = slice(first, first + block)
+        cos[part], sin[part] = _cos_sin_of_phases(rows[row_of_pair, part].T * steps_array, factor)
+    return cos.reshape(*shape, steps_array.size), sin.reshape(*shape, steps_array.size)
 
 
 def _cos_sin_of_phases(phase: np.ndarray, factor: float) -> tuple[np.ndarray, np.ndarray]:
@@ -67,28 +68,29 @@ def _polynomial(coefficients: tuple[float, ...], u: np.ndarray) -> np.ndarray:
 
 
 def _as_integers(positions: Any) -> np.ndarray:
-    """Positions as an int64 array; what is no array of integers is refused, not converted."""
-    who, must = "Rope.tables", "positions must be integers: an int, a list of them, or an array"
+    """Return positions as an int64 array. Anything but integers is rejected, not converted."""
+    who, must = "Rope.tables", "positions must be integers: an int, a list of ints, or an array"
     try:
-        places = np.asarray(positions)
-    except Exception as e:  # a ragged list, a tensor on a GPU, or whatever an array of another library raises
+        array = np.asarray(positions)
+    except Exception as e:  # a ragged list, a tensor on a GPU, or any error of another array library
         raise _checks.error(who, must, _checks.shown(positions), "Pass one int, or an array of ints.") from e
-    if places.size == 0 and isinstance(positions, (list, tuple)):
-        places = places.astype(np.int64)  # to NumPy, an empty list holds floats
-    if places.dtype.kind == "f":
+    if array.size == 0 and isinstance(positions, (list, tuple)):
+        array = array.astype(np.int64)  # NumPy converts an empty list to floats
+    if array.dtype.kind == "f":
         raise _checks.error(
             who,
             must,
-            f"{places.dtype} of shape {places.shape}",
-            "For places between tokens use rope.at, or NumPy's cos and sin of positions[..., None] * rope.inv_freq.",
+            f"{array.dtype} of shape {array.shape}",
+            "For fractional positions use rope.at, or NumPy's cos and sin of positions[..., None] * rope.inv_freq.",
         )
-    if places.dtype.kind not in "iu":
+    if array.dtype.kind not in "iu":
         raise _checks.error(
             who,
             must,
-            f"{places.dtype} of shape {places.shape}",
-            "Pass the place of each token, such as np.arange(seq).",
+            f"{array.dtype} of shape {array.shape}",
+            "Pass the position of each token, such as np.arange(seq).",
         )
-    if places.dtype == np.uint64 and (places > np.uint64(2**63 - 1)).any():
-        raise _checks.error(who, "positions must fit into int64", "larger ones", "Are these positions of tokens?")
-    return places.astype(np.int64)
+    if array.dtype == np.uint64 and (array > np.uint64(2**63 - 1)).any():
+        fix = "Check that these are positions of tokens."
+        raise _checks.error(who, "positions must fit into int64", "larger positions", fix)
+    return array.astype(np.int64)

@@ -1,16 +1,15 @@
-"""Which angle is that? Positions and steps → cos and sin, exactly. The only place that decides precision.
+"""Compute exact cos and sin from positions and steps. This is the only module that decides precision.
 
-    phase = position · step        int64, wraps around: reduced modulo one turn without rounding
+    phase = position · step        int64; wraparound reduces modulo one turn without rounding
 
-float64 where the device has it: cos and sin of the phase, rounded once. Elsewhere the top two bits of the phase give
-the quadrant, the rest a residual within an eighth of a turn, and a float32 polynomial its cosine and sine (not
-`torch.cos`: the compiled one is off by 1.1e-7, and it is slow on GPUs).
+- Plain tensors on the CPU or a GPU use the compiled kernels: float64 quadrant, residual and polynomial. Code compiled
+  for a GPU calls them through an operator (`kernels/operators.py`).
+- Other tensors use cos and sin of the phase in float64, rounded once.
+- On devices without float64, the top two bits of the phase give the quadrant, and float32 polynomials give cos and sin
+  of the residual, which is within an eighth of a turn. (The compiled `torch.cos` is off by 1.1e-7, and slow on GPUs.)
+- Fractional positions (image grids) go through a float64 product.
 
-Plain tensors on the CPU or a GPU go to the compiled kernels, which do the same in float64: quadrant, residual and a
-polynomial. Code compiled for a GPU calls them through an operator (`kernels/operators.py`).
-
-Float positions (image grids) go through a float64 product instead. Where tokens have several positions, each pair takes
-that of its axis, and nothing else differs.
+If tokens have several positions, each pair uses the position on its axis. Nothing else differs.
 """
 
 from __future__ import annotations
@@ -37,10 +36,11 @@ _RADIANS_PER_UNIT = 2 * math.pi / 2**64
 
 
 def check_positions(positions: Tensor, axes: int | None) -> None:
-    """Raise unless positions are a tensor of a dtype that holds places exactly, of a shape that fits.
+    """Raise unless positions are a tensor of a suitable shape, in a dtype that represents positions exactly.
 
     Args:
-        axes: how many positions each token has: `[axes, seq]` or `[axes, batch, seq]`; None: `[seq]` or `[batch, seq]`.
+        axes: the number of positions per token, for shapes `[axes, seq]` and `[axes, batch, seq]`. None for shapes
+            `[seq]` and `[batch, seq]`.
     """
     who = "Rope.at"
     if not isinstance(positions, Tensor):
@@ -52,14 +52,14 @@ def check_positions(positions: Tensor, axes: int | None) -> None:
             who,
             "positions must be int32 or int64 (float32 or float64 for grids)",
             str(positions.dtype),
-            "Keep positions out of .half(), .bfloat16() and autocast: 16 bits cannot tell neighbours apart beyond 256.",
+            "Keep positions out of .half(), .bfloat16() and autocast: bfloat16 cannot separate neighbours beyond 256.",
         )
     if axes is None and positions.ndim not in (1, 2):
         raise _checks.error(
             who,
             "positions must have shape [seq] or [batch, seq]",
             f"shape {tuple(positions.shape)}",
-            "Where tokens have several positions (M-RoPE, images), build the Rope with axes.",
+            "If tokens have several positions (M-RoPE, images), build the Rope with axes.",
         )
     if axes is not None and (positions.ndim not in (2, 3) or positions.shape[0] != axes):
         raise _checks.error(
@@ -71,15 +71,15 @@ def check_positions(positions: Tensor, axes: int | None) -> None:
 
 
 def _fix_for_shape(positions: Tensor, axes: int) -> str:
-    """What to pass: ids of diffusers have the axes last."""
+    """How to fix the shape of positions. The ids of diffusers have the axes last."""
     if positions.ndim in (2, 3) and positions.shape[-1] == axes:
-        turned = "positions.T" if positions.ndim == 2 else "positions.permute(2, 0, 1)"
-        return f"The axes stand first: pass {turned}."
-    return f"Pass a row for each axis; text has the same in all: positions.expand({axes}, *positions.shape)."
+        permuted = "positions.T" if positions.ndim == 2 else "positions.permute(2, 0, 1)"
+        return f"The axes must come first: pass {permuted}."
+    return f"Pass one row per axis. For text, all rows are equal: positions.expand({axes}, *positions.shape)."
 
 
 def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | str | None, axes: int | None) -> Tensor:
-    """A shift as an integer tensor: `[]` for an int, `[axes]` for a tuple, else as it came."""
+    """A shift as an integer tensor: `[]` for an int, `[axes]` for a tuple. A tensor is returned unchanged."""
     who = "Rope.shift"
     if isinstance(delta, Tensor):
         fits = delta.ndim <= 2 if axes is None else 1 <= delta.ndim <= 3 and delta.shape[0] == axes
@@ -89,7 +89,7 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
                 who,
                 f"delta must be {'an int' if axes is None else 'a tuple of ints'} or an int32 or int64 tensor {shapes}",
                 _checks.described(delta),
-                f"Pass how many tokens each key moves{'' if axes is None else ', along each axis'}.",
+                f"Pass the number of tokens by which each key moves{'' if axes is None else ', along each axis'}.",
             )
         return delta
     if axes is None:
@@ -97,7 +97,7 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
     if not isinstance(delta, tuple) or len(delta) != axes:
         must, cure = (
             f"delta of a rope with {axes} axes must be a tuple of {axes} ints",
-            "Text moves by the same in all.",
+            "For text, all of them are equal.",
         )
         raise _checks.error(who, must, _checks.shown(delta), cure)
     return torch.stack([_scalar_tensor(along, f"delta[{i}]", device) for i, along in enumerate(delta)])
@@ -105,7 +105,7 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
 
 def _scalar_tensor(number: Any, name: str, device: torch.device | str | None) -> Tensor:
     _checks.integer("Rope.shift", name, number, at_least=-(2**63), at_most=2**63 - 1)
-    # full and not tensor, which would copy to a GPU and wait.
+    # torch.full, because torch.tensor would copy to a GPU and synchronize.
     return torch.full((), number, dtype=torch.int64, device="cpu" if device is None else device)
 
 
@@ -118,18 +118,18 @@ def fast_path(
     axis: bytes,
     axes: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """cos and sin where nothing is unusual, checks included, in compiled code on the CPU; else None, for `cos_sin`.
+    """Check positions and compute cos and sin in compiled code on the CPU. None if `cos_sin` must be used instead.
 
     Args:
-        steps, axis: those of `cos_sin` as int64 numbers; no axis is b"".
-        axes: how many positions each token has; 0 where positions have no rows for them.
+        steps, axis: as for `cos_sin`, as the bytes of int64 numbers; b"" for no axis.
+        axes: the number of positions per token; 0 if positions have no rows.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
     if not backend.FAST_PATH or elsewhere or torch.compiler.is_compiling():
         return None
-    kind = torch.float32 if dtype is None else dtype
-    made: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, kind, axis, axes)
-    return made
+    table_dtype = torch.float32 if dtype is None else dtype
+    tables: tuple[Tensor, Tensor] | None = cpu.angles_plain(positions, steps, factor, table_dtype, axis, axes)
+    return tables
 
 
 def cos_sin(
@@ -145,18 +145,18 @@ def cos_sin(
     """cos and sin of every position and pair, times `factor`.
 
     Args:
-        positions: any shape, with `axis` after that of the axes; int32, int64, float32 or float64.
-        steps: turn of each pair at each position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
-        inv_freq: the same in radians, for float positions.
+        positions: any shape, with a leading axis of rows if `axis` is passed; int32, int64, float32 or float64.
+        steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
+        inv_freq: the same in radians, for fractional positions.
         factor: the attention factor, dimensionless.
-        device, dtype: of the result; those of positions and torch.float32 when None.
-        axis: the row of positions that each pair takes, or None: every pair takes them all.
+        device, dtype: of the result; the device of positions and torch.float32 when None.
+        axis: the row of positions for each pair. None means that every pair uses all positions.
 
     Returns:
-        Two tensors of shape `positions.shape + (pairs,)`, without the axes.
+        Two tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
 
     Raises:
-        RopeError: dtype is not float32 or float64, or the device has no float64 and it is needed.
+        RopeError: dtype is not float32 or float64, or the computation needs float64 and the device lacks it.
     """
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in _FLOATS:
@@ -164,11 +164,11 @@ def cos_sin(
             "Rope.at",
             "dtype must be torch.float32 or torch.float64",
             str(dtype),
-            "Tables in 16 bits lose the angle; q and k keep their own dtype whatever the tables have.",
+            "Tables in 16 bits lose the angle. q and k keep their own dtype in any case.",
         )
     if is_dtensor(positions):
-        of = partial(cos_sin, steps=steps, inv_freq=inv_freq, factor=factor, dtype=dtype, axis=axis)
-        return tables_of_shards(positions, device, of, several=axis is not None)
+        compute = partial(cos_sin, steps=steps, inv_freq=inv_freq, factor=factor, dtype=dtype, axis=axis)
+        return tables_of_shards(positions, device, compute, several=axis is not None)
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
@@ -180,8 +180,8 @@ def cos_sin(
         phase = _positions_of_pairs(positions, axis).to(torch.int64) * device_copy(steps, positions)
         return cos_sin_of_phase_float32(phase, factor)
     _require_float64(has_float64, positions.device)
-    speeds = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
-    return _cos_sin_rounded(_positions_of_pairs(positions, axis).to(torch.float64) * speeds, factor, dtype)
+    frequencies = torch.tensor(inv_freq, dtype=torch.float64, device=positions.device)
+    return _cos_sin_rounded(_positions_of_pairs(positions, axis).to(torch.float64) * frequencies, factor, dtype)
 
 
 def in_float32(
@@ -193,51 +193,51 @@ def in_float32(
     dtype: torch.dtype | None = None,
     axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin as deployed code makes them: one float32 product, PyTorch's float32 cos and sin, times `factor`.
+    """cos and sin as in deployed code: one float32 product, PyTorch's float32 cos and sin, times `factor`.
 
     Source: `LlamaRotaryEmbedding.forward` in transformers 5.23.
 
     Args:
-        positions: any shape, with `axis` after that of the axes; int32, int64, float32 or float64, rounded to float32.
-        inv_freq: radians per position of each pair, each exactly a float32 number.
+        positions: as in `cos_sin`; they are rounded to float32.
+        inv_freq: radians per position of each pair, as values that float32 represents exactly.
         factor, device, axis: as in `cos_sin`.
-        dtype: torch.float32, or None, which is the same.
+        dtype: torch.float32 or None.
 
     Returns:
-        Two float32 tensors of shape `positions.shape + (pairs,)`, without the axes.
+        Two float32 tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
 
     Raises:
-        RopeError: dtype is another.
+        RopeError: dtype is another one.
     """
     if dtype not in (None, torch.float32):
         raise _checks.error(
             "Rope.at",
             'dtype must be torch.float32 with numerics="float32"',
             str(dtype),
-            'Leave dtype out, or take numerics="float32-frequencies" or "exact".',
+            'Omit dtype, or pass numerics="float32-frequencies" or "exact".',
         )
     if is_dtensor(positions):
-        of = partial(in_float32, inv_freq=inv_freq, factor=factor, axis=axis)
-        return tables_of_shards(positions, device, of, several=axis is not None)
+        compute = partial(in_float32, inv_freq=inv_freq, factor=factor, axis=axis)
+        return tables_of_shards(positions, device, compute, several=axis is not None)
     positions = positions if device is None else positions.to(device)
-    speeds = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
-    angle = _positions_of_pairs(positions, axis).to(torch.float32) * speeds
+    frequencies = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
+    angle = _positions_of_pairs(positions, axis).to(torch.float32) * frequencies
     return angle.cos() * factor, angle.sin() * factor
 
 
 def _from_integers(
     positions: Tensor, steps: tuple[int, ...], factor: float, dtype: torch.dtype, axis: tuple[int, ...] | None
 ) -> tuple[Tensor, Tensor]:
-    speeds = device_copy(steps, positions)
-    kernel = backend.kernel_for(positions, speeds)
+    copy = device_copy(steps, positions)
+    kernel = backend.kernel_for(positions, copy)
     if kernel is not None:
-        return kernel.angles(positions, speeds, factor, dtype, None if axis is None else device_copy(axis, positions))
-    phase = _positions_of_pairs(positions, axis).to(torch.int64) * speeds
+        return kernel.angles(positions, copy, factor, dtype, None if axis is None else device_copy(axis, positions))
+    phase = _positions_of_pairs(positions, axis).to(torch.int64) * copy
     return _cos_sin_rounded(phase.to(torch.float64) * _RADIANS_PER_UNIT, factor, dtype)
 
 
 def _positions_of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tensor:
-    """The position of each pair, `[..., pairs]`; or one for all, `[..., 1]`."""
+    """The position for each pair, `[..., pairs]`, or one for all pairs, `[..., 1]`."""
     if axis is None:
         return positions.unsqueeze(-1)
     return positions.index_select(0, device_copy(axis, positions)).movedim(0, -1)
@@ -254,14 +254,14 @@ def _require_float64(has_float64: bool, device: torch.device) -> None:
     if not has_float64:
         raise _checks.error(
             "Rope.at",
-            "float positions and float64 tables need a device with float64",
+            "the device must support float64 for fractional positions and for float64 tables",
             str(device),
-            "Make them on the CPU: rope.at(positions.cpu()).to(device).",
+            "Compute them on the CPU: rope.at(positions.cpu()).to(device).",
         )
 
 
-# Coefficients of cos(π/4 · t) and sin(π/4 · t) / t in powers of t², |t| ≤ 1: Chebyshev fits in 40 digits, error
-# 4e-11. π/4 itself is split in two float32 numbers.
+# Coefficients of cos(π/4 · t) and sin(π/4 · t) / t in powers of t², for |t| ≤ 1. They are Chebyshev fits computed with
+# 40 digits, with an error of 4e-11. π/4 itself is split into two float32 numbers.
 _COS = (1.0, -0.30842513753381972025, 0.015854344232677915077, -0.00032599179779493027298, 3.5906106809310756361e-6,
         -2.4325418653288861317e-8)  # fmt: skip
 _SIN = (-0.080745512174660416512, 0.002490394134287067041, -0.00003657402319664734643, 3.0986623576829848437e-7)

@@ -1,13 +1,13 @@
-"""Tables of cos and sin in the forms of other libraries, to a `Rotation` and back.
+"""Convert tables of cos and sin between a `Rotation` and the formats of other libraries.
 
-| form | who | shape |
+| format | used by | shape |
 |---|---|---|
-| full width | transformers: what `rotary_emb` returns | cos and sin, each `[…, rotary_dim]` |
+| full width | transformers: the result of `rotary_emb` | cos and sin, each `[…, rotary_dim]` |
 | complex | Meta's `freqs_cis` | `[…, pairs]`, cos + i sin |
 | cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
 
-A table holds the attention factor already. It does not say which channels are a pair: that is `pairing`, which the code
-around the table decides.
+Tables include the attention factor. They do not determine which channels form a pair: that is `pairing`, which follows
+from the code that uses the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ropewalk._layout import Pairing
 from ropewalk.rotation.api import Rotation
 
 Repeated = Literal["halves", "each"]
-"""Where the second value of each pair stands: both halves of a row are the same, or each value stands twice."""
+"""How a row repeats its values: both halves of the row are equal, or each value is repeated next to itself."""
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -37,16 +37,16 @@ def from_full_width(
     rotary_offset: int = 0,
     attention_factor: float = 1.0,
 ) -> Rotation:
-    """A `Rotation` from tables with a value for each channel, as transformers' `rotary_emb` returns them.
+    """Create a `Rotation` from tables with one value per channel, as returned by transformers' `rotary_emb`.
 
     Args:
-        cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64; each value twice.
-        repeated: "halves" in nearly every model; "each" in Cohere's. It need not go with the pairing: ERNIE 4.5 makes
-            halves and rotates neighbours.
+        cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64, with each value twice.
+        repeated: "halves" in nearly every model; "each" in Cohere's. This is independent of the pairing: ERNIE 4.5
+            repeats halves but rotates neighbours.
         pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
-        RopeError: a row does not repeat its values so; or what `Rotation` refuses.
+        RopeError: a row does not repeat its values in this way; or as raised by `Rotation`.
 
     Example:
         >>> from ropewalk import Rope
@@ -63,13 +63,14 @@ def from_full_width(
     for name, table in (("cos", cos), ("sin", sin)):
         _check_table(who, name, table)
         if table.ndim < 1 or table.shape[-1] % 2:
-            must = f"{name} must have a column for each rotated channel, which are an even number"
-            raise error(who, must, described(table), "For half width, use Rotation(cos, sin, pairing=...).")
+            must = f"{name} must have one column per rotated channel, an even number"
+            raise error(who, must, described(table), "For tables of half width, use Rotation(cos, sin, pairing=...).")
         first, second = table.chunk(2, dim=-1) if repeated == "halves" else (table[..., 0::2], table[..., 1::2])
         if not torch.equal(first, second):
             other = "each" if repeated == "halves" else "halves"
-            must = f"{name} must hold every value twice, {_PLACES[repeated]}"
-            raise error(who, must, "other values there", f"Is it repeated={other!r}, or a table of half width?")
+            must = f"{name} must contain every value twice, {_PLACES[repeated]}"
+            fix = f"Pass repeated={other!r}; for tables of half width, use Rotation(cos, sin, pairing=...)."
+            raise error(who, must, "different values", fix)
         halves.append(first)
     return Rotation(
         *halves,
@@ -80,21 +81,21 @@ def from_full_width(
     )
 
 
-_PLACES = {"halves": "in both halves of a row", "each": "side by side"}
+_PLACES = {"halves": "once in each half of a row", "each": "side by side"}
 
 
 def to_full_width(rotation: Rotation, *, repeated: Repeated, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin with a value for each rotated channel, for code that multiplies whole rows.
+    """cos and sin with one value per rotated channel, for code that multiplies whole rows.
 
     Args:
         repeated: "halves" or "each", see `from_full_width`.
-        dtype: that of the result; that of the rotation when None. 16 bits round cos and sin by up to 2e-3.
+        dtype: dtype of the result; that of the rotation when None. bfloat16 rounds cos and sin by up to 2e-3.
 
     Returns:
         cos and sin `[…, rotary_dim]`.
 
     Raises:
-        RopeError: rotation is no `Rotation`, or repeated is something else.
+        RopeError: rotation is not a `Rotation`, or repeated is unknown.
     """
     who = "formats.to_full_width"
     _check_rotation(who, rotation)
@@ -113,15 +114,15 @@ def from_complex(
     rotary_offset: int = 0,
     attention_factor: float = 1.0,
 ) -> Rotation:
-    """A `Rotation` from cos + i sin, as Meta's `precompute_freqs_cis` returns them.
+    """Create a `Rotation` from cos + i sin, as returned by Meta's `precompute_freqs_cis`.
 
     Args:
-        turns: complex64 or complex128 `[seq, pairs]` or `[batch, seq, pairs]`; without an axis for heads.
-        pairing: "interleaved" in Meta's code, DeepSeek's and Llama 4's.
+        turns: cos + i sin, complex64 or complex128, `[seq, pairs]` or `[batch, seq, pairs]`, without a head axis.
+        pairing: "interleaved" in the code of Meta, DeepSeek and Llama 4.
         head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
-        RopeError: turns are not complex; or what `Rotation` refuses.
+        RopeError: turns are not complex; or as raised by `Rotation`.
     """
     who = "formats.from_complex"
     if not isinstance(turns, Tensor) or turns.dtype not in (torch.complex64, torch.complex128):
@@ -137,10 +138,10 @@ def from_complex(
 
 
 def to_complex(rotation: Rotation) -> Tensor:
-    """cos + i sin: complex64 `[…, pairs]`, complex128 where the tables are float64.
+    """cos + i sin: complex64 `[…, pairs]`, or complex128 if the tables are float64.
 
     Raises:
-        RopeError: rotation is no `Rotation`.
+        RopeError: rotation is not a `Rotation`.
     """
     _check_rotation("formats.to_complex", rotation)
     return torch.complex(rotation.cos, rotation.sin)
@@ -154,16 +155,15 @@ def from_cache(
     rotary_offset: int = 0,
     attention_factor: float = 1.0,
 ) -> Rotation:
-    """A table from vLLM's `cos_sin_cache`, which is FlashInfer's too. Take the tokens with `table[positions]`.
+    """Create a table from vLLM's or FlashInfer's `cos_sin_cache`. Select tokens with `table[positions]`.
 
     Args:
-        cache: `[rows, rotary_dim]`, float32 or float64: a row for each position, cos of all pairs and then their sin.
-        pairing: "half" where vLLM says `is_neox_style=True`, else "interleaved".
+        cache: `[rows, rotary_dim]`, float32 or float64, with one row per position: cos of all pairs, then their sin.
+        pairing: "half" for vLLM's `is_neox_style=True`, otherwise "interleaved".
         head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
-        RopeError: cache has another shape or dtype. vLLM keeps it in the dtype of the model; in 16 bits the angle is
-            lost already.
+        RopeError: cache has another shape or dtype. vLLM stores it in the dtype of the model; 16 bits lose the angle.
 
     Example:
         >>> from ropewalk import Rope
@@ -177,7 +177,7 @@ def from_cache(
     who = "formats.from_cache"
     _check_table(who, "cache", cache)
     if cache.ndim != 2 or cache.shape[-1] % 2:
-        must = "cache must have shape [rows, rotary_dim], cos of all pairs and then their sin"
+        must = "cache must have shape [rows, rotary_dim], with cos of all pairs, then their sin"
         raise error(who, must, described(cache), "Pass the whole cos_sin_cache.")
     cos, sin = cache.chunk(2, dim=-1)
     return Rotation(
@@ -186,32 +186,30 @@ def from_cache(
 
 
 def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
-    """vLLM's `cos_sin_cache`: `[rows, rotary_dim]`, cos of all pairs and then their sin. FlashInfer wants float32.
+    """vLLM's `cos_sin_cache`: `[rows, rotary_dim]`, with cos of all pairs, then their sin. FlashInfer requires float32.
 
     Args:
-        rotation: of positions 0, 1, 2 …: a row is found by its position.
-        dtype: that of the result; that of the rotation when None.
+        rotation: a rotation of positions 0, 1, 2 …, because vLLM looks up rows by position.
+        dtype: dtype of the result; that of the rotation when None.
 
     Raises:
-        RopeError: the rotation is not a table `[rows, pairs]`.
+        RopeError: the tables are not `[rows, pairs]`.
     """
     _check_rotation("formats.to_cache", rotation)
     if rotation.cos.ndim != 2:
-        must = "the rotation must be a table made for positions [rows]"
+        must = "the rotation must be a table for positions [rows]"
         got = f"tables of shape {tuple(rotation.cos.shape)}"
-        raise error("formats.to_cache", must, got, "Make it with rope.at(torch.arange(rows)).")
+        raise error("formats.to_cache", must, got, "Create it with rope.at(torch.arange(rows)).")
     cache = torch.cat((rotation.cos, rotation.sin), dim=-1)
     return cache if dtype is None else cache.to(dtype)
 
 
 def _check_rotation(who: str, rotation: Rotation) -> None:
     if not isinstance(rotation, Rotation):
-        raise error(who, "rotation must be a Rotation", described(rotation), "Make it with rope.at(positions).")
+        raise error(who, "rotation must be a Rotation", described(rotation), "Create it with rope.at(positions).")
 
 
 def _check_table(who: str, name: str, table: Tensor) -> None:
     if not isinstance(table, Tensor) or table.dtype not in _FLOATS:
-        cure = (
-            "Pass float32. 16 bits have lost the angle; to rotate by these rounded numbers all the same, use .float()."
-        )
-        raise error(who, f"{name} must be a float32 or float64 tensor", described(table), cure)
+        fix = "Pass a float32 table. 16 bits have lost the angle; to use the rounded values anyway, call .float()."
+        raise error(who, f"{name} must be a float32 or float64 tensor", described(table), fix)

@@ -1,4 +1,4 @@
-"""LearnedRope: frequencies that are trained, on one axis or several, for all heads or for each its own."""
+"""LearnedRope: trainable frequencies on one or several axes, shared by all heads or separate for each head."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _WHO = "LearnedRope"
 
 
 class LearnedRope(torch.nn.Module):
-    """A module whose only parameter is the frequencies; called with positions, it gives their `Rotation`.
+    """A module whose only parameter is the frequencies. Calling it with positions returns their `Rotation`.
 
-    The angle of a pair is the sum over the axes of position · frequency. Gradients reach the frequencies through cos
-    and sin. Where each layer learns its own (RoPE-Mixed), each has a module of its own; where all share them (Mochi),
-    call it once for each forward pass and hand the rotation to every layer.
+    The angle of a pair is the sum over all axes of position · frequency. Gradients reach the frequencies through cos
+    and sin. If each layer learns its own frequencies (RoPE-Mixed), use one module per layer. If all layers share them
+    (Mochi), call one module once per forward pass, and pass the rotation to every layer.
 
-    `.half()`, `.bfloat16()` and `.to(dtype)` leave the frequencies in their dtype, since 16 bits lose the angle: with
-    the 8 bits of bfloat16, position 256 is off by up to half a radian. What casts them all the same (the mixed
-    precision of FSDP, `load_state_dict(assign=True)` from a file in 16 bits) makes the next call an error.
+    `.half()`, `.bfloat16()` and `.to(dtype)` do not change the dtype of the frequencies, because 16 bits lose the
+    angle: with the 8 bits of bfloat16, the angle at position 256 is off by up to half a radian. If something else casts
+    them (the mixed precision of FSDP, `load_state_dict(assign=True)` from a 16-bit file), the next call raises.
 
     Args:
-        inv_freq: the frequencies to begin with, in radians per position, which are copied: float32 or float64, `[axes,
-            pairs]` for all heads, or `[axes, heads, pairs]`.
+        inv_freq: the initial frequencies in radians per position, float32 or float64: `[axes, pairs]` for all heads, or
+            `[axes, heads, pairs]`. They are copied.
         pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Attributes:
-        inv_freq: the parameter, of that shape and dtype; `inv_freq` in `state_dict`, and nothing else is.
-        axes: how many coordinates a position has.
-        heads: how many heads have frequencies of their own; None where all have the same.
+        inv_freq: the parameter, with the shape and dtype of the argument. It is the only entry of `state_dict`.
+        axes: number of coordinates of a position.
+        heads: number of heads with frequencies of their own; None if all heads share them.
 
     Raises:
-        RopeError: inv_freq is no such tensor, or a number does not fit.
+        RopeError: inv_freq is not such a tensor, or a number is out of range.
 
     Example:
         >>> learned = LearnedRope.from_rope(Rope(head_dim=4, base=10_000.0, pairing="half"))
@@ -67,10 +67,10 @@ class LearnedRope(torch.nn.Module):
             must = "inv_freq must be a float32 or float64 tensor [axes, pairs] or [axes, heads, pairs]"
             raise _checks.error(_WHO, must, _checks.described(inv_freq), "For one axis, add it with unsqueeze(0).")
         if 0 in inv_freq.shape:
-            must = "inv_freq must have an axis, a head and a pair at least"
-            raise _checks.error(_WHO, must, f"shape {tuple(inv_freq.shape)}", "Pass the frequencies to begin with.")
+            must = "inv_freq must have at least one axis, one head and one pair"
+            raise _checks.error(_WHO, must, f"shape {tuple(inv_freq.shape)}", "Pass the initial frequencies.")
         row = torch.zeros(inv_freq.shape[-1], device="cpu")
-        # The numbers are those of a Rotation, which checks them.
+        # Rotation checks the remaining arguments.
         checked = Rotation(
             row,
             row,
@@ -88,50 +88,52 @@ class LearnedRope(torch.nn.Module):
 
     @classmethod
     def _from_initializer(
-        cls, begin: Callable[[], Tensor], inv_freq: Tensor | None = None, **numbers: Any
+        cls, initializer: Callable[[], Tensor], inv_freq: Tensor | None = None, **numbers: Any
     ) -> LearnedRope:
-        """With what `begin` gives, again at each `reset_parameters`; or with inv_freq, the first time."""
-        made = cls(begin() if inv_freq is None else inv_freq, **numbers)
-        made._initializer = begin
-        return made
+        """Create a module with an initializer for `reset_parameters`. inv_freq replaces its first result."""
+        module = cls(initializer() if inv_freq is None else inv_freq, **numbers)
+        module._initializer = initializer
+        return module
 
     def reset_parameters(self) -> None:
-        """Give the frequencies what `from_rope`, `mixed` or `projected` began with, on the device where they are.
+        """Initialize the frequencies again, as `from_rope`, `mixed` or `projected` did, on their current device.
 
-        For a module that was made on the meta device, after `to_empty`. `mixed` draws other directions, from PyTorch's
-        own generator of the CPU.
+        Call this after `to_empty` on a module that was created on the meta device. `mixed` draws new directions from
+        PyTorch's default CPU generator.
 
         Raises:
             RopeError: the frequencies were passed as a tensor, which is not kept.
         """
         if self._initializer is None:
-            must = "the module must come from from_rope, mixed or projected, which know how it begins"
-            cure = "Copy the frequencies into inv_freq."
-            raise _checks.error("LearnedRope.reset_parameters", must, "frequencies that were passed", cure)
+            must = "the module must be created by from_rope, mixed or projected"
+            cure = "Copy the frequencies into inv_freq instead."
+            raise _checks.error("LearnedRope.reset_parameters", must, "one created from a tensor of frequencies", cure)
         with torch.no_grad(), torch.device("cpu"):
             self.inv_freq.copy_(self._initializer())
 
     @classmethod
     def from_rope(cls, rope: Rope, *, heads: int | None = None, dtype: torch.dtype = torch.float32) -> LearnedRope:
-        """From the frequencies of a rope; its attention factor, which is not learned, goes with it.
+        """Start from the frequencies of a rope. Its attention factor is copied, and not learned.
 
-        Of a rope with axes, a pair begins with 0 for every axis but its own, and may learn to listen to all.
+        If the rope has axes, the frequency of a pair starts at 0 on all axes but its own. Training may change all of
+        them.
 
         Args:
-            rope: static; one that depends on the length is resolved first, with `at_length`.
-            heads: how many heads get frequencies of their own, all equal to begin with; None: all heads share them.
-            dtype: of the frequencies. float32 rounds those of the rope, which moves the angle at position p by up to
-                p · 3e-8 radians; float64 does not.
+            rope: a static rope. If its frequencies depend on the length, resolve them first with `at_length`.
+            heads: number of heads with their own frequencies, which are equal at first; None shares one set.
+            dtype: dtype of the frequencies. float32 rounds them, which moves the angle at position p by up to p · 3e-8
+                radians; float64 does not round them.
 
         Raises:
-            RopeError: rope is no static Rope, or heads or dtype is something else.
+            RopeError: rope is not a static Rope, heads is not an integer of at least 1, or dtype is another one.
         """
         who = "LearnedRope.from_rope"
         if not isinstance(rope, Rope):
             raise _checks.error(who, "rope must be a Rope", _checks.shown(rope), "Read one with from_config(...).rope.")
         if dtype not in _FLOATS:
             must = "dtype must be torch.float32 or torch.float64"
-            raise _checks.error(who, must, _checks.shown(dtype), "q and k keep their own dtype.")
+            fix = "Pass one of them: q and k keep their own dtype in any case."
+            raise _checks.error(who, must, _checks.shown(dtype), fix)
         if heads is not None:
             heads = _checks.integer(who, "heads", heads, at_least=1)
         return cls._from_initializer(
@@ -152,53 +154,54 @@ class LearnedRope(torch.nn.Module):
         base: float = 10.0,
         generator: torch.Generator | None = None,
     ) -> LearnedRope:
-        """RoPE-Mixed: two axes, and for each head two directions of the plane, which are at right angles.
+        """RoPE-Mixed: two axes, and for each head two perpendicular directions of the plane.
 
-        The first half of the pairs turns along one of them and the second along the other, with the speeds base^(−4i /
-        head_dim). The direction of each head is drawn at random. A position is (x, y), in patches; whatever does not
-        rotate, such as a class token, stands at (0, 0).
+        The first half of the pairs rotates with the position along one direction, the second half with the position
+        along the other, at frequencies base^(−4i / head_dim). The direction of each head is drawn at random. A position
+        is (x, y), in patches; tokens that do not rotate, such as a class token, are at (0, 0).
 
-        Source: Heo et al. 2024, arXiv:2403.13298; `init_random_2d_freqs` in naver-ai/rope-vit, which pairs neighbours:
-        pairing "interleaved".
+        Source: Heo et al. 2024, arXiv:2403.13298; `init_random_2d_freqs` in naver-ai/rope-vit, which pairs neighbours
+        (pairing "interleaved").
 
         Args:
             head_dim: channels of a head, a multiple of 4.
-            heads: how many heads there are.
-            base: of the geometric progression of speeds, dimensionless, greater than 1.
-            generator: what the directions are drawn from; PyTorch's own when None.
+            heads: number of heads.
+            base: base of the geometric progression of frequencies, dimensionless, greater than 1.
+            generator: generator for the directions; PyTorch's default when None.
 
         Raises:
-            RopeError: a number does not fit.
+            RopeError: a number is out of range.
         """
         who = "LearnedRope.mixed"
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=4, at_most=_checks.MAX_HEAD_DIM)
         if head_dim % 4:
-            must = "head_dim must be a multiple of 4, since half of the pairs go along each direction"
+            must = "head_dim must be a multiple of 4, since each direction has half of the pairs"
             raise _checks.error(who, must, str(head_dim), "Rotate fewer channels, with LearnedRope(inv_freq, ...).")
         heads = _checks.integer(who, "heads", heads, at_least=1)
         base = _checks.number(who, "base", base, above=1.0)
-        begin = partial(_init_mixed, head_dim, heads, base)
-        return cls._from_initializer(begin, begin(generator), pairing=pairing)
+        initializer = partial(_init_mixed, head_dim, heads, base)
+        return cls._from_initializer(initializer, initializer(generator), pairing=pairing)
 
     @classmethod
     def projected(cls, head_dim: int, heads: int, *, pairing: Pairing, axes: int = 3) -> LearnedRope:
-        """Mochi's learned projection of coordinates to angles, for each head. All begins at 0: nothing rotates.
+        """Mochi's learned projection of coordinates to angles for each head. It starts at 0, without any rotation.
 
         Source: `pos_frequencies` of `MochiTransformer3DModel` in diffusers 0.42.1, `[3, heads, head_dim / 2]`, for
-        (time, height, width); it pairs neighbours: pairing "interleaved".
+        (time, height, width). It pairs neighbours (pairing "interleaved").
 
         Args:
             head_dim: channels of a head, even.
-            heads: how many heads there are.
-            axes: coordinates of a position.
+            heads: number of heads.
+            axes: number of coordinates of a position.
 
         Raises:
-            RopeError: a number does not fit.
+            RopeError: a number is out of range.
         """
         who = "LearnedRope.projected"
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
         if head_dim % 2:
-            raise _checks.error(who, "head_dim must be even", str(head_dim), "Channels rotate in pairs.")
+            fix = f"Pass {head_dim - 1} or {head_dim + 1}: channels rotate in pairs."
+            raise _checks.error(who, "head_dim must be even", str(head_dim), fix)
         heads = _checks.integer(who, "heads", heads, at_least=1)
         axes = _checks.integer(who, "axes", axes, at_least=1)
         return cls._from_initializer(
@@ -206,30 +209,31 @@ class LearnedRope(torch.nn.Module):
         )
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Rotation:
-        """The rotation of exactly these tokens.
+        """The rotation of tokens at these positions.
 
         Args:
-            positions: int32, int64, float32 or float64, on the device of the frequencies. `[axes, seq]` or `[axes,
-                batch, seq]`; for one axis `[seq]` or `[batch, seq]`, as for `Rope.at`.
-            dtype: of cos and sin, torch.float32 or torch.float64.
+            positions: int32, int64, float32 or float64, on the device of the frequencies: `[axes, seq]` or `[axes,
+                batch, seq]`. With one axis, `[seq]` or `[batch, seq]`, as for `Rope.at`.
+            dtype: dtype of cos and sin, torch.float32 or torch.float64.
 
         Returns:
-            A `Rotation`; with cos and sin of each head where the frequencies are.
+            A `Rotation`, with one table per head if each head has its own frequencies.
 
         Raises:
-            RopeError: positions do not fit, the frequencies were cast, or the device has no float64.
+            RopeError: positions do not fit, the frequencies were cast, or the device does not support float64.
 
         Precision:
-            angles in float64, also under autocast, rounded once as cos and sin; gradients come back the same way.
+            Angles are computed in float64, also under autocast; cos and sin are rounded once. The same holds for
+            gradients.
         """
         self._check(positions, dtype)
-        places, speeds = positions.to(torch.float64), self.inv_freq.to(torch.float64)
-        places = places.unsqueeze(0) if self.axes == 1 else places
+        coordinates, frequencies = positions.to(torch.float64), self.inv_freq.to(torch.float64)
+        coordinates = coordinates.unsqueeze(0) if self.axes == 1 else coordinates
         if self.heads is not None:
-            places, speeds = places.unsqueeze(-2), speeds.unsqueeze(-2)
-        angle = places[0].unsqueeze(-1) * speeds[0]
+            coordinates, frequencies = coordinates.unsqueeze(-2), frequencies.unsqueeze(-2)
+        angle = coordinates[0].unsqueeze(-1) * frequencies[0]
         for axis in range(1, self.axes):
-            angle = angle + places[axis].unsqueeze(-1) * speeds[axis]
+            angle = angle + coordinates[axis].unsqueeze(-1) * frequencies[axis]
         factor = self.attention_factor
         cos, sin = ((table * factor).to(dtype) for table in (angle.cos(), angle.sin()))
         return api.unchecked(
@@ -243,57 +247,58 @@ class LearnedRope(torch.nn.Module):
                 _WHO,
                 "inv_freq must be float32 or float64",
                 str(self.inv_freq.dtype),
-                "Something cast and rounded it. With FSDP, fully_shard this module first, with a policy of its own; "
-                "after load_state_dict(assign=True), load the frequencies again.",
+                "Something cast and rounded it. With FSDP, call fully_shard on this module first, with its own policy. "
+                "After load_state_dict(assign=True), load the frequencies again.",
             )
         if dtype not in _FLOATS:
-            must, cure = "dtype must be torch.float32 or torch.float64", "q and k keep their own dtype."
-            raise _checks.error(_WHO, must, _checks.shown(dtype), cure)
+            fix = "Pass one of them: q and k keep their own dtype in any case."
+            raise _checks.error(_WHO, "dtype must be torch.float32 or torch.float64", _checks.shown(dtype), fix)
         shapes = "[seq] or [batch, seq]" if self.axes == 1 else f"[{self.axes}, seq] or [{self.axes}, batch, seq]"
         if not isinstance(positions, Tensor) or positions.dtype not in _POSITIONS:
             must = f"positions must be an int32, int64, float32 or float64 tensor {shapes}"
-            raise _checks.error(_WHO, must, _checks.described(positions), "Pass where each token is on each axis.")
+            raise _checks.error(_WHO, must, _checks.described(positions), "Pass the position of each token.")
         if positions.ndim not in ((1, 2) if self.axes == 1 else (2, 3)) or (
             self.axes > 1 and positions.shape[0] != self.axes
         ):
             must = f"positions must have shape {shapes}"
-            raise _checks.error(_WHO, must, f"shape {tuple(positions.shape)}", "The axes stand first.")
+            fix = "Pass one position per token." if self.axes == 1 else "The axes must come first."
+            raise _checks.error(_WHO, must, f"shape {tuple(positions.shape)}", fix)
         if positions.device != self.inv_freq.device:
             must = f"positions must be on {self.inv_freq.device}, where the frequencies are"
-            raise _checks.error(_WHO, must, str(positions.device), "Move the positions, or the module.")
+            raise _checks.error(_WHO, must, str(positions.device), "Move the positions or the module.")
         if positions.device.type == "mps":
-            raise _checks.error(_WHO, "the device must have float64", "mps", "Use the CPU or another GPU.")
+            raise _checks.error(_WHO, "the device must support float64", "mps", "Use the CPU or another GPU.")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LearnedRope:
-        """What `.to`, `.half`, `.cuda` and the others call: it moves the frequencies, and never makes them 16 bits."""
+        """Apply `.to`, `.half`, `.cuda` and similar methods, but never cast the frequencies to 16 bits."""
 
-        def moved(x: Tensor) -> Tensor:
-            made = fn(x)
-            return made if made.dtype in _FLOATS else x.to(made.device)
+        def apply_unless_16_bits(x: Tensor) -> Tensor:
+            result = fn(x)
+            return result if result.dtype in _FLOATS else x.to(result.device)
 
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(apply_unless_16_bits, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """The arguments that `print(model)` shows."""
         heads = "" if self.heads is None else f"heads={self.heads}, "
         return f"axes={self.axes}, {heads}pairs={self.rotary_dim // 2}, pairing={self.pairing!r}"
 
 
 def _init_from_rope(rope: Rope, heads: int | None, dtype: torch.dtype) -> Tensor:
-    """What `LearnedRope.from_rope` begins with."""
+    """The initial frequencies of `LearnedRope.from_rope`."""
     inv_freq = torch.tensor(rope.inv_freq.tolist(), dtype=dtype).unsqueeze(0)
     if rope.axes is not None:
-        own = torch.arange(rope.axes.count).unsqueeze(1) == torch.tensor(rope.axes.axis)
-        inv_freq = inv_freq * own
+        is_axis_of_pair = torch.arange(rope.axes.count).unsqueeze(1) == torch.tensor(rope.axes.axis)
+        inv_freq = inv_freq * is_axis_of_pair
     return inv_freq if heads is None else inv_freq.unsqueeze(1).repeat(1, heads, 1)
 
 
 def _init_mixed(head_dim: int, heads: int, base: float, generator: torch.Generator | None = None) -> Tensor:
-    """What `LearnedRope.mixed` begins with."""
-    speed = base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
+    """The initial frequencies of `LearnedRope.mixed`."""
+    frequency = base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
     device = None if generator is None else generator.device
     direction = 2 * math.pi * torch.rand(heads, 1, generator=generator, device=device, dtype=torch.float64)
-    speed = speed.to(direction.device)
-    x, y = speed * direction.cos(), speed * direction.sin()
+    frequency = frequency.to(direction.device)
+    x, y = frequency * direction.cos(), frequency * direction.sin()
     return torch.stack((torch.cat((x, -y), dim=-1), torch.cat((y, x), dim=-1))).float()

@@ -1,4 +1,4 @@
-"""Rope: how fast each pair of channels turns. A description made of plain numbers; it holds no tensor."""
+"""Rope: which channels a model rotates, and at which frequencies, described by plain numbers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Rope:
-    """What a model means by "rotary position embedding": which channels form pairs and how fast each pair turns.
+    """The rotary position embedding of a model: which channels form pairs, and the frequency of each pair.
 
-    Frozen, hashable and compared by value. `base` and `pairing` have no default: a silent 10000 or a silent pairing
-    is how models break.
+    Frozen, hashable and compared by value. `base` and `pairing` have no default, because a wrong default of either
+    breaks models silently.
 
     Args:
         head_dim: channels of a head.
@@ -35,17 +35,17 @@ class Rope:
         pairing: "half" pairs channel i with i + rotary_dim/2 (GPT-NeoX, Hugging Face's Llama); "interleaved" pairs 2i
             with 2i + 1 (GPT-J, Meta's Llama). Called `is_neox_style` (True is half) in vLLM, `traditional` (True is
             interleaved) in MLX.
-        rotary_dim: channels that are rotated, even; all from `rotary_offset` on when None. The others pass unchanged.
-            `dataclasses.replace` keeps the number that None became: to widen the head, replace both.
-        rotary_offset: the first rotated channel (DeepSeek's MLA rotates the last 64 of 192: offset 128). For a tensor
-            that is the rotated slice alone, use `dataclasses.replace(rope, head_dim=rope.rotary_dim,
+        rotary_dim: number of rotated channels, even; all channels from `rotary_offset` on when None. None is resolved
+            at construction, so when changing `head_dim` with `dataclasses.replace`, pass `rotary_dim` as well.
+        rotary_offset: the first rotated channel (DeepSeek's MLA rotates the last 64 of 192: offset 128). To rotate a
+            tensor that holds only the rotated slice, use `dataclasses.replace(rope, head_dim=rope.rotary_dim,
             rotary_offset=0)`.
         scaling: a scheme of `ropewalk.schemes` that changes the frequencies for long contexts, or None.
-        axes: which of several positions of a token each pair listens to, and its frequency there (images, video,
-            multimodal text): an `Axes` of rotary_dim // 2 pairs. None: one position, one progression.
+        axes: for tokens with several positions (images, video, multimodal text), the position that each pair uses and
+            its frequency, as an `Axes` of rotary_dim // 2 pairs. None: one position and one progression.
 
     Raises:
-        RopeError: a value is impossible, or scaling returns no frequencies; the message says which and what to pass.
+        RopeError: a value is invalid, or scaling returns no frequencies.
 
     Example:
         >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
@@ -64,13 +64,13 @@ class Rope:
     scaling: Scaling | None = None
     axes: Axes | None = None
 
-    # Worked out once in __post_init__: torch.compile can trace a tuple of numbers, but no NumPy and no cached_property.
-    # None for a scheme that depends on the length.
+    # Computed once in __post_init__: torch.compile can trace a tuple of numbers, but neither NumPy nor cached_property.
+    # The first three are None if the scheme depends on the length.
     _attention_factor: float | None = field(init=False, compare=False)
     _inv_freq: tuple[float, ...] | None = field(init=False, compare=False)
     _steps: tuple[int, ...] | None = field(init=False, compare=False)
-    _packed_steps: bytes = field(init=False, compare=False)  # the same as int64 numbers
-    _packed_axis: bytes = field(init=False, compare=False)  # that of each pair
+    _packed_steps: bytes = field(init=False, compare=False)  # _steps as int64 numbers
+    _packed_axis: bytes = field(init=False, compare=False)  # the axis of each pair as int64 numbers
 
     def __post_init__(self) -> None:
         head_dim = _checks.integer("Rope", "head_dim", self.head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
@@ -84,29 +84,25 @@ class Rope:
             rotary_dim,
             at_least=2,
             at_most=head_dim - offset,
-            cure=f"The rotated channels must lie inside head_dim={head_dim} from rotary_offset={offset} on.",
+            cure=f"The rotated channels start at rotary_offset={offset} and must fit into head_dim={head_dim}.",
         )
         if rotary_dim % 2:
             raise _checks.error(
                 "Rope",
-                "rotary_dim must be even, since channels turn in pairs",
+                "rotary_dim must be even, since channels rotate in pairs",
                 str(rotary_dim),
                 f"Pass rotary_dim={rotary_dim - 1} to leave the last channel unrotated.",
             )
         check_scaling("Rope", self.scaling)
         check_axes("Rope", self.axes, rotary_dim)
-        for name, value in (
-            ("head_dim", head_dim),
-            ("base", base),
-            ("rotary_offset", offset),
-            ("rotary_dim", rotary_dim),
-        ):
+        checked = {"head_dim": head_dim, "base": base, "rotary_offset": offset, "rotary_dim": rotary_dim}
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         self._precompute()
 
     def _precompute(self) -> None:
-        known = frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
-        inv_freq, factor = (None, None) if known is None else known
+        resolved = frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
+        inv_freq, factor = (None, None) if resolved is None else resolved
         object.__setattr__(self, "_attention_factor", factor)
         object.__setattr__(self, "_inv_freq", inv_freq)
         steps = None if inv_freq is None else tuple(_fixed_point.step(w) for w in inv_freq)
@@ -129,10 +125,10 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """Multiplies cos and sin, dimensionless: YaRN, LongRoPE; else 1.0. Scores of q and k change by its square.
+        """The factor of cos and sin, dimensionless (YaRN, LongRoPE; otherwise 1.0). Scores scale by its square.
 
         Raises:
-            RopeError: it depends on the length (use `at_length`).
+            RopeError: the factor depends on the length (use `at_length`).
         """
         if self._attention_factor is None:
             raise self._unresolved()
@@ -140,25 +136,25 @@ class Rope:
 
     @property
     def inv_freq(self) -> np.ndarray:
-        """Speed of each pair in radians per position, scaling applied; a new float64 array of rotary_dim // 2.
+        """The frequency of each pair in radians per position, scaling included; a new float64 `[rotary_dim // 2]`.
 
         Raises:
-            RopeError: it depends on the length (use `at_length`).
+            RopeError: the frequencies depend on the length (use `at_length`).
         """
         return np.array(self._frequencies(), dtype=np.float64)
 
     @property
     def wavelength(self) -> np.ndarray:
-        """Tokens in a full turn of each pair, 2π / inv_freq; float64, rotary_dim // 2; inf for an idle pair.
+        """The tokens in a full turn of each pair, 2π / inv_freq; float64 `[rotary_dim // 2]`, inf at frequency 0.
 
         Raises:
-            RopeError: it depends on the length (use `at_length`).
+            RopeError: the frequencies depend on the length (use `at_length`).
         """
         return np.array([2 * math.pi / w if w else math.inf for w in self._frequencies()], dtype=np.float64)
 
     @property
     def is_static(self) -> bool:
-        """Whether the frequencies are known; else they depend on the length, and `at_length` resolves them."""
+        """Whether the frequencies are fixed. If not, they depend on the length, and `at_length` resolves them."""
         return self._inv_freq is not None
 
     def at(
@@ -169,31 +165,33 @@ class Rope:
         dtype: torch.dtype | None = None,
         numerics: Numerics = "exact",
     ) -> Rotation:
-        """The rotation of exactly these tokens. Make it once for each forward pass and hand it to every layer.
+        """The rotation of tokens at these positions. Call this once per forward pass, and share it among all layers.
 
         Args:
-            positions: place of each token, in tokens: int32 or int64, `[seq]` or `[batch, seq]`, any value in ±2³¹,
-                negative too (beyond, the error grows by 1.7e-19 for each; nothing is checked, which would wait for a
-                GPU, and nan gives nan). float32 or float64 for places between tokens (image grids). With `axes`: one
-                row for each, `[axes, seq]` or `[axes, batch, seq]`. A DTensor gives DTensors sharded as it is.
-            device: where cos and sin are made; that of positions when None.
-            dtype: torch.float32 (when None) or torch.float64.
-            numerics: "exact"; or, to reproduce a model bit for bit, "float32": the float32 frequencies of transformers
-                and Meta, one float32 product, float32 cos and sin, which drift (positions beyond 2²⁴ are themselves
-                rounded; dtype is float32); or "float32-frequencies": those frequencies taken as exact, no other drift.
+            positions: position of each token: int32 or int64, `[seq]` or `[batch, seq]`, any integers in ±2³¹. Larger
+                values are accepted; the error grows by 1.7e-19 per position. Values are not validated, because that
+                would synchronize with the GPU; nan gives nan. Use float32 or float64 for fractional positions (image
+                grids). With `axes`, one row per axis: `[axes, seq]` or `[axes, batch, seq]`. DTensor positions give
+                DTensors with the same placements.
+            device: device of cos and sin; that of positions when None.
+            dtype: torch.float32 (the default) or torch.float64.
+            numerics: "exact", or one of two ways to reproduce models. "float32" is bit for bit the code of transformers
+                and Meta: float32 frequencies, one float32 product, float32 cos and sin, which drift. It also rounds
+                positions beyond 2²⁴, and requires float32. "float32-frequencies" uses the same frequencies as exact
+                values, without further drift.
 
         Returns:
-            A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, without the axes, attention
-            factor included.
+            A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, without the axis of axes,
+            including the attention factor.
 
         Raises:
-            RopeError: positions are no tensor, or of another dtype or shape; dtype or device cannot be had; numerics is
-                unknown, or a frequency is not finite in float32.
+            RopeError: positions have another type, dtype or shape; dtype or device is not supported; numerics is
+                unknown; or a frequency is not finite in float32.
 
         Precision:
-            Against the float64 `inv_freq` taken as exact: |error| of cos and sin ≤ 2⁻²⁵ + |p|·2π·2⁻⁶⁵ in float32 (times
-            the attention factor; 2⁻²⁵ times the next power of two) at every integer position p; 1e-7 on devices without
-            float64. Float positions go through a float64 product.
+            Taking the float64 `inv_freq` as exact, |error| of cos and sin ≤ 2⁻²⁵ + |p|·2π·2⁻⁶⁵ in float32 at every
+            integer position p (both terms times the attention factor, the first with the factor rounded up to a power
+            of two), or 1e-7 on devices without float64. Fractional positions go through a float64 product.
         """
         from ropewalk import angles
 
@@ -210,26 +208,26 @@ class Rope:
         return self._rotation(tables, factor)
 
     def tables(self, positions: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin of these positions in NumPy, for JAX, MLX and others. Imports no torch.
+        """cos and sin of these positions in NumPy, for JAX, MLX and others. Does not import torch.
 
         Args:
-            positions: place of each token, in tokens: an int, a list of them (nested for more axes), or an array of any
-                shape and integer dtype, of NumPy or what NumPy can read (JAX); any value in ±2³¹, as in `at`. Places
-                between tokens are refused: for those take `at`, or NumPy's cos and sin of `positions[..., None] *
-                rope.inv_freq`, times `attention_factor`. With `axes`, the first axis is that of the rows, as in `at`.
+            positions: position of each token: an int, a (nested) list of ints, or an integer array that NumPy can read
+                (NumPy, JAX), of any shape, with values in ±2³¹ as in `at`. Fractional positions are rejected: use `at`,
+                or NumPy's cos and sin of `positions[..., None] * rope.inv_freq`, times `attention_factor`. With `axes`,
+                the first axis holds one row per axis, as in `at`.
 
         Returns:
-            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, without the axes,
-            dimensionless, attention factor included.
+            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, without the axis of
+            axes, dimensionless, including the attention factor.
 
         Raises:
-            RopeError: positions are no integers, do not fit into int64, or have no row for each of `axes`; the
+            RopeError: positions are not integers, do not fit into int64, or do not have one row per axis; or the
                 frequencies depend on the length (use `at_length`).
 
         Precision:
-            Against the float64 `inv_freq` taken as exact: |error| ≤ 4e-16 + |p|·2π·2⁻⁶⁵ (times the attention factor) at
-            every integer position p. Bit for bit those of `at(positions, dtype=torch.float64)` where compiled kernels
-            make them; the plain PyTorch reference rounds its angles, and differs by up to 1.5e-15 (times the factor).
+            Taking the float64 `inv_freq` as exact, |error| ≤ 4e-16 + |p|·2π·2⁻⁶⁵ (times the attention factor) at every
+            integer position p. The compiled kernels give the same bits for `at(positions, dtype=torch.float64)`. The
+            plain PyTorch reference rounds its angles, and differs by up to 1.5e-15 (times the factor).
 
         Example:
             >>> rope = Rope(head_dim=4, base=10_000.0, pairing="half")
@@ -254,20 +252,20 @@ class Rope:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Rotation:
-        """The rotation that moves keys already rotated by `delta` positions: no attention factor a second time.
+        """The rotation that moves already rotated keys by `delta` positions. The attention factor is not applied again.
 
         Args:
-            delta: how far, in tokens, negative is back: an int (or an integer tensor `[]`) for all tokens, or an
-                integer tensor `[seq]` or `[batch, seq]`. With `axes`, one for each: a tuple of ints, or a tensor
-                `[axes]`, `[axes, seq]` or `[axes, batch, seq]`.
-            device, dtype: as in `at`; an int delta is on the CPU when device is None.
+            delta: number of tokens, negative for earlier positions: an int (or an integer tensor `[]`) for all tokens,
+                or an integer tensor `[seq]` or `[batch, seq]`. With `axes`, one value per axis: a tuple of ints, or a
+                tensor `[axes]`, `[axes, seq]` or `[axes, batch, seq]`.
+            device, dtype: as in `at`. For an int, the default device is the CPU.
 
         Returns:
-            A `Rotation`; cos and sin have shape `delta.shape + (rotary_dim // 2,)`, without the axes; `(rotary_dim //
-            2,)` for an int or a tuple.
+            A `Rotation` with cos and sin of shape `delta.shape + (rotary_dim // 2,)`, without the axis of axes. For an
+            int or a tuple, the shape is `(rotary_dim // 2,)`.
 
         Raises:
-            RopeError: delta is neither an int in ±2⁶³ nor a tensor of integers, or not one for each axis.
+            RopeError: delta is neither an int in ±2⁶³ nor an integer tensor, or does not have one value per axis.
 
         Example:
             >>> import torch
@@ -279,20 +277,20 @@ class Rope:
         """
         from ropewalk import angles
 
-        moved = angles.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
-        return self._rotation(self._cos_sin(moved, 1.0, device, dtype), 1.0)
+        shifts = angles.delta_tensor(delta, device, None if self.axes is None else self.axes.count)
+        return self._rotation(self._cos_sin(shifts, 1.0, device, dtype), 1.0)
 
     def at_length(self, n: int) -> Rope:
-        """The static rope for sequences of up to n tokens.
+        """The static rope for sequences of up to n tokens. A static rope returns itself.
 
-        Dynamic NTK and LongRoPE have other frequencies for longer sequences. Say once how long they will be, and use
-        the result throughout: keys in a cache keep the rotation they were given. A static rope returns itself.
+        Dynamic NTK and LongRoPE change frequencies for longer sequences. Resolve them once for the longest sequence and
+        use the result throughout, because cached keys keep the rotation with which they were stored.
 
         Args:
-            n: the longest sequence, in tokens, at least 1.
+            n: length of the longest sequence, in tokens, at least 1.
 
         Raises:
-            RopeError: n is not such an integer.
+            RopeError: n is not an integer of at least 1.
 
         Example:
             >>> from ropewalk import DynamicNTK
@@ -311,12 +309,12 @@ class Rope:
         return self._inv_freq
 
     def _unresolved(self) -> _checks.RopeError:
+        label = "" if self.scaling is None else self.scaling.label
         return _checks.error(
             "Rope",
-            f"the length must be said, since the frequencies of {'' if self.scaling is None else self.scaling.label} "
-            "depend on it",
-            "a rope that is not resolved",
-            "Use rope.at_length(n), once, with n the longest sequence you will run.",
+            f"the length must be resolved, because the frequencies of {label} depend on it",
+            "an unresolved rope",
+            "Call rope.at_length(n) once, with n the length of the longest sequence.",
         )
 
     def _cos_sin(
@@ -342,7 +340,7 @@ class Rope:
         return angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
-        """The one place where frequencies, positions and the rotation meet."""
+        """Create a Rotation. This is the only place that combines frequencies, positions and the rotation."""
         from ropewalk.rotation import api
 
         cos, sin = tables

@@ -1,8 +1,8 @@
-"""xPos: rotation whose scores also fade with the distance, since q and k are scaled by powers that nearly cancel.
+"""xPos: rotations that also scale q and k, so that attention scores decay with distance.
 
-Pair i of q is multiplied by ζᵢ^((p − centre) / scale_base), and that of k divided by it, so a score carries
-ζᵢ^((p − p′) / scale_base), whatever the centre. ζᵢ = (2i + 0.4 · d) / (1.4 · d), from 0.286 for the fastest pair to
-nearly 1.
+Pair i of q at position p is multiplied by ζᵢ^((p − centre) / scale_base), and pair i of k is divided by the same power
+at its position p′. A score is therefore scaled by ζᵢ^((p − p′) / scale_base), which does not depend on the centre.
+ζᵢ = (2i + 0.4 · d) / (1.4 · d) ranges from 0.286 for the fastest pair to nearly 1.
 
 Source: Sun et al. 2022, "A Length-Extrapolatable Transformer", arXiv:2212.10554, section 3.2.
 """
@@ -21,13 +21,13 @@ from ropewalk.rotation.api import Rotation
 
 _WHO = "xpos.at"
 _GAMMA = 0.4
-_LARGEST = math.log(torch.finfo(torch.float32).max)
+_LOG_MAX = math.log(torch.finfo(torch.float32).max)
 
 
 class Rotations(NamedTuple):
-    """The rotation of queries and that of keys. A key keeps its own: cached keys need no change as the text grows.
+    """The rotation of queries and the rotation of keys. Cached keys stay valid as the sequence grows.
 
-    `Rotation.inverse` does not undo the scale, and `Rope.shift` does not move it.
+    `Rotation.inverse` does not undo the scale, and `Rope.shift` does not adjust it.
     """
 
     q: Rotation
@@ -35,48 +35,48 @@ class Rotations(NamedTuple):
 
 
 def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0) -> Rotations:
-    """The rotations of these tokens: as `Rope.at`, times the scale of xPos for q, divided by it for k.
+    """The rotations of q and k at these positions: `Rope.at`, multiplied by the scale for q and divided by it for k.
 
     Args:
-        rope: of one axis, static.
+        rope: a static rope with one axis.
         positions: as in `Rope.at`, `[seq]` or `[batch, seq]`, in tokens.
-        centre: the position of scale 1, in tokens. It must be the same for all queries and keys of a text. It changes
-            no score, only how far the numbers of q and k are from 1; the middle of the longest text is best.
-        scale_base: how slowly scores fade, in tokens, greater than 0. xPos and all known code take 512.
+        centre: the position with scale 1, in tokens. It must be the same for all queries and keys of a sequence. It
+            does not change scores, only the magnitude of q and k; the middle of the longest sequence is best.
+        scale_base: the distance in tokens over which scores decay, greater than 0. xPos and all known code use 512.
 
     Returns:
-        `Rotations`, float32 on the device of positions; the scale is worked out in float64.
+        `Rotations`, float32 on the device of positions. The scale is computed in float64.
 
     Raises:
-        RopeError: rope has axes or depends on the length; positions are none; centre or scale_base is no such number;
-            or, on the CPU and not under torch.compile, a position is further from the centre than the scale fits into
-            float32: 70.8 · scale_base, 36,260 tokens for 512. (In float16, q and k overflow beyond 4,530.)
+        RopeError: rope has axes or depends on the length; positions are invalid; centre or scale_base is out of range;
+            or, on the CPU and not under torch.compile, the scale overflows float32 because a position is more than
+            70.8 · scale_base from the centre (36,260 tokens for 512). In float16, q and k overflow beyond 4,530 tokens.
 
     Example:
         >>> from ropewalk import Rope, xpos
-        >>> places = torch.arange(4)
-        >>> q, k = xpos.at(Rope(head_dim=4, base=10_000.0, pairing="half"), places, centre=2)
+        >>> positions = torch.arange(4)
+        >>> q, k = xpos.at(Rope(head_dim=4, base=10_000.0, pairing="half"), positions, centre=2)
         >>> (q.cos * k.cos)[:, 1]  # the scales cancel at distance 0
         tensor([1.0000, 0.9999, 0.9996, 0.9991])
     """
     if not isinstance(rope, Rope) or rope.axes is not None:
-        cure = "Read one with from_config(...).rope; no model is known that scales several axes."
+        cure = "Read one with from_config(...).rope. No known model uses xPos with several axes."
         raise _checks.error(_WHO, "rope must be a Rope of one axis", _checks.shown(rope), cure)
     centre = _checks.integer(_WHO, "centre", centre, at_least=-(2**31), at_most=2**31)
     scale_base = _checks.number(_WHO, "scale_base", scale_base, above=0.0)
-    turn = rope.at(positions, dtype=torch.float64)
+    rotation = rope.at(positions, dtype=torch.float64)
     pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pairs + _GAMMA * rope.rotary_dim) / ((1 + _GAMMA) * rope.rotary_dim)
-    away = (positions - centre).to(torch.float64)
-    _check_range(away, scale_base)
-    scale = torch.exp(zeta.log() * (away / scale_base).unsqueeze(-1))
-    return Rotations(_rotation(rope, turn, scale), _rotation(rope, turn, 1 / scale))
+    distance = (positions - centre).to(torch.float64)
+    _check_range(distance, scale_base)
+    scale = torch.exp(zeta.log() * (distance / scale_base).unsqueeze(-1))
+    return Rotations(_scaled(rope, rotation, scale), _scaled(rope, rotation, 1 / scale))
 
 
-def _rotation(rope: Rope, turn: Rotation, scale: Tensor) -> Rotation:
+def _scaled(rope: Rope, rotation: Rotation, scale: Tensor) -> Rotation:
     return Rotation(
-        (turn.cos * scale).float(),
-        (turn.sin * scale).float(),
+        (rotation.cos * scale).float(),
+        (rotation.sin * scale).float(),
         pairing=rope.pairing,
         head_dim=rope.head_dim,
         rotary_offset=rope.rotary_offset,
@@ -84,11 +84,12 @@ def _rotation(rope: Rope, turn: Rotation, scale: Tensor) -> Rotation:
     )
 
 
-def _check_range(away: Tensor, scale_base: float) -> None:
-    if torch.compiler.is_compiling() or away.device.type != "cpu" or away.numel() == 0:
-        return  # reading a value would wait for the device
-    furthest = int(scale_base * _LARGEST / math.log((1 + _GAMMA) / _GAMMA))
-    worst = float(away.abs().max())
-    if worst > furthest:
-        must = f"every position must be within {furthest} of the centre, since the scale overflows float32 beyond"
-        raise _checks.error(_WHO, must, f"one {worst:.0f} away", "Pass the middle of the text, or a larger scale_base.")
+def _check_range(distance: Tensor, scale_base: float) -> None:
+    if torch.compiler.is_compiling() or distance.device.type != "cpu" or distance.numel() == 0:
+        return  # reading a value would synchronize with the device
+    limit = int(scale_base * _LOG_MAX / math.log((1 + _GAMMA) / _GAMMA))
+    largest = float(distance.abs().max())
+    if largest > limit:
+        must = f"every position must be within {limit} tokens of the centre, because the scale overflows float32 beyond"
+        cure = "Pass the middle of the sequence as centre, or a larger scale_base."
+        raise _checks.error(_WHO, must, f"a distance of {largest:.0f}", cure)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape, watched
-from ropewalk import Axes, Llama3, QKNorm, Rope, Rotation, angles, backends, rotate_and_store
+from ropewalk import Axes, Llama3, QKNorm, Rope, Rotation, backends, rotate_and_store
 from ropewalk.kernels import gpu as kernels
+from ropewalk.kernels import steps
 
 pytestmark = [
     pytest.mark.usefixtures("gpu"),
@@ -226,7 +227,7 @@ def test_compiled_to_graphs() -> None:
 
 def test_a_captured_graph_keeps_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though many other ropes have come since, and those steps that nobody may need are freed."""
-    monkeypatch.setattr(angles, "_MOST_KEPT", 4)
+    monkeypatch.setattr(steps, "_MAX_COPIES", 4)
     positions = torch.arange(9, device="cuda")
     ROPE.at(positions)
     graph = torch.cuda.CUDAGraph()

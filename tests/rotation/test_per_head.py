@@ -232,7 +232,7 @@ class TestOtherUses:
     def test_formats_keep_the_heads(self) -> None:
         turning = rotation("shared by the batch")
         assert formats.to_full_width(turning, repeated="halves")[0].shape == (HEADS, SEQ, 2 * PAIRS)
-        with pytest.raises(RopeError, match=r"made for positions \[rows\], got tables of shape \(3, 5, 6\)"):
+        with pytest.raises(RopeError, match=r"a table for positions \[rows\], got tables of shape \(3, 5, 6\)"):
             formats.to_cache(turning)
 
     @torch.no_grad()

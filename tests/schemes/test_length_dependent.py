@@ -50,7 +50,7 @@ class TestUnresolved:
         ],
     )
     def test_the_message_names_the_fix(self, rope: Rope, use: Any) -> None:
-        with pytest.raises(RopeError, match=r"Use rope\.at_length\(n\), once"):
+        with pytest.raises(RopeError, match=r"Call rope\.at_length\(n\) once"):
             use(rope)
 
     def test_it_is_an_ordinary_value(self, rope: Rope) -> None:

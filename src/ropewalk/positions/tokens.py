@@ -44,8 +44,8 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
     Args:
         cu_seqlens: the start of each document and the end of the last one, in tokens; int32 or int64, `[documents +
-            1]`, starting with 0 and not decreasing (as for flash attention). The values are not checked, which would require
-            reading them back.
+            1]`, starting with 0 and not decreasing (as for flash attention). The values are not checked, because that
+            would require reading them back.
         total: tokens in the row. It is passed because reading it from cu_seqlens would synchronize with the GPU. Tokens
             after the last document (padding) restart at 0 as well.
 
