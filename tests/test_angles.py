@@ -277,7 +277,7 @@ class TestRefusals:
     ) -> None:
         monkeypatch.setattr(angles, "_NO_FLOAT64", frozenset({"cpu"}))
         monkeypatch.setattr(backend, "FAST_PATH", False)
-        with pytest.raises(RopeError, match="need a device with float64"):
+        with pytest.raises(RopeError, match="the device must support float64"):
             self.rope.at(positions, dtype=dtype)
 
 

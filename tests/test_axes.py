@@ -117,7 +117,7 @@ def test_part_of_a_rope() -> None:
             lambda: Axes.time_last((22, 22, 20)),
             "Axes.time_last: sections must be the numbers of pairs of t, h and w, with equal",
         ),
-        (lambda: Axes.time_last((8, 12)), "Axes.time_last: sections must be pairs of t, h and w"),
+        (lambda: Axes.time_last((8, 12)), "Axes.time_last: sections must be the numbers of pairs of t, h and w"),
         (lambda: Axes.axial((16, 55)), "Axes.axial: channels must be even, two per pair, got (16, 55)"),
         (lambda: Axes.axial((16, 0)), "Axes.axial: channels[1] must be an integer from 2 to 65536, got 0"),
         (lambda: Axes.alternating((16, 8)), "Axes.alternating: channels must be even and equal, two per pair"),

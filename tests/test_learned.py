@@ -312,7 +312,7 @@ class TestCasts:
         (lambda: LearnedRope.from_rope(Rope(8, 1e4, "half"), dtype=torch.float16), "dtype must be torch.float32"),
         (
             lambda: LearnedRope.from_rope(Rope(8, 1e4, "half", scaling=DynamicNTK(2.0, 64))),
-            "the length must be said",
+            "the length must be resolved",
         ),
         (lambda: LearnedRope.mixed(6, 2, pairing="half"), "head_dim must be a multiple of 4"),
         (lambda: LearnedRope.mixed(8, 2, pairing="half", base=1.0), "base must be a finite number greater than 1"),

@@ -566,11 +566,11 @@ def positions_with_axes(world: int) -> None:
 def refusals(world: int) -> None:
     mesh, rotation, q = line(world), ROPE.at(torch.arange(SEQ)), made("bshd")
     of_q = spread(q, mesh, Shard(1))
-    mixed = r"q and k must be DTensors of the same mesh, got "
+    mixed = r"q and k must both be DTensors of the same mesh, got "
     raises(mixed + "a DTensor, a plain tensor", lambda: rotation(of_q, q, layout="bshd"))
     raises(mixed + "a plain tensor, a DTensor", lambda: rotation(q, of_q, layout="bshd"))
     tables = ROPE.at(spread(torch.arange(SEQ), mesh, Replicate()))
-    raises(mixed + "a plain tensor beside cos, sin: a DTensor", lambda: tables(q, layout="bshd"))
+    raises(mixed + "a plain tensor with cos and sin: a DTensor", lambda: tables(q, layout="bshd"))
     raises(mixed, lambda: tables.apply_(q, layout="bshd"))
     other = spread(q, plane(world), Shard(1), Replicate())
     raises(mixed + "a DTensor, a DTensor", lambda: rotation(of_q, other, layout="bshd"))
