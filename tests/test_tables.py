@@ -85,7 +85,7 @@ def test_more_rows_than_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     rope, positions = Rope(8, 1e4, "half"), np.arange(11)
     exact = oracle.cos_sin(positions.tolist(), rope.inv_freq)
     for most in (1, 4, 8, 12, 1 << 16):
-        monkeypatch.setattr("ropewalk._tables._MOST_AT_ONCE", most)
+        monkeypatch.setattr("ropewalk._tables._MAX_BLOCK", most)
         for table, truth in zip(rope.tables(positions), exact, strict=True):
             np.testing.assert_allclose(table, truth, rtol=0, atol=3e-16)
 

@@ -21,7 +21,7 @@ _SIN = (-0.080745512188280771809, 0.0024903945701920074546, -0.00003657620417386
         -1.7571791752800344071e-9, 6.8874821400921976273e-12)  # fmt: skip
 _QUARTER_PI = 0.78539816339744830962
 
-_MOST_AT_ONCE = 1 << 16  # angles per block, so that intermediate arrays stay in the cache
+_MAX_BLOCK = 1 << 16  # angles per block, so that intermediate arrays stay in the cache
 
 
 def cos_sin(
@@ -40,7 +40,7 @@ def cos_sin(
     steps_array, shape = np.array(steps, dtype=np.int64), integers.shape[axes is not None :]
     rows, row_of_pair = integers.reshape(axes or 1, -1), slice(None) if axis is None else list(axis)
     cos, sin = (np.empty((rows.shape[1], steps_array.size)) for _ in range(2))
-    block = max(1, _MOST_AT_ONCE // steps_array.size)
+    block = max(1, _MAX_BLOCK // steps_array.size)
     for first in range(0, rows.shape[1], block):
         part = slice(first, first + block)
         cos[part], sin[part] = _cos_sin_of_phases(rows[row_of_pair, part].T * steps_array, factor)

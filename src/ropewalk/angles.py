@@ -153,7 +153,7 @@ def cos_sin(
         axis: the row of positions for each pair. None means that every pair uses all positions.
 
     Returns:
-        Two tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
+        Two tensors of shape `positions.shape + (pairs,)`; with `axis`, the leading axis is dropped.
 
     Raises:
         RopeError: dtype is not float32 or float64, or the computation needs float64 and the device lacks it.
@@ -204,7 +204,7 @@ def in_float32(
         dtype: torch.float32 or None.
 
     Returns:
-        Two float32 tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
+        Two float32 tensors of shape `positions.shape + (pairs,)`; with `axis`, the leading axis is dropped.
 
     Raises:
         RopeError: dtype is another one.

@@ -18,8 +18,8 @@ from ropewalk import _checks
 from ropewalk.schemes import Scaling, default
 from ropewalk.schemes import frequencies as of_scheme
 
-_MOST_PAIRS = _checks.MAX_HEAD_DIM // 2
-_MOST_AXES = 64  # far above any model: known ones have two to four
+_MAX_PAIRS = _checks.MAX_HEAD_DIM // 2
+_MAX_AXES = 64  # far above any model: known ones have two to four
 _WHO = "Axes"
 
 
@@ -53,12 +53,12 @@ class Axes:
     _name: str | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
-        axis = _as_integers("axis", self.axis, at_most=_MOST_AXES - 1)
+        axis = _as_integers("axis", self.axis, at_most=_MAX_AXES - 1)
         pairs = len(axis)
         lengths = (pairs,) * (max(axis) + 1) if self.lengths is None else self.lengths
-        lengths = _as_integers("lengths", lengths, at_least=1, at_most=_MOST_PAIRS, most=_MOST_AXES)
+        lengths = _as_integers("lengths", lengths, at_least=1, at_most=_MAX_PAIRS, max_length=_MAX_AXES)
         index = tuple(range(pairs)) if self.freq_index is None else self.freq_index
-        index = _as_integers("freq_index", index, at_most=_MOST_PAIRS - 1)
+        index = _as_integers("freq_index", index, at_most=_MAX_PAIRS - 1)
         if len(index) != pairs:
             raise _checks.error(
                 _WHO,
@@ -295,12 +295,12 @@ def _parse_blocks(
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """The channels and the axis of each block, and the constructor call for the repr."""
     who = f"{_WHO}.{name}"
-    sizes = _as_integers("channels", channels, at_least=2, at_most=_checks.MAX_HEAD_DIM, most=_MOST_AXES, who=who)
+    sizes = _as_integers("channels", channels, at_least=2, at_most=_checks.MAX_HEAD_DIM, max_length=_MAX_AXES, who=who)
     if any(size % 2 for size in sizes) or (equal and len(set(sizes)) > 1):
         must = f"channels must be even{' and equal' if equal else ''}, two per pair"
         raise _checks.error(who, must, _checks.shown(sizes), "Pass the rotated channels of each axis.")
     in_order = tuple(range(len(sizes)))
-    block_axes = in_order if order is None else _as_integers("order", order, at_most=_MOST_AXES - 1, who=who)
+    block_axes = in_order if order is None else _as_integers("order", order, at_most=_MAX_AXES - 1, who=who)
     if tuple(sorted(block_axes)) != in_order:
         must = f"order must name each of the {len(in_order)} axes once, from 0"
         raise _checks.error(who, must, _checks.shown(block_axes), "Omit order to use the order of positions.")
@@ -314,7 +314,7 @@ def _pairs_per_axis(sizes: tuple[int, ...], block_axes: tuple[int, ...]) -> tupl
 
 def _parse_sections(name: str, sections: Any) -> tuple[int, ...]:
     """Check sections, and that they contain at least one pair."""
-    sizes = _as_integers(name, sections, at_most=_MOST_PAIRS, most=_MOST_AXES)
+    sizes = _as_integers(name, sections, at_most=_MAX_PAIRS, max_length=_MAX_AXES)
     if sum(sizes) == 0:
         must = f"{name} must contain at least one pair"
         raise _checks.error(_WHO, must, _checks.shown(sizes), "Pass the number of pairs of each axis.")
@@ -322,11 +322,11 @@ def _parse_sections(name: str, sections: Any) -> tuple[int, ...]:
 
 
 def _as_integers(
-    name: str, values: Any, *, at_least: int = 0, at_most: int, most: int = _MOST_PAIRS, who: str = _WHO
+    name: str, values: Any, *, at_least: int = 0, at_most: int, max_length: int = _MAX_PAIRS, who: str = _WHO
 ) -> tuple[int, ...]:
     """Return a list of integers as a tuple. The bounds limit the size of memory and of messages."""
-    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= most:
-        must = f"{name} must be a list of 1 to {most} integers"
+    if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= max_length:
+        must = f"{name} must be a list of 1 to {max_length} integers"
         raise _checks.error(who, must, _checks.shown(values), f"Pass a list or a tuple as {name}.")
     return tuple(
         _checks.integer(who, f"{name}[{i}]", value, at_least=at_least, at_most=at_most)

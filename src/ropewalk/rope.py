@@ -181,8 +181,8 @@ class Rope:
                 values, without further drift.
 
         Returns:
-            A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, without the axis of axes,
-            including the attention factor.
+            A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, including the attention
+            factor. With `axes`, the first axis of positions is dropped.
 
         Raises:
             RopeError: positions have another type, dtype or shape; dtype or device is not supported; numerics is
@@ -217,8 +217,8 @@ class Rope:
                 the first axis holds one row per axis, as in `at`.
 
         Returns:
-            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, without the axis of
-            axes, dimensionless, including the attention factor.
+            (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, dimensionless, including
+            the attention factor. With `axes`, the first axis of positions is dropped.
 
         Raises:
             RopeError: positions are not integers, do not fit into int64, or do not have one row per axis; or the
@@ -261,8 +261,8 @@ class Rope:
             device, dtype: as in `at`. For an int, the default device is the CPU.
 
         Returns:
-            A `Rotation` with cos and sin of shape `delta.shape + (rotary_dim // 2,)`, without the axis of axes. For an
-            int or a tuple, the shape is `(rotary_dim // 2,)`.
+            A `Rotation` with cos and sin of shape `delta.shape + (rotary_dim // 2,)`; with `axes`, the first axis of
+            delta is dropped. For an int or a tuple, the shape is `(rotary_dim // 2,)`.
 
         Raises:
             RopeError: delta is neither an int in ±2⁶³ nor an integer tensor, or does not have one value per axis.

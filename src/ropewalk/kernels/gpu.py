@@ -270,42 +270,42 @@ def _name_arguments(names: str, inputs: Sequence[_T], outputs: Sequence[_T]) -> 
 
 
 def _strides(
-    in_strides: tuple[tuple[int, ...], ...], out_strides: tuple[tuple[int, ...], ...], layout: Layout, most: int
+    in_strides: tuple[tuple[int, ...], ...], out_strides: tuple[tuple[int, ...], ...], layout: Layout, limit: int
 ) -> tuple[dict[str, int], bool, int]:
     """Strides of batch, tokens and heads in units, and of channels; whether channels are dense; and the unit."""
     named = _name_arguments("qpkr", in_strides, out_strides)
-    dense = all(of[-1] == 1 for of in named.values())
+    dense = all(strides[-1] == 1 for strides in named.values())
     rows = {
-        f"{name}_{axis}": 0 if at is None else of[at]
-        for name, of in named.items()
+        f"{name}_{axis}": 0 if at is None else strides[at]
+        for name, strides in named.items()
         for axis, at in zip("bth", AXES[layout][:3], strict=True)
     }
-    unit = _unit(list(rows.values()), most) if dense else 1
-    channels = {f"{name}_d": of[-1] for name, of in named.items()}
+    unit = _unit(list(rows.values()), limit) if dense else 1
+    channels = {f"{name}_d": strides[-1] for name, strides in named.items()}
     return {name: stride // unit for name, stride in rows.items()} | channels, dense, unit
 
 
 def _table_strides(
-    shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, most: int
+    shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, limit: int
 ) -> tuple[dict[str, int], bool, int]:
     """The same for tables. A stride is 0 along axes that the tables lack or that have size 1."""
     axes = "bht" if len(shape) == 4 else "bt"[3 - len(shape) :]
     dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1
     # The unit divides all strides, even that of a single row, so that one token and two tokens share a compilation.
-    unit = _unit([*cos[:-1], *sin[:-1]], min(most, _VECTOR // element_size)) if dense else 1
+    unit = _unit([*cos[:-1], *sin[:-1]], min(limit, _VECTOR // element_size)) if dense else 1
     strides = {"cos_p": cos[-1], "sin_p": sin[-1]}
-    for name, of in (("cos", cos), ("sin", sin)):
+    for name, table_strides in (("cos", cos), ("sin", sin)):
         for axis in "bth":
             at = axes.find(axis)
-            strides[f"{name}_{axis}"] = 0 if at < 0 or shape[at] == 1 else of[at] // unit
+            strides[f"{name}_{axis}"] = 0 if at < 0 or shape[at] == 1 else table_strides[at] // unit
     return strides, dense, unit
 
 
-def _unit(strides: list[int], most: int) -> int:
-    """The largest power of two, up to `most`, that divides all strides."""
-    while any(stride % most for stride in strides):
-        most //= 2
-    return most
+def _unit(strides: list[int], limit: int) -> int:
+    """The largest power of two, up to `limit`, that divides all strides."""
+    while any(stride % limit for stride in strides):
+        limit //= 2
+    return limit
 
 
 def _threads(element_size: int, block_p: int) -> tuple[int, int]:

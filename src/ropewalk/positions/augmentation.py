@@ -58,12 +58,12 @@ def augment(
             _WHO, "generator", generator, at_least=0, cure="Pass a torch.Generator, or an integer as its seed."
         )
         generator = torch.Generator().manual_seed(seed)
-    drawn = generator
+    source = generator
     axes = coordinates.shape[0]
 
-    def uniform(count: int, most: float) -> Tensor:
-        numbers = torch.empty(count, dtype=coordinates.dtype, device=drawn.device).uniform_(
-            -most, most, generator=drawn
+    def uniform(count: int, limit: float) -> Tensor:
+        numbers = torch.empty(count, dtype=coordinates.dtype, device=source.device).uniform_(
+            -limit, limit, generator=source
         )
         return numbers.to(coordinates.device).view(-1, *[1] * (coordinates.ndim - 1))
 

@@ -55,12 +55,12 @@ def axis(
         fix = "float16 and bfloat16 would move the tokens. Convert cos and sin instead."
         raise _checks.error(_AXIS, "dtype must be torch.float32 or torch.float64", _checks.shown(dtype), fix)
     number = torch.arange(n, device=device)
-    place = number.to(dtype if number.device.type == "mps" else torch.float64)
+    position = number.to(dtype if number.device.type == "mps" else torch.float64)
     if at == "centres":
-        place = place + 0.5
+        position = position + 0.5
     cells = n if at != "ends" else max(n - 1, 1)
     # A weighted mean of both edges, which is exact at the edges and in the middle.
-    return ((low * (cells - place) + high * place) / cells).to(dtype)
+    return ((low * (cells - position) + high * position) / cells).to(dtype)
 
 
 def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
