@@ -1,4 +1,4 @@
-"""What the kernels are given in the tests, and how far from the oracle they may be."""
+"""Inputs for tests of the kernels, and the allowed distance from the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests compare with: the papers' formulas in mpmath and float64. Imports nothing of ropewalk."""
+"""The formulas of the papers in mpmath and float64, which tests compare with. Imports nothing of ropewalk."""
 
 from __future__ import annotations
 

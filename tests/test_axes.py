@@ -1,4 +1,4 @@
-"""Ropes whose tokens have several positions: which pair takes which, how exactly, and what does not change."""
+"""Ropes for tokens with several positions: the axis of each pair, precision, and equivalence with one axis."""
 
 from __future__ import annotations
 

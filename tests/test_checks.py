@@ -1,4 +1,4 @@
-"""What messages show of a value: any value, on one line, in bounded length."""
+"""Messages show any value on one line of bounded length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.device(...) as a context, or torch.set_default_device: what is given on the CPU stays there."""
+"""A default device (torch.device as a context, torch.set_default_device) does not move CPU inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of other libraries: taken from their own code, and rotated by as their own code does."""
+"""Tables of other libraries: created by their code, and compared with the rotation of their code."""
 
 from __future__ import annotations
 

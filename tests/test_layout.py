@@ -1,4 +1,4 @@
-"""What a layout is: one record, and all that any module knows of it."""
+"""Layouts: every module derives a layout from its name alone."""
 
 from __future__ import annotations
 

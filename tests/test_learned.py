@@ -1,4 +1,4 @@
-"""LearnedRope: angles and gradients against mpmath and finite differences, golden values, casts, and a training."""
+"""LearnedRope: angles and gradients against mpmath and finite differences, golden values, casts, and training."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TestGradients:
             assert {"rotate", "table_gradient"} <= set(calls)
 
     def test_kernel_and_reference(self, kind: str, pairing: str) -> None:
-        """The same module, its q and k turned by the kernel and by plain PyTorch."""
+        """The same module, with q and k rotated by the kernel and by plain PyTorch."""
         torch.manual_seed(2)
         rope, positions = learned(kind, pairing=pairing), places(kind)
         q, incoming = torch.randn(2, 4, 2, 6, requires_grad=True), torch.randn(2, 4, 2, 6)
@@ -171,7 +171,7 @@ class TestGolden:
         ).inv_freq
 
         def from_the_first(inv_freq: Tensor) -> Tensor:
-            """x and y as complex numbers, turned so that the first pair of each head goes along x."""
+            """x and y as complex numbers, rotated so that the first pair of each head points along x."""
             plane = torch.complex(*inv_freq.detach().double())
             return plane * (plane[:, :1].conj() / plane[:, :1].abs())
 

@@ -1,4 +1,4 @@
-"""`numerics` of `Rope.at`: the float32 angles of deployed code, bit for bit against what was recorded from it."""
+"""`numerics` of `Rope.at`: the float32 angles of deployed code, bit for bit against recordings of that code."""
 
 from __future__ import annotations
 

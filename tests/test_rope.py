@@ -1,4 +1,4 @@
-"""Rope: the description, its checks, and what follows from it."""
+"""Rope: construction, checks and derived values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xPos against three other implementations, and its own promises against mpmath."""
+"""xPos against three other implementations, and its documented bounds against mpmath."""
 
 from __future__ import annotations
 

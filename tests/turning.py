@@ -1,4 +1,4 @@
-"""Functions that turn q and k, written out in every way that modeling files do it."""
+"""Functions that rotate q and k, in all the forms that modeling files use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors and surroundings that compiled code must leave alone."""
+"""Tensors and contexts that the fast path in compiled code must leave to Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels of this machine, one instruction set after the other."""
+"""Fixtures that run a test with each instruction set that this machine supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of the tables, at every instruction set: against exact whole numbers and mpmath."""
+"""The kernel for cos and sin, with every instruction set, against exact integers and mpmath."""
 
 from __future__ import annotations
 

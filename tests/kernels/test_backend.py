@@ -1,4 +1,4 @@
-"""ROPEWALK_BACKEND, and a build without the kernels: each in a process of its own, since it is read once."""
+"""ROPEWALK_BACKEND, and a build without the kernels. Each test starts a process, since the variable is read once."""
 
 from __future__ import annotations
 

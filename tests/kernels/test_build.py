@@ -1,4 +1,4 @@
-"""What CMake and the preprocessor choose for a processor or a compiler that is not the one at hand."""
+"""The choices of CMake and the preprocessor for other processors and compilers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels from plain C: csrc/examples/rotate.c is built, without Python and torch, and compared with the oracle."""
+"""The kernels called from plain C: build csrc/examples/rotate.c without Python and torch, and test its output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_example_agrees_with_the_oracle(example: Path, pairing: str, first: int)
         printed[name].append([float(value) for value in values])
     q, k = (np.array(printed[name]).reshape(TOKENS, -1, HEAD_DIM) for name in "qk")
 
-    # What the example turns, and the formula that it takes from.
+    # The inputs of the example, by the formulas in its source.
     token, i = np.arange(TOKENS)[:, None], np.arange(HEADS * HEAD_DIM)
     q0 = ((7 * i + 3 * token) % 11 - 5).reshape(TOKENS, HEADS, HEAD_DIM) / 4
     i = i[: KV_HEADS * HEAD_DIM]

@@ -1,4 +1,4 @@
-"""Threads of Python, threads of PyTorch and forked processes, all at once."""
+"""Concurrent calls from Python threads, PyTorch threads and forked processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The usual call, checked and done in compiled code: right wherever it is taken, and not taken where it must not be."""
+"""The fast path in compiled code: correct results where it applies, and fallback to Python where it must not apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random calls of the rotation, right or wrong: the exact result or a RopeError, and no other memory is touched.
+"""Random valid and invalid calls of the rotation: an exact result or a RopeError, and no write outside the tensors.
 
     python tests/kernels/test_fuzz.py 20000 [first seed]
 

@@ -1,4 +1,4 @@
-"""Gradients by the kernels, through the public call: against float64 formulas and finite differences."""
+"""Gradients of the kernels through the public call, against float64 formulas and finite differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rotation(cos: Tensor, sin: Tensor, pairing: str) -> Rotation:
 
 
 def check_back(grad: Tensor | None, incoming: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str) -> None:
-    """The gradient to x is the incoming one turned back."""
+    """The gradient to x is the inverse rotation of the incoming gradient."""
     assert grad is not None
     check(grad, *expected(incoming, cos, sin, layout, pairing, OFFSET, inverse=True), layout, "gradient")
 
@@ -129,7 +129,7 @@ class TestToTables:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_twice(calls: list[str], pairing: str) -> None:
-    """The gradient of |gradient|²: turned back, doubled, and turned forth again."""
+    """The gradient of |gradient|²: rotated back, doubled, and rotated forward again."""
     torch.manual_seed(5)
     q = made("bshd", torch.float64)
     cos, sin = (torch.randn(SEQ, PAIRS, dtype=torch.float64) for _ in range(2))
@@ -142,7 +142,7 @@ def test_twice(calls: list[str], pairing: str) -> None:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_gradient_of_the_gradient_to_tables(calls: list[str], pairing: str) -> None:
-    """Σ W·d_cos + V·d_sin = incoming · (x turned by W, V). gradgradcheck passes over a gradient that is missing."""
+    """Σ W·d_cos + V·d_sin = incoming · (x rotated by W, V). gradgradcheck passes over a gradient that is missing."""
     torch.manual_seed(11)
     q = made("bshd", torch.float64)
     cos, sin = (torch.randn(SEQ, PAIRS, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Tensors and tables that must not reach a kernel: each is refused or rotated by the reference, nothing is half done.
+"""Tensors and tables that must not reach a kernel: each raises or uses the reference, and nothing is half done.
 
 Any of these once read or wrote memory outside of a tensor, or gave wrong numbers without an error.
 """

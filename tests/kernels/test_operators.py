@@ -1,4 +1,4 @@
-"""The operators `ropewalk::rotate` and `rotate_`: what PyTorch asks of one, and who sees them."""
+"""The operators `ropewalk::rotate` and `rotate_`: PyTorch's opcheck, and which modes and profilers see them."""
 
 from __future__ import annotations
 

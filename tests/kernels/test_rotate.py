@@ -1,4 +1,4 @@
-"""The kernel that turns, at every instruction set: against float64 formulas, and bit for bit against the reference."""
+"""The rotation kernel, with every instruction set, against float64 formulas and bit for bit against the reference."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sizes(level: str, dtype: torch.dtype, pairing: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
-    """11 query heads, more than are turned at a time; one key head."""
+    """11 query heads, more than the kernel rotates at a time, and one key head."""
     torch.manual_seed(1)
     q, k = (torch.randn(shape(layout, 3, 5, heads, 92)).to(dtype) for heads in (11, 1))
     for size in ((39,), (5, 39), (1, 5, 39), (3, 5, 39))[: 2 if layout == "thd" else 4]:

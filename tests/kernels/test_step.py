@@ -1,4 +1,4 @@
-"""The fused step, checked and done in compiled code: every instruction set, and not where something is unusual."""
+"""The fused step in compiled code, with every instruction set, and fallback to Python for uncommon calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel of the gradient to cos and sin, at every instruction set: against float64 sums."""
+"""The kernel for the gradient to cos and sin, with every instruction set, against float64 sums."""
 
 from __future__ import annotations
 

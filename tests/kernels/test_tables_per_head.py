@@ -1,4 +1,4 @@
-"""Tables of each head in the CPU kernels, at every instruction set: against float64, and bit for bit the reference."""
+"""Tables per head in the CPU kernels, with every instruction set, against float64 and bit for bit the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tables(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
-    """11 heads, more than are turned at a time with one table."""
+    """11 heads, more than the kernel rotates at a time with one table."""
     torch.manual_seed(0)
     q, k = (torch.randn(shape(layout, 3, 5, 11, 92)).to(dtype) for _ in range(2))
     for batch in (1, 3)[: 1 if layout == "thd" else 2]:

@@ -1,4 +1,4 @@
-"""The tokens of each rank, against lists that are cut and dealt out as one would by hand."""
+"""The tokens of each rank, against lists that are sharded by plain Python."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_head_and_tail_of_torch(size: int) -> None:
 
 
 def test_a_document_at_a_time() -> None:
-    """Documents of 8 and 4 tokens, each cut by itself over two ranks."""
+    """Documents of 8 and 4 tokens, each sharded separately over two ranks."""
     rows = [torch.cat([context_parallel(n, rank, 2, "head-tail") for n in (8, 4)]).tolist() for rank in range(2)]
     assert rows == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
 

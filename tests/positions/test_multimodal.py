@@ -1,4 +1,4 @@
-"""Positions of mixed sequences: a plain loop over the rule, and what is refused."""
+"""Positions of mixed sequences, against a plain loop, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_sound_in_turns() -> None:
 
 @pytest.mark.parametrize("rule", ["qwen2_5_omni", "qwen3_omni"])
 def test_text_goes_on_behind_the_last_piece(rule: Any) -> None:
-    """Behind the sound that stands last, although the rows of the frame before it reach further."""
+    """Text follows the audio, which comes last, although the rows of the preceding frame reach further."""
     clip = [Video(1, 4, 1, seconds=1.0, audio=2), Text(1)]
     chunk = {"seconds_per_chunk": 2} if rule == "qwen2_5_omni" else {}
     made = mrope(clip, rule, per_second=1, **chunk)

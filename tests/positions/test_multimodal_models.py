@@ -1,4 +1,4 @@
-"""Positions of mixed sequences, against the functions of transformers that make them for each model."""
+"""Positions of mixed sequences, against the functions of transformers for each model."""
 
 from __future__ import annotations
 

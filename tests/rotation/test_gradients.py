@@ -1,4 +1,4 @@
-"""Gradients: rotating back, twice, in place, to cos and sin; against finite differences and plain autograd."""
+"""Gradients: first and second order, in place, and to cos and sin, against finite differences and plain autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of each head in a Rotation: every way to use it is what rotating head by head gives."""
+"""Rotations with one table per head: every use gives the same result as rotating head by head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""QKNorm: by the oracle, and norm and rotation in one call bit for bit as two; gradients."""
+"""QKNorm against the oracle; one fused call bit for bit against two calls; gradients."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def shape(layout: str, heads: int, head_dim: int) -> tuple[int, ...]:
 
 
 def expected(rope: Rope, x: torch.Tensor, positions: torch.Tensor, layout: str) -> np.ndarray:
-    """x turned by exact angles; positions [seq] or [batch, seq]."""
+    """x rotated by exact angles; positions [seq] or [batch, seq]."""
     angles = oracle.reduced(positions.reshape(-1).tolist(), rope.inv_freq).reshape(*positions.shape, -1)
     letters = "".join("s" if axis == "t" else axis for axis in layout)
     order = [letters.index(axis) for axis in "bshd" if axis in letters]
