@@ -308,7 +308,7 @@ class TestCasts:
         (lambda: LearnedRope(torch.ones(1, 3), pairing="neox"), "pairing must be one of"),
         (lambda: LearnedRope(torch.ones(1, 3), pairing="half", head_dim=5), "head_dim must be an integer from 6"),
         (lambda: LearnedRope.from_rope("llama"), "rope must be a Rope"),
-        (lambda: LearnedRope.from_rope(Rope(8, 1e4, "half"), heads=0), "heads must be an integer at least 1"),
+        (lambda: LearnedRope.from_rope(Rope(8, 1e4, "half"), heads=0), "heads must be an integer of at least 1"),
         (lambda: LearnedRope.from_rope(Rope(8, 1e4, "half"), dtype=torch.float16), "dtype must be torch.float32"),
         (
             lambda: LearnedRope.from_rope(Rope(8, 1e4, "half", scaling=DynamicNTK(2.0, 64))),
@@ -316,10 +316,10 @@ class TestCasts:
         ),
         (lambda: LearnedRope.mixed(6, 2, pairing="half"), "head_dim must be a multiple of 4"),
         (lambda: LearnedRope.mixed(8, 2, pairing="half", base=1.0), "base must be a finite number greater than 1"),
-        (lambda: LearnedRope.mixed(8, 0, pairing="half"), "heads must be an integer at least 1"),
+        (lambda: LearnedRope.mixed(8, 0, pairing="half"), "heads must be an integer of at least 1"),
         (lambda: LearnedRope.projected(7, 2, pairing="half"), "head_dim must be even"),
-        (lambda: LearnedRope.projected(8, 2, pairing="half", axes=0), "axes must be an integer at least 1"),
-        (lambda: LearnedRope.projected(8, 2.0, pairing="half"), "heads must be an integer at least 1"),
+        (lambda: LearnedRope.projected(8, 2, pairing="half", axes=0), "axes must be an integer of at least 1"),
+        (lambda: LearnedRope.projected(8, 2.0, pairing="half"), "heads must be an integer of at least 1"),
         (lambda: learned("two axes")([0, 1]), "positions must be an int32, int64, float32 or float64 tensor"),
         (
             lambda: learned("two axes")(PLACES[:2].half()),

@@ -140,7 +140,7 @@ def test_base_and_pairing_have_no_default() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
 def test_at_length_wants_a_length(n: Any) -> None:
-    with pytest.raises(RopeError, match="n must be an integer at least 1"):
+    with pytest.raises(RopeError, match="n must be an integer of at least 1"):
         rope().at_length(n)
 
 

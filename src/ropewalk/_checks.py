@@ -118,7 +118,7 @@ _short.maxlevel = 3
 
 def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | None = None, cure: str = "") -> int:
     """Return `value` as an int in [at_least, at_most]. Booleans and floats are rejected, not converted."""
-    bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     if (
         isinstance(value, bool)
         or not isinstance(value, Integral)

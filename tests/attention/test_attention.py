@@ -236,10 +236,10 @@ def test_says_what_it_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((0, 4), {}, "hidden_size must be an integer at least 1, got 0"),
-        ((24, 0), {}, "num_heads must be an integer at least 1, got 0"),
+        ((0, 4), {}, "hidden_size must be an integer of at least 1, got 0"),
+        ((24, 0), {}, "num_heads must be an integer of at least 1, got 0"),
         ((24, 4), {"num_kv_heads": 3}, "num_kv_heads must divide num_heads.*got 3 for 4"),
-        ((24, 4), {"num_kv_heads": 0}, "num_kv_heads must be an integer at least 1"),
+        ((24, 4), {"num_kv_heads": 0}, "num_kv_heads must be an integer of at least 1"),
         ((24, 5), {}, "num_heads must divide hidden_size, unless head_dim is given, got 5 for 24"),
         ((24, 4), {"head_dim": 0}, "head_dim must be an integer"),
         ((24, 4), {"softmax_factor": 0}, "softmax_factor must be a finite number greater than 0"),

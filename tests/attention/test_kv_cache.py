@@ -490,16 +490,16 @@ def test_keys_are_numbers_with_a_point(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("numbers", "options", "message"),
     [
-        ((0, 1, 1, 8), {"capacity": 4}, "num_layers must be an integer at least 1"),
-        ((1, 0, 1, 8), {"capacity": 4}, "batch must be an integer at least 1"),
-        ((1, 1, 0, 8), {"capacity": 4}, "num_kv_heads must be an integer at least 1"),
+        ((0, 1, 1, 8), {"capacity": 4}, "num_layers must be an integer of at least 1"),
+        ((1, 0, 1, 8), {"capacity": 4}, "batch must be an integer of at least 1"),
+        ((1, 1, 0, 8), {"capacity": 4}, "num_kv_heads must be an integer of at least 1"),
         ((1, 1, 1, 0), {"capacity": 4}, "head_dim must be an integer from 1"),
         ((1, 1, 1, 8), {}, "either capacity or window must be given, .* got capacity=None, window=None, sinks=0"),
         ((1, 1, 1, 8), {"capacity": 4, "window": 4}, ".* got capacity=4, window=4, sinks=0"),
         ((1, 1, 1, 8), {"capacity": 4, "sinks": 1}, ".* got capacity=4, window=None, sinks=1"),
-        ((1, 1, 1, 8), {"window": 4, "sinks": -1}, "sinks must be an integer at least 0"),
-        ((1, 1, 1, 8), {"capacity": 0}, "capacity must be an integer at least 1"),
-        ((1, 1, 1, 8), {"window": 0}, "window must be an integer at least 1"),
+        ((1, 1, 1, 8), {"window": 4, "sinks": -1}, "sinks must be an integer of at least 0"),
+        ((1, 1, 1, 8), {"capacity": 0}, "capacity must be an integer of at least 1"),
+        ((1, 1, 1, 8), {"window": 0}, "window must be an integer of at least 1"),
     ],
 )
 def test_refuses_numbers(numbers: tuple[int, int, int, int], options: dict[str, int], message: str) -> None:
@@ -509,7 +509,7 @@ def test_refuses_numbers(numbers: tuple[int, int, int, int], options: dict[str, 
 
 def test_refuses_arguments() -> None:
     cache = KVCache(1, 2, 1, 2, capacity=8)
-    with pytest.raises(RopeError, match=r"KVCache.step: seq must be an integer at least 1, got 0"):
+    with pytest.raises(RopeError, match=r"KVCache.step: seq must be an integer of at least 1, got 0"):
         cache.step(0)
     with pytest.raises(RopeError, match=r"attention_mask must be .* \[2, 3\], got torch.int64 of shape \(2, 2\)"):
         cache.step(3, attention_mask=torch.ones(2, 2).long())

@@ -240,11 +240,11 @@ class TestWhatCouldBeReadInTwoWays:
         (lambda: masks.padding(REAL, SEQ), "keys must be given with lengths, and only then, got 9"),
         (
             lambda: masks.padding(torch.tensor([2, 3]), 3.0),
-            "masks.padding: keys must be an integer at least 0, got 3.0",
+            "masks.padding: keys must be an integer of at least 0, got 3.0",
         ),
         (lambda: masks.padding_blocks(torch.ones(2, 3)), "masks.padding_blocks: attention_mask must be"),
-        (lambda: masks.sliding_window(5, 0), "masks.sliding_window: window must be an integer at least 1, got 0"),
-        (lambda: masks.sliding_window(2.0, 1), "masks.sliding_window: seq must be an integer at least 0, got 2.0"),
+        (lambda: masks.sliding_window(5, 0), "masks.sliding_window: window must be an integer of at least 1, got 0"),
+        (lambda: masks.sliding_window(2.0, 1), "masks.sliding_window: seq must be an integer of at least 0, got 2.0"),
         (lambda: masks.sliding_window_blocks(5, True), "masks.sliding_window_blocks: window must be an integer"),
     ],
 )

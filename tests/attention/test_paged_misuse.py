@@ -44,14 +44,14 @@ def pool(*shape: int, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be an integer at least 1, got 0"),
-        ({"num_kv_heads": 1.5}, "num_kv_heads must be an integer at least 1"),
+        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
+        ({"num_kv_heads": 1.5}, "num_kv_heads must be an integer of at least 1"),
         ({"head_dim": 0}, "head_dim must be an integer from 1"),
         ({"blocks": 0}, "blocks must be an integer from 1 to 2147483647, got 0"),
         ({"blocks": 2**31}, "blocks must be an integer from 1 to 2147483647"),
-        ({"block_size": 0}, "block_size must be an integer at least 1"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1"),
         ({"layout": "nhd"}, "layout must be one of 'NHD', 'HND', got 'nhd'"),
-        ({"window": 0}, "window must be an integer at least 1"),
+        ({"window": 0}, "window must be an integer of at least 1"),
         ({"dtype": torch.int8}, "dtype must be float16, bfloat16, float32 or float64, got torch.int8"),
         ({"dtype": "float32"}, "dtype must be float16, bfloat16, float32 or float64, got float32"),
     ],
@@ -85,17 +85,17 @@ def test_impossible_pools(k_cache: Any, v_cache: Any, message: str) -> None:
 
 
 def test_a_window_of_pools() -> None:
-    with pytest.raises(RopeError, match="window must be an integer at least 1, got 0"):
+    with pytest.raises(RopeError, match="window must be an integer of at least 1, got 0"):
         PagedKVCache.from_pools([pool()], [pool()], window=0)
 
 
 REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
-    ("step", lambda c: c.step(0), "seq must be an integer at least 1, got 0"),
+    ("step", lambda c: c.step(0), "seq must be an integer of at least 1, got 0"),
     ("step", lambda c: c.step(1, rows=[]), "there must be a row, got none"),
     ("step", lambda c: c.step(1, rows=[0, 0]), r"rows must be different numbers .* got \[0, 0\]"),
     ("step", lambda c: c.step(1, rows=[7]), r"rows must be .*, got row 7\. These are there: \[0, 1\]"),
-    ("step", lambda c: c.step(1, rows=[-1]), "each of rows must be an integer at least 0, got -1"),
-    ("step", lambda c: c.step(1, rows=[True]), "each of rows must be an integer at least 0, got True"),
+    ("step", lambda c: c.step(1, rows=[-1]), "each of rows must be an integer of at least 0, got -1"),
+    ("step", lambda c: c.step(1, rows=[True]), "each of rows must be an integer of at least 0, got True"),
     ("step", lambda c: c.step(1, rows=torch.zeros(2)), "rows must be different numbers .* got torch.float32"),
     ("step", lambda c: c.step(1, rows={0: 1}), r"rows must be different numbers .* got \{0: 1\}"),
     ("step", lambda c: c.step(1, attention_mask=torch.ones(2, 2) > 0), "attention_mask must be a bool or integer"),

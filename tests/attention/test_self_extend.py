@@ -116,9 +116,9 @@ def test_no_distance_is_longer_than_the_trained_ones() -> None:
 def test_refusals() -> None:
     with pytest.raises(RopeError, match="SelfExtend: rope must be a Rope, got 64"):
         SelfExtend(64, 2, 2)  # type: ignore[arg-type]
-    with pytest.raises(RopeError, match="SelfExtend: group must be an integer at least 1, got 0"):
+    with pytest.raises(RopeError, match="SelfExtend: group must be an integer of at least 1, got 0"):
         SelfExtend(YARN, 0, 2)
-    with pytest.raises(RopeError, match="SelfExtend: window must be an integer at least 0, got -1"):
+    with pytest.raises(RopeError, match="SelfExtend: window must be an integer of at least 0, got -1"):
         SelfExtend(YARN, 2, -1)
     with pytest.raises(RopeError, match=r"SelfExtend\.at: positions must be int32 or int64 .*, got torch.float32"):
         SelfExtend(YARN, 2, 2).at(torch.arange(3.0))

@@ -420,7 +420,7 @@ class TestLayers:
             ({"layer_types": "full_attention"}, "layer_types must be a list with an entry"),
             ({"layer_types": ["full"] * 6}, "layer_types must contain only full_attention, sliding_attention, got 'full'"),
             ({"layer_types": [["full_attention"]] * 6}, "layer_types must contain only"),
-            ({"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer at least 1"),
+            ({"sliding_window_pattern": 0}, "sliding_window_pattern must be an integer of at least 1"),
             ({"rope_parameters": {"full": {"rope_theta": 1e6}}}, "rope_parameters.full must be a layer type of this model"),
             ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, " must agree with rope_theta, which is 1000000.0"),
         ],
@@ -518,7 +518,7 @@ class TestLatentAttention:
         assert len(ropes.warnings) == warned
 
     def test_sizes_are_needed(self) -> None:
-        with pytest.raises(RopeError, match="qk_rope_head_dim must be an integer at least 1, got None"):
+        with pytest.raises(RopeError, match="qk_rope_head_dim must be an integer of at least 1, got None"):
             from_config({**self.base, "qk_rope_head_dim": None})
         with pytest.raises(RopeError, match="index_head_dim: Rope: rotary_dim"):
             from_config({**self.base, "model_type": "deepseek_v32", "index_head_dim": 4})

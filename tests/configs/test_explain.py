@@ -95,7 +95,7 @@ def test_length_without_a_trained_length() -> None:
 
 @pytest.mark.parametrize("length", [0, -5, 1.5, True])
 def test_length_must_be_one(length: Any) -> None:
-    with pytest.raises(RopeError, match="explain: length must be an integer at least 1"):
+    with pytest.raises(RopeError, match="explain: length must be an integer of at least 1"):
         from_config(LLAMA31).explain(length)
 
 

@@ -112,7 +112,7 @@ def test_what_is_drawn_has_the_probabilities_of_the_temperature() -> None:
     [
         ({"prompt": []}, r"generate: prompt must be tokens from 0 to 255, at least one, got \[\]"),
         ({"prompt": [256]}, r"prompt must be tokens from 0 to 255, at least one, got \[256\]"),
-        ({"tokens": 0}, "generate: tokens must be an integer at least 1, got 0"),
+        ({"tokens": 0}, "generate: tokens must be an integer of at least 1, got 0"),
         ({"temperature": -1.0}, "temperature must be a finite number of at least 0, got -1.0"),
         ({"seed": -1}, "seed must be an integer from 0 to"),
     ],

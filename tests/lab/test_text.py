@@ -91,9 +91,9 @@ def test_batches_reach_both_ends() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"batch": 0}, "batch must be an integer at least 1, got 0"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
         ({"seq": 8}, "seq must be an integer from 1 to 7, got 8"),
-        ({"seed": -1}, "seed must be an integer at least 0, got -1"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
     ],
 )
 def test_batches_refuse(keys: dict[str, int], message: str) -> None:

@@ -222,8 +222,8 @@ def test_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"steps": 0}, "Recipe: steps must be an integer at least 1, got 0"),
-        ({"warmup": -1}, "warmup must be an integer at least 0, got -1"),
+        ({"steps": 0}, "Recipe: steps must be an integer of at least 1, got 0"),
+        ({"warmup": -1}, "warmup must be an integer of at least 0, got -1"),
         ({"learning_rate": 0.0}, "learning_rate must be a finite number greater than 0, got 0.0"),
         ({"clip": 0}, "clip must be a finite number greater than 0, got 0"),
         ({"floor": 1.5}, "floor must be a finite number of at least 0 and at most 1, got 1.5"),

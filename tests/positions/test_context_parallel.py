@@ -110,9 +110,9 @@ CU = torch.tensor([0, 8])
         (lambda: context_parallel(8, 0, 2, "zigzag"), "order must be one of 'contiguous', 'head-tail', 'striped'"),
         (lambda: context_parallel(8, 2, 2, "striped"), "rank must be an integer from 0 to 1, got 2"),
         (lambda: context_parallel(8, -1, 2, "striped"), "rank must be an integer from 0 to 1, got -1"),
-        (lambda: context_parallel(8, 0, 0, "striped"), "size must be an integer at least 1, got 0"),
-        (lambda: context_parallel(-8, 0, 2, "striped"), "seq must be an integer at least 0, got -8"),
-        (lambda: context_parallel(8.0, 0, 2, "striped"), "seq must be an integer at least 0, got 8.0"),
+        (lambda: context_parallel(8, 0, 0, "striped"), "size must be an integer of at least 1, got 0"),
+        (lambda: context_parallel(-8, 0, 2, "striped"), "seq must be an integer of at least 0, got -8"),
+        (lambda: context_parallel(8.0, 0, 2, "striped"), "seq must be an integer of at least 0, got 8.0"),
         (
             lambda: context_parallel(9, 0, 2, "striped"),
             "seq must be a multiple of 2 to be sharded over 2 ranks in the order 'striped', got 9. "

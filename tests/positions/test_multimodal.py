@@ -141,13 +141,13 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Text(0), "positions.Text: tokens must be an integer at least 1, got 0"),
-        (lambda: Markers(2.0), "positions.Markers: tokens must be an integer at least 1, got 2.0"),
-        (lambda: Image(0, 3), "positions.Image: height must be an integer at least 1, got 0"),
-        (lambda: Image(3, True), "width must be an integer at least 1, got True"),
-        (lambda: Video(1, 2, -3), "positions.Video: width must be an integer at least 1, got -3"),
+        (lambda: Text(0), "positions.Text: tokens must be an integer of at least 1, got 0"),
+        (lambda: Markers(2.0), "positions.Markers: tokens must be an integer of at least 1, got 2.0"),
+        (lambda: Image(0, 3), "positions.Image: height must be an integer of at least 1, got 0"),
+        (lambda: Image(3, True), "width must be an integer of at least 1, got True"),
+        (lambda: Video(1, 2, -3), "positions.Video: width must be an integer of at least 1, got -3"),
         (lambda: Video(1, 2, 3, 0.0), "seconds must be a finite number greater than 0, got 0.0"),
-        (lambda: Video(1, 2, 3, 1.0, 0), "audio must be an integer at least 1, got 0"),
+        (lambda: Video(1, 2, 3, 1.0, 0), "audio must be an integer of at least 1, got 0"),
         (
             lambda: mrope([]),
             "positions.mrope: segments must be a non-empty list of Text, Markers, Image, Video, got []",
@@ -185,8 +185,8 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         ),
         (lambda: xdrope([]), "positions.xdrope: segments must be a non-empty list of Text, Image, got []"),
         (lambda: xdrope([Video(1, 2, 3)]), "each segment must be one of Text, Image, got Video("),
-        (lambda: xdrope([Text(1)], 2), "axes must be an integer at least 3, got 2"),
-        (lambda: xdrope([Text(1)], images_before=-1), "images_before must be an integer at least 0, got -1"),
+        (lambda: xdrope([Text(1)], 2), "axes must be an integer of at least 3, got 2"),
+        (lambda: xdrope([Text(1)], images_before=-1), "images_before must be an integer of at least 0, got -1"),
         (
             lambda: segments_of(torch.zeros(1, 3).int()),
             "positions.segments_of: token_types must be bool or integer [se",

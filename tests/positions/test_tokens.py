@@ -59,7 +59,7 @@ def test_packed_is_compiled_whole_and_without_a_new_graph_for_each_length() -> N
             "e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2",
         ),
         (lambda: positions.ragged(torch.tensor(3), 3), "got torch.int64 of shape ()"),
-        (lambda: positions.ragged(torch.tensor([0]), -1), "seq must be an integer at least 0, got -1"),
+        (lambda: positions.ragged(torch.tensor([0]), -1), "seq must be an integer of at least 0, got -1"),
         (lambda: positions.ragged(torch.tensor([0]), 2.0), "seq must be an integer"),
         (lambda: positions.packed(torch.tensor([[0, 3]]), 3), "cu_seqlens must be a non-empty int32 or int64 tensor"),
         (lambda: positions.packed(torch.tensor([], dtype=torch.int32), 3), "non-empty"),

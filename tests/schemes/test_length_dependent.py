@@ -149,7 +149,7 @@ def test_per_pair() -> None:
     ("make", "message"),
     [
         (lambda: DynamicNTK(0.5, 4096), "DynamicNTK: factor must be a finite number of at least 1"),
-        (lambda: DynamicNTK(2, 0), "max_position_embeddings must be an integer at least 1"),
+        (lambda: DynamicNTK(2, 0), "max_position_embeddings must be an integer of at least 1"),
         (lambda: NTK(0), "NTK: alpha must be a finite number of at least 1, got 0"),
         (lambda: longrope(short_factor=1.0), "short_factor must be a list of numbers, one for each pair, got 1.0"),
         (lambda: longrope(long_factor=[]), "long_factor must be a list of numbers"),
