@@ -1,4 +1,4 @@
-"""Detect DTensors of torch.distributed, compute tables from each rank's positions, and check replicated weights.
+"""Helpers for DTensors: detect them, compute tables from each rank's positions, and convert replicated weights.
 
 This module does not import torch.distributed.tensor until it is needed: DTensors exist only once it was imported.
 """
@@ -74,9 +74,9 @@ def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]
 
 
 def local_weight(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight as a plain tensor, where it is a DTensor that all ranks have, and x is plain. Otherwise as it is.
+    """Convert a replicated DTensor weight to a plain tensor if x is plain. Otherwise, return the weight unchanged.
 
-    x is then taken as the heads of this rank: backwards, the gradients of the weight are summed over the ranks.
+    x then holds the heads of this rank, so the backward pass sums the gradients of the weight over the ranks.
     """
     if not is_dtensor(weight) or is_dtensor(x) or not all(p.is_replicate() for p in weight.placements):
         return weight
@@ -84,5 +84,5 @@ def local_weight(weight: Tensor, x: Tensor) -> Tensor:
     from torch.distributed.tensor import Partial
 
     if torch.is_grad_enabled():
-        weight = weight.redistribute(placements=weight.placements)  # nothing to do now; backwards it sums
+        weight = weight.redistribute(placements=weight.placements)  # no-op forward; sums gradients backward
     return weight.to_local(grad_placements=[Partial()] * len(weight.placements))
