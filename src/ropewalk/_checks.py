@@ -32,16 +32,16 @@ class RopeError(ValueError):
         super().__init__(printable(message))
 
 
-def error(who: str, must: str, got: str, cure: str) -> RopeError:
+def error(who: str, must: str, got: str, fix: str) -> RopeError:
     """Create an error with a message in the common form.
 
     Args:
         who: the context, such as the name of a class or a function.
         must: the requirement.
         got: what was received, in words or from `shown` or `described`.
-        cure: one or more whole sentences that say how to fix it.
+        fix: one or more whole sentences that say how to fix it.
     """
-    return RopeError(f"{who}: {must}, got {got}. {cure}")
+    return RopeError(f"{who}: {must}, got {got}. {fix}")
 
 
 def within(where: str, e: RopeError) -> RopeError:
@@ -54,13 +54,13 @@ def unreadable(where: str, e: Exception) -> RopeError:
     return RopeError(f"{where}: cannot be read: {e}.")
 
 
-def failed(what: str, e: Exception, cure: str) -> RopeError:
+def failed(what: str, e: Exception, fix: str) -> RopeError:
     """Create the error for an exception raised by other code: what failed, the exception, and how to fix it."""
     try:
         message = str(e)[:_MAX_SHOWN]
     except Exception:  # the exception's own __str__ may raise anything
         message = "?"
-    return RopeError(f"{what}: {type(e).__name__}: {message.rstrip('.')}. {cure}")
+    return RopeError(f"{what}: {type(e).__name__}: {message.rstrip('.')}. {fix}")
 
 
 def printable(text: str) -> str:

@@ -38,8 +38,8 @@ def held(who: str, file: Path, what: str) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as e:
-        cure = "Wait until it has ended, or choose another folder."
-        raise _checks.error(who, f"only one process may write {what} at a time", _holder(file), cure) from e
+        fix = "Wait until it has ended, or choose another folder."
+        raise _checks.error(who, f"only one process may write {what} at a time", _holder(file), fix) from e
     except OSError as e:
         must = f"{file.parent} must be a folder where files can be written"
         raise _checks.error(who, must, e.strerror or str(e), "Choose another folder.") from e

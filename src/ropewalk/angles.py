@@ -95,11 +95,11 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
     if axes is None:
         return _scalar_tensor(delta, "delta", device)
     if not isinstance(delta, tuple) or len(delta) != axes:
-        must, cure = (
+        must, fix = (
             f"delta of a rope with {axes} axes must be a tuple of {axes} ints",
             "For text, all of them are equal.",
         )
-        raise _checks.error(who, must, _checks.shown(delta), cure)
+        raise _checks.error(who, must, _checks.shown(delta), fix)
     return torch.stack([_scalar_tensor(along, f"delta[{i}]", device) for i, along in enumerate(delta)])
 
 

@@ -138,8 +138,8 @@ class Axes:
         sizes = _parse_sections("sections", sections)
         if len(sizes) != 3 or sizes[1] != sizes[2]:
             must = "sections must be the numbers of pairs of t, h and w, with equal h and w"
-            cure = "Pass them in the order t, h, w; Ernie's config has h, w, t."
-            raise _checks.error(f"{_WHO}.time_last", must, _checks.shown(sizes), cure)
+            fix = "Pass them in the order t, h, w; Ernie's config has h, w, t."
+            raise _checks.error(f"{_WHO}.time_last", must, _checks.shown(sizes), fix)
         axis = (1, 2) * sizes[1] + (0,) * sizes[0]
         return cls(axis, lengths=(len(axis),) * 3)._named(f"time_last({sizes})")
 
@@ -250,8 +250,8 @@ def check_axes(who: str, value: object, rotary_dim: int) -> None:
     if value is None:
         return
     if not isinstance(value, Axes):
-        cure = "Build one, e.g. Axes.sections((16, 24, 24))."
-        raise _checks.error(who, "axes must be an Axes or None", _checks.shown(value), cure)
+        fix = "Build one, e.g. Axes.sections((16, 24, 24))."
+        raise _checks.error(who, "axes must be an Axes or None", _checks.shown(value), fix)
     if value.pairs != rotary_dim // 2:
         raise _checks.error(
             who,

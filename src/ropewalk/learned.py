@@ -106,8 +106,8 @@ class LearnedRope(torch.nn.Module):
         """
         if self._initializer is None:
             must = "the module must be created by from_rope, mixed or projected"
-            cure = "Copy the frequencies into inv_freq instead."
-            raise _checks.error("LearnedRope.reset_parameters", must, "one created from a tensor of frequencies", cure)
+            fix = "Copy the frequencies into inv_freq instead."
+            raise _checks.error("LearnedRope.reset_parameters", must, "one created from a tensor of frequencies", fix)
         with torch.no_grad(), torch.device("cpu"):
             self.inv_freq.copy_(self._initializer())
 

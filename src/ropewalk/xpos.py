@@ -60,8 +60,8 @@ def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0)
         tensor([1.0000, 0.9999, 0.9996, 0.9991])
     """
     if not isinstance(rope, Rope) or rope.axes is not None:
-        cure = "Read one with from_config(...).rope. No known model uses xPos with several axes."
-        raise _checks.error(_WHO, "rope must be a Rope of one axis", _checks.shown(rope), cure)
+        fix = "Read one with from_config(...).rope. No known model uses xPos with several axes."
+        raise _checks.error(_WHO, "rope must be a Rope of one axis", _checks.shown(rope), fix)
     centre = _checks.integer(_WHO, "centre", centre, at_least=-(2**31), at_most=2**31)
     scale_base = _checks.number(_WHO, "scale_base", scale_base, above=0.0)
     rotation = rope.at(positions, dtype=torch.float64)
@@ -91,5 +91,5 @@ def _check_range(distance: Tensor, scale_base: float) -> None:
     largest = float(distance.abs().max())
     if largest > limit:
         must = f"every position must be within {limit} tokens of the centre, because the scale overflows float32 beyond"
-        cure = "Pass the middle of the sequence as centre, or a larger scale_base."
-        raise _checks.error(_WHO, must, f"a distance of {largest:.0f}", cure)
+        fix = "Pass the middle of the sequence as centre, or a larger scale_base."
+        raise _checks.error(_WHO, must, f"a distance of {largest:.0f}", fix)
