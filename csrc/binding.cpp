@@ -1,5 +1,5 @@
-// ropewalk.kernels._cpu: raw addresses, shapes and strides from Python to the kernels. rotation/checks.py checks tensors;
-// here sizes are compared once more, since a wrong one would be a read or a write outside of a tensor.
+// ropewalk.kernels._cpu: pass raw addresses, shapes and strides from Python to the kernels. rotation/checks.py checks tensors.
+// This file compares sizes once more, because a wrong size would read or write outside of a tensor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 const ropewalk_kernels *kernels = ropewalk_best();
 
-// Elements that are worth another thread.
+// The number of elements that justifies another thread.
 constexpr int64_t GRAIN = 32768;
 
 int threads_for(int64_t elements, int64_t threads) {
@@ -36,12 +36,12 @@ void require(bool holds, const char *must, const char *got, const char *cure = "
     throw nb::python_error();
 }
 
-// FSDP resizes storages to 0 while it does not need them; PyTorch itself would read address 0.
+// FSDP resizes unused storages to 0. PyTorch's own kernels would read address 0.
 void require_memory(bool holds) {
     require(holds, "a tensor must have memory", "one whose storage was resized to 0", "Give it its storage back first.");
 }
 
-// Where batch (-1: there is none), token, head and channel are among the axes of a tensor.
+// The indices of batch (-1 without batch), token, head and channel among the axes of a tensor.
 struct Axes {
     int at[4];
     int count() const { return at[3] + 1; }
@@ -50,7 +50,8 @@ struct Axes {
     }
 };
 
-// From an `Axes` of _layout.py: (batch or None, tokens, heads, how many axes). No axis may be named twice, or be head_dim's.
+// Convert an `Axes` of _layout.py: (batch or None, tokens, heads, number of axes). The axes must differ from each other and from
+// that of head_dim.
 Axes axes_from(const nb::tuple &layout) {
     constexpr const char *must = "the axes of a layout must be those of _layout.py";
     require(layout.size() == 4, must, "another number");
@@ -71,7 +72,7 @@ void strides_of(nb::handle strides, const Axes &axes, int64_t *to) {
     for (int i = 0; i < 4; ++i) to[i] = axes.at[i] < 0 ? 0 : entry(strides, axes.at[i]);
 }
 
-// A table [pairs], [token, pairs], [batch, token, pairs] or [batch, head, token, pairs].
+// The strides of a table [pairs], [token, pairs], [batch, token, pairs] or [batch, head, token, pairs].
 void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
     int last = static_cast<int>(PyTuple_GET_SIZE(shape.ptr())) - 1;
     to[0] = last > 1 && entry(shape, 0) > 1 ? entry(strides, 0) : 0;
@@ -80,12 +81,12 @@ void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
     to[3] = entry(strides, last);
 }
 
-// (address in, address out, shape, strides in, strides out) for q and k.
+// (input address, output address, shape, input strides, output strides) for q and, if present, k.
 using Tensors = nb::tuple;
 
 ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape,
                             const nb::tuple &cos_strides, const nb::tuple &sin_strides, int dtype, int table_dtype,
-                            const nb::tuple &layout, bool interleaved, int64_t offset, bool conjugate) {
+                            const nb::tuple &layout, bool interleaved, int64_t offset, bool inverse) {
     require(dtype >= 0 && dtype < 4 && table_dtype >= 0 && table_dtype < 2, "dtypes must be those of ropewalk.h", "others");
     require(tensors.size() == 5 || tensors.size() == 10, "there must be one or two tensors", "another number");
     int64_t table_axes = size_of(table_shape);
@@ -116,7 +117,7 @@ ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin
     r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
     table_strides(table_shape, cos_strides, r.tables.cos_stride), table_strides(table_shape, sin_strides, r.tables.sin_stride);
     r.pairs = entry(table_shape, static_cast<int>(table_axes) - 1);
-    r.offset = offset, r.interleaved = interleaved, r.conjugate = conjugate;
+    r.offset = offset, r.interleaved = interleaved, r.inverse = inverse;
     require(r.pairs >= 1 && r.pairs <= r.head_dim / 2 && offset >= 0 && offset <= r.head_dim - 2 * r.pairs,
             "the rotated channels must lie inside head_dim", "others");
     require((table_axes < 2 || entry(table_shape, static_cast<int>(table_axes) - 2) == r.tokens) &&
@@ -142,9 +143,9 @@ void run(const ropewalk_rotation &r, int64_t size, int64_t elements, int threads
 
 void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape, const nb::tuple &cos_strides,
             const nb::tuple &sin_strides, int dtype, int table_dtype, const nb::tuple &layout, bool interleaved, int64_t offset,
-            bool conjugate, int64_t threads) {
+            bool inverse, int64_t threads) {
     ropewalk_rotation r = described(tensors, cos, sin, table_shape, cos_strides, sin_strides, dtype, table_dtype, layout,
-                                    interleaved, offset, conjugate);
+                                    interleaved, offset, inverse);
     int64_t elements = elements_of(r);
     require_memory((cos && sin) || elements == 0);
     nb::gil_scoped_release release;
@@ -161,7 +162,7 @@ int threads_of_torch() {
     return static_cast<int>(threads);
 }
 
-// Everything that `rotate_plain` asks torch; False where this torch has no exchange API.
+// Look up everything that the functions below use of torch. False if this torch has no exchange API.
 bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple watchers) {
     nb::object type = torch_module.attr("Tensor"), c = torch_module.attr("_C");
     auto keep = [](nb::object object) { return object.release().ptr(); };
@@ -186,7 +187,7 @@ int dtype_of(const ropewalk::TensorView &x) {
     return x.is_float(64) ? ROPEWALK_F64 : -1;
 }
 
-// A usual call, as far as a rotation goes; `ok` is false where something is not usual.
+// The arguments of a common call, as far as the rotation uses them. `ok` is false if the call is uncommon.
 struct Usual {
     bool ok = false;
     int count;
@@ -194,7 +195,7 @@ struct Usual {
     ropewalk::TensorView views[2];
     Axes at;
     int64_t size;  // of an element
-    ropewalk_rotation r{};  // but for what is written
+    ropewalk_rotation r{};  // complete except for the outputs
 };
 
 Usual usual_rotation(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
@@ -249,7 +250,7 @@ Usual usual_rotation(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin,
     return call;
 }
 
-// Whether a tensor may be written: each element has memory of its own, and autograd may count the change.
+// Whether a tensor may be written: each element has its own memory, and autograd can count the change.
 bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
     for (int i = 0; i < x.axes; ++i) {
         if (x.strides[i] == 0 && x.shape[i] > 1) return false;
@@ -257,7 +258,7 @@ bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
     return inference || !ropewalk::Torch::says(torch.is_inference, object);
 }
 
-// A new tensor like `of`, for what is made of the n-th tensor; null where it is not usual.
+// A new tensor for the output of the n-th tensor, or null if the new tensor is not a plain one.
 nb::object new_output(Usual &call, int n) {
     nb::object output = nb::steal(PyObject_CallOneArg(torch.empty_like, call.given[n]));
     if (!output.ptr()) throw nb::python_error();
@@ -268,15 +269,15 @@ nb::object new_output(Usual &call, int n) {
     return output;
 }
 
-// Who saved them for a backward pass hears that they have changed.
+// Tell autograd that these tensors have changed, so that a backward pass that saved them raises.
 void count_change(const nb::tuple &changed) {
     PyObject *counted = PyObject_CallOneArg(torch.increment_version, changed.ptr());
     if (!counted) throw nb::python_error();
     Py_DECREF(counted);
 }
 
-// Rotates q, or q and k, and gives what Rotation.__call__ gives, or True in place; None where something is not usual, and
-// nothing was done.
+// Rotate q, or q and k. Returns what Rotation.__call__ returns, or True in place. If the call is uncommon, returns None without
+// doing anything.
 nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                         int64_t rotary_dim, bool interleaved, int64_t offset, bool in_place) {
     const nb::object unusual = nb::none();
@@ -307,7 +308,7 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
     return nb::bool_(true);
 }
 
-// A weight [head_dim] of a norm, contiguous, in the dtype of the tensors or the one that they are calculated in.
+// Check a weight of a norm: contiguous [head_dim], in the dtype of the tensors or that of their computation.
 bool usual_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, ropewalk_norm &norm, int n) {
     ropewalk::TensorView view;
     if (!torch.weight_view(weight.ptr(), view) || view.axes != 1 || view.shape[0] != r.head_dim || view.strides[0] != 1) return false;
@@ -318,7 +319,8 @@ bool usual_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, rope
     return true;
 }
 
-// A cache [block, slot, head, channel] for x [..., heads, channels]; -1: not usual, else how many blocks of `size` slots it has.
+// Check a cache [block, slot, head, channel] for x [..., heads, channels]. Returns the number of blocks of `size` slots, or -1
+// if the cache is uncommon.
 int64_t usual_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
                     int64_t &size) {
     ropewalk::TensorView view;
@@ -330,8 +332,8 @@ int64_t usual_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes 
     return view.shape[0];
 }
 
-// q and k normed, where there are weights, and rotated: gives both; or, with a cache, writes k and v to their slots and gives q.
-// None where something is not usual, and nothing was done. `slots` int64, one for each token, as `layout` orders them.
+// Normalize q and k, if there are weights, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
+// q. If the call is uncommon, returns None without doing anything. `slots` holds one int64 per token, in the order of `layout`.
 nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                       int64_t rotary_dim, bool interleaved, int64_t offset, nb::handle q_weight, nb::handle k_weight, double eps,
                       bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots, bool profiled) {
@@ -363,7 +365,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
         s.v.in = of_v.first(), s.v.heads = call.r.tensors[1].heads, s.v_dim = of_v.shape[at.at[3]];
         at.strides(of_v.strides, s.v.in_stride);
         s.block_size = sizes[0];
-        // Slots have the axes of tokens: batch, where there is one, and tokens.
+        // Slots have the axes of tokens: batch, if the layout has it, and tokens.
         const int axes = at.at[0] < 0 ? 1 : 2;
         if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return unusual;
         if (of_slots.shape[axes - 1] != call.r.tokens || (axes == 2 && of_slots.shape[0] != call.r.batch)) return unusual;
@@ -403,7 +405,7 @@ void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, co
                          [&](int64_t begin, int64_t end) { kernels->table_gradient(&g, begin, end); });
 }
 
-// `positions` are contiguous [axes, rows]; `axis`, int64 [pairs], says which each pair takes, and is 0 where there is one for all.
+// `positions` are contiguous [axes, rows]. `axis`, int64 [pairs], is the row for each pair, or address 0 if all share one row.
 void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uintptr_t steps, int64_t pairs, double factor, int dtype,
             uintptr_t cos, uintptr_t sin, int64_t threads) {
     require_memory((positions && steps && cos && sin) || rows * pairs == 0);
@@ -421,11 +423,11 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
                          [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
 }
 
-// cos and sin of positions and steps, as `angles` makes them; None where something is not usual. `steps`: int64 in bytes; so is
-// `axis`, which of the `axes` rows of positions each step takes. Where there is only one position, both are empty and 0.
+// Compute cos and sin as `angles` does. If the call is uncommon, returns None. `steps` and `axis` are the bytes of int64 numbers.
+// `axis` is the row of positions for each step, one of `axes` rows; it is empty, and `axes` 0, if tokens have one position.
 nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype, nb::bytes axis, int64_t axes) {
     ropewalk::TensorView at, to[2];
-    const int first = axes > 0 ? 1 : 0;  // of the axes of positions that are those of tokens
+    const int first = axes > 0 ? 1 : 0;  // the first axis of positions that is an axis of tokens
     if (torch.watched() || !torch.view(positions.ptr(), at) || !at.is_int(64)) return nb::none();
     if (at.axes < first + 1 || at.axes > first + 2 || (first && at.shape[0] != axes)) return nb::none();
     const int64_t pairs = static_cast<int64_t>(steps.size() / sizeof(int64_t)), elements = at.elements();
@@ -445,13 +447,13 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
     given[tokens + 1] = dtype.ptr();
     for (int i = 0; i < 2; ++i) {
         tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, given, tokens + 1, torch.dtype_keyword)
-                                     : PyObject_CallOneArg(torch.empty_like, tables[0].ptr()));  // which is quicker
-        if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // no dtype, or no memory: the same again in Python
+                                     : PyObject_CallOneArg(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
+        if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // an invalid dtype, or no memory: Python will raise
         if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
     }
     ropewalk_angles a{};
     a.positions = reinterpret_cast<const int64_t *>(at.first()), a.position_stride = 1;
-    if (first) a.axis = of_pairs, a.axis_stride = at.strides[0];  // 0 for text that is expanded
+    if (first) a.axis = of_pairs, a.axis_stride = at.strides[0];  // 0 if positions of text are expanded
     a.steps = reinterpret_cast<const int64_t *>(steps.c_str()), a.pairs = pairs, a.factor = factor;
     a.dtype = static_cast<ropewalk_dtype>(dtype_of(to[0]));
     a.cos = to[0].first(), a.sin = to[1].first();

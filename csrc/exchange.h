@@ -1,5 +1,5 @@
-// Tensors of PyTorch without a call into Python for each address, shape and stride: the C exchange API of DLPack, which is one
-// binary interface for every PyTorch that has it (2.10 and later). Source: DLPack 1.3, dlpack.h.
+// Read the address, shape and strides of a PyTorch tensor without calls into Python, through the C exchange API of DLPack. Its
+// binary interface is the same for every PyTorch that has it (2.10 and later). Source: DLPack 1.3, dlpack.h.
 #pragma once
 
 #include <Python.h>
@@ -8,7 +8,7 @@
 
 namespace ropewalk {
 
-// DLTensor: where the elements are. Shape and strides, in elements, belong to the tensor.
+// DLTensor: a view of the elements. The tensor owns shape and strides, which count elements.
 struct TensorView {
     void *data;
     int32_t device_type, device_id;
@@ -30,7 +30,7 @@ struct TensorView {
     bool is_int(int bits) const { return dtype_code == 0 && dtype_bits == bits && dtype_lanes == 1; }
 };
 
-// DLPackExchangeAPI, as far as it is used.
+// DLPackExchangeAPI, up to the last member that is used.
 struct ExchangeAPI {
     uint32_t major, minor;
     ExchangeAPI *previous;
@@ -39,7 +39,7 @@ struct ExchangeAPI {
     void *work_stream;
 };
 
-// The API of a type, or null where it has none of this major version.
+// The API of a type, or null if it has none of this major version.
 inline const ExchangeAPI *exchange_api_of(PyObject *type) {
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
     void *found = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : nullptr;

@@ -1,6 +1,6 @@
-// The kernels; compiled once for each instruction set. Everything but the table at the end stays in the unnamed namespace and
-// nothing of the C++ library is used (memcpy is C's): an inline function with external linkage, compiled for AVX-512, could
-// replace the baseline's copy of it at link time.
+// The kernels, compiled once for each instruction set. Everything except the table at the end is in the unnamed namespace, and
+// nothing of the C++ library is used (memcpy is from C). Otherwise, the linker could replace the baseline's copy of an inline
+// function by one compiled for AVX-512.
 #include "norm.h"
 #include "vector.h"
 
@@ -21,19 +21,19 @@ inline T smaller(T a, T b) {
     return a < b ? a : b;
 }
 
-// Tokens whose tables stay in a near cache while all heads pass by.
+// Tokens per block, whose tables stay in a near cache while all heads are processed.
 constexpr int64_t BLOCK = 64;
-// Heads at a time where the tokens of a head lie together.
+// Heads per group if the tokens of a head are adjacent in memory.
 constexpr int64_t HEADS = 8;
-// Pairs whose table fits a buffer on the stack.
+// Pairs per chunk, whose tables fit a buffer on the stack.
 constexpr int64_t CHUNK = 512;
-// Heads that are asked for before they are needed, and bytes from which on tensors lie too far away for the processor to do so.
+// The distance of the prefetch in heads, and the bytes of tensors from which on prefetching pays.
 constexpr int64_t AHEAD = 4, FAR = int64_t{4} << 20;
 
-// Bytes of output that no cache will hold until somebody reads them.
+// Bytes of output from which on it is evicted from the caches before it is read again.
 constexpr int64_t LARGE = int64_t{16} << 20;
 
-// What was written past the caches is seen by the other threads before anything that is written later.
+// Make non-temporal stores visible to other threads before any later store.
 inline void fence() {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -42,7 +42,8 @@ inline void fence() {
 
 // ---- rotation
 
-// Heads of one token. `partner` is from a to b of a pair in half pairing. Steps and strides in elements.
+// The heads of one token. `partner` is the distance from a to b of a pair in half pairing. Steps (between heads) and strides
+// (between channels) count elements.
 template <class T>
 struct Run {
     const typename T::Stored *in;
@@ -53,8 +54,8 @@ struct Run {
     bool past_caches, far;
 };
 
-template <class T, bool interleaved, bool conjugate>
-ROPEWALK_APART void turn_strided(const Run<T> &run) {
+template <class T, bool interleaved, bool inverse>
+ROPEWALK_APART void rotate_strided(const Run<T> &run) {
     using Real = typename T::Real;
     for (int64_t n = 0; n < run.heads; ++n) {
         const auto *in = run.in + n * run.in_step;
@@ -62,7 +63,7 @@ ROPEWALK_APART void turn_strided(const Run<T> &run) {
         for (int64_t i = 0; i < run.pairs; ++i) {
             int64_t at_a = interleaved ? 2 * i : i, at_b = interleaved ? 2 * i + 1 : i + run.partner;
             Real a = T::get(in[at_a * run.in_stride]), b = T::get(in[at_b * run.in_stride]);
-            Real c = run.cos[i], s = conjugate ? -run.sin[i] : run.sin[i];
+            Real c = run.cos[i], s = inverse ? -run.sin[i] : run.sin[i];
             out[at_a * run.out_stride] = T::put(a * c - b * s);
             out[at_b * run.out_stride] = T::put(a * s + b * c);
         }
@@ -70,63 +71,63 @@ ROPEWALK_APART void turn_strided(const Run<T> &run) {
 }
 
 #ifdef ROPEWALK_VECTORS
-// A block is a few vectors of pairs with their tables, which stay in registers while one head after the other is turned.
-// All of it is read before any is written, so `out` may be `in`.
+// A block is a few vectors of pairs with their tables, which stay in registers while one head after the other is rotated.
+// A block is read completely before it is written, so `out` may be `in`.
 
-template <class T, bool interleaved, bool conjugate>
-struct Block {  // half pairing: a and b of WIDTH pairs lie apart
+template <class T, bool interleaved, bool inverse>
+struct Block {  // half pairing: a and b are in separate vectors of WIDTH pairs
     static constexpr int PAIRS = WIDTH<T>;
     Reals<T> c, s;
 
     void load_tables(const typename T::Real *cos, const typename T::Real *sin) {
         c = read<Reals<T>>(cos), s = read<Reals<T>>(sin);
-        if (conjugate) s = -s;
+        if (inverse) s = -s;
     }
     template <bool past_caches>
-    void turn(const typename T::Stored *in, typename T::Stored *out, int64_t partner) const {
+    void rotate(const typename T::Stored *in, typename T::Stored *out, int64_t partner) const {
         Reals<T> a = load<T>(in), b = load<T>(in + partner);
         store<T, past_caches>(out, a * c - b * s), store<T, past_caches>(out + partner, a * s + b * c);
     }
 };
 
-template <class T, bool conjugate>
-struct Block<T, true, conjugate> {  // interleaved: (a, b, ...) (c, c, ...) + (b, a, ...) (-s, s, ...)
+template <class T, bool inverse>
+struct Block<T, true, inverse> {  // interleaved: (a, b, ...) (c, c, ...) + (b, a, ...) (-s, s, ...)
     static constexpr int PAIRS = WIDTH<T>;
     Reals<T> c[2], s[2];
 
     void load_tables(const typename T::Real *cos, const typename T::Real *sin) {
         Reals<T> once = read<Reals<T>>(cos), plus = read<Reals<T>>(sin);
-        if (conjugate) plus = -plus;
+        if (inverse) plus = -plus;
         weave(once, once, c[0], c[1], Places<T>());
         weave(-plus, plus, s[0], s[1], Places<T>());
     }
     template <bool past_caches>
-    void turn(const typename T::Stored *in, typename T::Stored *out, int64_t) const {
+    void rotate(const typename T::Stored *in, typename T::Stored *out, int64_t) const {
         Reals<T> x = load<T>(in), y = load<T>(in + WIDTH<T>);
         store<T, past_caches>(out, x * c[0] + exchanged(x, Places<T>()) * s[0]);
         store<T, past_caches>(out + WIDTH<T>, y * c[1] + exchanged(y, Places<T>()) * s[1]);
     }
 };
 
-template <bool conjugate>
-struct Block<BF16, true, conjugate> {
+template <bool inverse>
+struct Block<BF16, true, inverse> {
     static constexpr int PAIRS = WIDTH<BF16>;
     Reals<BF16> c, s;
 
     void load_tables(const float *cos, const float *sin) {
         c = read<Reals<BF16>>(cos), s = read<Reals<BF16>>(sin);
-        if (conjugate) s = -s;
+        if (inverse) s = -s;
     }
     template <bool past_caches>
-    void turn(const uint16_t *in, uint16_t *out, int64_t) const {
+    void rotate(const uint16_t *in, uint16_t *out, int64_t) const {
         Reals<BF16> a, b;
         load_neighbours(in, a, b);
         store_neighbours<past_caches>(out, a * c - b * s, a * s + b * c);
     }
 };
 
-template <bool conjugate>
-struct Block<BF16, false, conjugate> {  // the pairs 0, 2, 4, ... and the pairs 1, 3, 5, ...
+template <bool inverse>
+struct Block<BF16, false, inverse> {  // the pairs 0, 2, 4, ... and the pairs 1, 3, 5, ...
     static constexpr int PAIRS = 2 * WIDTH<BF16>;
     Reals<BF16> c[2], s[2];
 
@@ -134,10 +135,10 @@ struct Block<BF16, false, conjugate> {  // the pairs 0, 2, 4, ... and the pairs 
         constexpr int W = WIDTH<BF16>;
         split(read<Reals<BF16>>(cos), read<Reals<BF16>>(cos + W), c[0], c[1], Places<BF16>());
         split(read<Reals<BF16>>(sin), read<Reals<BF16>>(sin + W), s[0], s[1], Places<BF16>());
-        if (conjugate) s[0] = -s[0], s[1] = -s[1];
+        if (inverse) s[0] = -s[0], s[1] = -s[1];
     }
     template <bool past_caches>
-    void turn(const uint16_t *in, uint16_t *out, int64_t partner) const {
+    void rotate(const uint16_t *in, uint16_t *out, int64_t partner) const {
         Reals<BF16> a[2], b[2];
         load_neighbours(in, a[0], a[1]), load_neighbours(in + partner, b[0], b[1]);
         store_neighbours<past_caches>(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
@@ -145,10 +146,10 @@ struct Block<BF16, false, conjugate> {  // the pairs 0, 2, 4, ... and the pairs 
     }
 };
 
-// COUNT blocks of every head, from pair `first` on.
-template <class T, bool interleaved, bool conjugate, int COUNT, bool past_caches>
-ROPEWALK_APART void turn_blocks(const Run<T> &run, int64_t first) {
-    using B = Block<T, interleaved, conjugate>;
+// Rotate COUNT blocks of every head, from pair `first` on.
+template <class T, bool interleaved, bool inverse, int COUNT, bool past_caches>
+ROPEWALK_APART void rotate_blocks(const Run<T> &run, int64_t first) {
+    using B = Block<T, interleaved, inverse>;
     constexpr int STEP = interleaved ? 2 * B::PAIRS : B::PAIRS;
     B blocks[COUNT];
     for (int i = 0; i < COUNT; ++i) blocks[i].load_tables(run.cos + first + i * B::PAIRS, run.sin + first + i * B::PAIRS);
@@ -156,19 +157,19 @@ ROPEWALK_APART void turn_blocks(const Run<T> &run, int64_t first) {
     auto *out = run.out + (interleaved ? 2 * first : first);
     int64_t in_step = run.in_step, out_step = run.out_step, partner = run.partner;
     for (int64_t n = run.heads; n > 0; --n, in += in_step, out += out_step) {
-        // The processor's own prefetching ends with each page: a tenth of the time of bfloat16 that is in no cache.
+        // The processor's own prefetching stops at page boundaries. This saves a tenth of the time for uncached bfloat16.
         for (int i = 0; i < (run.far ? COUNT : 0); ++i) {
             __builtin_prefetch(in + AHEAD * in_step + i * STEP);
             if (!interleaved) __builtin_prefetch(in + AHEAD * in_step + i * STEP + partner);
         }
-        for (int i = 0; i < COUNT; ++i) blocks[i].template turn<past_caches>(in + i * STEP, out + i * STEP, partner);
+        for (int i = 0; i < COUNT; ++i) blocks[i].template rotate<past_caches>(in + i * STEP, out + i * STEP, partner);
     }
 }
 
-// What is left of every head, fewer pairs than a block has: through buffers.
-template <class T, bool interleaved, bool conjugate>
-ROPEWALK_APART void turn_rest(const Run<T> &run, int64_t first) {
-    using B = Block<T, interleaved, conjugate>;
+// Rotate the remaining pairs of every head, fewer than a block has, through buffers.
+template <class T, bool interleaved, bool inverse>
+ROPEWALK_APART void rotate_rest(const Run<T> &run, int64_t first) {
+    using B = Block<T, interleaved, inverse>;
     typename T::Stored x[2 * B::PAIRS] = {};
     typename T::Real cos[B::PAIRS] = {}, sin[B::PAIRS] = {};
     auto left = static_cast<size_t>(run.pairs - first), size = left * sizeof x[0];
@@ -181,37 +182,37 @@ ROPEWALK_APART void turn_rest(const Run<T> &run, int64_t first) {
     for (int64_t n = 0; n < run.heads; ++n, in += run.in_step, out += run.out_step) {
         std::memcpy(x, in, interleaved ? 2 * size : size);
         if (!interleaved) std::memcpy(x + B::PAIRS, in + run.partner, size);
-        block.template turn<false>(x, x, B::PAIRS);
+        block.template rotate<false>(x, x, B::PAIRS);
         std::memcpy(out, x, interleaved ? 2 * size : size);
         if (!interleaved) std::memcpy(out + run.partner, x + B::PAIRS, size);
     }
 }
 
-template <class T, bool interleaved, bool conjugate, bool past_caches>
-void turn_all(const Run<T> &run) {
-    constexpr int64_t PAIRS = Block<T, interleaved, conjugate>::PAIRS;
+template <class T, bool interleaved, bool inverse, bool past_caches>
+void rotate_dense(const Run<T> &run) {
+    constexpr int64_t PAIRS = Block<T, interleaved, inverse>::PAIRS;
     int64_t i = 0;
-    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) turn_blocks<T, interleaved, conjugate, 4, past_caches>(run, i);
-    if (i + 2 * PAIRS <= run.pairs) turn_blocks<T, interleaved, conjugate, 2, past_caches>(run, i), i += 2 * PAIRS;
-    if (i + PAIRS <= run.pairs) turn_blocks<T, interleaved, conjugate, 1, past_caches>(run, i), i += PAIRS;
-    if (i < run.pairs) turn_rest<T, interleaved, conjugate>(run, i);
+    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) rotate_blocks<T, interleaved, inverse, 4, past_caches>(run, i);
+    if (i + 2 * PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 2, past_caches>(run, i), i += 2 * PAIRS;
+    if (i + PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 1, past_caches>(run, i), i += PAIRS;
+    if (i < run.pairs) rotate_rest<T, interleaved, inverse>(run, i);
 }
 
-template <class T, bool interleaved, bool conjugate>
-void turn(const Run<T> &run) {
-    if (run.in_stride != 1 || run.out_stride != 1) return turn_strided<T, interleaved, conjugate>(run);
-    run.past_caches ? turn_all<T, interleaved, conjugate, true>(run) : turn_all<T, interleaved, conjugate, false>(run);
+template <class T, bool interleaved, bool inverse>
+void rotate_run(const Run<T> &run) {
+    if (run.in_stride != 1 || run.out_stride != 1) return rotate_strided<T, interleaved, inverse>(run);
+    run.past_caches ? rotate_dense<T, interleaved, inverse, true>(run) : rotate_dense<T, interleaved, inverse, false>(run);
 }
 #else
-template <class T, bool interleaved, bool conjugate>
-void turn(const Run<T> &run) {
-    turn_strided<T, interleaved, conjugate>(run);
+template <class T, bool interleaved, bool inverse>
+void rotate_run(const Run<T> &run) {
+    rotate_strided<T, interleaved, inverse>(run);
 }
 #endif
 
-// The channels outside the rotated ones.
+// Copy the channels that are not rotated.
 template <class T>
-ROPEWALK_APART void copy_still(const Run<T> &run, int64_t from, int64_t to) {
+ROPEWALK_APART void copy_unrotated(const Run<T> &run, int64_t from, int64_t to) {
     for (int64_t n = 0; n < run.heads; ++n) {
         const auto *in = run.in + n * run.in_step;
         auto *out = run.out + n * run.out_step;
@@ -223,17 +224,17 @@ ROPEWALK_APART void copy_still(const Run<T> &run, int64_t from, int64_t to) {
     }
 }
 
-// Some tokens and heads of one tensor. Where the tokens of a head lie together, a few heads at a time, so that memory is walked
-// in few streams and each row of the tables is used for more than one head.
-template <class T, bool interleaved, bool conjugate>
-void turn_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token, int64_t tokens,
-                 int64_t first_head, int64_t end_head, int64_t first_pair, bool past_caches) {
+// Rotate some tokens and heads of one tensor. If the tokens of a head are adjacent in memory, process a few heads at a time, so
+// that memory is read in few streams and each row of the tables is used for several heads.
+template <class T, bool interleaved, bool inverse>
+void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token,
+                   int64_t tokens, int64_t first_head, int64_t end_head, int64_t first_pair, bool past_caches) {
     const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
     auto *out = static_cast<typename T::Stored *>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1];
     run.in_step = x.in_stride[2], run.out_step = x.out_stride[2], run.in_stride = x.in_stride[3], run.out_stride = x.out_stride[3];
     int64_t first = r.offset + (interleaved ? 2 * first_pair : first_pair), end = r.offset + 2 * r.pairs;
     bool copies = in != out && first_pair == 0;
-    // Whole vectors of the output must begin at multiples of their size.
+    // Non-temporal stores need vectors that begin at multiples of their size.
     auto aligned = [](int64_t elements) { return elements * int64_t(sizeof *out) % BYTES == 0; };
     run.past_caches = past_caches && in != out && aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) &&
                       aligned(run.partner) && reinterpret_cast<uintptr_t>(out) % BYTES == 0;
@@ -245,10 +246,10 @@ void turn_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> ru
         for (int64_t n = 0; n < tokens; ++n) {
             run.in = in + n * x.in_stride[1] + head * run.in_step, run.out = out + n * x.out_stride[1] + head * run.out_step;
             run.cos = cos + n * cos_step, run.sin = sin + n * sin_step;
-            if (copies && r.offset) copy_still(run, 0, r.offset);
-            if (copies && end < r.head_dim) copy_still(run, end, r.head_dim);
+            if (copies && r.offset) copy_unrotated(run, 0, r.offset);
+            if (copies && end < r.head_dim) copy_unrotated(run, end, r.head_dim);
             run.in += first * run.in_stride, run.out += first * run.out_stride;
-            turn<T, interleaved, conjugate>(run);
+            rotate_run<T, interleaved, inverse>(run);
         }
     }
 }
@@ -262,19 +263,19 @@ void convert(const void *from, ropewalk_dtype dtype, int64_t at, int64_t stride,
     }
 }
 
-template <class T, bool interleaved, bool conjugate>
+template <class T, bool interleaved, bool inverse>
 void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     using Real = typename T::Real;
     const ropewalk_tables &t = r.tables;
     bool as_it_is = t.dtype == (sizeof(Real) == sizeof(double) ? ROPEWALK_F64 : ROPEWALK_F32) && t.cos_stride[3] == 1 &&
                     t.sin_stride[3] == 1;
     int64_t heads = r.tensors[0].heads + (r.tensor_count > 1 ? r.tensors[1].heads : 0);
-    int64_t tables = t.cos_stride[2] || t.sin_stride[2] ? r.tensors[0].heads : 1;  // of a token: one for each head, or one
+    int64_t tables = t.cos_stride[2] || t.sin_stride[2] ? r.tensors[0].heads : 1;  // tables of a token: one per head, or one
     int64_t size = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored));
     bool past_caches = size >= LARGE;
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
-    run.partner = r.pairs, run.far = size >= FAR && sizeof(typename T::Stored) == 2;  // wider ones wait for memory
+    run.partner = r.pairs, run.far = size >= FAR && sizeof(typename T::Stored) == 2;  // wider dtypes are limited by bandwidth
     for (int64_t row = begin, count; row < end; row += count) {
         int64_t batch = row / r.tokens, token = row % r.tokens;
         count = smaller(smaller(end - row, r.tokens - token), as_it_is ? BLOCK : 1);
@@ -293,7 +294,7 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
                 }
                 for (int n = 0; n < r.tensor_count; ++n) {
                     int64_t end_head = tables == 1 ? r.tensors[n].heads : table + 1;
-                    turn_tensor<T, interleaved, conjugate>(r, r.tensors[n], run, batch, token, count, table, end_head, pair,
+                    rotate_tensor<T, interleaved, inverse>(r, r.tensors[n], run, batch, token, count, table, end_head, pair,
                                                            past_caches);
                 }
             }
@@ -305,9 +306,9 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
 template <class T>
 void rotate_dtype(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     if (r.interleaved) {
-        r.conjugate ? rotate_rows<T, true, true>(r, begin, end) : rotate_rows<T, true, false>(r, begin, end);
+        r.inverse ? rotate_rows<T, true, true>(r, begin, end) : rotate_rows<T, true, false>(r, begin, end);
     } else {
-        r.conjugate ? rotate_rows<T, false, true>(r, begin, end) : rotate_rows<T, false, false>(r, begin, end);
+        r.inverse ? rotate_rows<T, false, true>(r, begin, end) : rotate_rows<T, false, false>(r, begin, end);
     }
 }
 
@@ -320,9 +321,9 @@ void rotate(const ropewalk_rotation *r, int64_t begin, int64_t end) {
     }
 }
 
-// ---- a step: norm, rotation, and a cache
+// ---- step: norm, rotation and cache
 
-// One token of q or k, normed.
+// Normalize one token of q or k.
 template <class T>
 void normalize_token(const ropewalk_tensor &x, const ropewalk_step &s, const void *weight, int64_t batch, int64_t token, void *to) {
     using Stored = typename T::Stored;
@@ -330,7 +331,7 @@ void normalize_token(const ropewalk_tensor &x, const ropewalk_step &s, const voi
     const Gain<T> gain = {weight, norm.dtype == s.rotation.dtype, norm.add_one != 0};
     const auto *in = static_cast<const Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
     auto *out = static_cast<Stored *>(to);
-    // The scales of some heads first: a root and a division are waited for once, and not by each head.
+    // Compute the scales of several heads first, so that the latencies of their roots and divisions overlap.
     typename T::Real scales[2 * HEADS];
     for (int64_t head = 0, count; head < x.heads; head += count) {
         count = smaller(2 * HEADS, x.heads - head);
@@ -365,7 +366,7 @@ void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
         int64_t batch = row / all.tokens, token = row % all.tokens;
         int64_t slot = s.slots ? s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]] : 0;
         int64_t block = s.slots && slot >= 0 ? slot / s.block_size : 0, inside = slot - block * s.block_size;
-        ropewalk_rotation one = all;  // of this token, whose tensors begin where it stands
+        ropewalk_rotation one = all;  // the rotation of this token; its tensors begin at this token
         one.tensor_count = slot < 0 ? 1 : 2;
         for (int n = 0; n < one.tensor_count; ++n) {
             ropewalk_tensor &x = one.tensors[n];
@@ -409,7 +410,7 @@ template <class T>
 void table_gradient_rows(const ropewalk_table_gradient &gradient, int64_t begin, int64_t end) {
     using Real = typename T::Real;
     const ropewalk_rotation &r = gradient.rotation;
-    int64_t tables = gradient.per_head ? r.tensors[0].heads : 1;  // of a token: one for each head, or one
+    int64_t tables = gradient.per_head ? r.tensors[0].heads : 1;  // tables of a token: one per head, or one
     for (int64_t row = begin * tables; row < end * tables; ++row) {
         int64_t table = row % tables, token = row / tables % r.tokens, batch = row / tables / r.tokens;
         int64_t place = ((batch * tables + table) * r.tokens + token) * r.pairs;
@@ -446,8 +447,9 @@ void table_gradient(const ropewalk_table_gradient *gradient, int64_t begin, int6
 
 // ---- angles
 //
-// The two upper bits of a phase, rounded, are the quadrant; the rest is t, within an eighth of a turn, in units of pi/4.
-// cos(pi/4 t) and (sin(pi/4 t) / t - pi/4) / t^2 in powers of t^2: Chebyshev fits in 50 digits, error 3e-20 and 1e-17.
+// The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t is within an eighth of a turn, in units of
+// pi/4. The coefficients of cos(pi/4 t) and (sin(pi/4 t) / t - pi/4) / t^2 in powers of t^2 are Chebyshev fits computed with 50
+// digits, with errors of 3e-20 and 1e-17.
 
 constexpr double COS[] = {1.0, -0.30842513753404245296, 0.015854344243815419319, -0.00032599188692673764224,
                           3.5908604460279520345e-6, -2.4611364033652596137e-8, 1.1500512028217341338e-10,
@@ -463,7 +465,7 @@ inline V polynomial(const double (&coefficients)[N], V u) {
     return sum;
 }
 
-// Real: double or a vector of them; Integer: as many int64. Unsigned where they wrap around.
+// Real is double or a vector of doubles, and Integer is int64 or a vector of as many. Products that wrap around are Unsigned.
 template <class Real, class Integer, class Unsigned, class ToReal>
 inline void cos_sin(Unsigned phase, double factor, Real &cos, Real &sin, ToReal to_real) {
     Integer quadrant = (Integer)(phase + (1ull << 61)) >> 62;
@@ -479,7 +481,8 @@ inline void cos_sin(Unsigned phase, double factor, Real &cos, Real &sin, ToReal 
     sin = bits<Real>((Unsigned)(of_s ^ swap) ^ minus_sin) * factor;
 }
 
-// Of pairs [first, end) of a row. `position`: a number for all of them, or, several, one for each from `first` on.
+// cos and sin of the pairs [first, end) of a row. `position` is one number for all pairs or, if `several`, an array with one
+// number per pair from `first` on.
 template <class Out, bool several, class Position>
 inline void angle_pairs(const ropewalk_angles &args, Position position, int64_t first, int64_t end, Out *cos, Out *sin) {
     int64_t i = first;

@@ -1,6 +1,6 @@
-// RMS-norm of one head: x / sqrt(mean of x^2 + eps), times the weight, rounded to the dtype of x. The squares are added in
-// float64, in one order on every machine: as if zeros filled them up to a power of two, the second half is added to the first,
-// until one number is left.
+// RMSNorm of one head: x / sqrt(mean of x^2 + eps), times the weight, rounded to the dtype of x. The squares are added in
+// float64, in the same order on every machine: they are padded with zeros to a power of two, and the second half is repeatedly
+// added to the first until one number is left.
 #pragma once
 
 #include <math.h>
@@ -11,15 +11,15 @@ namespace ropewalk {
 namespace ROPEWALK_NAMESPACE {
 namespace {
 
-// Small loops over registers: GCC unrolls them at -O2 only where it is told to.
+// Small loops over registers, which GCC unrolls at -O2 only on request.
 #if defined(__GNUC__) && !defined(__clang__)
 #define ROPEWALK_UNROLL _Pragma("GCC unroll 32")
 #else
 #define ROPEWALK_UNROLL
 #endif
 
-// Of channels first, first + step, ... : `count` of them, a power of two. What is left of a sum of halves is its even places
-// plus its odd ones.
+// The sum over `count` channels first, first + step, ..., where count is a power of two. In the order above, it is the sum over
+// the even places plus the sum over the odd ones.
 template <class T>
 double sum_of_squares(const typename T::Stored *x, int64_t stride, int64_t channels, int64_t first, int64_t step, int64_t count) {
     if (first >= channels) return 0;
@@ -38,11 +38,11 @@ inline int64_t power_of_two(int64_t count) {
 }
 
 #ifdef ROPEWALK_VECTORS
-// A vector's elements in float64, squared: float64 in one vector, what is calculated in float32 in two.
+// The squares of a vector's elements in float64. Vectors of float32 need two vectors of doubles.
 constexpr int LANES = BYTES / 8;
 using Doubles = Vector<double, LANES>;
 
-// GCC makes more of the general form than one instruction.
+// GCC compiles the general form to more than one instruction.
 inline Doubles doubles(Vector<float, LANES> x) {
 #if defined(__AVX512F__)
     return bits<Doubles>(_mm512_maskz_cvtps_pd(0xff, bits<__m256>(x)));
@@ -71,7 +71,7 @@ inline double sum_of_lanes(Vector<double, COUNT> x) {
     }
 }
 
-// Of CHANNELS channels, a power of two and at least two vectors; the sums stay in registers.
+// The sum over CHANNELS channels, a power of two of at least two vectors. The partial sums stay in registers.
 template <class T, int CHANNELS>
 double sum_of_squares(const typename T::Stored *x) {
     constexpr int HALF = CHANNELS / 2 / LANES, AT_ONCE = WIDTH<T> / LANES;
@@ -103,11 +103,11 @@ double sum_of_dense_squares(const typename T::Stored *x, int64_t channels) {
 }
 #endif
 
-// The weight of a channel in the dtype that is calculated in.
+// The weights of the channels, converted to the dtype of the computation.
 template <class T>
 struct Gain {
     const void *weight;
-    bool as_stored, add_one;  // as_stored: in the dtype of the tensors, otherwise in that of the calculation
+    bool as_stored, add_one;  // as_stored: weights have the dtype of the tensors, otherwise that of the computation
 
     typename T::Real at(int64_t i) const {
         using Real = typename T::Real;

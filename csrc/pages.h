@@ -1,4 +1,5 @@
-// Large pages for large new outputs: the first touch of each 4 KiB page of fresh memory costs more than turning what is in it.
+// Request large pages for large new outputs: the first access to each 4 KiB page of fresh memory takes longer than rotating its
+// contents.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace ropewalk {
 
-// Ask for them before the memory is written. A hint: where the system has none, nothing changes.
+// Request large pages before the memory is written. This is a hint, without effect on systems that do not support it.
 inline void ask_for_large_pages(void *memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t LARGE = uintptr_t{2} << 20;

@@ -1,5 +1,5 @@
-// The usual call, checked and done without Python: tensors of PyTorch itself, on the CPU, that fit, and that nobody watches.
-// Whatever else comes is left to the code in Python, which does it another way or says what is wrong: no error begins here.
+// Check and run common calls without Python: calls with plain PyTorch tensors on the CPU that fit, and that nothing observes.
+// Every other call is left to the Python code, which handles it or raises an error. No error is raised here.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,18 +11,18 @@ namespace ropewalk {
 
 namespace nb = nanobind;
 
-// What is asked of torch at each call; everything is looked up once, by `use_torch`.
+// The functions and attributes of torch that each call uses. `use_torch` looks them up once.
 struct Torch {
     const ExchangeAPI *api = nullptr;
     PyObject *tensor_type = nullptr, *parameter_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *watchers = nullptr, *grad_enabled = nullptr,
              *inference_enabled = nullptr, *is_neg = nullptr, *is_inference = nullptr, *empty_like = nullptr,
              *empty = nullptr, *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *requires_grad = nullptr, *current_level = nullptr;
 
-    // A view of a tensor whose memory says what it holds, or false.
+    // Get a view of a plain tensor. Returns false if its memory does not hold its values.
     bool view(PyObject *object, TensorView &out) const {
         return reinterpret_cast<PyObject *>(Py_TYPE(object)) == tensor_type && memory_of(object, out);
     }
-    // The same of a tensor or a parameter.
+    // The same for a tensor or a parameter.
     bool weight_view(PyObject *object, TensorView &out) const {
         return reinterpret_cast<PyObject *>(Py_TYPE(object)) == parameter_type ? memory_of(object, out) : view(object, out);
     }
@@ -30,13 +30,14 @@ struct Torch {
         if (api->view_of(object, &out) != 0) return PyErr_Clear(), false;
         return out.on_cpu() && out.data && !says(is_neg, object);
     }
-    // Whether a predicate of one tensor, or of nothing, holds; true where it fails, since that is not usual either.
+    // Whether a predicate of one tensor, or without arguments, is true. If it raises, the result is true, which makes the call
+    // uncommon.
     static bool says(PyObject *predicate, PyObject *of = nullptr) {
         return truth(of ? PyObject_CallOneArg(predicate, of) : PyObject_CallNoArgs(predicate));
     }
     bool wants_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
-    // A transform, a mode, a tracer or a profiler, which must see what happens inside; `profiled`: the profiler, the last of
-    // them, has been told.
+    // Whether a transform, a mode, a tracer or a profiler must observe the operators inside. If `profiled`, the profiler, which
+    // is the last of the watchers, already records this call.
     bool watched(bool profiled = false) const {
         for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers) - (profiled ? 1 : 0); ++i) {
             if (says(PyTuple_GET_ITEM(watchers, i))) return true;
@@ -55,7 +56,7 @@ private:
     }
 };
 
-// Bytes from the first to the last element along some of the axes (bits of `which`: batch, token, head, channel).
+// The bytes from the first to the last element along some of the axes (bits of `which`: batch, token, head, channel).
 inline int64_t extent(const TensorView &x, const int (&at)[4], int which, int64_t size) {
     int64_t last = 0;
     for (int i = 0; i < 4; ++i) {
@@ -64,13 +65,13 @@ inline int64_t extent(const TensorView &x, const int (&at)[4], int which, int64_
     return (last + 1) * size;
 }
 
-// Whether two tensors have no element in common, as far as addresses tell quickly: their ranges are apart, or they are slices
-// of one fused projection, which lie side by side in every token, or in every row of the batch.
+// Whether two tensors certainly have no element in common: their address ranges are disjoint, or they are slices of one fused
+// projection, adjacent in every token or in every row of the batch. False if this quick test cannot tell.
 inline bool apart(const TensorView &q, const TensorView &k, const int (&at)[4], int64_t size) {
     const TensorView &low = q.first() <= k.first() ? q : k, &high = q.first() <= k.first() ? k : q;
     const int64_t between = high.first() - low.first();
     if (between >= extent(low, at, 15, size)) return true;
-    for (int outer : {3, 1}) {  // batch and tokens, or the batch alone, are steps that both take
+    for (int outer : {3, 1}) {  // batch and tokens, or the batch alone, as the axes along which the slices repeat
         int64_t strides[2], counts[2];
         int n = 0;
         bool alike = true;
@@ -81,7 +82,7 @@ inline bool apart(const TensorView &q, const TensorView &k, const int (&at)[4], 
         }
         if (!alike || n == 0) continue;
         const int inner = n == 2 && strides[1] < strides[0] ? 1 : 0;
-        // Two different steps lie at least the smaller stride apart, in which both slices have room.
+        // Elements with different outer indices are at least the smaller stride apart, and both slices fit into that stride.
         if (n == 2 && strides[1 - inner] < strides[inner] * counts[inner]) continue;
         if (between >= extent(low, at, 15 & ~outer, size) && between + extent(high, at, 15 & ~outer, size) <= strides[inner]) {
             return true;

@@ -1,10 +1,10 @@
-// Which instruction sets were built, and which of them this machine can run.
+// Find out which of the built instruction sets this machine can run.
 #include "ropewalk.h"
 
 #ifdef ROPEWALK_HAS_avx2
 #include <cpuid.h>
 
-// __builtin_cpu_supports does not know f16c before Clang 18.
+// Before Clang 18, __builtin_cpu_supports does not accept f16c.
 static bool has_f16c() {
     unsigned eax, ebx, ecx, edx;
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
@@ -20,7 +20,7 @@ namespace avx512_bf16 { extern const ropewalk_kernels kernels; }
 
 const ropewalk_kernels *ropewalk_get(ropewalk_level level) {
     using namespace ropewalk;
-    // __builtin_cpu_supports also asks whether the system saves the registers.
+    // __builtin_cpu_supports also checks that the operating system saves the registers.
     switch (level) {
         case ROPEWALK_BASELINE:
             return &baseline::kernels;

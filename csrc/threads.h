@@ -1,5 +1,5 @@
-// Rows shared out over torch's own OpenMP threads, without linking OpenMP: a second runtime would bring a second pool.
-// torch must be loaded before the first call that wants more than one thread.
+// Distribute rows over torch's OpenMP threads without linking OpenMP, because a second runtime would add a second thread pool.
+// torch must be loaded before the first call with more than one thread.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace ropewalk {
 
 #ifdef ROPEWALK_THREADS
-// The runtime that torch loaded for everybody (libgomp; LLVM's and Intel's answer to the same names).
+// The OpenMP runtime that torch has loaded into the process: libgomp, or LLVM's or Intel's, which export the same names.
 struct OpenMP {
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int (*thread_num)();
@@ -34,14 +34,15 @@ private:
     }
 };
 
-// A fork does not copy the pool's threads, and the runtime would wait for them for ever. Watched from the load of this library
-// on, since torch may have filled the pool before our first call.
+// A forked process has no threads of the pool, and the runtime would wait for them forever. The handler is installed when this
+// library is loaded, because torch may have filled the pool before our first call.
 inline bool forked = false;
 inline const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
 
-// work(begin, end) for all of [0, rows), on up to so many threads. Each takes one run of rows, the same on every call, which
-// then lie in its own cache. Without torch's pool the calling thread does everything. `work` must not throw.
+// Call work(begin, end) for all of [0, rows), on up to `threads` threads. Each thread processes one contiguous range, the same
+// on every call, so that its rows stay in its cache. Without torch's pool, the calling thread processes all rows. `work` must
+// not throw.
 template <class Work>
 void share_rows(int64_t rows, int threads, const Work &work) {
 #ifdef ROPEWALK_THREADS

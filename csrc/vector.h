@@ -1,6 +1,6 @@
-// Vectors of the instruction set that a file is compiled for: the few operations that the kernels need, for each dtype.
-// Where the compiler has no vector extensions (before GCC 12, MSVC), there are none, and the kernels are plain loops. Nor are
-// there any on big-endian processors, where the first of two bfloat16 numbers is in the upper half of 32 bits.
+// The vector operations that the kernels need, for each dtype, in the instruction set that the file is compiled for.
+// Compilers without vector extensions (MSVC, GCC before 12) compile the kernels as plain loops. So do compilers for big-endian
+// processors, where the first of two bfloat16 numbers is in the upper half of 32 bits.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ inline To bits(From from) {
     return to;
 }
 
-// One element: Stored is what lies in memory, Real what it is calculated in.
+// The dtype of an element: Stored is its type in memory, Real its type in computations.
 
 struct F32 {
     static constexpr bool is_bfloat = false;
@@ -59,7 +59,7 @@ struct BF16 {
     using Stored = uint16_t;
     using Real = float;
     static float get(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
-    // To the nearest, ties to even; nan stays nan.
+    // Round to nearest, ties to even; nan stays nan.
     static uint16_t put(float x) {
         uint32_t u = bits<uint32_t>(x);
         return x != x ? uint16_t(u >> 16 | 0x40) : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
@@ -73,7 +73,7 @@ struct F16 {
     static float get(uint16_t x) {
         uint32_t sign = uint32_t(x & 0x8000) << 16, rest = x & 0x7fff;
         if (rest >= 0x7c00) return bits<float>(sign | 0x7f800000 | rest << 13);
-        // 2^112 brings the exponent home, subnormal numbers included.
+        // Multiplying by 2^112 corrects the exponent, also of subnormal numbers.
         return bits<float>(sign | bits<uint32_t>(bits<float>(rest << 13) * 0x1p112f));
     }
     static uint16_t put(float x) {
@@ -81,7 +81,7 @@ struct F16 {
         if (rest > 0x7f800000) return uint16_t(sign | 0x7e00 | (rest >> 13 & 0x3ff));  // nan
         if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);                        // rounds to infinity
         if (rest < 0x38800000) {
-            // Subnormal: adding 0.5 leaves the number in its last bits, rounded by the adder.
+            // Subnormal: adding 0.5 moves the number into the last bits, and the addition rounds it.
             return uint16_t(sign | (bits<uint32_t>(bits<float>(rest) + 0.5f) - 0x3f000000));
         }
         return uint16_t(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
@@ -96,7 +96,7 @@ using Vector __attribute__((vector_size(N * sizeof(T)))) = T;
 template <class T>
 constexpr int WIDTH = BYTES / int(sizeof(typename T::Real));
 
-// A vector of what a dtype is calculated in.
+// A vector of the type in which a dtype is computed.
 template <class T>
 using Reals = Vector<typename T::Real, WIDTH<T>>;
 
@@ -112,7 +112,8 @@ inline void write(T *to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-// Past the caches, straight to memory: for what is too large to be found there again. Aligned to its size.
+// With past_caches, store with a non-temporal instruction, for outputs too large to stay in a cache. `to` must then be aligned
+// to the size of the vector.
 template <bool past_caches, class T, class V>
 inline void put(T *to, V v) {
 #if defined(__AVX512F__)
@@ -135,20 +136,20 @@ struct Count<0, I...> {
 template <class T>
 using Places = typename Count<WIDTH<T>>::type;
 
-// Even and odd elements of two vectors.
+// Split two vectors into their even and odd elements.
 template <class V, int... I>
 inline void split(V x, V y, V &even, V &odd, Indices<I...>) {
     even = __builtin_shufflevector(x, y, (2 * I)...);
     odd = __builtin_shufflevector(x, y, (2 * I + 1)...);
 }
 
-// Neighbours exchanged.
+// Exchange neighbouring elements.
 template <class V, int... I>
 inline V exchanged(V x, Indices<I...>) {
     return __builtin_shufflevector(x, x, (I ^ 1)...);
 }
 
-// (x0, y0, x1, y1, ...), of the first halves and of the second ones.
+// Interleave two vectors to (x0, y0, x1, y1, ...): their first halves into one vector, their second halves into another.
 template <class V, int... I>
 inline void weave(V x, V y, V &first, V &second, Indices<I...>) {
     constexpr int n = sizeof...(I);
@@ -156,7 +157,7 @@ inline void weave(V x, V y, V &first, V &second, Indices<I...>) {
     second = __builtin_shufflevector(x, y, ((I + n) / 2 + n * (I % 2))...);
 }
 
-// 16 bits to 32 and back; GCC makes more of the general form than one instruction.
+// Conversion from 16 to 32 bits and back. GCC compiles the general form to more than one instruction.
 constexpr int WORDS = BYTES / 4;
 
 inline Vector<uint32_t, WORDS> widened(const uint16_t *from) {
@@ -178,7 +179,7 @@ inline void narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
 #endif
 }
 
-// Loads and stores of a whole vector of elements, by dtype.
+// Load and store a whole vector of elements, for each dtype.
 
 template <class T>
 inline Reals<T> load(const typename T::Stored *from) {
@@ -199,7 +200,7 @@ inline Reals<T> load(const typename T::Stored *from) {
     }
 }
 
-// The upper halves hold the bfloat16 numbers.
+// Round to bfloat16 numbers, which are in the upper halves of the results.
 inline Vector<uint32_t, WIDTH<BF16>> rounded(Reals<BF16> x) {
     auto u = bits<Vector<uint32_t, WIDTH<BF16>>>(x);
     auto nearest = u + 0x7fff + (u >> 16 & 1);
@@ -227,7 +228,7 @@ inline void store(typename T::Stored *to, Reals<T> x) {
     }
 }
 
-// Neighbours of bfloat16: two in each 32 bits, the first in the lower half.
+// Pairs of neighbouring bfloat16 numbers: two in each 32 bits, the first in the lower half.
 
 inline void load_neighbours(const uint16_t *from, Reals<BF16> &first, Reals<BF16> &second) {
     auto both = read<Vector<uint32_t, WORDS>>(from);

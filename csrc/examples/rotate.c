@@ -1,5 +1,5 @@
-/* Decoding as in llama2.c's loop, with ropewalk's kernels from plain C: token by token, queries and keys are turned in place,
- * the keys go into a cache, and each group of query heads looks back at the key head that it shares.
+/* Decode as in llama2.c's loop, with ropewalk's kernels called from plain C. For each token, rotate queries and keys in place,
+ * store the keys in a cache, and compute the scores of each group of query heads with the key head that it shares.
  *
  *     rotate [interleaved|half] [first position]
  */
@@ -14,7 +14,7 @@
 enum { HEAD_DIM = 10, PAIRS = HEAD_DIM / 2, HEADS = 4, KV_HEADS = 2, TOKENS = 3 };
 static const long double BASE = 10000.0L, TWO_PI = 6.28318530717958647692528676655900577L;
 
-/* One token's heads, side by side. */
+/* The adjacent heads of one token. */
 static ropewalk_tensor in_place(float *x, int64_t heads) {
     ropewalk_tensor tensor = {.in = x, .out = x, .heads = heads};
     const int64_t stride[4] = {heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM, 1}; /* batch, token, head, channel */
@@ -38,8 +38,8 @@ int main(int argc, char **argv) {
     }
     const ropewalk_kernels *kernels = ropewalk_best();
 
-    /* Frequencies as 64-bit fractions of a turn. A long double may have no more than 53 bits; the Python package rounds once,
-     * from exact fractions. */
+    /* Frequencies as 64-bit fractions of a turn. A long double may have only 53 bits, while the Python package rounds exact
+     * fractions once. */
     int64_t steps[PAIRS];
     for (int i = 0; i < PAIRS; ++i) steps[i] = llroundl(ldexpl(powl(BASE, -2.0L * i / HEAD_DIM) / TWO_PI, 64));
 
@@ -54,11 +54,11 @@ int main(int argc, char **argv) {
 
     for (int token = 0; token < TOKENS; ++token) {
         position = first + token;
-        /* In a model these two come from the token's hidden state. */
+        /* In a model, q and k are projections of the token's hidden state. */
         for (int i = 0; i < HEADS * HEAD_DIM; ++i) q[i] = (float)((7 * i + 3 * token) % 11 - 5) / 4;
         for (int i = 0; i < KV_HEADS * HEAD_DIM; ++i) k[i] = (float)((5 * i + 2 * token) % 13 - 6) / 4;
 
-        kernels->angles(&angles, 0, 1); /* once for each token; all layers use the same */
+        kernels->angles(&angles, 0, 1); /* once per token; all layers share the tables */
         kernels->rotate(&rotation, 0, 1);
         memcpy(key_cache[token], k, sizeof k);
 

@@ -1,5 +1,6 @@
-// Every kernel of every instruction set that this machine has, against plain loops in double, on memory of exactly the size that
-// is needed: AddressSanitizer then sees one element too many. `sanitize` builds and runs it; `harness verbose` names each case.
+// Compare every kernel of every instruction set that this machine can run with plain loops in double. Memory has exactly the
+// size that is needed, so AddressSanitizer detects an access to one element too many. `sanitize` builds and runs this program;
+// `harness verbose` names each case.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -12,7 +13,7 @@
 
 namespace {
 
-char now[400];  // what is being tested
+char now[400];  // describes the current case
 bool verbose = false;
 long checked = 0;
 
@@ -36,8 +37,8 @@ struct Shape {
     int64_t batch, tokens, heads[2];
 };
 
-// How [batch, token, head, channel] lies in memory: the order of the outer axes, elements between channels, elements left out
-// after each token, and an axis that is repeated by stride 0.
+// The memory layout of [batch, token, head, channel]: the order of the outer axes, the elements between channels, the unused
+// elements after each token, and an axis that is repeated by stride 0.
 struct Place {
     const char *name;
     int order[3];
@@ -86,7 +87,7 @@ constexpr TableKind KINDS[] = {
 };
 constexpr const TableKind &PER_BATCH = KINDS[1], &PER_HEAD = KINDS[7];
 
-// The elements from the first to the last of them.
+// The number of elements from the first to the last, including gaps.
 int64_t extent(const int64_t *sizes, const int64_t *strides, int axes) {
     int64_t count = 1;
     for (int i = 0; i < axes; ++i) {
@@ -123,7 +124,7 @@ int64_t at(const int64_t *strides, int64_t batch, int64_t token, int64_t head, i
 int64_t first_of(const ropewalk_rotation &r, int64_t pair) { return r.offset + (r.interleaved ? 2 * pair : pair); }
 int64_t second_of(const ropewalk_rotation &r, int64_t pair) { return first_of(r, pair) + (r.interleaved ? 1 : r.pairs); }
 
-// Two calls with the rows shared between them, as two threads would.
+// Divide the rows between two calls, as two threads would.
 template <class Kernel, class Args>
 void call(Kernel kernel, const Args &args, int64_t rows) {
     int64_t cut = rows * 2 / 3;
@@ -156,12 +157,12 @@ void check_rotated(const ropewalk_rotation &r, const ropewalk_tensor &x, const s
             double b = get(r.dtype, in.data(), at(x.in_stride, batch, token, head, second_of(r, i)));
             double c = get(t.dtype, static_cast<const unsigned char *>(t.cos), at(t.cos_stride, batch, token, head, i));
             double s = get(t.dtype, static_cast<const unsigned char *>(t.sin), at(t.sin_stride, batch, token, head, i));
-            if (r.conjugate) s = -s;
+            if (r.inverse) s = -s;
             double want[] = {a * c - b * s, a * s + b * c};
             double sums[] = {std::fabs(a * c) + std::fabs(b * s), std::fabs(a * s) + std::fabs(b * c)};
             int64_t places[] = {first_of(r, i), second_of(r, i)};
             for (int n = 0; n < 2; ++n) {
-                // Roundings of the table, the products and the sum (in float64: two by the kernel, two here); then to the dtype.
+                // Rounding of the tables, products and sum (in float64, by the kernel and by this loop), then to the dtype.
                 double bound = 4 * real_share(r.dtype) * sums[n] + SHARE[r.dtype] * std::fabs(want[n]) + LEAST[r.dtype];
                 double got = get(r.dtype, out.bytes.get(), at(x.out_stride, batch, token, head, places[n]));
                 check_close(got, want[n], bound, "a rotated channel");
@@ -173,7 +174,7 @@ void check_rotated(const ropewalk_rotation &r, const ropewalk_tensor &x, const s
     }
 }
 
-// What both kernels over tensors are given.
+// The arguments that the kernels over tensors have in common.
 struct Tensors {
     std::vector<Memory> in, out;  // `out` is empty where in place
     std::vector<std::vector<unsigned char>> in_before, out_before;
@@ -217,7 +218,7 @@ void test_rotate(const ropewalk_kernels &kernels, ropewalk_rotation r, const Sha
     }
 }
 
-// All there are, infinity and nan among them.
+// All numbers of the 16-bit dtypes, including infinity and nan.
 void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
     r.batch = r.tokens = r.tensor_count = 1, r.head_dim = 512, r.pairs = 256;
     Memory in(r.dtype, 65536), out(r.dtype, 65536);
@@ -233,7 +234,7 @@ void test_every_16_bits(const ropewalk_kernels &kernels, ropewalk_rotation r) {
 
 // ---- step
 
-// The norm of one head in double, and how far the kernel may be from it before it rotates.
+// The norm of one head in double, and the error that the kernel may have before it rotates.
 std::vector<double> normed(const ropewalk_step &s, int n, const unsigned char *in, int64_t batch, int64_t token, int64_t head) {
     const ropewalk_rotation &r = s.rotation;
     std::vector<double> x;
@@ -264,7 +265,7 @@ void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &sh
         weights[static_cast<size_t>(n)].set_random();
     }
     for (size_t n = 0; n < 2; ++n) s.norm.weight[n] = s.norm.eps > 0 ? weights[n].bytes.get() : nullptr;
-    // Every third token is not stored; the others go to slots from the last one on.
+    // Every third token is not stored. The others are stored in slots from the last one backwards.
     constexpr int64_t BLOCKS = 3;
     int64_t rows = r.batch * r.tokens, heads = shape.heads[1];
     s.block_size = rows / BLOCKS + 1, s.v_dim = r.head_dim + 3;
@@ -303,7 +304,7 @@ void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &sh
                 if (to_cache) k_written[static_cast<size_t>(to)] = true;
                 check_close(get(r.dtype, out.bytes.get(), to), want, bound, "a channel of q or k");
             };
-            // 1 + weight, two products, the root and, in float64, the sum; then to the dtype.
+            // Rounding of 1 + weight, two products, the root and, in float64, the sum, then to the dtype.
             double share = s.norm.weight[n] ? 24 * real_share(r.dtype) + SHARE[r.dtype] : 0;
             auto error = [&](double of) { return share > 0 ? share * std::fabs(of) + LEAST[r.dtype] : 0; };
             for (int64_t i = 0; i < r.head_dim; ++i) {
@@ -379,7 +380,7 @@ void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, c
                 sizes[0] += std::fabs(g * a) + std::fabs(h * b), sizes[1] += std::fabs(h * a) + std::fabs(g * b);
             }
         }
-        // The products, the sum of two, and one sum for each head; in float64 as much again by the loop above.
+        // Rounding of the products, the sum of two, and one sum per head. In float64 the loop above rounds as often.
         double share = 2 * static_cast<double>(heads + 2) * real_share(r.dtype);
         check_close(get(dtype, d_cos.bytes.get(), i), sums[0], share * sizes[0], "d_cos");
         check_close(get(dtype, d_sin.bytes.get(), i), sums[1], share * sizes[1], "d_sin");
@@ -392,7 +393,7 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
     std::vector<int64_t> values = {0, 1, -1, 2, 4095, -4096, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, INT64_MIN + 1};
     for (int i = 0; i < 8; ++i) values.push_back(static_cast<int64_t>(random_bits()));
     int64_t rows = static_cast<int64_t>(values.size());
-    // One after the other, each of the exact size; on axis a, every position is that of axis 0 plus a.
+    // Consecutive rows of exact size. On axis a, every position is that on axis 0 plus a.
     int64_t of_axis = (rows - 1) * position_stride + 1;
     std::unique_ptr<int64_t[]> positions(new int64_t[static_cast<size_t>(of_axis * axes)]());
     for (int64_t i = 0; i < rows * axes; ++i) {
@@ -403,7 +404,7 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
     for (int64_t i = 0; i < pairs; ++i) axis[static_cast<size_t>(i)] = static_cast<int64_t>(random_bits() % static_cast<uint64_t>(axes));
     std::unique_ptr<int64_t[]> steps(new int64_t[static_cast<size_t>(pairs)]);
     for (int64_t i = 0; i < pairs; ++i) {
-        // Some are whole eighths of a turn, where the quadrants meet.
+        // Some phases are whole eighths of a turn, where the quadrants meet.
         steps[static_cast<size_t>(i)] = static_cast<int64_t>(i % 3 ? random_bits() >> i % 64 : random_bits() << 61);
     }
     Memory cos(dtype, rows * pairs), sin(dtype, rows * pairs);
@@ -415,7 +416,7 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
         auto step = static_cast<uint64_t>(steps[static_cast<size_t>(i % pairs)]);
         int64_t at = i / pairs * position_stride + axis[static_cast<size_t>(i % pairs)] * of_axis;
         auto position = static_cast<uint64_t>(positions[static_cast<size_t>(at)]);
-        // In units of an eighth of a turn, the last one taken off exactly, for the sake of a long double that is a double.
+        // In units of an eighth of a turn, with exact subtraction of the last one, because a long double may be a double.
         uint64_t phase = step * position, eighth = phase >> 61;
         long double rest = std::ldexp(static_cast<long double>(phase & ~uint64_t{0} >> 3), -61);
         rest *= 0.785398163397448309615660845819875721L;
@@ -424,7 +425,8 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
             long double turned = root * (c - s);
             s = root * (c + s), c = turned;
         }
-        // In float64: 2^-53 each from t, its product, the last two steps of the polynomial and the factor; in float32 one more.
+        // In float64, t, its product, the last two steps of the polynomial and the factor each round by 2^-53. float32 rounds
+        // once more.
         double bound = factor * (8 * 0x1p-53 + (dtype == ROPEWALK_F64 ? 0 : 0x1p-24));
         check_close(get(dtype, cos.bytes.get(), i), static_cast<double>(factor * c), bound, "cos");
         check_close(get(dtype, sin.bytes.get(), i), static_cast<double>(factor * s), bound, "sin");
@@ -434,18 +436,18 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
 void test_level(const ropewalk_kernels &kernels) {
     auto tell = [&](const ropewalk_rotation &r, const Shape &shape, const Way &way, const char *what) {
         std::snprintf(now, sizeof now, "%s, %s, %s%s, head_dim %d, %d pairs from %d, batch %d, %d tokens, %d and %d heads, "
-                      "%s to %s%s, %s", kernels.name, NAMES[r.dtype], r.interleaved ? "interleaved" : "half", r.conjugate ? " back" : "",
+                      "%s to %s%s, %s", kernels.name, NAMES[r.dtype], r.interleaved ? "interleaved" : "half", r.inverse ? " inverse" : "",
                       int(r.head_dim), int(r.pairs), int(r.offset), int(shape.batch), int(shape.tokens), int(shape.heads[0]),
                       int(shape.heads[1]), way.in.name, way.out.name, way.in_place ? " in place" : "", what);
         if (verbose) std::printf("%s\n", now), std::fflush(stdout);
     };
     constexpr Shape small = {2, 3, {2, 1}}, alike = {2, 3, {3, 3}};
-    // One token, more tokens and heads than the kernel takes at a time, and nothing.
+    // One token, more tokens and heads than the kernel processes at a time, and none.
     constexpr Shape others[] = {{1, 1, {1, 0}}, {3, 1, {2, 2}}, {1, 66, {9, 1}}, {1, 66, {9, 9}},
                                 {2, 0, {3, 1}}, {0, 3, {3, 1}}, {1, 2, {0, 1}}, {1, 2, {0, 0}}};
     for (int variant = 0; variant < 16; ++variant) {
         ropewalk_rotation r{};
-        r.dtype = static_cast<ropewalk_dtype>(variant / 4), r.interleaved = variant & 1, r.conjugate = variant >> 1 & 1;
+        r.dtype = static_cast<ropewalk_dtype>(variant / 4), r.interleaved = variant & 1, r.inverse = variant >> 1 & 1;
         if (SIZES[r.dtype] == 2) tell(r, small, WAYS[0], "every number"), test_every_16_bits(kernels, r);
         for (const Head &head : HEADS) {
             r.head_dim = head.dim, r.pairs = head.pairs, r.offset = head.offset;
@@ -453,7 +455,7 @@ void test_level(const ropewalk_kernels &kernels) {
                 tell(r, shape, way, kind.name), test_rotate(kernels, r, shape, way, kind);
             };
             auto gradient = [&](const Shape &shape, const Way &way, bool per_head) {
-                if (r.conjugate) return;
+                if (r.inverse) return;
                 tell(r, shape, way, per_head ? "gradient per head" : "gradient");
                 test_table_gradient(kernels, r, shape, way, per_head);
             };
@@ -483,7 +485,7 @@ void test_level(const ropewalk_kernels &kernels) {
             s.rotation.head_dim = head.dim, s.rotation.pairs = head.pairs, s.rotation.offset = head.offset;
             constexpr Place places[][2] = {{BSHD, BSHD}, {BHSD, SLICED}, {SLICED, BHSD}, {APART, BSHD}, {ONE_HEAD, APART}};
             for (const auto &[place, cache] : places) {
-                for (int norm = 0; norm < 4; ++norm) {  // none, weights as they are stored, as they are used, 1 + weight
+                for (int norm = 0; norm < 4; ++norm) {  // none, weights as stored, weights as computed, 1 + weight
                     bool per_head = ++cases % 3 == 0, stores = cases % 5 != 0;
                     s.norm.eps = norm == 0 ? 0 : 1e-5, s.norm.add_one = norm == 3;
                     s.norm.dtype = norm == 1 ? s.rotation.dtype : wide ? ROPEWALK_F64 : ROPEWALK_F32;

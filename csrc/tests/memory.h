@@ -1,4 +1,4 @@
-// Elements of each dtype in memory of exactly their size, and read as doubles by other code than the kernels'.
+// Allocate elements of each dtype in memory of exactly their size, and read them as doubles without code of the kernels.
 #pragma once
 
 #include <cmath>
@@ -20,11 +20,12 @@ uint64_t random_bits() {  // splitmix64
 
 constexpr const char *NAMES[] = {"float32", "float64", "bfloat16", "float16"};
 constexpr int64_t SIZES[] = {4, 8, 2, 2};
-// What rounding to a dtype may change: a share of the number, and of a subnormal one so much. AVX-512's bfloat16 has no
-// subnormal numbers.
+// The error of rounding to a dtype: relative for normal numbers, absolute for subnormal ones. AVX-512's bfloat16 conversion has
+// no subnormal numbers.
 constexpr double SHARE[] = {0x1p-24, 0x1p-53, 0x1p-8, 0x1p-11}, LEAST[] = {0, 0, 0x1p-126, 0x1p-25};
 
-// So many elements and not a byte more; each NaN until it is written. Nothing at all for none, as an empty torch tensor has it.
+// Memory for exactly `count` elements, each NaN until it is written. Without elements nothing is allocated, as for an empty torch
+// tensor.
 struct Memory {
     ropewalk_dtype dtype;
     int64_t count;

@@ -289,7 +289,7 @@ def test_sizes_that_reach_the_compiled_code(changes: dict[str, Any], message: st
     arguments = {
         "tensors": (8, 8, (1, 4, 2, 8), (64, 16, 8, 1), (64, 16, 8, 1)), "cos": 8, "sin": 8, "table_shape": (4, 4),
         "cos_strides": (4, 1), "sin_strides": (4, 1), "dtype": 0, "table_dtype": 0, "layout": (0, 1, 2, 4),
-        "interleaved": False, "offset": 0, "conjugate": False, "threads": 1,
+        "interleaved": False, "offset": 0, "inverse": False, "threads": 1,
     }  # fmt: skip
     with pytest.raises(RopeError, match=message):
         _cpu.rotate(*{**arguments, **changes}.values())
