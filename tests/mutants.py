@@ -719,6 +719,9 @@ MUTANTS = [
     Mutant("schemes: old name of the factor silent", "schemes/_scheme.py", "warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)", "pass"),
     Mutant("messages without their key", "configs/fields.py", 'error(self.source, f"{key} {must}", got, cure)', "error(self.source, must, got, cure)"),
     Mutant("explain: pairs that do not rotate", "configs/explain.py", 'return "do not rotate"', 'return "are not slowed"'),
+    Mutant("writable: inference tensors", "rotation/writable.py", "if x.is_inference() and not torch.is_inference_mode_enabled():", "if False:"),
+    Mutant("writable: zero tensors", "rotation/writable.py", "if x._is_zerotensor():", "if False:"),
+    Mutant("writable: repeated elements", "rotation/writable.py", "stride == 0 and n > 1", "False"),
 ]  # fmt: skip
 
 
