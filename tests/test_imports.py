@@ -196,6 +196,7 @@ READ = f"import json; from ropewalk import from_config; m = from_config(json.loa
         f"{READ}; m.explain(); m.rope.inv_freq",
         "import ropewalk.programs.cli",
         "import ropewalk; ropewalk.plots.save",
+        "import ropewalk; ropewalk.plots.explorer({'plain': ropewalk.Rope(8, 1e4, 'half')})",
         "from ropewalk import Rope, YaRN; Rope(8, 1e4, 'half', scaling=YaRN(4, 64)).at_length(5)",
         "from ropewalk import Rope; Rope(8, 1e4, 'half').tables([[0, 1], [7, 8]])",
     ],

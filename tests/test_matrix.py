@@ -53,6 +53,7 @@ def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path)
         "dependencies": ["click>=8.1", "torch>=2.9"],
         "optional-dependencies": {
             "plots": ["matplotlib>=3.8"],
+            "explore": ["plotly>=6.0"],
             "hub": ["huggingface_hub>=0.23"],
             "lab": ["ropewalk[plots]"],
             "test": ["pytest-xdist>=3.6.1", "triton>=3.5; sys_platform == 'linux'"],
@@ -61,6 +62,7 @@ def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path)
     assert matrix.lowest(project) == [
         "click==8.1.*",
         "matplotlib==3.8.*",
+        "plotly==6.0.*",
         "huggingface_hub==0.23.*",
         "pytest-xdist==3.6.1.*",
     ]

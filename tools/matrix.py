@@ -66,7 +66,14 @@ ROWS = [
 def lowest(project: dict[str, Any]) -> list[str]:
     """The oldest minor version of everything that the package and its test extra require, but torch and triton."""
     extras = project["optional-dependencies"]
-    declared = [*project["dependencies"], *extras["plots"], *extras["hub"], *extras["lab"], *extras["test"]]
+    declared = [
+        *project["dependencies"],
+        *extras["plots"],
+        *extras["explore"],
+        *extras["hub"],
+        *extras["lab"],
+        *extras["test"],
+    ]
     floors = (re.fullmatch(r"([\w-]+)>=([\d.]+)", requirement) for requirement in declared)
     return [f"{floor[1]}=={floor[2]}.*" for floor in floors if floor and floor[1] != "torch"]
 

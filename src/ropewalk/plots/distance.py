@@ -50,20 +50,20 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
     return figure
 
 
-def distances(longest: int) -> np.ndarray:
-    """0, and whole distances evenly spread over the logarithm from 1 to longest: int64, ascending, in tokens."""
-    spread = np.geomspace(1, longest, _MOST_DISTANCES - 1).round().astype(np.int64)
+def distances(longest: int, most: int = _MOST_DISTANCES) -> np.ndarray:
+    """0, and whole distances evenly spread over the logarithm from 1 to longest: int64, ascending, at most `most`."""
+    spread = np.geomspace(1, longest, most - 1).round().astype(np.int64)
     return np.unique(np.append(spread, 0))
 
 
-def _bound_and_score(speed: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bound_and_score(speed: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean |S_j| and mean cosine at each distance, float64 `[distances]`; speed `[pairs]`, radians per token."""
     turns = np.exp(1j * np.outer(distance, speed))
     return np.abs(turns.cumsum(axis=1)).mean(axis=1), turns.real.mean(axis=1)
 
 
 def _draw_decay(upper: Axes, lower: Axes, speed: np.ndarray, distance: np.ndarray) -> None:
-    bound, score = _bound_and_score(speed, distance)
+    bound, score = bound_and_score(speed, distance)
     upper.plot(distance, bound, color=BLUE, linewidth=1, label="upper bound: mean |S| × largest step (here 1)")
     for axes in (upper, lower):
         axes.plot(

@@ -1,0 +1,145 @@
+"""The page of the explorer: a template, its style and script, the numbers, and Plotly, in one file."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+
+import ropewalk
+from ropewalk import ModelRopes, Rope, _checks
+from ropewalk.plots.interactive.curves import WHO, Curve, curves_of
+from ropewalk.plots.interactive.numbers import distances_of, frequencies, numbers_of
+
+MOST_BYTES = 6_000_000
+_COLUMNS = ("Model", "Layers", "Scheme", "Base", "Pairs", "Trained length", "Longest", "Attention factor")
+
+
+def explorer(
+    models: Mapping[str, Rope | ModelRopes],
+    *,
+    length: int | None = None,
+    trained_length: int | None = None,
+    pairs: Sequence[int] | None = None,
+    note: str = "",
+) -> str:
+    """An interactive page about one or several ropes, which needs no network.
+
+    Its figures: inverse frequencies before and after scaling, vectors that rotate with the position, cosines of all
+    pairs over positions, scores over distance with their bound, angles that a length meets and training did not, and
+    the axis of each pair where tokens have several positions. Layers with different ropes are separate curves, and a
+    rope whose frequencies depend on the length is drawn at its trained length and at its longest.
+
+    Args:
+        models: the name of each → its rope, or what `from_config` returned.
+        length: the longest sequence, in tokens, at most 2**31 − 1. None takes max_position_embeddings of each model,
+            and 131,072 for a Rope.
+        trained_length: tokens that a model was trained on before scaling, for those that do not say.
+        pairs: the pairs whose vectors are drawn, 1 to 12 of them; None for six, spread over those that rotate.
+        note: a paragraph of plain text that stands above the figures.
+
+    Returns:
+        A document of HTML, at most 6 MB in UTF-8, of which Plotly's JavaScript is 4.8 MB.
+
+    Raises:
+        RopeError: nothing in `models` rotates tokens, a number is out of range, the page would be too large, or Plotly
+            is missing (`pip install "ropewalk[explore]"`).
+
+    Example:
+        >>> import ropewalk
+        >>> rope = ropewalk.Rope(128, 10_000.0, "half")
+        >>> page = ropewalk.plots.explorer({"unscaled": rope}, trained_length=4096)  # doctest: +SKIP
+    """
+    for name, tokens in (("length", length), ("trained_length", trained_length)):
+        if tokens is not None:
+            _checks.integer(WHO, name, tokens, at_least=1, at_most=2**31 - 1)
+    curves, towers = curves_of(models, length, trained_length)
+    distance = distances_of(curves)
+    names = list(models)
+    data = {
+        "distances": distance.tolist(),
+        "curves": [{**_labels(curve), **numbers_of(curve, distance, pairs)} for curve in curves],
+        "towers": [{**_labels(curve), "after": frequencies(curve.rope.inv_freq, None)} for curve in towers],
+    }
+    page = _filled(names, note, curves, data)
+    if (size := len(page.encode())) > MOST_BYTES:
+        must = f"the page must have at most {MOST_BYTES:,} bytes"
+        raise _checks.error(WHO, must, f"{size:,} with {len(curves)} ropes", "Pass fewer models.")
+    return page
+
+
+def _filled(names: list[str], note: str, curves: list[Curve], data: Mapping[str, object]) -> str:
+    """The template with everything in it. Text is escaped; `<` in the numbers' JSON cannot end their element."""
+    parts = {
+        "title": html.escape(f"{names[0]} and {len(names) - 1} more" if len(names) > 5 else ", ".join(names)),
+        "note": f'<p class="note">{html.escape(note)}</p>' if note else "",
+        "table": _table(curves),
+        "version": html.escape(ropewalk.__version__),
+        "style": _file("page.css"),
+        "plotly": _plotly(),
+        "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        "base": _file("base.js"),
+        "figures": _file("figures.js"),
+        "controls": _file("controls.js"),
+    }
+    pieces = _file("page.html").split("{{")
+    return pieces[0] + "".join(
+        parts[name] + text for name, text in (piece.split("}}", maxsplit=1) for piece in pieces[1:])
+    )
+
+
+def _labels(curve: Curve) -> dict[str, object]:
+    """What the page calls a curve, and the axis of each pair by number and name."""
+    axes = curve.rope.axes
+    names = curve.axis_names or tuple(f"axis {number}" for number in range(axes.count if axes else 0))
+    return {
+        "label": curve.label,
+        "scheme": curve.scheme,
+        "trained": curve.trained,
+        "longest": curve.longest,
+        "unit": curve.unit,
+        "axis": None if axes is None else axes.axis,
+        "axisNames": names if axes else (),
+    }
+
+
+def _table(curves: list[Curve]) -> str:
+    """A row for each curve."""
+    head = "".join(f'<th scope="col">{column}</th>' for column in _COLUMNS)
+    rows = "".join(
+        f'<tr><th scope="row">{html.escape(curve.label)}</th>'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(curve))
+        + "</tr>"
+        for curve in curves
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _cells(curve: Curve) -> list[str]:
+    rope = curve.rope
+    speed = rope.inv_freq
+    rotating = int((speed > 0).sum())
+    return [
+        curve.layers or "—",
+        curve.scheme,
+        f"{rope.base:,.10g}",
+        f"{len(speed)}" if rotating == len(speed) else f"{rotating} of {len(speed)} rotate",
+        "not stated" if curve.trained is None else f"{curve.trained:,}",
+        f"{curve.longest:,}",
+        f"{rope.attention_factor:.4g}",
+    ]
+
+
+def _file(name: str) -> str:
+    return resources.files("ropewalk.plots.interactive").joinpath(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """Plotly's JavaScript, which its Python package brings."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as e:
+        fix = 'Run pip install "ropewalk[explore]".'
+        raise _checks.error(WHO, "plotly must be installed", "no such package", fix) from e
+    return str(get_plotlyjs())

@@ -1,0 +1,98 @@
+"""Write the explorer's page of ten well-known models, which the documentation links to.
+
+    python tools/explorer_for_docs.py                          writes site/explorer/models/index.html
+    python tools/explorer_for_docs.py PATH                     writes PATH
+    python tools/explorer_for_docs.py --pictures docs/assets   draws the screenshots of docs/explorer.md, in Chromium
+
+Run it after the site is built. The configs are those of the tests, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ropewalk import ModelRopes, from_config, plots
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+PAGE = ROOT / "site" / "explorer" / "models" / "index.html"
+
+MODELS = {
+    "Llama 3.1 8B": ("text_models.json", "llama-3.1-8b"),
+    "GPT-OSS 120B": ("released.json", "126.json"),
+    "Gemma 3 27B": ("text_models.json", "gemma-3-27b-it"),
+    "DeepSeek-V3.2": ("text_models.json", "deepseek-v3.2"),
+    "Phi-3.5 mini": ("text_models.json", "phi-3.5-mini-instruct"),
+    "Qwen3 32B": ("released.json", "088.json"),
+    "Qwen3-VL 4B": ("released.json", "093.json"),
+    "Mistral 7B v0.3": ("text_models.json", "mistral-7b-instruct-v0.3"),
+    "Llama 4 Scout": ("released.json", "101.json"),
+    "GLM-5": ("released.json", "106.json"),
+}
+"""Name of the model → the golden file that holds its config, and the name or the file of its row."""
+
+NOTE = (
+    "Ten models as their published configs describe them. Layers with different ropes, such as the sliding and the "
+    "full attention of Gemma 3, are separate curves."
+)
+MOST_BYTES = 150_000  # of a screenshot
+
+
+def config_of(file: str, name: str) -> dict[str, Any]:
+    """The config of a row of a golden file."""
+    rows = json.loads((GOLDEN / file).read_text(encoding="utf-8"))["rows"]
+    (config,) = [row["config"] for row in rows if name in (row.get("name"), row.get("file"))]
+    return dict(config)
+
+
+def models() -> dict[str, ModelRopes]:
+    """The ropes of the ten models."""
+    return {name: from_config(config_of(*where)) for name, where in MODELS.items()}
+
+
+def write(path: Path) -> None:
+    """Write the page, and the folder that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(plots.explorer(models(), note=NOTE), encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def draw(folder: Path) -> None:
+    """Photograph the page: wide, as narrow as a telephone, and dark."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from browser import Browser
+
+    with tempfile.TemporaryDirectory() as temporary:
+        page = Path(temporary) / "index.html"
+        write(page)
+        for name, figure, width, scale, dark in (
+            ("explorer-wide", "frequencies", 1100, 1.5, False),
+            ("explorer-dark", "angles", 1100, 1.5, True),
+            ("explorer-narrow", "vectors", 380, 1.0, False),
+        ):
+            path = folder / f"{name}.webp"
+            with Browser(width=width, dark=dark) as browser:
+                browser.open(page)
+                height = browser.evaluate("document.documentElement.scrollHeight")
+                browser.resize(width, height, scale=scale)
+                box = browser.evaluate(f"document.querySelector('#{figure}').getBoundingClientRect().toJSON()")
+                clip = {"x": 0, "y": box["top"] - 20, "width": width, "height": box["height"] + 30}
+                browser.screenshot(path, clip)
+            if (size := path.stat().st_size) > MOST_BYTES:
+                raise SystemExit(f"{path}: at most {MOST_BYTES} bytes, got {size}")
+            print(f"drew {path}")
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["--pictures"]:
+        draw(Path(arguments[1]))
+    else:
+        write(Path(arguments[0]) if arguments else PAGE)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
