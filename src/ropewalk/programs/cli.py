@@ -19,6 +19,7 @@ from ropewalk.programs.commands.demo import demo
 from ropewalk.programs.commands.diff import diff
 from ropewalk.programs.commands.doctor import doctor
 from ropewalk.programs.commands.explain import explain
+from ropewalk.programs.commands.explore import explore
 from ropewalk.programs.commands.export import export
 from ropewalk.programs.commands.generate import generate
 from ropewalk.programs.commands.lab import lab
@@ -50,5 +51,5 @@ def main() -> None:
     """Read, check, compare, convert and measure rotary position embeddings (RoPE)."""
 
 
-for command in (bench, check, convert, demo, diff, doctor, explain, export, generate, lab):
+for command in (bench, check, convert, demo, diff, doctor, explain, explore, export, generate, lab):
     main.add_command(command)

@@ -1,0 +1,131 @@
+"""`ropewalk explore`, run as users run it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import ropewalk
+from ropewalk.programs import cli
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "rope_theta": 10_000.0,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(autouse=True)
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The addresses that a browser was asked for; the working directory is a new folder."""
+    addresses: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: addresses.append(address) or True)
+    monkeypatch.chdir(tmp_path)
+    return addresses
+
+
+def run(*arguments: object) -> Result:
+    # Before click 8.2 stderr is a part of stdout unless it is asked for.
+    apart = {"mix_stderr": False} if "mix_stderr" in inspect.signature(CliRunner).parameters else {}
+    return CliRunner(**apart).invoke(cli.main, ["explore", *(str(a) for a in arguments)])
+
+
+def labels(path: Path) -> list[str]:
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return [curve["label"] for curve in json.loads(found[1])["curves"]]
+
+
+def written(folder: Path, **more: Any) -> Path:
+    folder.mkdir(parents=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(LLAMA | more))
+    return path
+
+
+def test_without_a_source(tmp_path: Path, opened: list[str]) -> None:
+    ran = run()
+    assert (ran.exit_code, ran.stdout, ran.stderr) == (0, "wrote ropewalk-explorer.html\n", "")
+    page = tmp_path / "ropewalk-explorer.html"
+    assert opened == [page.resolve().as_uri()]
+    assert labels(page) == ["no scaling", "linear", "NTK", "YaRN", "Llama 3.1"]
+    text = page.read_text(encoding="utf-8")
+    assert "No model was named, so this page compares five ways to run the rope of Llama 3 8B" in text
+    assert "<td>65,536</td>" in text
+
+
+def test_sources(tmp_path: Path, opened: list[str]) -> None:
+    base = written(tmp_path / "base")
+    tuned = written(tmp_path / "tuned", rope_theta=1e6)
+    page = tmp_path / "both.html"
+    assert run(base, tuned.parent, "--no-open", "-o", page).exit_code == 0
+    assert opened == []
+    assert labels(page) == ["base", "tuned"]
+    assert "No model was named" not in page.read_text(encoding="utf-8")
+
+
+def test_sources_of_one_name(tmp_path: Path) -> None:
+    first, second = written(tmp_path / "a" / "model"), written(tmp_path / "b" / "model")
+    assert run(first, second).exit_code == 0
+    assert labels(tmp_path / "ropewalk-explorer.html") == ["model", str(second)]
+    refused = run(first, second, second)
+    assert refused.exit_code == 2
+    assert f"{second} was named twice" in refused.stderr
+
+
+def test_options_reach_the_page(tmp_path: Path) -> None:
+    own = written(tmp_path / "own", model_type="own", head_dim=64)
+    own.write_text(
+        json.dumps({key: value for key, value in json.loads(own.read_text()).items() if key != "rope_theta"})
+    )
+    refused = run(own)
+    assert refused.exit_code == 1
+    assert f"Error: {own}: model_type must be one that ropewalk knows" in refused.stderr
+    page = tmp_path / "page.html"
+    ran = run(own, "--pairing", "half", "--base", "5e5", "--length", 999, "--pair", 2, "--pair", 1, "-o", page)
+    assert ran.exit_code == 0, ran.stderr
+    found = re.search(r'id="data">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    (curve,) = json.loads(found[1])["curves"]
+    assert curve["longest"] == 999
+    assert curve["vectors"]["pairs"] == [1, 2]
+    assert curve["after"]["speed"][1] == pytest.approx(5e5 ** (-1 / 32), rel=1e-6)
+
+
+def test_no_browser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webbrowser, "open", lambda address: False)
+    ran = run()
+    assert (ran.exit_code, ran.stderr) == (0, "No browser could be started. Open the file in one.\n")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    refused = run("-o", tmp_path / "nowhere" / "page.html")
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("Error: ")
+    assert refused.stderr.count("\n") == 1
+
+
+def test_without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    refused = run()
+    assert refused.exit_code == 1
+    assert 'Run pip install "ropewalk[explore]".' in refused.stderr
+    assert not Path("ropewalk-explorer.html").exists()
+
+
+def test_the_ropes_without_a_source_are_those_of_llama() -> None:
+    """The last scheme is the published one, at its factor of 8."""
+    from ropewalk.programs.commands import explore
+
+    rows = json.loads((Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json").read_text())
+    assert explore._llama3_under_five_schemes()["Llama 3.1"] == ropewalk.from_config(rows["config"]).rope
