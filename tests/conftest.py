@@ -69,6 +69,7 @@ SLOW = (
     "test_angles.py::test_polynomial_over_the_whole_turn",
     "test_axes.py::TestCompiled",
     "test_docs.py",
+    "test_explorer_browser.py",
     "test_learned.py::TestAngles::test_compiled",
     "test_learned.py::TestCasts::test_fsdp2_mixed_precision",
     "test_learned.py::TestGradients::test_gradcheck",
