@@ -1,6 +1,6 @@
 """Write the explorer's page of ten well-known models, which the documentation links to.
 
-    python tools/explorer_for_docs.py                          writes site/explorer/models/index.html
+    python tools/explorer_for_docs.py                          writes site/explorer/models/index.html; checks the link
     python tools/explorer_for_docs.py PATH                     writes PATH
     python tools/explorer_for_docs.py --pictures docs/assets   draws the screenshots of docs/explorer.md, in Chromium
 
@@ -10,6 +10,7 @@ Run it after the site is built. The configs are those of the tests, so nothing i
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -61,6 +62,14 @@ def write(path: Path) -> None:
     print(f"wrote {path}")
 
 
+def check_link() -> None:
+    """Fail if docs/explorer.md, as the site has it, does not link to the page."""
+    text = (PAGE.parents[1] / "index.html").read_text(encoding="utf-8")
+    links = {(PAGE.parents[1] / href).resolve() for href in re.findall(r'href="([^":#]+)"', text)}
+    if PAGE.parent.resolve() not in links:
+        raise SystemExit(f"{PAGE.parents[1] / 'index.html'}: there is no link to {PAGE.parent}")
+
+
 def draw(folder: Path) -> None:
     """Photograph the page: wide, as narrow as a telephone, and dark."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -90,8 +99,11 @@ def draw(folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--pictures"]:
         draw(Path(arguments[1]))
+    elif arguments:
+        write(Path(arguments[0]))
     else:
-        write(Path(arguments[0]) if arguments else PAGE)
+        write(PAGE)
+        check_link()
 
 
 if __name__ == "__main__":
