@@ -2,7 +2,7 @@
 
     python tools/transformers_table.py              all models: about five minutes
     python tools/transformers_table.py towers       the vision towers of tests/tiny_towers.py alone: half a minute
-    python tools/transformers_table.py llama phi3   only these, printed and not written
+    python tools/transformers_table.py llama phi3   only these models, printed but not written
 
 The same measurements are tests: tests/integrations/test_transformers_table.py holds the bounds.
 """
@@ -22,50 +22,52 @@ COLUMNS = (
     "model",
     "function",
     "rope",
-    "near",
+    "difference",
     "drift of transformers",
-    "exact, to the bit",
-    "theirs, to the bit",
+    "exact, bitwise",
+    "theirs, bitwise",
     "gradients",
     "tokens",
-    "undone",
+    "restored",
 )
-_HEAD = """# Models of transformers that are served
+_HEAD = """# Which models of transformers are supported?
 
-{count} model types of transformers 5.23 and some of their schemes, each as a small model with random weights in
-float32, before and after [`accelerate`](transformers.md). `tools/transformers_table.py` writes this page, and
-`tests/integrations/test_transformers_table.py` measures every row again. Other model types are served too, where
-`accelerate` does not refuse them: it compares each model with its config before it changes anything.
+The first table lists {count} model types of transformers 5.23, some of them with several schemes. Each is a small
+model with random weights in float32, measured before and after [`accelerate`](transformers.md).
+`tools/transformers_table.py` writes this page, and `tests/integrations/test_transformers_table.py` measures every
+row again. Other model types work too, unless `accelerate` refuses them: it compares each model with its config
+before it changes anything.
 
-- **near**: the largest difference of the logits to transformers, over the largest logit, at positions 0 to 63. For
-  LongRoPE: to its own function with its long frequencies.
-- **drift of transformers**: the same at positions 99,936 to 99,999, between transformers and its own function when it
-  is fed exact tables (60 digits, rounded once to float32).
-- **exact, to the bit**: whether ropewalk is equal to that, every bit.
-- **theirs, to the bit**: whether `angles="theirs"` is equal to transformers there, every bit.
-- **gradients**: the difference to transformers for the parameter where it is largest, over the norm of its gradient, or
-  over 1 % of the largest norm of a parameter's gradient where that is more.
+- **difference**: the largest difference between the logits and those of transformers, divided by the largest logit,
+  at positions 0 to 63. For LongRoPE, the comparison is with transformers' function given its long frequencies.
+- **drift of transformers**: the same at positions 99,936 to 99,999, between transformers and its own function given
+  exact tables (60 digits, rounded once to float32).
+- **exact, bitwise**: whether ropewalk is bitwise identical to transformers' function with exact tables.
+- **theirs, bitwise**: whether `angles="theirs"` is bitwise identical to transformers at these positions.
+- **gradients**: the largest difference from transformers over all parameters. Each is divided by the norm of the
+  parameter's gradient, or by 1 % of the largest gradient norm of any parameter if that is larger.
 - **tokens**: whether 12 greedily generated tokens are the same; – for a model that does not generate.
-- **undone**: whether after `restore` the logits are equal to those before, every bit.
+- **restored**: whether the logits after `restore` are bitwise identical to those before `accelerate`.
 
-Compiled with `fullgraph=True`, in a process that has not seen the model before: {compiled}.
+Compiled with `fullgraph=True`, in a process that has not run the model before: {compiled}.
 
 """
-TOWER_COLUMNS = ("tower", "function", "rope", "near", "theirs, to the bit", "gradients", "undone")
+TOWER_COLUMNS = ("tower", "function", "rope", "difference", "theirs, bitwise", "gradients", "restored")
 TOWERS_AT = "\n## Vision towers\n"
 _TOWERS_HEAD = (
     TOWERS_AT
     + """
-{count} towers, each with random weights in float32, given images of several sizes, several images packed, and video
-where it has it. The columns say the same of the last hidden states, **near** at the positions of these images, none of
-which is beyond 8; the rope names the order of its axes as `Axes` does.
+The second table lists {count} towers, each with random weights in float32. Their inputs are images of several
+sizes, several packed images, and videos for towers that accept them. The columns compare the last hidden states
+instead of the logits. **difference** is measured at the positions of these images, which go up to 8. The rope names
+the order of its axes as in `Axes`.
 
 """
 )
 
 
 def head(count: int) -> str:
-    """What stands above the table."""
+    """The text above the table of models."""
     from tiny_models import COMPILED
 
     return _HEAD.format(count=count, compiled=", ".join(f"`{name}`" for name in COMPILED))
@@ -88,7 +90,7 @@ def cells(row: Any) -> list[str]:
 
 
 def towers_head(count: int) -> str:
-    """What stands above the table of towers."""
+    """The text above the table of towers."""
     return _TOWERS_HEAD.format(count=count)
 
 
@@ -117,7 +119,7 @@ def said(value: bool | None) -> str:
 
 
 def pattern(rope: str) -> str:
-    """How the pairs of a tower's rope are shared out, where they listen to more than one axis."""
+    """How the pairs of a tower's rope are divided among the axes, if there are several."""
     found = re.search(r"Axes\.([a-z]+)\(\(([\d, ]+)\)", rope)
     return found[1] if found and "0" not in found[2].split(", ") else "one axis"
 
