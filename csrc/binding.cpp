@@ -23,9 +23,10 @@ int threads_for(int64_t elements, int64_t threads) {
     return static_cast<int>(std::max<int64_t>(1, std::min(threads, elements / GRAIN)));
 }
 
-int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple.ptr(), i)); }
+// Functions instead of macros, since only those are in Python's stable ABI.
+int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GetItem(tuple.ptr(), i)); }
 
-int64_t size_of(nb::handle tuple) { return PyTuple_GET_SIZE(tuple.ptr()); }
+int64_t size_of(nb::handle tuple) { return PyTuple_Size(tuple.ptr()); }
 
 // Raises RopeError unless `holds`.
 void require(bool holds, const char *must, const char *got, const char *cure = "Use a Rotation, which checks its tensors.") {
@@ -55,7 +56,7 @@ struct Axes {
 Axes axes_from(const nb::tuple &layout) {
     constexpr const char *must = "the axes of a layout must be those of _layout.py";
     require(layout.size() == 4, must, "another number");
-    PyObject *batch = PyTuple_GET_ITEM(layout.ptr(), 0);
+    PyObject *batch = PyTuple_GetItem(layout.ptr(), 0);
     int64_t count = entry(layout, 3), seen = 0;
     require(count == (batch == Py_None ? 3 : 4), must, "others");
     Axes axes{};
@@ -74,7 +75,7 @@ void strides_of(nb::handle strides, const Axes &axes, int64_t *to) {
 
 // The strides of a table [pairs], [token, pairs], [batch, token, pairs] or [batch, head, token, pairs].
 void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
-    int last = static_cast<int>(PyTuple_GET_SIZE(shape.ptr())) - 1;
+    int last = static_cast<int>(size_of(shape)) - 1;
     to[0] = last > 1 && entry(shape, 0) > 1 ? entry(strides, 0) : 0;
     to[1] = last > 0 ? entry(strides, last - 1) : 0;
     to[2] = last > 2 ? entry(strides, 1) : 0;
@@ -96,7 +97,7 @@ ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin
     const Axes axes = axes_from(layout);
     r.tensor_count = static_cast<int>(tensors.size()) / 5;
     for (int n = 0; n < r.tensor_count; ++n) {
-        auto at = [&](int i) { return nb::handle(PyTuple_GET_ITEM(tensors.ptr(), 5 * n + i)); };
+        auto at = [&](int i) { return nb::handle(PyTuple_GetItem(tensors.ptr(), 5 * n + i)); };
         for (int i = 2; i < 5; ++i) {
             require(PyTuple_Check(at(i).ptr()) && size_of(at(i)) == axes.count(), "tensors must have the axes of the layout",
                     "another number");
@@ -150,6 +151,17 @@ void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tupl
     require_memory((cos && sin) || elements == 0);
     nb::gil_scoped_release release;
     run(r, dtype == ROPEWALK_F64 ? 8 : dtype == ROPEWALK_F32 ? 4 : 2, elements, static_cast<int>(threads));
+}
+
+// Addresses of the functions in `OpenMP`. Until this is called the calling thread rotates alone.
+void use_openmp(uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads) {
+#ifdef ROPEWALK_THREADS
+    ropewalk::openmp = {reinterpret_cast<decltype(ropewalk::OpenMP::parallel)>(parallel),
+                        reinterpret_cast<decltype(ropewalk::OpenMP::thread_num)>(thread_num),
+                        reinterpret_cast<decltype(ropewalk::OpenMP::num_threads)>(num_threads)};
+#else
+    (void)parallel, (void)thread_num, (void)num_threads;
+#endif
 }
 
 ropewalk::Torch torch;
@@ -489,6 +501,7 @@ NB_MODULE(_cpu, m) {
     m.def("levels", &levels);
     m.def("use_level", &use_level);
     m.def("rotate", &rotate);
+    m.def("use_openmp", &use_openmp);
     m.def("use_torch", &use_torch);
     m.def("rotate_plain", &rotate_plain, nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none(),
           nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());

@@ -39,8 +39,8 @@ struct Torch {
     // Whether a transform, a mode, a tracer or a profiler must observe the operators inside. If `profiled`, the profiler, which
     // is the last of the watchers, already records this call.
     bool watched(bool profiled = false) const {
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(watchers) - (profiled ? 1 : 0); ++i) {
-            if (says(PyTuple_GET_ITEM(watchers, i))) return true;
+        for (Py_ssize_t i = 0; i < PyTuple_Size(watchers) - (profiled ? 1 : 0); ++i) {
+            if (says(PyTuple_GetItem(watchers, i))) return true;
         }
         PyObject *level = PyObject_GetAttr(forward_ad, current_level);
         bool differentiates = !level || PyLong_AsLong(level) != -1;

@@ -1,12 +1,10 @@
 // Distribute rows over torch's OpenMP threads without linking OpenMP, because a second runtime would add a second thread pool.
-// torch must be loaded before the first call with more than one thread.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#if __has_include(<dlfcn.h>)
-#include <dlfcn.h>
+#if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
 #define ROPEWALK_THREADS
 #endif
@@ -14,25 +12,17 @@
 namespace ropewalk {
 
 #ifdef ROPEWALK_THREADS
-// The OpenMP runtime that torch has loaded into the process: libgomp, or LLVM's or Intel's, which export the same names.
+// Functions of the OpenMP runtime that torch has loaded into the process: libgomp, or LLVM's or Intel's, which export the same
+// names. They are null until kernels/cpu.py passes their addresses. dlsym is not used because glibc 2.34 moved it to another
+// library: a binary that is built with a newer glibc would not load with an older one.
 struct OpenMP {
-    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-    int (*thread_num)();
-    int (*num_threads)();
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned) = nullptr;
+    int (*thread_num)() = nullptr;
+    int (*num_threads)() = nullptr;
 
-    OpenMP() {
-        find(parallel, "GOMP_parallel");
-        find(thread_num, "omp_get_thread_num");
-        find(num_threads, "omp_get_num_threads");
-    }
     bool usable() const { return parallel && thread_num && num_threads; }
-
-private:
-    template <class Function>
-    static void find(Function *&function, const char *name) {
-        function = reinterpret_cast<Function *>(dlsym(RTLD_DEFAULT, name));
-    }
 };
+inline OpenMP openmp;
 
 // A forked process has no threads of the pool, and the runtime would wait for them forever. The handler is installed when this
 // library is loaded, because torch may have filled the pool before our first call.
@@ -47,7 +37,6 @@ template <class Work>
 void share_rows(int64_t rows, int threads, const Work &work) {
 #ifdef ROPEWALK_THREADS
     if (threads > 1 && rows > 1 && !forked) {
-        static const OpenMP openmp;
         struct Team {
             int64_t rows;
             const Work &work;

@@ -113,3 +113,20 @@ def test_forked_process(used: None, when: str) -> None:
     tests = str(Path(__file__).parent.parent)
     ran = subprocess.run([sys.executable, "-c", PROGRAM, tests, when], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_the_kernel_runs_on_the_threads_of_torch() -> None:
+    """PyTorch's pool is empty until something runs in parallel, and here nothing does before the rotation."""
+    program = """
+import os, numpy, torch
+from ropewalk import Rotation
+torch.set_num_threads(2)
+x, cos, sin = (torch.from_numpy(numpy.ones((4096, *rest), dtype="float32")) for rest in ((8, 64), (32,), (32,)))
+before = len(os.listdir("/proc/self/task"))
+Rotation(cos, sin, pairing="half")(x[None], layout="bshd")
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "1\n"

@@ -5,6 +5,9 @@ The kernels receive raw addresses, shapes and strides. torch must be imported fi
 
 from __future__ import annotations
 
+import ctypes
+import os
+
 import torch
 from torch import Tensor
 
@@ -26,6 +29,21 @@ _OBSERVERS = (
     torch._C._get_tracing_state,
     torch._C._autograd._profiler_enabled,
 )
+
+
+def _openmp() -> list[int]:
+    """Addresses of the functions that csrc/threads.h calls, in the OpenMP that torch has loaded; empty without one."""
+    if os.name != "posix":
+        return []
+    process, names = ctypes.CDLL(None), ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    try:
+        return [ctypes.cast(process[name], ctypes.c_void_p).value or 0 for name in names]
+    except AttributeError:
+        return []
+
+
+if _why_not is None and (functions := _openmp()):
+    _cpu.use_openmp(*functions)
 
 FAST_PATH = _why_not is None and _cpu.use_torch(torch, AXES, _OBSERVERS)
 """Whether the three functions below can be used. They need PyTorch 2.10 or later, which exposes tensors to C."""
