@@ -272,7 +272,7 @@ bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
 
 // A new tensor for the output of the n-th tensor, or null if the new tensor is not a plain one.
 nb::object new_output(Usual &call, int n) {
-    nb::object output = nb::steal(PyObject_CallOneArg(torch.empty_like, call.given[n]));
+    nb::object output = nb::steal(ropewalk::call(torch.empty_like, call.given[n]));
     if (!output.ptr()) throw nb::python_error();
     ropewalk::TensorView out;
     if (!torch.view(output.ptr(), out)) return nb::object();
@@ -283,7 +283,7 @@ nb::object new_output(Usual &call, int n) {
 
 // Tell autograd that these tensors have changed, so that a backward pass that saved them raises.
 void count_change(const nb::tuple &changed) {
-    PyObject *counted = PyObject_CallOneArg(torch.increment_version, changed.ptr());
+    PyObject *counted = ropewalk::call(torch.increment_version, changed.ptr());
     if (!counted) throw nb::python_error();
     Py_DECREF(counted);
 }
@@ -459,7 +459,7 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
     given[tokens + 1] = dtype.ptr();
     for (int i = 0; i < 2; ++i) {
         tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, given, tokens + 1, torch.dtype_keyword)
-                                     : PyObject_CallOneArg(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
+                                     : ropewalk::call(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
         if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // an invalid dtype, or no memory: Python will raise
         if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();
     }

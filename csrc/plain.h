@@ -11,6 +11,12 @@ namespace ropewalk {
 
 namespace nb = nanobind;
 
+// As PyObject_CallOneArg, which is not in the stable ABI.
+inline PyObject *call(PyObject *function, PyObject *argument) {
+    PyObject *arguments[] = {nullptr, argument};  // the free place is for the self of a bound method
+    return PyObject_Vectorcall(function, arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
 // The functions and attributes of torch that each call uses. `use_torch` looks them up once.
 struct Torch {
     const ExchangeAPI *api = nullptr;
@@ -33,7 +39,7 @@ struct Torch {
     // Whether a predicate of one tensor, or without arguments, is true. If it raises, the result is true, which makes the call
     // uncommon.
     static bool says(PyObject *predicate, PyObject *of = nullptr) {
-        return truth(of ? PyObject_CallOneArg(predicate, of) : PyObject_CallNoArgs(predicate));
+        return truth(of ? call(predicate, of) : PyObject_CallNoArgs(predicate));
     }
     bool wants_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
     // Whether a transform, a mode, a tracer or a profiler must observe the operators inside. If `profiled`, the profiler, which

@@ -1,0 +1,183 @@
+"""What wheels are made of, and tools/wheels.py, which builds and checks them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import matrix  # noqa: E402
+import wheels  # noqa: E402
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def alone(module: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-S", wheels.ALONE, module], capture_output=True, text=True)
+
+
+class TestModule:
+    def test_it_is_right_without_torch(self) -> None:
+        found = importlib.util.find_spec("ropewalk.kernels._cpu")
+        if found is None or found.origin is None:
+            if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
+                pytest.fail("ROPEWALK_REQUIRE_KERNEL=1, but the kernel is not built")
+            pytest.skip("the kernel is not built")
+        ran = alone(found.origin)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.startswith("right: baseline")
+
+    @pytest.mark.parametrize(
+        ("angles", "rotate", "wrong"),
+        [("pass", "pass", "check_angles"), ("CORRECT", "pass", "check_rotation")],
+        ids=["angles", "rotations"],
+    )
+    def test_wrong_numbers_are_found(self, tmp_path: Path, angles: str, rotate: str, wrong: str) -> None:
+        """A module that leaves the angles as they are, then one that leaves q as it is."""
+        correct = """
+    at = lambda address: (ctypes.c_int64 * 1000).from_address(address)
+    for out, function in ((cos, math.cos), (sin, math.sin)):
+        for row in range(rows):
+            for i in range(pairs):
+                turn = (at(positions)[row] * at(steps)[i] + 2**63) % 2**64 - 2**63
+                (ctypes.c_double * 1000).from_address(out)[row * pairs + i] = function(2 * math.pi * turn / 2**64)
+"""
+        module = tmp_path / "_cpu.py"
+        module.write_text(
+            f"import ctypes, math\ndef levels(): return ['baseline']\ndef use_level(name): pass\n"
+            f"def angles(positions, rows, axis, axes, steps, pairs, factor, dtype, cos, sin, threads):\n"
+            f"    {angles.replace('CORRECT', correct.strip())}\ndef rotate(*arguments): {rotate}\n"
+        )
+        ran = alone(module)
+        assert ran.returncode == 1
+        assert ran.stderr.count("AssertionError") == 1, ran.stderr
+        assert f"in {wrong}" in ran.stderr
+
+    def test_the_binding_uses_no_function_outside_the_stable_abi(self) -> None:
+        """Only builds for Python 3.12 and newer would notice, and the tests run in one of 3.11."""
+        outside = r"\bPy\w+_(?:GET_\w+|CallOneArg|CallMethodNoArgs|CallMethodOneArg|AS_\w+|READ\w*)\b|\b_Py\w+"
+        for path in (ROOT / "csrc").glob("*"):
+            if path.suffix in (".cpp", ".h"):
+                code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+                assert re.findall(outside, code) == [], path
+        assert re.findall(outside, "PyTuple_GET_SIZE(x), PyObject_CallOneArg(f, x), _PyObject_Call(f)") != []
+
+
+class TestDeclared:
+    def test_pythons(self) -> None:
+        """Each Python that is declared has a row in tools/matrix.py and is built for by tools/wheels.py."""
+        words = (entry.split(" :: ") for entry in PROJECT["project"]["classifiers"])
+        declared = {
+            entry[-1] for entry in words if entry[:2] == ["Programming Language", "Python"] and "." in entry[-1]
+        }
+        assert declared == {row.python for row in matrix.ROWS}
+        assert declared == {version for versions in wheels.BUILDERS for version in versions}
+        assert PROJECT["project"]["requires-python"] == ">=3.11"
+
+    def test_ci_builds_the_wheels_that_the_script_builds(self) -> None:
+        build, stable = PROJECT["tool"]["cibuildwheel"]["build"], PROJECT["tool"]["scikit-build"]["wheel"]["py-api"]
+        assert build == [f"cp{versions[0].replace('.', '')}-*" for versions in wheels.BUILDERS]
+        assert build[-1] == f"{stable}-*"
+
+
+class TestScript:
+    def wheel(self, folder: Path, name: str, size: int) -> Path:
+        path = folder / f"ropewalk-0.1.0-{name}.whl"
+        path.write_bytes(bytes(size))
+        return path
+
+    def test_glibc_is_the_oldest_that_is_promised(self, tmp_path: Path) -> None:
+        name = "cp312-abi3-manylinux_2_17_x86_64.manylinux2014_x86_64.manylinux_2_28_x86_64"
+        assert wheels.glibc(self.wheel(tmp_path, name, 1)) == 17
+
+    def test_a_wheel_for_no_old_glibc_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(wheels.CheckError, match="not manylinux"):
+            wheels.glibc(self.wheel(tmp_path, "cp311-cp311-linux_x86_64", 1))
+
+    @pytest.mark.parametrize(
+        ("name", "size", "any_glibc", "otherwise"),
+        [
+            ("cp311-cp311-manylinux_2_28_x86_64", 2**20, False, "1,048,576 bytes"),
+            ("cp311-cp311-manylinux_2_34_x86_64", 9, False, "a newer glibc than 2.28"),
+            ("cp311-cp311-manylinux_2_34_x86_64", 9, True, None),
+            ("cp311-cp311-manylinux_2_28_x86_64", 9, False, None),
+            ("cp312-abi3-manylinux_2_28_x86_64", 9, False, None),
+        ],
+    )
+    def test_wheels_are_checked(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        size: int,
+        any_glibc: bool,
+        otherwise: str | None,
+    ) -> None:
+        ran = []
+        monkeypatch.setattr(wheels, "run", lambda *command, **_: ran.append(command[2]))
+        wheel = self.wheel(tmp_path, name, size)
+        if otherwise:
+            with pytest.raises(wheels.CheckError, match=re.escape(otherwise)):
+                wheels.check_wheel(wheel, any_glibc)
+        else:
+            wheels.check_wheel(wheel, any_glibc)
+            assert ran == (["twine", "abi3audit"] if "abi3" in name else ["twine"])
+
+    @pytest.mark.parametrize(
+        ("left_out", "more", "otherwise"),
+        [(None, None, None), ("csrc", None, "holds only"), (None, "tests", "'tests'")],
+        ids=["right", "without kernels", "with tests"],
+    )
+    def test_the_sdist_holds_what_installs_and_no_more(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        left_out: str | None,
+        more: str | None,
+        otherwise: str | None,
+    ) -> None:
+        tops = {"src", "csrc", "CMakeLists.txt", "pyproject.toml", "LICENSE", more} - {left_out, None}
+
+        def build(*command: str | Path) -> str:
+            with tarfile.open(tmp_path / "ropewalk-0.1.0.tar.gz", "w:gz") as archive:
+                for top in tops:
+                    archive.add(ROOT / "LICENSE", f"ropewalk-0.1.0/{top}/file")
+            return ""
+
+        monkeypatch.setattr(wheels, "run", build)
+        if otherwise:
+            with pytest.raises(wheels.CheckError, match=otherwise):
+                wheels.build_sdist(tmp_path)
+        else:
+            assert wheels.build_sdist(tmp_path).name == "ropewalk-0.1.0.tar.gz"
+
+    def test_the_declared_sdist_is_that(self) -> None:
+        declared = {entry.strip("/") for entry in PROJECT["tool"]["scikit-build"]["sdist"]["include"]}
+        assert declared == {"src", "csrc", "CMakeLists.txt", "pyproject.toml", "CHANGELOG.md", "LICENSE", "README.md"}
+
+    def test_a_folder_that_is_not_empty_is_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "old.whl").touch()
+        with pytest.raises(SystemExit):
+            wheels.main(["--folder", str(tmp_path)])
+        assert "is not empty" in capsys.readouterr().err
+
+    def test_an_emulator_needs_a_platform(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            wheels.main(["--folder", str(tmp_path), "--emulator", "qemu-aarch64 python"])
+        assert "pass --platform" in capsys.readouterr().err
+
+    def test_a_step_that_fails_is_told_by_the_exit_status(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(wheels.sys, "executable", "false")
+        assert wheels.main(["--folder", str(tmp_path / "new")]) == 1
+        assert "FAILED: false -m build" in capsys.readouterr().err
