@@ -181,3 +181,22 @@ class TestScript:
         monkeypatch.setattr(wheels.sys, "executable", "false")
         assert wheels.main(["--folder", str(tmp_path / "new")]) == 1
         assert "FAILED: false -m build" in capsys.readouterr().err
+
+
+class TestReleasePage:
+    TEXT = (ROOT / "RELEASE.md").read_text(encoding="utf-8")
+
+    def test_scripts_and_options_exist(self) -> None:
+        scripts = re.findall(r"python (tools/\w+\.py)([^`\n]*)", self.TEXT)
+        assert {script for script, _ in scripts} == {"tools/wheels.py", "tools/matrix.py"}
+        for script, options in scripts:
+            source = (ROOT / script).read_text(encoding="utf-8")
+            for option in re.findall(r"--[\w-]+", options):
+                assert f'"{option}"' in source, (script, option)
+
+    def test_wheels_are_those_that_are_declared(self) -> None:
+        named = re.findall(r"`(cp\d+)-(\w+)`", self.TEXT)
+        platforms = {platform for _, platform in named}
+        assert platforms == {"manylinux_x86_64", "manylinux_aarch64", "macosx_arm64", "win_amd64"}
+        builds = [build.removesuffix("-*") for build in PROJECT["tool"]["cibuildwheel"]["build"]]
+        assert sorted(named) == sorted((build, platform) for build in builds for platform in platforms)

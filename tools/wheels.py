@@ -34,6 +34,7 @@ NEWEST_GLIBC = 28  # manylinux_2_28
 ALONE = ROOT / "tests" / "kernels" / "module_alone.py"
 MINOR = "import sys; print(sys.version_info[1], end='')"
 TESTS = ("tests/kernels", "tests/rotation/test_rotation.py", "tests/test_angles.py")
+# What calls a compiler; so does torch.compile.
 COMPILING = ("tests/kernels/test_build.py", "tests/kernels/test_c.py")
 
 
@@ -119,7 +120,8 @@ def check_tests(wheel: Path, python: str) -> None:
         run(python, "-m", "venv", folder)
         own = Path(folder) / "bin" / "python"
         run(own, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{wheel}[test]")
-        pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, *(f"--ignore={path}" for path in COMPILING))
+        chosen = (*TESTS, "-m", "not slow", "-k", "not compile", *(f"--ignore={path}" for path in COMPILING))
+        pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
         without_compiler = {"PATH": f"{folder}/bin", "CC": None, "CXX": None, "ROPEWALK_REQUIRE_KERNEL": "1"}
         told = run(own, *pytest, **without_compiler)
         print(f"  tests: {told.splitlines()[-1]}", flush=True)
