@@ -1,6 +1,7 @@
 """Settings for every test."""
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -76,6 +77,12 @@ SLOW = (
     "test_learned.py::TestTraining",
     "test_recorders.py",
 )
+
+
+def pytest_runtest_setup() -> None:
+    """Seed PyTorch for each test, so that what a test draws does not depend on the tests before it."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -86,6 +86,8 @@ SUITE = [
     "tests/attention/test_heads.py",
     "tests/distributed/test_distributed.py",
     "tests/lab/test_ranks.py",
+    "tests/test_explorer.py",
+    "tests/programs/test_explore.py",
     "tests/integrations/test_vllm.py",
     "tests/integrations/test_transformers.py",
     "tests/integrations/test_transformers_refused.py",
@@ -722,6 +724,14 @@ MUTANTS = [
     Mutant("writable: inference tensors", "rotation/writable.py", "if x.is_inference() and not torch.is_inference_mode_enabled():", "if False:"),
     Mutant("writable: zero tensors", "rotation/writable.py", "if x._is_zerotensor():", "if False:"),
     Mutant("writable: repeated elements", "rotation/writable.py", "stride == 0 and n > 1", "False"),
+    Mutant("explorer: pairs that stand still were seen", "plots/interactive/numbers.py", "    before = np.where(after > 0, before, 0.0)\n", ""),
+    Mutant("explorer: every slow pair is unseen", "plots/interactive/numbers.py", "(trained < 1) & (turns > trained * (1 + 1e-9))", "trained < 1"),
+    Mutant("explorer: attention factor in the heat map", "plots/interactive/numbers.py", "(cos / rope.attention_factor * 127)", "(cos * 127)"),
+    Mutant("explorer: argument beats the scheme", "plots/interactive/curves.py", "(None if rope.scaling is None else rope.scaling.trained_length(None)) or trained", "trained"),
+    Mutant("explorer: JSON ends its element", "plots/interactive/page.py", '.replace("<", "\\\\u003c")', ""),
+    Mutant("explore forgets pairs", "programs/commands/explore.py", "page = plots.explorer(models, length=length, trained_length=trained_length, pairs=pairs or None)", "page = plots.explorer(models, length=length, trained_length=trained_length)"),
+    Mutant("OpenMP never passed", "kernels/cpu.py", "    _cpu.use_openmp(*functions)", "    pass"),
+    Mutant("OpenMP: another name", "kernels/cpu.py", '("GOMP_parallel", ', '("no_such_function", '),
 ]  # fmt: skip
 
 

@@ -57,6 +57,16 @@ class TestWorkflow:
             assert len(listed.stdout.splitlines()) == 1, row
 
 
+def test_the_release_builds_wheels_where_the_release_page_says() -> None:
+    jobs = parsed(".github/workflows/release.yml")["jobs"]
+    machines = jobs["wheels"]["strategy"]["matrix"]["os"]
+    assert machines == TestWorkflow.jobs["tests"]["strategy"]["matrix"]["os"]
+    rows = re.findall(r"^ +\| (\w+ [\w-]+) \| `cp311", (ROOT / "RELEASE.md").read_text(), re.M)
+    assert rows == ["Linux x86-64", "Linux aarch64", "macOS arm64", "Windows x86-64"]
+    assert len(machines) == len(rows)
+    assert any("cibuildwheel" in command for command in commands(jobs["wheels"]))
+
+
 def test_hooks_run_what_ci_runs() -> None:
     (repository,) = parsed(".pre-commit-config.yaml")["repos"]
     for hook in repository["hooks"]:
