@@ -1,4 +1,4 @@
-"""What a target may be, how it is called, what the report says, and what cannot be judged."""
+"""Which targets `check` takes, how it calls them, what it reports, and what it cannot judge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = {
 
 
 def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """Right, in halves, `[batch, seq, heads, head_dim]`."""
+    """A right rotation in half pairing, `[batch, seq, heads, head_dim]`."""
     inv_freq = base ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angles = positions[..., None, None] * inv_freq
     a, b = x.double().chunk(2, dim=-1)
@@ -70,11 +70,11 @@ class TestTarget:
         [
             ("nothing", "TARGET must name a module and something in it, got 'nothing'"),
             ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
-            ("no/such/file.py:f", "TARGET must name a file that is there"),
+            ("no/such/file.py:f", "TARGET must name an existing file"),
             (f"{RIGHT / 'meta_complex.py'}:rotate", "It has apply_rotary_emb, precompute_freqs_cis"),
-            (f"{RIGHT / 'meta_complex.py'}:a,b,c", "TARGET must have one name or two"),
-            ("transformers:no_such_model", "transformers:no_such_model cannot be had"),
-            (5, "target must be callable"),
+            (f"{RIGHT / 'meta_complex.py'}:a,b,c", "TARGET must have one or two names"),
+            ("transformers:no_such_model", "transformers:no_such_model cannot be loaded"),
+            (5, "target must be one or two callables"),
         ],
     )
     def test_not_found(self, target: Any, message: str) -> None:
@@ -88,13 +88,13 @@ class TestTarget:
         with pytest.raises(RopeError, match="cannot be run"):
             conformance.check(f"{tmp_path / 'mine.py'}:f")
 
-    def test_what_runs_is_said(self) -> None:
+    def test_a_warning_names_the_code_that_runs(self) -> None:
         assert "This runs the code of mine.py" in conformance.says_what_runs("mine.py:f")
         assert "imports transformers and runs its code for llama" in conformance.says_what_runs("transformers:llama")
 
 
 class TestCall:
-    def test_names_that_say_nothing(self) -> None:
+    def test_parameter_names_without_a_known_role(self) -> None:
         def f(a: Tensor, b: Tensor) -> Tensor:
             return rotated(a, b)
 
@@ -123,10 +123,10 @@ class TestCall:
 
     @pytest.mark.parametrize("call", ["q,k,cos,sin,positions", "x,where"])
     def test_refused(self, call: str) -> None:
-        with pytest.raises(RopeError, match="the parameters must be among q, k, x, cos"):
+        with pytest.raises(RopeError, match="each parameter must be one of q, k, x, cos"):
             conformance.check(rotated, call=call)
 
-    def test_a_constructor_that_wants_more(self) -> None:
+    def test_a_constructor_with_an_unknown_parameter(self) -> None:
         class Rotary:
             def __init__(self, dim: int, flavour: str) -> None:
                 self.flavour = flavour
@@ -134,7 +134,7 @@ class TestCall:
             def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
                 return rotated(x, positions) if self.flavour == "plain" else x
 
-        with pytest.raises(RopeError, match=r"got flavour\. Pass it: --arg flavour=VALUE"):
+        with pytest.raises(RopeError, match=r"got flavour\. Pass a value: --arg flavour=VALUE"):
             conformance.check(Rotary)
         assert conformance.check(Rotary, arguments={"flavour": "plain"}).codes == []
         assert conformance.check(Rotary, arguments={"flavour": "none"}).codes == ["not-rotated"]
@@ -144,10 +144,10 @@ class TestCall:
             def __init__(self, dim: int) -> None:
                 raise RuntimeError("no")
 
-        with pytest.raises(RopeError, match=r"Rotary\(dim=64\) cannot be made: RuntimeError: no"):
+        with pytest.raises(RopeError, match=r"Rotary\(dim=64\) cannot be constructed: RuntimeError: no"):
             conformance.check(Rotary)
 
-    def test_one_that_always_raises(self) -> None:
+    def test_a_function_that_always_raises(self) -> None:
         def f(x: Tensor) -> Tensor:
             raise RuntimeError("not today")
 
@@ -172,7 +172,7 @@ class TestCall:
         assert conformance.check(Rotate.apply, call="x,positions").codes == []
 
     @pytest.mark.parametrize("returned", [None, [1, 2], {"x": 1}, torch.zeros(3)])
-    def test_what_is_no_rotation_at_all(self, returned: Any) -> None:
+    def test_functions_that_return_no_tensor_of_the_shape(self, returned: Any) -> None:
         with pytest.raises(RopeError, match="must rotate tensors in one of the known ways"):
             conformance.check(lambda x, positions: returned)
 
@@ -186,11 +186,11 @@ class TestCall:
             (lambda x, positions: rotated(x.double(), positions), ["wrong-output-dtype"]),
         ],
     )
-    def test_what_is_another_thing(self, function: Callable[..., Any], codes: list[str]) -> None:
+    def test_functions_that_compute_something_else(self, function: Callable[..., Any], codes: list[str]) -> None:
         assert conformance.check(function).codes == codes
 
-    def test_what_raises_is_a_caution(self) -> None:
-        """Nothing wrong comes out."""
+    def test_raising_is_a_caution(self) -> None:
+        """No wrong result is returned."""
 
         def one_row(x: Tensor, positions: Tensor) -> Tensor:
             if x.shape[0] > 1:
@@ -226,17 +226,17 @@ class TestExpected:
         assert report.codes == []
         report = conformance.check(rotated, config=LLAMA | {"rope_theta": 500000.0})
         assert report.codes == ["wrong-base"]
-        assert report.findings[0].says == "The base is 10000, and should be 500000."
+        assert report.findings[0].says == "The base is 10000 instead of 500000."
 
     def test_pairing(self) -> None:
         report = conformance.check(rotated, pairing="interleaved")
-        assert report.findings[0].says == "The pairing is half; you expect interleaved."
+        assert report.findings[0].says == "The pairing is half, but interleaved is expected."
 
-    def test_said_by_a_config(self) -> None:
+    def test_the_pairing_of_a_config(self) -> None:
         said = RIGHT / "llama2_c_loop.py"
         report = conformance.check(f"{said}:rope", config=LLAMA)
         assert report.codes == ["wrong-pairing"]
-        assert "your config says llama, whose weights are half" in report.findings[0].says
+        assert "weights of model_type llama use half" in report.findings[0].says
 
     def test_a_scheme_that_depends_on_the_length(self) -> None:
         config = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
@@ -248,13 +248,13 @@ class TestExpected:
         assert conformance.check(dynamic, config=config).codes == []
         report = conformance.check(rotated, config=config)
         assert report.codes == ["length-ignored"]
-        assert "8,192 tokens should be others. They are those of a short one." in report.findings[0].says
+        assert "A sequence of 8,192 tokens has the frequencies of a short one." in report.findings[0].says
 
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"config": LLAMA, "rope": Rope(64, 1e4, "half")}, "must be said once, got config and rope"),
-            ({"config": LLAMA, "base": 1e4}, "must be said once, got base, pairing or head_dim beside"),
+            ({"config": LLAMA, "rope": Rope(64, 1e4, "half")}, "must be passed only once, got config and rope"),
+            ({"config": LLAMA, "base": 1e4}, "must be passed only once, got base, pairing or head_dim together"),
             ({"config": LLAMA, "layer": 2}, "layer must be from 0 to 1, got 2"),
             ({"pairing": "both"}, "pairing must be"),
         ],
@@ -266,7 +266,7 @@ class TestExpected:
 
 
 class TestFoundAlone:
-    """Without a config or a base, by functions whose constants stand in their code."""
+    """Frequencies found without a config or a base, for functions with constants in their code."""
 
     def test_llama3(self) -> None:
         def f(x: Tensor, positions: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ class TestFoundAlone:
         assert conformance.check(f).codes == ["low-precision-frequencies"]
 
     def test_frequencies_that_are_no_progression(self) -> None:
-        """As of models with learned ones: nothing is wrong with them."""
+        """Learned frequencies, for example, are not wrong."""
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             angles = positions[..., None, None] * torch.sin(1.0 + torch.arange(32, dtype=torch.float64)).abs()
@@ -305,7 +305,7 @@ class TestFoundAlone:
             ).type_as(x)
 
         report = conformance.check(f)
-        assert (report.codes, report.found["frequencies"]) == ([], "no progression")
+        assert (report.codes, report.found["frequencies"]) == ([], "not a geometric progression")
 
     def test_a_pairing_without_a_name(self) -> None:
         def f(x: Tensor, positions: Tensor) -> Tensor:
@@ -326,8 +326,8 @@ class TestReport:
     def test_lines(self) -> None:
         text = str(conformance.check(f"{WRONG / 'cos_and_sin_swapped.py'}:apply_rotary_pos_emb"))
         assert text.startswith(f"{WRONG / 'cos_and_sin_swapped.py'}:apply_rotary_pos_emb: wrong\n")
-        assert "WRONG  cos-and-sin-swapped: cos and sin stand in each other's place" in text
-        assert "What to do: Exchange them" in text
+        assert "WRONG  cos-and-sin-swapped: cos and sin are swapped" in text
+        assert "How to fix it: Swap them" in text
 
     def test_json(self) -> None:
         report = conformance.check(f"{WRONG / 'output_order.py'}:Rotary")
@@ -335,7 +335,7 @@ class TestReport:
         assert (said["verdict"], said["findings"][0]["code"]) == ("right", "output-order")
         assert said["findings"][0]["severity"] == "caution"
 
-    def test_every_bug_says_what_to_do(self) -> None:
+    def test_every_bug_has_a_fix(self) -> None:
         for code, bug in BUGS.items():
             assert code == code.lower()
             assert bug.title
@@ -343,7 +343,7 @@ class TestReport:
         assert [*ORDER] == [*BUGS]
 
     def test_errors_at_far_positions(self) -> None:
-        """Exact angles are exact to float32; those of float32 products drift, which is a number and no finding."""
+        """Exact angles are exact to float32. Angles computed in float32 drift, which is reported as a number only."""
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             inv_freq = 10_000.0 ** (-torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
@@ -363,7 +363,7 @@ class TestReport:
 
     def test_the_end_of_a_table_is_named(self) -> None:
         says = conformance.check(f"{WRONG / 'table_wraps.py'}:Rotary").findings[0].says
-        assert says == "Position 2,049 has the angles of 1: they begin again after 2,048 tokens."
+        assert says == "Position 2,049 has the angles of 1: they repeat after 2,048 tokens."
         says = (
             conformance.check(f"{WRONG / 'table_clamps.py'}:Rotary", arguments={"max_positions": 300}).findings[0].says
         )
@@ -382,7 +382,7 @@ class TestAssert:
         assert conformance.assert_right(rotated).verdict == "right"
 
     def test_fails_with_the_report(self) -> None:
-        with pytest.raises(AssertionError, match="wrong-base: the base is not what it should be"):
+        with pytest.raises(AssertionError, match="wrong-base: the base is wrong"):
             conformance.assert_right(rotated, config=LLAMA | {"rope_theta": 500000.0})
 
     def test_fixture(self, assert_rope: Callable[..., Any]) -> None:

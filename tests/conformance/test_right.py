@@ -1,4 +1,4 @@
-"""Right implementations are not reported: other people's, where they are installed, and their forms."""
+"""Right implementations get no findings: the usual forms, and other libraries if they are installed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tables_of_rows_come_before_tables_for_all() -> None:
     """`[seq, channels]` fits tokens before heads as well, by broadcasting: then no row could have its own positions."""
     path = Path(__file__).parent / "right" / "hugging_face_without_an_axis.py"
     report = conformance.check(f"{path}:Rotary,apply_rotary_pos_emb")
-    assert (report.found["layout"], report.found["positions"]) == ("bhsd", "each row of the batch has its own")
+    assert (report.found["layout"], report.found["positions"]) == ("bhsd", "separate for each row of the batch")
     (rows,) = [grade for grade in report.grades if grade.name == "ragged rows"]
     assert rows.right is True
     report = conformance.check(f"{path}:Rotary,apply_rotary_pos_emb", layout="bshd")
@@ -53,7 +53,7 @@ def test_tables_of_rows_come_before_tables_for_all() -> None:
 def test_transformers(model: str) -> None:
     report = conformance.check(f"transformers:{model}")
     assert report.verdict == "right", str(report)
-    # Its inv_freq is a buffer, which these two lose; transformers has code of its own around both.
+    # inv_freq is a buffer, which loses its values in both cases; transformers has its own workarounds.
     assert set(report.codes) == {"lost-by-half", "lost-on-meta"}
 
 
@@ -89,7 +89,7 @@ def test_transformers_scaled(name: str) -> None:
 def _here(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as e:  # an old library beside a new torch raises anything
+    except Exception as e:  # an old library with a new torch may raise anything
         pytest.skip(f"{module} cannot be imported: {type(e).__name__}")
 
 
@@ -102,7 +102,7 @@ def test_libraries(name: str) -> None:
 
 
 def test_rotary_embedding_torch() -> None:
-    """Right in float32. In bfloat16 it has a bug in truth: it makes positions in the dtype of the input."""
+    """Right in float32. In bfloat16 it really has a bug: it creates positions in the dtype of the input."""
     _here("rotary_embedding_torch")
     report = conformance.check("rotary_embedding_torch:RotaryEmbedding.rotate_queries_or_keys", pairing="interleaved")
     assert [one.code for one in report.findings if one.severity == "wrong"] == ["low-precision-positions"]
@@ -116,7 +116,7 @@ def test_ropewalk_module(layout: Any) -> None:
 
 
 def test_torchtune() -> None:
-    """One file of it, since the package wants others that are not released for every torch."""
+    """Only one file of it, because the package needs others that are not released for every torch."""
     if (spec := importlib.util.find_spec("torchtune")) is None:
         pytest.skip("torchtune is not installed")
     path = Path(str(spec.origin)).parent / "modules" / "position_embeddings.py"

@@ -1,7 +1,7 @@
-"""Each file in `wrong` has one bug and is named by it: `check` names the same one, before all others.
+"""Each file in `wrong` has the bug that its name states, and `check` must report that bug first.
 
-What follows two underscores in the name of a file tells apart files of one bug. Half of them and more were written from
-lists of known bugs before there was a check.
+Two underscores in the name of a file separate the bug from its variant. More than half of the files were written from
+lists of known bugs, before the check existed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def bug_of(path: Path) -> str:
     return path.stem.split("__")[0].replace("_", "-")
 
 
-# A second bug that the file has in truth, or that cannot be told apart from the first.
+# A second bug that the file really has, or that cannot be told apart from the first.
 ALSO = {
-    "input-changed": ["wrong-gradient"],  # nothing of what is written where it should not be is differentiated
-    "offset-ignored": ["batch-ignored"],  # one token at 9 comes as at 0 in each of three rows
+    "input-changed": ["wrong-gradient"],  # what is written to the input is not differentiated
+    "offset-ignored": ["batch-ignored"],  # one token at 9 gets the angles of 0 in each of three rows
 }
 
 
@@ -62,7 +62,7 @@ def test_the_size_under_the_exponents_is_named(size: int, base: str) -> None:
     assert [(one.code, one.says) for one in report.findings] == [
         (
             "wrong-exponent",
-            f"The exponents are 2i/{size}, and 64 channels are rotated; that is base {base} with 2i/64.",
+            f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base} with 2i/64.",
         )
     ]
 
@@ -75,8 +75,8 @@ def test_a_wrong_base_without_a_config() -> None:
 
     report = conformance.check(rotate, base=10_000.0)
     assert report.codes == ["wrong-base"]
-    assert report.findings[0].says == "The base is 500, and should be 10000."
-    assert "the base is not what it should be" in str(report)
+    assert report.findings[0].says == "The base is 500 instead of 10000."
+    assert "the base is wrong" in str(report)
 
 
 def test_there_are_enough_of_them() -> None:

@@ -1,4 +1,4 @@
-"""Check somebody's rotary embeddings: what they do, found by calling them, and which bug they have."""
+"""Check an implementation of rotary embeddings: call it, measure what it computes, and name its bug."""
 
 from ropewalk.conformance.api import assert_right as assert_right
 from ropewalk.conformance.api import check as check

@@ -1,4 +1,4 @@
-"""check: a target in, a report out."""
+"""`check`, which takes a target and returns a report, and `assert_right`, the same as a test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ropewalk._layout import AXES, Layout
 from ropewalk.conformance import diagnose, expected, forms
 from ropewalk.conformance import target as targets
 from ropewalk.conformance.report import Report
-from ropewalk.conformance.subject import Refused
+from ropewalk.conformance.subject import CallError
 
 
 def check(
@@ -30,28 +30,34 @@ def check(
     arguments: Mapping[str, Any] | None = None,
     compiled: bool = False,
 ) -> Report:
-    """What an implementation of rotary embeddings does, and what is wrong with it. It is executed.
+    """Check what an implementation of rotary embeddings computes, and name its bugs.
+
+    The target is imported and called, so check only code that you would run. Nothing is expected of it unless `config`,
+    `rope`, `base` or `pairing` says so; without them, only results that can never be right are wrong.
 
     Args:
-        target: a function or class, or two: what makes cos and sin, and the function that takes them. Or their name:
-            "module:name", "file.py:name", "file.py:make,apply", "transformers:llama".
-        config: what the code should do, as for `from_config`. Layers that differ need `layer`.
-        rope: the same as a `Rope`.
-        head_dim: channels of a head, where neither is given; 64 when None.
-        base: the base, where neither is given; what a class was given, or what fits, when None.
-        pairing: "half" or "interleaved", where neither is given; None takes both to be right.
-        layout: of the tensors; tried out when None.
-        call: what the parameters are, in order, where their names do not say: "q,k,cos,sin", "x,positions", "_" for one
-            that is left out.
-        layer: whose rope of the config is meant.
-        arguments: name → value, for parameters of a class that nothing else is known for.
-        compiled: whether to count graph breaks under torch.compile, too, which takes some seconds.
+        target: a function or a class, or a tuple of two: the first computes cos and sin, the second applies them. Also
+            their name: "module:name", "file.py:name", "file.py:make,apply" or "transformers:llama".
+        config: the config that the code should implement, as for `from_config`. Pass `layer` as well if its layers
+            differ.
+        rope: the `Rope` that the code should implement, instead of a config.
+        head_dim: the number of channels of a head, without config and rope. None means 64.
+        base: the expected base, without config and rope. None accepts the base that a class was constructed with, or
+            the base that fits.
+        pairing: "half" or "interleaved", without config and rope. None accepts both.
+        layout: the layout of the tensors. None finds it by trying.
+        call: the roles of the parameters, in order, for parameters whose names do not tell: "q,k,cos,sin" or
+            "x,positions". "_" omits one.
+        layer: the index of the layer of the config whose rope is expected.
+        arguments: name → value, for parameters of a class that `check` cannot fill by itself.
+        compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
 
     Returns:
-        A `Report`: `verdict`, `findings`, `grades`, `to_dict()`, and lines for people as its `str`.
+        A `Report` with `verdict`, `findings`, `grades` and `to_dict()`. Its `str` is the report as text.
 
     Raises:
-        RopeError: it could not be judged: nothing of that name, no known way to call it, a config that cannot be read.
+        RopeError: the target cannot be judged: it does not exist, no known way of calling it works, or the config
+            cannot be read.
     """
     if layout is not None and layout not in AXES:
         raise _checks.error(
@@ -59,41 +65,45 @@ def check(
         )
     found = targets.load(target)
     config = found.config if config is None and rope is None else config
-    wanted, wishes = expected.read(
+    wanted, settings = expected.read(
         config, rope, head_dim=head_dim, base=base, pairing=pairing, layer=layer, arguments=arguments or {}
     )
     report = Report(found.name)
     with torch.no_grad():
         try:
-            subject = forms.find(found, wishes, call, layout)
+            subject = forms.find(found, settings, call, layout)
         except _checks.RopeError:
-            if (narrow := expected.of_slice(wanted, wishes)) is None:
+            if (narrow := expected.for_slice(wanted, settings)) is None:
                 raise
-            wanted, wishes = narrow
-            subject = forms.find(found, wishes, call, layout)
-            report.found["head"] = "the rotated channels alone, which the caller cuts out"
+            wanted, settings = narrow
+            subject = forms.find(found, settings, call, layout)
+            report.found["head"] = "only the rotated channels, which the caller slices out"
         try:
             diagnose.run(
-                replace(subject, channels=forms.channels_of(subject, wishes)), wanted, report, compiled=compiled
+                replace(subject, channels=forms.channels_of(subject, settings)), wanted, report, compiled=compiled
             )
-        except Refused as e:
+        except CallError as e:
             raise _checks.failed(
-                f"check: {found.name} works on one call and not on another",
+                f"check: {found.name} accepts one call and fails on another",
                 e,
-                "Pass --call or --layout, if it was misread.",
+                "If it was called in the wrong way, pass --call or --layout.",
             ) from e
     return report
 
 
 def assert_right(target: Any, **options: Any) -> Report:
-    """`check`, as a test: an AssertionError with the whole report where anything is wrong. Cautions pass.
+    """Run `check` as a test: fail with the whole report if anything is wrong. Cautions pass.
 
     Args:
-        target: as for `check`, and so the options.
+        target: as for `check`.
+        options: as for `check`.
+
+    Returns:
+        The `Report`, if nothing is wrong.
 
     Raises:
         AssertionError: something is wrong.
-        RopeError: it could not be judged.
+        RopeError: the target cannot be judged.
     """
     report = check(target, **options)
     if report.verdict == "wrong":

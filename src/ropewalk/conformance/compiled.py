@@ -1,4 +1,4 @@
-"""Whether torch.compile takes the function as one graph."""
+"""Count the graph breaks of the function under torch.compile."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import warnings
 
 import torch
 
-from ropewalk.conformance.conditions import Known
+from ropewalk.conformance.conditions import Baseline
 from ropewalk.conformance.report import Report
 
 
-def judge(known: Known, report: Report) -> None:
-    """Count the graph breaks of one call; of tables and function, those of the function."""
-    subject = known.subject if known.subject.fresh is None else known.subject.fresh()
+def judge(baseline: Baseline, report: Report) -> None:
+    """Count the graph breaks of one call. If the target is a maker of tables and a function, count the function's."""
+    subject = baseline.subject if baseline.subject.rebuild is None else baseline.subject.rebuild()
     positions = torch.arange(5)[None]
-    q = subject.native(known.tensor(1, 5, 6, 1)).contiguous()
-    function, given = subject.prepared(q, q.clone() if subject.has_k else None, positions)
+    q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()
+    function, given = subject.prepare(q, q.clone() if subject.has_k else None, positions)
     torch.compiler.reset()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            said = torch._dynamo.explain(function)(**given)
-    except Exception as e:  # whatever Dynamo raises for their function
+            explanation = torch._dynamo.explain(function)(**given)
+    except Exception as e:  # Dynamo may raise anything on code that it cannot trace
         report.add("graph-break", f"It cannot be traced: {type(e).__name__}: {str(e)[:150]}")
         return
     finally:
         torch.compiler.reset()
-    breaks = said.graph_break_count
+    breaks, reasons = explanation.graph_break_count, explanation.break_reasons
     if breaks:
-        reason = str(said.break_reasons[0].reason).splitlines()[0] if said.break_reasons else "Dynamo gives no reason"
+        reason = str(reasons[0].reason).splitlines()[0] if reasons else "Dynamo gives no reason"
         report.add("graph-break", f"{breaks} graph break(s): {reason}.")
-    report.grade("torch.compile", f"{said.graph_count} graph(s)", not breaks or None)
+    report.grade("torch.compile", f"{explanation.graph_count} graph(s)", not breaks or None)

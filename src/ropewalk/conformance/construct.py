@@ -1,4 +1,4 @@
-"""An object of the class that is checked, made with the values that its parameters ask for."""
+"""Construct an object of the class that is checked, with a value for each of its parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k"}
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a class is asked for.
+class Settings:
+    """The values with which a class is constructed.
 
     Args:
-        head_dim, rotary_dim: channels of a head, and the rotated ones.
-        channels: of the tensors that are passed, where that is the rotated slice alone; head_dim when None.
-        base: the base; None leaves the class its default, or 10000 where it has none.
-        length: tokens, where a class wants to know how many; None leaves the class its default, or 4096.
+        head_dim, rotary_dim: the number of channels of a head, and of its rotated channels.
+        channels: the number of channels of the tensors that are passed, if that is the rotated slice only. None means
+            head_dim.
+        base: the base. None keeps the default of the class, or means 10000 if it has no default.
+        length: the number of tokens, for classes that ask for it. None keeps the default of the class, or means 4096.
         config: the config, for classes that take one.
-        arguments: by name of the parameter, before all others.
+        arguments: name → value of a parameter. They take precedence over all other fields.
     """
 
     head_dim: int = 64
@@ -38,89 +39,89 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What was passed: the base (None where no parameter takes one), the length, and all by name."""
+class Arguments:
+    """The arguments of a constructor: base and length (None if no parameter takes them), and all values by name."""
 
     base: float | None
     length: int | None
-    given: dict[str, Any]
+    values: dict[str, Any]
     base_name: str | None
 
 
-def arguments(made: Any, wishes: Wishes) -> Made:
-    """The arguments that make an object.
+def choose_arguments(constructor: Any, settings: Settings) -> Arguments:
+    """Choose a value for each parameter of a constructor.
 
     Raises:
-        RopeError: a parameter without default is for nothing known; the message says how to give it a value.
+        RopeError: a parameter without default has no known role. The message says how to pass a value.
     """
-    found = roles.of_constructor(made)
-    given: dict[str, Any] = {}
+    found = roles.constructor_roles(constructor)
+    values: dict[str, Any] = {}
     base = length = None
     for role, name in found.items():
-        if name in wishes.arguments:
+        if name in settings.arguments:
             continue
-        default = roles.default_of(made, name)
+        default = roles.default_of(constructor, name)
         if role == "dim":
-            given[name] = wishes.head_dim if name in _OF_A_HEAD else wishes.rotary_dim
+            values[name] = settings.head_dim if name in _OF_A_HEAD else settings.rotary_dim
         elif role == "rotary_dim":
-            given[name] = wishes.rotary_dim
+            values[name] = settings.rotary_dim
         elif role == "base":
-            base = given[name] = wishes.base or default or 10_000.0
+            base = values[name] = settings.base or default or 10_000.0
         elif role == "length":
-            length = given[name] = wishes.length or default or 4096
+            length = values[name] = settings.length or default or 4096
         elif role == "config":
-            given[name] = _config_object(made, wishes)
-    given.update(wishes.arguments)
-    if missing := roles.unfilled(made, given):
+            values[name] = _config_object(constructor, settings)
+    values.update(settings.arguments)
+    if missing := roles.missing(constructor, values):
         raise _checks.error(
             "check",
             "every parameter of the class must have a default or a known meaning",
             ", ".join(missing),
-            f"Pass it: --arg {missing[0]}=VALUE.",
+            f"Pass a value: --arg {missing[0]}=VALUE.",
         )
     base_name = found.get("base")
-    return Made(base, length, given, base_name if base is not None else None)
+    return Arguments(base, length, values, base_name if base is not None else None)
 
 
-def make(made: Any, given: Mapping[str, Any]) -> Any:
-    """The object.
+def build(constructor: Any, values: Mapping[str, Any]) -> Any:
+    """Construct the object.
 
     Raises:
-        RopeError: the class raises.
+        RopeError: the constructor raises.
     """
     try:
-        return made(**given)
-    except Exception as e:  # whatever their class raises
-        named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in given.items() if name != "config")
+        return constructor(**values)
+    except Exception as e:  # a constructor may raise anything
+        named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
         raise _checks.failed(
-            f"check: {name_of(made)}({named}) cannot be made", e, "Pass other values with --arg."
+            f"check: {name_of(constructor)}({named}) cannot be constructed", e, "Pass other values with --arg."
         ) from e
 
 
 def is_maker(found: Any) -> bool:
-    """Whether it has to be called before there is something that rotates: a class, or a method of one."""
+    """Whether it must be called first to get a callable that rotates: a class, or a method of a class."""
     return inspect.isclass(found) or isinstance(found, Method)
 
 
 class _Config(SimpleNamespace):
-    """A config with attributes, as those of transformers: what it does not say about scaling is None."""
+    """A config with attributes, like those of transformers. Its rope_scaling is None if the config has none."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's."""
+        """Return an attribute or the default, like `dict.get`."""
         return getattr(self, key, default)
 
 
-def _config_object(made: Any, wishes: Wishes) -> Any:
-    config = dict(wishes.config or {})
-    if str(getattr(made, "__module__", "")).startswith("transformers."):
+def _config_object(constructor: Any, settings: Settings) -> Any:
+    config = dict(settings.config or {})
+    if str(getattr(constructor, "__module__", "")).startswith("transformers."):
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**config)
     heads = config.get("num_attention_heads")
     config.setdefault("rope_scaling", None)
     config.setdefault(
-        "head_dim", config["hidden_size"] // heads if heads and "hidden_size" in config else wishes.head_dim
+        "head_dim", config["hidden_size"] // heads if heads and "hidden_size" in config else settings.head_dim
     )
-    config.setdefault("rope_theta", wishes.base or 10_000.0)
-    config.setdefault("max_position_embeddings", wishes.length or 4096)
+    config.setdefault("rope_theta", settings.base or 10_000.0)
+    config.setdefault("max_position_embeddings", settings.length or 4096)
     return _Config(**config)

@@ -1,4 +1,4 @@
-"""What the target should do: a rope, from a config or from what the user says."""
+"""Read what the target should compute from a config, a rope, or the user's options."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ropewalk import Rope, _checks, from_config
-from ropewalk.conformance.construct import Wishes
+from ropewalk.conformance.construct import Settings
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known beforehand. All None: nothing, so that only what can never be right is wrong.
+    """What the target should compute. If all fields are None, only results that can never be right are wrong.
 
     Args:
-        rope: what it should do, of a fixed length; None where the user says too little for a whole one.
-        pairing, base: what the user says by themselves.
-        output_order: "half" where the model writes pairs in halves.
-        model_type: of the config, for the report.
-        length: tokens for which the rope holds, where its scheme depends on the length; None for all.
-        longer: what it should do with twice as many; None where the length makes no difference.
+        rope: the expected rope, for one fixed length. None if the user's options do not determine a whole rope.
+        pairing, base: the expected pairing and base.
+        output_order: "half" if the model reads interleaved pairs and writes them in halves.
+        model_type: the model_type of the config, for the report.
+        length: the number of tokens up to which `rope` holds, if its scheme depends on the length. None means any.
+        longer: the expected rope for twice as many tokens. None if the scheme does not depend on the length.
     """
 
     rope: Rope | None = None
@@ -41,33 +41,41 @@ def read(
     pairing: str | None,
     layer: int | None,
     arguments: Mapping[str, Any],
-) -> tuple[Expected, Wishes]:
-    """What to expect, and what a class is asked for.
+) -> tuple[Expected, Settings]:
+    """Return what to expect, and the values with which a class is constructed.
 
     Raises:
-        RopeError: the config cannot be read, its layers differ and no layer is named, or two say the same thing.
+        RopeError: the config cannot be read, its layers differ and no layer is named, or the expectation is passed
+            twice.
     """
     if rope is not None and config is not None:
-        raise _checks.error("check", "what is expected must be said once", "config and rope", "Drop one of them.")
+        raise _checks.error(
+            "check", "the expected rope must be passed only once", "config and rope", "Drop one of them."
+        )
     if config is None and rope is None:
         if pairing is not None:
             _checks.check_pairing("check", pairing)
         dim = head_dim or 64
-        return Expected(pairing=pairing, base=base), Wishes(dim, dim, base, arguments=arguments)
+        return Expected(pairing=pairing, base=base), Settings(dim, dim, base, arguments=arguments)
     if base is not None or pairing is not None or head_dim is not None:
         raise _checks.error(
             "check",
-            "what is expected must be said once",
-            "base, pairing or head_dim beside config or rope",
-            "Drop them.",
+            "the expected rope must be passed only once",
+            "base, pairing or head_dim together with config or rope",
+            "Drop base, pairing and head_dim.",
         )
     if rope is not None:
         rope, length, longer = _static(rope, 2048)
-        wishes = Wishes(rope.head_dim, rope.rotary_dim, rope.base, length, arguments=arguments)
-        return Expected(rope, rope.pairing, rope.base, length=length, longer=longer), wishes
+        settings = Settings(rope.head_dim, rope.rotary_dim, rope.base, length, arguments=arguments)
+        return Expected(rope, rope.pairing, rope.base, length=length, longer=longer), settings
     ropes = from_config(config, text_only=True)
     if layer is not None and not 0 <= layer < len(ropes.layers):
-        raise _checks.error("check", f"layer must be from 0 to {len(ropes.layers) - 1}", str(layer), "Pass another.")
+        raise _checks.error(
+            "check",
+            f"layer must be from 0 to {len(ropes.layers) - 1}",
+            str(layer),
+            "Pass the index of a layer of the model.",
+        )
     rotating = {one for one in ropes.layers if one is not None}
     found = (
         next(iter(rotating))
@@ -77,32 +85,34 @@ def read(
         else ropes.layers[layer]
     )
     if found is None:
-        raise _checks.error("check", "the layer must rotate", f"layer {layer}, which does not", "Pass another layer.")
+        raise _checks.error(
+            "check", "the layer must rotate", f"layer {layer}, which does not", "Pass a layer that rotates."
+        )
     found, length, longer = _static(found, ropes.trained_length or 2048)
-    told = ropes.max_position_embeddings
-    wishes = Wishes(
+    stated = ropes.max_position_embeddings
+    settings = Settings(
         found.head_dim,
         found.rotary_dim,
         found.base,
-        None if told is None else min(told, 131_072),
+        None if stated is None else min(stated, 131_072),
         ropes.config,
         arguments,
     )
     return (
         Expected(found, found.pairing, found.base, ropes.output_order, ropes.model_type, length, longer),
-        wishes,
+        settings,
     )
 
 
-def of_slice(expected: Expected, wishes: Wishes) -> tuple[Expected, Wishes] | None:
-    """The same for a function that is given the rotated channels alone; None where all are rotated."""
+def for_slice(expected: Expected, settings: Settings) -> tuple[Expected, Settings] | None:
+    """The same for a function that is passed only the rotated channels. None if all channels are rotated."""
     rope = expected.rope
     if rope is None or rope.rotary_dim == rope.head_dim:
         return None
     alone = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
-    return replace(expected, rope=alone), replace(wishes, channels=rope.rotary_dim)
+    return replace(expected, rope=alone), replace(settings, channels=rope.rotary_dim)
 
 
 def _static(rope: Rope, trained: int) -> tuple[Rope, int | None, Rope | None]:
-    """The rope of short sequences; where the length matters, for how many tokens that is, and that of twice as many."""
+    """The rope of short sequences and, if the length matters, the length it holds for and the rope of twice that."""
     return (rope, None, None) if rope.is_static else (rope.at_length(1), trained, rope.at_length(2 * trained))

@@ -1,4 +1,4 @@
-"""How a target wants to be called: the common ways are tried on a few numbers, and the one that rotates is taken."""
+"""Find out how to call a target: try the common ways on a few numbers, and take the one that rotates best."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk._layout import Layout
 from ropewalk.conformance import construct, roles, structure, ways
-from ropewalk.conformance.construct import Made, Wishes
-from ropewalk.conformance.subject import Refused, Subject
+from ropewalk.conformance.construct import Arguments, Settings
+from ropewalk.conformance.subject import CallError, Subject
 from ropewalk.conformance.target import Target
 from ropewalk.conformance.ways import Built
 
 
-def find(target: Target, wishes: Wishes, call: str | None, layout: Layout | None) -> Subject:
-    """The target as a `Subject`.
+def find(target: Target, settings: Settings, call: str | None, layout: Layout | None) -> Subject:
+    """Return the target as a `Subject`.
 
     Raises:
-        RopeError: no known way of calling it rotates anything; the message says what it raised.
+        RopeError: no known way of calling it works. The message says what the target raised.
     """
-    first, made = _built(target.objects[0], wishes)
+    first, arguments = _construct(target.objects[0], settings)
     second = target.objects[1] if len(target.objects) == 2 else None
     why: list[str] = []
     best: tuple[int, Subject] | None = None
-    for subject in ways.of(first, second, made, call):
+    for subject in ways.candidates(first, second, arguments, call):
         if layout is not None and subject.layout != layout:
             continue
-        score = _score(subject, wishes, why)
+        score = _score(subject, settings, why)
         if score is not None and (best is None or score > best[0]):
             best = score, subject
     if best is None:
@@ -38,68 +38,68 @@ def find(target: Target, wishes: Wishes, call: str | None, layout: Layout | None
             "check",
             f"{target.name} must rotate tensors in one of the known ways",
             why[0] if why else "no known parameters",
-            'Say what its parameters are: --call "q,k,cos,sin", --layout, --arg.',
+            'Describe its parameters with --call "q,k,cos,sin", --layout or --arg.',
         )
 
-    def fresh(base: float | None = None) -> Subject:
-        asked = wishes if base is None else replace(wishes, base=base)
-        again, remade = _built(target.objects[0], asked)
+    def rebuild(base: float | None = None) -> Subject:
+        asked = settings if base is None else replace(settings, base=base)
+        another, arguments = _construct(target.objects[0], asked)
         wanted = best[1]
         return next(
             one
-            for one in ways.of(again, second, remade, call)
-            if (one.shape, one.layout, one.positions, one.tables)
-            == (wanted.shape, wanted.layout, wanted.positions, wanted.tables)
+            for one in ways.candidates(another, second, arguments, call)
+            if (one.signature, one.layout, one.positions, one.tables)
+            == (wanted.signature, wanted.layout, wanted.positions, wanted.tables)
         )
 
-    can_be_made_again = made is not None and first is not target.objects[0]
-    return replace(best[1], fresh=fresh if can_be_made_again else None)
+    constructed = arguments is not None and first is not target.objects[0]
+    return replace(best[1], rebuild=rebuild if constructed else None)
 
 
-def _built(found: Any, wishes: Wishes) -> tuple[Any, Made | None]:
-    """The object, or the function as it is; and what a class or a maker of tables was given."""
+def _construct(found: Any, settings: Settings) -> tuple[Any, Arguments | None]:
+    """Construct the object or the tables, and return it with the arguments. A function is returned as is."""
     if construct.is_maker(found):
-        made = construct.arguments(found, wishes)
-        return construct.make(found, made.given), made
+        arguments = construct.choose_arguments(found, settings)
+        return construct.build(found, arguments.values), arguments
     named = roles.parameters(found) or {}
-    makes = roles.of_constructor(found)
-    if "dim" in makes and not {"q", "x"} & {*_named_call(found)} and len(named) > 1:
-        made = construct.arguments(found, wishes)
-        return Built(construct.make(found, made.given)), made
+    makes = roles.constructor_roles(found)
+    if "dim" in makes and not {"q", "x"} & {*_call_roles(found)} and len(named) > 1:
+        arguments = construct.choose_arguments(found, settings)
+        return Built(construct.build(found, arguments.values)), arguments
     return found, None
 
 
-def _named_call(found: Any) -> roles.Roles:
+def _call_roles(found: Any) -> roles.Roles:
     try:
-        return roles.of_call(found, None)
+        return roles.call_roles(found, None)
     except _checks.RopeError:
         return {}
 
 
-def channels_of(subject: Subject, wishes: Wishes) -> int:
-    """Channels of the heads that it is given."""
-    return ways.GIVEN_CHANNELS if subject.ours else wishes.channels or wishes.head_dim
+def channels_of(subject: Subject, settings: Settings) -> int:
+    """The number of channels of the heads that are passed to the subject."""
+    return ways.GIVEN_CHANNELS if subject.given_tables else settings.channels or settings.head_dim
 
 
 _TOKENS, _HEADS = 5, 3
 
 
-def _score(subject: Subject, wishes: Wishes, why: list[str]) -> int | None:
-    """How much a way of calling does what rotation does; None where it raises."""
-    channels = channels_of(subject, wishes)
+def _score(subject: Subject, settings: Settings, why: list[str]) -> int | None:
+    """How much a way of calling behaves like a rotation. None if it raises."""
+    channels = channels_of(subject, settings)
     positions = torch.arange(_TOKENS)[None]
     numbers = torch.sin(1 + torch.arange(channels, dtype=torch.float32))
     try:
         with torch.no_grad():
             x = numbers.expand(1, _TOKENS, _HEADS, channels)
             out, _ = subject(x, x, positions)
-            found = structure.of(matrices(subject, channels, positions))
-    except Refused as e:
+            found = structure.infer(linear_maps(subject, channels, positions))
+    except CallError as e:
         why.append(str(e))
         return None
     heads = bool((out - out[:, :, :1]).abs().max() > 1e-5)
     tokens = bool((out - out[:, :1]).abs().max() > 1e-5)
-    score = 12 * (tokens and not heads) + 1 * _takes_rows(subject, channels)
+    score = 12 * (tokens and not heads) + 1 * _accepts_rows(subject, channels)
     if found is not None:
         score += (
             {None: 10, "not-a-rotation": 6}.get(found.flaw, 2)
@@ -109,24 +109,27 @@ def _score(subject: Subject, wishes: Wishes, why: list[str]) -> int | None:
     return score
 
 
-def _takes_rows(subject: Subject, channels: int) -> bool:
-    """Whether a batch of three does not raise, with positions of each row's own where they can be passed."""
+def _accepts_rows(subject: Subject, channels: int) -> bool:
+    """Whether a batch of three rows works, with separate positions for each row if they can be passed."""
     positions = torch.arange(_TOKENS).expand(3, -1)
-    if not subject.takes(positions):
+    if not subject.accepts(positions):
         return False
     x = torch.ones(3, _TOKENS, 2, channels)
     try:
         subject(x, x, positions)
-    except Refused:
+    except CallError:
         return False
     return True
 
 
-def matrices(subject: Subject, channels: int, positions: Tensor, of: str = "q") -> Tensor:
-    """What is done to q (or k) at these positions, `[seq, out channels, in channels]`: a head for each channel."""
+def linear_maps(subject: Subject, channels: int, positions: Tensor, of: str = "q") -> Tensor:
+    """The linear map of q (or k) at each of these positions, `[seq, out channels, in channels]`.
+
+    The function is called with one head for each channel, which is 1 in that channel and 0 elsewhere.
+    """
     eye = torch.eye(channels).expand(1, positions.shape[1], channels, channels).contiguous()
     q_out, k_out = subject(eye, eye.clone(), positions)
     out = q_out if of == "q" else k_out
     if out is None:
-        raise Refused("it takes no k")
+        raise CallError("it takes no k")
     return out[0].mT

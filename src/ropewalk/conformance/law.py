@@ -1,4 +1,4 @@
-"""Which law the angles follow: expected frequencies, or those of a known bug, or a base that fits."""
+"""Identify the law that the angles follow: the expected frequencies, those of a known bug, or a base that fits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from torch import Tensor
 from ropewalk import Rope
 
 CLOSE = 2e-5
-"""Of cos and sin, at positions below 64: float32 frequencies and products are off by 64 · 2⁻²² at most."""
+"""Tolerance of cos and sin at positions below 64. Float32 frequencies and products are off by 64 · 2⁻²² at most."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """What numbers the pairs are multiplied by at a position.
+    """A rule that gives the complex multiplier of each pair at a position.
 
     Args:
         inv_freq: radians per token, `[pairs]`, float64.
-        factor: of cos and sin.
-        shift: what is added to positions.
-        kind: "plain", "backwards", or "swapped" for cos and sin.
-        rounding: "frequencies", "angles", "tables" or "positions" rounded to `dtype`; None for none.
-        code: of the bug that the law is, or None where it is as it should be.
-        says: what was seen.
+        factor: the factor of cos and sin.
+        shift: the number of tokens added to each position.
+        kind: "plain", "backwards" (minus the angle), or "swapped" (cos and sin).
+        rounding: what is rounded to `dtype`: "frequencies", "angles", "tables" or "positions". None means nothing.
+        dtype: the dtype of the rounding.
+        code: the code of the bug that this law describes, or None for a right law.
+        says: what was seen, in one sentence.
     """
 
     inv_freq: Tensor
@@ -41,7 +42,7 @@ class Law:
     says: str = ""
 
     def at(self, positions: Tensor) -> Tensor:
-        """`[...]` → complex128 `[..., pairs]`."""
+        """The multipliers at these positions: `[...]` → complex128 `[..., pairs]`."""
         p = (positions + self.shift).to(torch.float64)
         f = self.inv_freq
         if self.rounding == "positions":
@@ -57,90 +58,98 @@ class Law:
         z = {"plain": z, "backwards": z.conj(), "swapped": 1j * z.conj()}[self.kind]
         return self.factor * z
 
-    def error(self, numbers: Tensor, positions: Tensor) -> float:
-        """The largest distance of measured numbers from the law, as a part of the factor."""
-        return worst(numbers, self.at(positions), self.factor)
+    def error(self, multipliers: Tensor, positions: Tensor) -> float:
+        """The largest distance of measured multipliers from the law, relative to the factor."""
+        return largest_error(multipliers, self.at(positions), self.factor)
 
 
-def worst(numbers: Tensor, wanted: Tensor, factor: float) -> float:
-    """The largest distance; infinite where one is not finite."""
-    far = float((numbers - wanted).abs().max()) / factor
+def largest_error(multipliers: Tensor, wanted: Tensor, factor: float) -> float:
+    """The largest distance, relative to the factor. Infinite if any number is not finite."""
+    far = float((multipliers - wanted).abs().max()) / factor
     return far if math.isfinite(far) else math.inf
 
 
-def of(numbers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int) -> Law:
-    """The law of numbers `[tokens, pairs]` measured at small positions, closest to what is expected.
+def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int) -> Law:
+    """Identify the law of multipliers `[tokens, pairs]` that were measured at small positions.
 
-    Without an expected rope the base that fits is taken to be right.
+    Without an expected rope, the measured frequencies are taken to be right.
     """
-    size = float(numbers.abs().median())
+    size = float(multipliers.abs().median())
     factor = size if math.isfinite(size) and size > 0 else 1.0
     if rope is None:
-        return Law(measured(numbers, positions), factor)
-    wanted = _moving(rope.inv_freq)
-    if len(wanted) != numbers.shape[-1]:
+        return Law(measure_frequencies(multipliers, positions), factor)
+    wanted = _nonzero(rope.inv_freq)
+    if len(wanted) != multipliers.shape[-1]:
         return Law(
-            measured(numbers, positions),
+            measure_frequencies(multipliers, positions),
             factor,
             code="wrong-frequencies",
-            says=f"{numbers.shape[-1]} pairs move, not {len(wanted)}.",
+            says=f"{multipliers.shape[-1]} pairs are rotated instead of {len(wanted)}.",
         )
-    for law in _laws(rope, torch.from_numpy(wanted), head_dim):
+    for law in _candidates(rope, torch.from_numpy(wanted), head_dim):
         law = replace(law, factor=rope.attention_factor if law.rounding else factor)
-        if law.error(numbers, positions) < CLOSE:
+        if law.error(multipliers, positions) < CLOSE:
             return law
-    found = measured(numbers, positions)
-    if (fitted := fit(found, rope.rotary_dim)) is not None:
+    found = measure_frequencies(multipliers, positions)
+    if (fitted := fit_base(found, rope.rotary_dim)) is not None:
         base, divided = fitted
-        says = f"The base is {base:.10g}, and should be {rope.base:.10g}." if abs(divided - 1) < 1e-4 else ""
+        says = f"The base is {base:.10g} instead of {rope.base:.10g}." if abs(divided - 1) < 1e-4 else ""
         return Law(
-            found, factor, code="wrong-base" if says else "wrong-frequencies", says=says or _differ(found, wanted)
+            found,
+            factor,
+            code="wrong-base" if says else "wrong-frequencies",
+            says=says or _describe_difference(found, wanted),
         )
-    return Law(found, factor, code="wrong-frequencies", says=_differ(found, wanted))
+    return Law(found, factor, code="wrong-frequencies", says=_describe_difference(found, wanted))
 
 
-def _laws(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
-    """Right first, then one bug, then two."""
+def _candidates(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
+    """Yield the right law first, then laws with one bug, then laws with two."""
     kinds = [
         Law(wanted),
         Law(
             wanted,
             kind="backwards",
             code="rotates-backwards",
-            says="Every pair is rotated by minus its angle, which is right for weights alone that were trained so.",
+            says="Every pair is rotated by minus its angle. This is right only for weights that were trained with it.",
         ),
-        Law(wanted, kind="swapped", code="cos-and-sin-swapped", says="At position 0 pairs are rotated by 90 degrees."),
+        Law(wanted, kind="swapped", code="cos-and-sin-swapped", says="At position 0, pairs are rotated by 90 degrees."),
         *(
-            Law(wanted, shift=by, code="positions-off-by-one", says=f"The token at position 0 is rotated as at {by}.")
+            Law(
+                wanted,
+                shift=by,
+                code="positions-off-by-one",
+                says=f"The token at position 0 is rotated by the angles of {by}.",
+            )
             for by in (1, -1)
         ),
     ]
     yield from kinds
     for dtype in (torch.bfloat16, torch.float16):
         for stage in ("tables", "frequencies", "angles"):
-            like = " (or to TF32, as products of matrices on a GPU)" * (
+            like = " (or to TF32, the precision of matrix products on a GPU)" * (
                 dtype == torch.float16 and stage == "frequencies"
             )
-            says = f"They are rounded to {_short(dtype)}{like}."
+            says = f"They are rounded to {_dtype_name(dtype)}{like}."
             yield Law(wanted, rounding=stage, dtype=dtype, code=f"low-precision-{stage}", says=says)
-    for code, says, inv_freq in _other_frequencies(rope, head_dim):
+    for code, says, inv_freq in _wrong_frequencies(rope, head_dim):
         for kind in kinds[:2]:
             yield (
-                replace(kind, inv_freq=torch.from_numpy(_moving(inv_freq)), code=code, says=says)
-                if len(_moving(inv_freq)) == len(wanted)
+                replace(kind, inv_freq=torch.from_numpy(_nonzero(inv_freq)), code=code, says=says)
+                if len(_nonzero(inv_freq)) == len(wanted)
                 else kind
             )
 
 
-def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """The frequencies that known bugs give."""
+def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield the frequencies of known bugs: code, what was seen, inv_freq."""
     dim, scaling = rope.rotary_dim, rope.scaling
     steps = np.arange(0, dim, 2)
-    yield "rotated-twice", "The angle at position 1 is that of 2.", 2 * rope.inv_freq
+    yield "rotated-twice", "Position 1 has the angles of position 2.", 2 * rope.inv_freq
     yield "frequencies-reversed", "The first pair has the frequency of the last.", rope.inv_freq[::-1]
     plain = replace(rope, scaling=None).inv_freq
     if scaling is not None:
-        yield "scaling-ignored", f"The frequencies are those of base {rope.base:.10g} alone.", plain
+        yield "scaling-ignored", f"The frequencies are those of base {rope.base:.10g} without any scaling.", plain
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
@@ -149,12 +158,12 @@ def _other_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
                 yield from of_scheme(rope, scaling, plain)
     if dim != head_dim:
         over = rope.base ** (-steps / head_dim)
-        yield "frequencies-over-head-dim", f"The exponents are 2i/{head_dim}, and {dim} channels are rotated.", over
+        yield "frequencies-over-head-dim", f"The exponents are 2i/{head_dim}, but {dim} channels are rotated.", over
     for size in (dim - 2, dim + 2, dim // 2, 2 * dim):
         if size > 0:
-            says = f"The exponents are 2i/{size}, and {dim} channels are rotated"
-            as_base = f"that is base {rope.base ** (dim / size):.6g} with 2i/{dim}"
-            yield "wrong-exponent", f"{says}; {as_base}.", rope.base ** (-steps / size)
+            says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
+            as_base = f"This equals base {rope.base ** (dim / size):.6g} with 2i/{dim}."
+            yield "wrong-exponent", f"{says} {as_base}", rope.base ** (-steps / size)
 
 
 _Known = tuple[str, str, np.ndarray]
@@ -168,31 +177,35 @@ def _of_ntk(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
 
 def _of_yarn(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
     other = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
-    yield "yarn-truncate", f"It is as with truncate: {str(not scaling.truncate).lower()}.", other.inv_freq
+    yield (
+        "yarn-truncate",
+        f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.",
+        other.inv_freq,
+    )
     mirrored = plain + plain / scaling.factor - rope.inv_freq
-    yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+    yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, and slow ones are not.", mirrored
 
 
 def _of_llama3(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
     slowest = plain / scaling.factor
     between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
     mirrored = plain + slowest - rope.inv_freq
-    says = f"{between.sum()} pairs between are on the wrong side."
+    says = f"The {between.sum()} pairs on the ramp have the mirrored frequency."
     yield "llama3-smooth-inverted", says, np.where(between, mirrored, rope.inv_freq)
-    yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, slow ones are not.", mirrored
+    yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, and slow ones are not.", mirrored
 
 
-# The known bugs of one scheme, by its rope_type: the bug, what it says, and the frequencies it gives.
+# rope_type → the known bugs of that scheme.
 _OF_SCHEME = {"ntk": _of_ntk, "yarn": _of_yarn, "llama3": _of_llama3}
 
 
-def measured(numbers: Tensor, positions: Tensor) -> Tensor:
-    """Radians per token, between ±π, of each pair: from two neighbours."""
-    return (numbers[1] / numbers[0]).angle() / int(positions[1] - positions[0])
+def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
+    """The radians per token of each pair, between ±π, measured between the first two tokens."""
+    return (multipliers[1] / multipliers[0]).angle() / int(positions[1] - positions[0])
 
 
-def fit(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """The base of a geometric progression and what all of it is divided by; None where it is none."""
+def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
+    """The base of a geometric progression and the divisor of all its terms. None for any other sequence."""
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None
@@ -200,24 +213,24 @@ def fit(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
     slope, start = np.polyfit(steps, logs, 1)
     if np.abs(logs - (start + slope * steps)).max() > 1e-4 or slope >= 0:
         return None
-    return nice(float(np.exp(-slope))), nice(float(np.exp(-start)))
+    return round_digits(float(np.exp(-slope))), round_digits(float(np.exp(-start)))
 
 
-def fast_and_slow(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """The base of the fast pairs, and what the slowest is divided by against it; None where that is no scaling."""
+def fit_scaled_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
+    """The base of the fast pairs, and the divisor of the slowest pair. None if this does not look like a scaling."""
     f = inv_freq.abs().numpy()
     if len(f) < 8 or (f <= 0).any() or abs(f[0] - 1) > 1e-4:
         return None
-    base = nice(float((f[0] / f[2]) ** (rotary_dim / 4)))
+    base = round_digits(float((f[0] / f[2]) ** (rotary_dim / 4)))
     plain = base ** (-np.arange(0, 2 * len(f), 2) / rotary_dim)
     ratios = plain / f
     if base <= 1 or (np.diff(ratios) < -1e-3).any() or abs(ratios[1] - 1) > 1e-4 or ratios[-1] < 1.001:
         return None
-    return base, nice(float(ratios[-1]))
+    return base, round_digits(float(ratios[-1]))
 
 
-def nice(number: float) -> float:
-    """The number with the fewest digits within what float32 can tell."""
+def round_digits(number: float) -> float:
+    """Round to the fewest digits that float32 cannot tell from the number."""
     for digits in range(1, 8):
         rounded = float(f"{number:.{digits}g}")
         if abs(rounded / number - 1) < 2e-5:
@@ -225,16 +238,16 @@ def nice(number: float) -> float:
     return number
 
 
-def _moving(inv_freq: np.ndarray) -> np.ndarray:
-    """Without the pairs that never move, which cannot be told from channels that pass."""
+def _nonzero(inv_freq: np.ndarray) -> np.ndarray:
+    """Drop the pairs of frequency 0, which cannot be told from channels that are not rotated."""
     return np.asarray(inv_freq[inv_freq != 0], dtype=np.float64)
 
 
-def _differ(found: Tensor, wanted: np.ndarray) -> str:
+def _describe_difference(found: Tensor, wanted: np.ndarray) -> str:
     ratio = np.abs(found.numpy()) / wanted
     pair = int(np.abs(np.log(np.maximum(ratio, 1e-30))).argmax())
-    return f"Pair {pair} has {ratio[pair]:.4g} times its frequency, {wanted[pair]:.4g} radians per token."
+    return f"Pair {pair} has {ratio[pair]:.4g} times the expected frequency of {wanted[pair]:.4g} radians per token."
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What a check found: lines for people, plain data for programs."""
+"""The report of a check: findings and grades, printed as text and exported as plain data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Finding:
     """One thing that is wrong.
 
     Args:
-        code: its name in `bugs.BUGS`.
+        code: the code of the bug, a key of `bugs.BUGS`.
         says: what was seen, in one sentence.
     """
 
@@ -30,13 +30,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Grade:
-    """One thing that was tried.
+    """The result of one test.
 
     Args:
-        name: what it was.
+        name: what was tried.
         says: what came out.
-        right: whether that is as it should be; None where nothing is wrong and something is to be known.
-        number: the largest error of cos and sin, where that was measured.
+        right: whether that is right. None if it is neither right nor wrong, but worth knowing.
+        number: the largest error of cos and sin, if it was measured.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Grade:
 
 @dataclass
 class Report:
-    """What `check` found.
+    """The result of `check`. Its `str` is the report as text.
 
     Args:
-        target: what was checked.
-        found: what it does: pairing, base, layout and so on.
-        findings: what is wrong, the most telling first.
-        grades: what was tried, with numbers.
+        target: the name of what was checked.
+        found: what the code computes: pairing, frequencies, layout and so on.
+        findings: what is wrong, wrong results before cautions, and causes before their effects.
+        grades: what was tried, and what came out.
     """
 
     target: str
@@ -64,29 +64,29 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """ "wrong" if anything is wrong now; cautions do not count."""
-        return "wrong" if any(one.severity == "wrong" for one in self.findings) else "right"
+        return "wrong" if any(finding.severity == "wrong" for finding in self.findings) else "right"
 
     @property
     def codes(self) -> list[str]:
         """The codes of all findings."""
-        return [one.code for one in self.findings]
+        return [finding.code for finding in self.findings]
 
     def add(self, code: str, says: str) -> None:
-        """Note a finding, once for each code."""
+        """Add a finding, unless there is one of this code already."""
         if code not in self.codes:
             self.findings.append(Finding(code, says))
-            self.findings.sort(key=lambda one: (one.severity != "wrong", ORDER[one.code]))
+            self.findings.sort(key=lambda f: (f.severity != "wrong", ORDER[f.code]))
 
     def drop(self, *codes: str) -> None:
-        """Forget findings that another one explains."""
-        self.findings = [one for one in self.findings if one.code not in codes]
+        """Remove findings that another one explains."""
+        self.findings = [finding for finding in self.findings if finding.code not in codes]
 
     def grade(self, name: str, says: str, right: bool | None = None, number: float | None = None) -> None:
-        """Note what was tried."""
+        """Add the result of one test."""
         self.grades.append(Grade(name, says, right, number))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """The report as plain data, for JSON."""
         return {
             "target": self.target,
             "verdict": self.verdict,
@@ -106,16 +106,16 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.target}: {self.verdict}"]
-        for one in self.findings:
-            bug = BUGS[one.code]
+        for finding in self.findings:
+            bug = BUGS[finding.code]
             lines += [
                 "",
-                f"{one.severity.upper()}  {one.code}: {bug.title}",
-                f"    {one.says}",
-                f"    What to do: {bug.fix}",
+                f"{finding.severity.upper()}  {finding.code}: {bug.title}",
+                f"    {finding.says}",
+                f"    How to fix it: {bug.fix}",
             ]
         width = max((len(name) for name in [*self.found, *(g.name for g in self.grades)]), default=0)
-        lines += ["", "What it does", *(f"  {name:<{width}}  {value}" for name, value in self.found.items())]
+        lines += ["", "What it computes", *(f"  {name:<{width}}  {value}" for name, value in self.found.items())]
         marks = {True: "ok", False: "WRONG", None: "-"}
         lines += ["", "What was tried", *(f"  {g.name:<{width}}  {marks[g.right]:<5}  {g.says}" for g in self.grades)]
         return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What each parameter of a function or class is for, read from its name or from `--call`."""
+"""Find the role of each parameter of a function or class, from its name or from `--call`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ropewalk import _checks
 
-# The names under which the field knows them.
+# Role → the names that are common for it.
 _CALL_NAMES = {
     "q": {"q", "xq", "query", "queries", "query_states", "query_layer"},
     "k": {"k", "xk", "key", "keys", "key_states", "key_layer"},
@@ -72,7 +72,7 @@ Roles = dict[str, str]
 
 
 def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """The named parameters of what will be called, without self; None where Python cannot say."""
+    """The named parameters of a callable, without self. None if it has no readable signature."""
     function = called.forward if isinstance(called, torch.nn.Module) else called
     try:
         found = inspect.signature(function).parameters
@@ -82,32 +82,32 @@ def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | Non
     return {name: p for name, p in found.items() if p.kind not in variadic}
 
 
-def of_call(called: Callable[..., Any], call: str | None) -> Roles:
+def call_roles(called: Callable[..., Any], call: str | None) -> Roles:
     """The roles of the parameters of a function that rotates or makes tables.
 
     Raises:
-        RopeError: a parameter without default has no role; the message says how to give it one.
+        RopeError: the signature cannot be read, or `call` is not a list of roles.
     """
     known = parameters(called)
     if call is not None:
-        return _said([*known] if known else [f"{_NAMELESS}{i}" for i in range(call.count(",") + 1)], call)
+        return _parse_call([*known] if known else [f"{_NAMELESS}{i}" for i in range(call.count(",") + 1)], call)
     if known is None:
-        raise _unknown("a signature that cannot be read")
-    roles = _named(known, _CALL_NAMES)
+        raise _unknown_roles("a signature that cannot be read")
+    roles = _match(known, _CALL_NAMES)
     if "q" in roles and "k" not in roles and "x" not in roles:
         roles["x"] = roles.pop("q")
     return roles
 
 
-def of_constructor(made: Callable[..., Any]) -> Roles:
-    """The roles of the parameters that make an object or a table."""
-    return _named(parameters(_maker(made)) or {}, _MAKE_NAMES)
+def constructor_roles(constructor: Callable[..., Any]) -> Roles:
+    """The roles of the parameters of a constructor, or of a function that makes tables."""
+    return _match(parameters(_constructor_of(constructor)) or {}, _MAKE_NAMES)
 
 
-def unfilled(made: Callable[..., Any], given: dict[str, Any]) -> list[str]:
-    """The parameters that have no default and that nothing was found for."""
-    known = parameters(_maker(made)) or {}
-    return [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in given]
+def missing(constructor: Callable[..., Any], keywords: dict[str, Any]) -> list[str]:
+    """The parameters that have neither a default nor a value in `given`."""
+    known = parameters(_constructor_of(constructor)) or {}
+    return [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in keywords]
 
 
 def required(function: Callable[..., Any], name: str) -> bool:
@@ -115,17 +115,17 @@ def required(function: Callable[..., Any], name: str) -> bool:
     return (parameters(function) or {})[name].default is inspect.Parameter.empty
 
 
-def default_of(made: Callable[..., Any], name: str) -> Any:
-    """The default of a parameter; None where it has none."""
-    default = (parameters(_maker(made)) or {})[name].default
+def default_of(constructor: Callable[..., Any], name: str) -> Any:
+    """The default of a parameter. None if it has none."""
+    default = (parameters(_constructor_of(constructor)) or {})[name].default
     return None if default is inspect.Parameter.empty else default
 
 
-def _maker(made: Any) -> Any:
-    return getattr(made, "owner", made)
+def _constructor_of(constructor: Any) -> Any:
+    return getattr(constructor, "owner", constructor)
 
 
-def _named(known: dict[str, inspect.Parameter], names: dict[str, set[str]]) -> Roles:
+def _match(known: dict[str, inspect.Parameter], names: dict[str, set[str]]) -> Roles:
     roles: Roles = {}
     for name in known:
         plain = name.lower().lstrip("_")
@@ -136,34 +136,34 @@ def _named(known: dict[str, inspect.Parameter], names: dict[str, set[str]]) -> R
     return roles
 
 
-def by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, such that each parameter can be passed by name, also where Python allows none, or knows none."""
+def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that every parameter can be passed by name, even if it is positional-only or has no name."""
     known = parameters(function) or {}
     alone = [name for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
     if known and not alone:
         return function
 
-    def called(**given: Any) -> Any:
-        first = [name for name in (alone or sorted(given)) if name in given]
-        values = [given.pop(name) for name in first]
-        return function(*values, **given)
+    def called(**keywords: Any) -> Any:
+        first = [name for name in (alone or sorted(keywords)) if name in keywords]
+        values = [keywords.pop(name) for name in first]
+        return function(*values, **keywords)
 
     return called
 
 
-def _said(known: list[str], call: str) -> Roles:
+def _parse_call(known: list[str], call: str) -> Roles:
     words = [word.strip() for word in call.split(",")]
     allowed = {*_CALL_NAMES, "_"}
     spelled = {word: role for role, spellings in _CALL_NAMES.items() for word in (*spellings, role)}
     if len(words) > len(known) or any(word not in allowed and word not in spelled for word in words):
-        raise _unknown(_checks.shown(call))
+        raise _unknown_roles(_checks.shown(call))
     return {spelled.get(word, word): name for word, name in zip(words, known, strict=False) if word != "_"}
 
 
-def _unknown(got: str) -> _checks.RopeError:
+def _unknown_roles(got: str) -> _checks.RopeError:
     return _checks.error(
         "check",
-        "the parameters must be among q, k, x, cos, sin, freqs_cis, positions, offset, unsqueeze_dim",
+        "each parameter must be one of q, k, x, cos, sin, freqs_cis, positions, offset, unsqueeze_dim",
         got,
-        'Say what each is, in order, with _ for one to leave out: --call "q,k,cos,sin".',
+        'Pass their roles in order, with _ for a parameter to omit: --call "q,k,cos,sin".',
     )

@@ -1,4 +1,4 @@
-"""Which channels a function pairs and what it does to each pair: read off its matrices, one for each token."""
+"""Read from the linear map of each token which channels form pairs, and what happens to each pair."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Structure:
-    """What holds at every token.
+    """The pairs of a rotation, which are the same at every token.
 
     Args:
-        ins, outs: the two channels of each pair, `[pairs, 2]`, where they are read and where they are written.
+        ins, outs: the channels from which each pair is read and to which it is written, `[pairs, 2]`.
         pairing: "half", "interleaved", or None for neither.
-        rotary_dim, rotary_offset: the rotated channels.
-        order: "same" writes a pair where it was read; "half": pairs are read interleaved and written in halves;
-            "swapped": the second of each pair is written where the first was read; "other".
-        lost: channels outside of the pairs that do not come back as they were.
-        flaw: the code of what is wrong with each pair, or None where each is rotated by one angle.
+        rotary_dim, rotary_offset: the number of rotated channels, and the first of them.
+        order: "same" if each pair is written where it was read, "half" if pairs are written in halves, "swapped" if the
+            second channel of each pair is written where the first was read, or "other".
+        lost: the channels outside of the pairs that are changed.
+        flaw: the code of the bug that all pairs share, or None if each pair is rotated by one angle.
     """
 
     ins: Tensor
@@ -36,36 +36,38 @@ class Structure:
         """How many pairs are rotated."""
         return int(self.ins.shape[0])
 
-    def numbers(self, out: Tensor) -> Tensor:
-        """What each pair was multiplied by, complex128: from the rotation of `firsts`."""
+    def multipliers(self, out: Tensor) -> Tensor:
+        """The multiplier of each pair, complex128 `[..., pairs]`, given the rotated `firsts`."""
         out = out.to(torch.float64)
         return torch.complex(out[..., self.outs[:, 0]], out[..., self.outs[:, 1]])
 
-    def firsts(self, channels: int) -> Tensor:
+    def unit_input(self, channels: int) -> Tensor:
         """One head with 1 in the first channel of each pair and 0 elsewhere."""
         x = torch.zeros(channels)
         x[self.ins[:, 0]] = 1.0
         return x
 
-    def predicted(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """What comes out for x, `[batch, seq, heads, dim]`, with pairs multiplied by `[..., seq, pairs]` numbers."""
+    def predict(self, x: Tensor, multipliers: Tensor) -> Tensor:
+        """The expected output for x `[batch, seq, heads, dim]` with multipliers `[..., seq, pairs]`, in float64."""
         x = x.to(torch.float64)
-        pair = torch.complex(x[..., self.ins[:, 0]], x[..., self.ins[:, 1]]) * numbers[..., :, None, :]
+        pair = torch.complex(x[..., self.ins[:, 0]], x[..., self.ins[:, 1]]) * multipliers[..., :, None, :]
         out = x.clone()
         out[..., self.outs[:, 0]], out[..., self.outs[:, 1]] = pair.real, pair.imag
         return out
 
-    def adjoint(self, grad: Tensor, numbers: Tensor) -> Tensor:
-        """The gradient of x for this gradient of the output."""
+    def predict_gradient(self, grad: Tensor, multipliers: Tensor) -> Tensor:
+        """The expected gradient of x for a gradient of the output, in float64."""
         grad = grad.to(torch.float64)
-        pair = torch.complex(grad[..., self.outs[:, 0]], grad[..., self.outs[:, 1]]) * numbers.conj()[..., :, None, :]
+        pair = (
+            torch.complex(grad[..., self.outs[:, 0]], grad[..., self.outs[:, 1]]) * multipliers.conj()[..., :, None, :]
+        )
         out = grad.clone()
         out[..., self.ins[:, 0]], out[..., self.ins[:, 1]] = pair.real, pair.imag
         return out
 
 
-def of(matrices: Tensor) -> Structure | None:
-    """The structure of matrices `[tokens, out channels, in channels]`; None where no channel meets another."""
+def infer(matrices: Tensor) -> Structure | None:
+    """Infer the pairs from linear maps `[tokens, out channels, in channels]`. None if no channels form a pair."""
     seen = (matrices.abs() > 0).any(0) | matrices.isnan().any(0)
     groups = _groups(seen)
     pairs = [(i, o) for i, o in groups if len(i) == 2 and len(o) == 2]
@@ -92,7 +94,7 @@ def of(matrices: Tensor) -> Structure | None:
 
 
 def _groups(seen: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Channels read and channels written that hang together, in the order of those read."""
+    """Group the channels that depend on each other: channels read and channels written, sorted by the channels read."""
     n = seen.shape[0]
     left, found = set(range(n)), []
     while left:
@@ -109,7 +111,7 @@ def _groups(seen: Tensor) -> list[tuple[list[int], list[int]]]:
 
 
 def _pairing(channels: Tensor) -> tuple[str | None, int, int]:
-    """The name, number and offset of channels that stand in pairs."""
+    """The pairing, rotary_dim and rotary_offset of pairs of channels `[pairs, 2]`."""
     first, second = channels[:, 0], channels[:, 1]
     apart = int(second[0] - first[0])
     offset = int(channels.min())
@@ -122,8 +124,8 @@ def _pairing(channels: Tensor) -> tuple[str | None, int, int]:
     return None, int(channels.max()) + 1 - offset, offset
 
 
-def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """cos + i·sin as each of the two rows of a block has it."""
+def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """cos + i·sin according to the first and to the second row of each block."""
     return (
         torch.complex(blocks[..., 0, 0], -blocks[..., 0, 1]),
         torch.complex(blocks[..., 1, 1], blocks[..., 1, 0]),
@@ -131,14 +133,14 @@ def _rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_rotation(blocks: Tensor) -> bool:
-    one, other = _rows(blocks)
+    one, other = _complex_rows(blocks)
     return bool(torch.allclose(one, other, atol=1e-5))
 
 
 def _flaw(blocks: Tensor) -> str | None:
     if bool(blocks.isnan().any()) or _is_rotation(blocks):
         return None
-    one, other = _rows(blocks)
+    one, other = _complex_rows(blocks)
     if torch.allclose(one, other.conj(), atol=1e-5) or not torch.allclose(one.abs(), other.abs(), atol=1e-4):
         return "not-a-rotation"
     moves = [bool((row - row[:1]).abs().max() > 1e-5) for row in (one, other)]

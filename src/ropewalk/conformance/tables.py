@@ -1,4 +1,4 @@
-"""cos and sin as functions want them: how columns repeat, which axes there are, which parameter takes what."""
+"""Write cos and sin in the forms that functions take: repeated columns, one or two tensors, different axes."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ Width = Literal[
     "sin, cos",
     "cos, sin",
 ]
-"""How tables are written: each half of the columns the same, each column twice, one for each pair; or in one tensor."""
+"""The columns of tables: two equal halves, each column twice, or one for each pair; the later ones are one tensor."""
 
 PAIRED: tuple[Width, ...] = ("halves", "twice", "half")
 SINGLE: tuple[Width, ...] = get_args(Width)[3:]
 
 Axes = Literal["bs", "b1s", "bs1", "sb1", "s"]
-"""Axes before the columns: batch and seq, with 1 where heads stand, or seq alone."""
+"""The axes before the columns: batch and seq, with 1 for the axis of the heads, or seq only."""
 
 OF_ROWS: tuple[Axes, ...] = get_args(Axes)[:-1]
-"""Those with an axis for the rows of a batch."""
+"""The axes with one for the rows of a batch."""
 
 
-def written(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tuple[Tensor, ...]:
-    """`[..., pairs]` → cos and sin, or the one tensor, in this width."""
+def write(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tuple[Tensor, ...]:
+    """`[..., pairs]` → cos and sin, or one tensor, in this form."""
     if width in PAIRED:
-        return _wide(cos, width), _wide(sin, width)
+        return _repeat_columns(cos, width), _repeat_columns(sin, width)
     if width == "complex":
         return (torch.complex(cos.float(), sin.float()),)
     if width == "cos, sin stacked":
         return (torch.stack((cos, sin), dim=-1),)
     if width.startswith("angles"):
-        return (_wide(angles, width),)
+        return (_repeat_columns(angles, width),)
     both = (sin, cos) if width.startswith("sin") else (cos, sin)
-    return (torch.cat([_wide(t, width) for t in both], dim=-1),)
+    return (torch.cat([_repeat_columns(t, width) for t in both], dim=-1),)
 
 
 def with_axes(table: Tensor, axes: Axes) -> Tensor:
@@ -58,8 +58,8 @@ def with_axes(table: Tensor, axes: Axes) -> Tensor:
     return {"bs": table, "b1s": table.unsqueeze(1), "bs1": table.unsqueeze(2)}[axes]
 
 
-def _wide(t: Tensor, width: Width) -> Tensor:
-    """One column for each pair → the columns that the name of the width ends with."""
+def _repeat_columns(t: Tensor, width: Width) -> Tensor:
+    """One column for each pair → the columns that the end of the form's name says."""
     if width.endswith("halves"):
         return torch.cat((t, t), dim=-1)
     return t.repeat_interleave(2, dim=-1) if width.endswith("twice") else t

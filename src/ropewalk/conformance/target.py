@@ -1,4 +1,4 @@
-"""TARGET: what is checked, found from `module:name`, `file.py:name`, `transformers:model` or the object itself."""
+"""Load the target of a check from `module:name`, `file.py:name`, `transformers:model`, or the object itself."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FORMS = "Pass module:name, file.py:name, or transformers:MODEL; two names for t
 
 @dataclass(frozen=True)
 class Target:
-    """What was found.
+    """The loaded target.
 
     Args:
-        name: as the user wrote it, or the object's own name.
-        objects: one, or two: what makes cos and sin, and the function that they are given to.
-        runs: the file that was executed to get them, or None.
-        config: the config that a model of transformers has by default, or None.
+        name: the name that the user passed, or the name of the object.
+        objects: one callable, or two: the first computes cos and sin, the second applies them.
+        runs: the file that was executed, or None.
+        config: the default config of a model of transformers, or None.
     """
 
     name: str
@@ -35,74 +35,76 @@ class Target:
 
 
 def says_what_runs(target: str) -> str:
-    """One line that says which code will be executed, before it is."""
+    """One line that warns which code is about to be executed."""
     where, _, _ = target.rpartition(":")
     if where == "transformers":
         return f"This imports transformers and runs its code for {target.rpartition(':')[2]}."
-    return f"This runs the code of {where or target}, with your rights. Check only what you would run."
+    return f"This runs the code of {where or target} with your permissions. Check only code that you would run."
 
 
 def load(target: Any) -> Target:
-    """The objects that a target names.
+    """Load the objects that a target names.
 
     Raises:
-        RopeError: there is no such file, module or name, or it raises when imported.
+        RopeError: the file, module or name does not exist, or importing it raises.
     """
     if not isinstance(target, str):
         objects = tuple(target) if isinstance(target, (list, tuple)) else (target,)
         if not 1 <= len(objects) <= 2 or not all(callable(one) for one in objects):
-            raise _checks.error(_WHO, "target must be callable, or two callables", _checks.shown(target), _FORMS)
+            raise _checks.error(_WHO, "target must be one or two callables", _checks.shown(target), _FORMS)
         return Target(" and ".join(name_of(one) for one in objects), objects)
     where, colon, names = target.rpartition(":")
     if not colon or not where or not names:
         raise _checks.error(_WHO, "TARGET must name a module and something in it", _checks.shown(target), _FORMS)
     if where == "transformers":
-        return _of_transformers(target, names)
-    module, runs = _module(where)
+        return _from_transformers(target, names)
+    module, runs = _load_module(where)
     wanted = [name.strip() for name in names.split(",")]
     if len(wanted) > 2:
-        raise _checks.error(_WHO, "TARGET must have one name or two", _checks.shown(names), _FORMS)
-    return Target(target, tuple(_attribute(module, where, name) for name in wanted), runs)
+        raise _checks.error(_WHO, "TARGET must have one or two names", _checks.shown(names), _FORMS)
+    return Target(target, tuple(_find_attribute(module, where, name) for name in wanted), runs)
 
 
 def name_of(one: Any) -> str:
-    """What an object calls itself."""
+    """The qualified name of an object, or of its type."""
     if isinstance(one, Method):
         return f"{name_of(one.owner)}.{one.name}"
     return str(getattr(one, "__qualname__", None) or type(one).__qualname__)
 
 
-def _module(where: str) -> tuple[ModuleType, str | None]:
+def _load_module(where: str) -> tuple[ModuleType, str | None]:
     if not where.endswith(".py"):
         try:
             module = importlib.import_module(where)
-        except Exception as e:  # whatever their module raises
-            raise _checks.failed(f"{_WHO}: {where} cannot be imported", e, "Run from the folder it is in.") from e
+        except Exception as e:  # a module may raise anything
+            fix = "Run this in the folder that contains the module."
+            raise _checks.failed(f"{_WHO}: {where} cannot be imported", e, fix) from e
         return module, getattr(module, "__file__", None)
     path = Path(where)
     if not path.is_file():
-        raise _checks.error(_WHO, "TARGET must name a file that is there", _checks.shown(where), _FORMS)
+        raise _checks.error(_WHO, "TARGET must name an existing file", _checks.shown(where), _FORMS)
     name = f"ropewalk_checked_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise _checks.error(_WHO, "TARGET must name a Python file", _checks.shown(where), _FORMS)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles look their module up
+    sys.modules[name] = module  # dataclasses and pickle look up the module by name
     paths = [*sys.path]
     sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as e:  # whatever their file raises, or a script that ends itself
-        failure = e if isinstance(e, Exception) else RuntimeError("it ends the program")
-        raise _checks.failed(f"{_WHO}: {where} cannot be run", failure, "Make it importable first.") from e
+    except (Exception, SystemExit) as e:  # a file may raise anything, or be a script that exits
+        failure = e if isinstance(e, Exception) else RuntimeError("it exits")
+        fix = "Pass a file that can be imported."
+        raise _checks.failed(f"{_WHO}: {where} cannot be run", failure, fix) from e
     finally:
         sys.path[:] = paths
         sys.modules.pop(name, None)
     return module, str(path)
 
 
-def _attribute(module: ModuleType, where: str, dotted: str) -> Any:
-    """The object of that name; `Class.method` stays a pair of class and method, since the class must be made first."""
+def _find_attribute(module: ModuleType, where: str, dotted: str) -> Any:
+    """The object of this name. `Class.method` becomes a `Method`, because the class must be constructed first."""
     head, _, method = dotted.partition(".")
     found = getattr(module, head, None)
     if found is None or not callable(found) or (method and not callable(getattr(found, method, None))):
@@ -118,17 +120,17 @@ def _attribute(module: ModuleType, where: str, dotted: str) -> Any:
 
 @dataclass(frozen=True)
 class Method:
-    """A method of a class that has to be made first."""
+    """A method of a class that must be constructed first."""
 
     owner: Any
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the object; what is returned is its method."""
+        """Construct the object, and return its method."""
         return getattr(self.owner(*args, **kwargs), self.name)
 
 
-def _of_transformers(target: str, model: str) -> Target:
+def _from_transformers(target: str, model: str) -> Target:
     """The rotary class and the function of a model of transformers, with the model's default config."""
     try:
         default = importlib.import_module("transformers").AutoConfig.for_model(model)
@@ -136,7 +138,9 @@ def _of_transformers(target: str, model: str) -> Target:
         config = default.to_dict()
     except Exception as e:
         raise _checks.failed(
-            f"{_WHO}: {target} cannot be had", e, "pip install transformers, and name a model_type."
+            f"{_WHO}: {target} cannot be loaded",
+            e,
+            "Install transformers (pip install transformers) and pass one of its model types.",
         ) from e
     makers = [n for n, v in vars(modeling).items() if n.endswith("RotaryEmbedding") and isinstance(v, type)]
     own = [n for n in makers if "Vision" not in n and "2D" not in n and "Audio" not in n]
@@ -144,7 +148,7 @@ def _of_transformers(target: str, model: str) -> Target:
     takers = [n for n in (*known, "apply_rotary_pos_emb", "apply_rotary_emb") if n in vars(modeling)]
     if not own or not takers:
         raise _checks.error(
-            _WHO, "the model must have a rotary class and a function", target, "Name both: module:Class,function."
+            _WHO, "the model must have a rotary class and a function", target, "Pass both: module:Class,function."
         )
     return Target(
         target, (getattr(modeling, own[0]), getattr(modeling, takers[0])), getattr(modeling, "__file__", None), config
