@@ -36,9 +36,9 @@ def test_another_base() -> None:
     assert found.facts["weights"]["fit"]
     assert not found.facts["kv_cache"]["fit"]
     text = found.text()
-    assert "Not the same: 4 of 4 layers rotate otherwise." in text
+    assert "Different: 4 of 4 layers rotate differently." in text
     assert "base: 10000 → 1000000" in text
-    assert "weights   fit as they are: the channels are the same, and turn at other speeds." in text
+    assert "weights   fit unchanged: the same channels are rotated, at other frequencies." in text
     assert "KV cache  does not fit: the stored keys were rotated by other angles." in text
 
 
@@ -61,10 +61,10 @@ def test_an_attention_factor_alone() -> None:
     assert found.facts["kv_cache"] == {
         "fit": False,
         "rescale": pytest.approx(ratio, rel=1e-12),
-        "why": "the attention factor differs, and no angle",
+        "why": "only the attention factor differs",
     }
     assert "KV cache  fits after the rotated channels of its keys are multiplied by 0.878249" in found.text()
-    assert "weights   fit as they are: only the attention factor differs." in found.text()
+    assert "weights   fit unchanged: only the attention factor differs." in found.text()
 
 
 def test_another_pairing() -> None:
@@ -95,28 +95,28 @@ def test_other_keys_of_the_same_meaning(second: dict[str, Any]) -> None:
     found = diff.configs(LLAMA, second)
     assert found.same
     assert found.facts["layers"] == []
-    assert "The same: every layer rotates alike" in found.text()
-    assert "KV cache  fits as it is: the keys are rotated alike." in found.text()
+    assert "The same: all layers rotate identically" in found.text()
+    assert "KV cache  fits unchanged: the keys are rotated identically." in found.text()
 
 
 def test_two_spellings_of_one_scheme() -> None:
-    """The names of transformers 4 and 5, and what YaRN would compute said outright."""
+    """The names of transformers 4 and 5, and YaRN's computed values stated explicitly."""
     older = {**LLAMA, "rope_scaling": {"type": "yarn", **{k: v for k, v in YARN.items() if k != "rope_type"}}}
     newer = from_config(older).to_hf_config(version=5)
     assert "rope_scaling" not in newer
     assert diff.configs(older, newer).same
-    outright = {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1 + 0.1 * math.log(4), "beta_fast": 32}}
-    assert diff.configs(older, outright).same
+    explicit = {**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1 + 0.1 * math.log(4), "beta_fast": 32}}
+    assert diff.configs(older, explicit).same
 
 
 def test_schemes_that_depend_on_the_length() -> None:
-    """The same one is the same at every length; another list shows where it is used."""
+    """One scheme is the same at every length. Another list differs only at the lengths that use it."""
     lists = {"short_factor": [1.0] * 64, "long_factor": [4.0] * 64, "original_max_position_embeddings": 4096}
     first = {**LLAMA, "max_position_embeddings": 16_384, "rope_scaling": {"rope_type": "longrope", **lists}}
     second = {**first, "rope_scaling": {**first["rope_scaling"], "long_factor": [8.0] * 64}}
     same = diff.configs(first, dict(first))
     assert same.same
-    assert same.facts["kv_cache"]["why"] == "the keys are rotated alike, where both run at one length"
+    assert same.facts["kv_cache"]["why"] == "the keys are rotated identically, if both run at the same length"
     found = diff.configs(first, second)
     assert [at["same"] for at in found.facts["layers"][0]["at"]] == [True, False]
     assert not found.same
@@ -127,14 +127,14 @@ def test_schemes_that_depend_on_the_length() -> None:
 def test_another_size_of_the_head() -> None:
     found = diff.configs(LLAMA, {**LLAMA, "head_dim": 64})
     assert changed(found)["head_dim"] == (128, 64)
-    assert found.facts["weights"]["why"] == "the sizes of a head differ"
+    assert found.facts["weights"]["why"] == "the head size differs"
     assert not found.facts["weights"]["fit"]
     assert found.ropes == ({},)
 
 
 def test_another_number_of_layers() -> None:
     found = diff.configs(LLAMA, {**LLAMA, "num_hidden_layers": 5})
-    assert "Not the same: 4 layers and 5." in found.text()
+    assert "Different: 5 layers instead of 4." in found.text()
     assert not found.facts["weights"]["fit"]
     assert not found.facts["kv_cache"]["fit"]
 
@@ -144,8 +144,8 @@ def test_layers_that_do_not_rotate() -> None:
     found = diff.configs({**smol, "no_rope_layers": [1, 1, 1, 1]}, smol)
     [row] = found.facts["layers"]
     assert row["layers"] == [3]
-    assert "it rotates in the first only" in found.text()
-    assert found.facts["weights"]["why"] == "other channels rotate, so the model must have been trained so"
+    assert "rotated in the first config only" in found.text()
+    assert found.facts["weights"]["why"] == "other channels are rotated, which the model must have been trained for"
 
 
 def test_a_query_scale() -> None:
@@ -156,8 +156,8 @@ def test_a_query_scale() -> None:
     found = diff.configs(ministral, other)
     assert not found.same
     assert [one["what"] for one in found.facts["beside"]] == ["query_scale"]
-    assert found.facts["kv_cache"]["fit"]  # it is on q alone
-    assert "beside the rotation" in found.text()
+    assert found.facts["kv_cache"]["fit"]  # it scales only q
+    assert "other differences" in found.text()
 
 
 class TestArguments:
@@ -175,7 +175,7 @@ class TestArguments:
 
     def test_no_length(self) -> None:
         config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
-        with pytest.raises(RopeError, match="the length must be said, since neither config says it"):
+        with pytest.raises(RopeError, match="the length must be passed if neither config states it"):
             diff.configs(config, config)
         assert diff.configs(config, config, length=100).same
         with pytest.raises(RopeError, match="length"):
@@ -184,7 +184,7 @@ class TestArguments:
     def test_a_vision_tower(self) -> None:
         towers = json.loads((Path(__file__).parents[1] / "golden" / "vision_towers.json").read_text())["rows"]
         tower = next(row["config"] for row in towers if row["config"]["model_type"] == "pixtral")
-        with pytest.raises(RopeError, match="the config must be that of a text model, got a vision tower alone"):
+        with pytest.raises(RopeError, match="the config must describe a text model, got only a vision tower"):
             diff.configs(LLAMA, tower)
 
 

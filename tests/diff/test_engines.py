@@ -1,4 +1,4 @@
-"""`diff` of one config: the tables that were measured elsewhere, whole engines, refusals, and what is said."""
+"""`diff` of one config: recorded tables, whole engines, refusals, and the text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import oracle
 from each import each
 from ropewalk import LongRoPE, Rope, RopeError, YaRN, diff, from_config
-from ropewalk.diff.apart import apart
+from ropewalk.diff.apart import compare_ropes
 from ropewalk.engines import ENGINES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -68,7 +68,7 @@ def test_attention_factors_of_yarn(case: str) -> None:
     assert found == {name: pytest.approx(value, rel=1e-6) for name, value in zip(NAMES, wanted, strict=True)}
 
 
-def test_who_honours_truncate() -> None:
+def test_engines_that_honour_truncate() -> None:
     """gpt-oss: every other engine rounds the ends of the ramp, which changes frequencies by up to 43 %."""
     [row] = diff.engines(yarn(truncate=False)).facts["ropes"]
     same = {name for name, one in row["at"][0]["engines"].items() if one["apart"]["same"]}
@@ -208,11 +208,11 @@ class TestRefusals:
             "no rope section of the config states the scaling, but the model's own code: not described"
         }
 
-    def test_from_config_says_who_refuses_and_why(self) -> None:
+    def test_from_config_names_the_engine_that_refuses(self) -> None:
         with pytest.raises(RopeError, match=r"config: exllamav3 1\.6\.5 must run the config, got Unknown rope_type"):
             from_config({**scaled(rope_type="dynamic", factor=4.0)}, engine="exllamav3")
 
-    def test_the_first_that_runs_is_compared_with(self) -> None:
+    def test_engines_are_compared_with_the_first_that_runs(self) -> None:
         dynamic = {**scaled(rope_type="dynamic", factor=4.0), "max_position_embeddings": 2048}
         found = diff.engines(dynamic, names=("exllamav3", "sglang", "mlx-lm"))
         assert [row["compared_with"] for row in found.facts["ropes"]] == ["SGLang"]
@@ -261,7 +261,7 @@ class TestRefusals:
 
     def test_a_config_without_a_length(self) -> None:
         config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
-        with pytest.raises(RopeError, match="the length must be said, since the config does not say it"):
+        with pytest.raises(RopeError, match="the length must be passed if the config does not state it"):
             diff.engines(config)
         assert diff.engines(config, length=4096).agree
 
@@ -282,7 +282,7 @@ class TestNumbersOfAnEngine:
             kept = (1 - min(max(mpmath.mpf(i - low) / (high - low), 0), 1)) / 2
             assert w == pytest.approx(float(plain / 32 * (1 - kept) + plain * kept), rel=1e-14)
 
-    def test_what_is_ignored_is_a_warning(self) -> None:
+    def test_ignored_keys_are_a_warning(self) -> None:
         ropes = from_config(yarn(attn_factor=0.5), engine="llama.cpp")
         wanted = "llama.cpp 0c1e57098: It ignores attn_factor: not written, not read or overwritten for this model."
         assert wanted in ropes.warnings
@@ -370,19 +370,19 @@ class TestApart:
     A = Rope(8, 10_000.0, "half")
 
     def test_nothing(self) -> None:
-        found = apart(self.A, Rope(8, 10_000.0, "half"), 1000)
+        found = compare_ropes(self.A, Rope(8, 10_000.0, "half"), 1000)
         assert (found.same, found.times, found.pairs, found.score) == (True, 1.0, 0, 0.0)
 
     def test_an_attention_factor_alone(self) -> None:
         b = Rope(8, 10_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=2.0))
-        found = apart(self.A, b, 1000)
+        found = compare_ropes(self.A, b, 1000)
         assert not found.same
         assert (found.times, found.attention, found.score, found.distance) == (1.0, 2.0, 3.0, 0)
 
     def test_another_base(self) -> None:
         """The worst distance by trying each in mpmath."""
         b = Rope(8, 20_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=1.5))
-        found = apart(self.A, b, 60)
+        found = compare_ropes(self.A, b, 60)
         assert (found.pair, found.pairs, found.slower) == (3, 3, True)
         assert found.times == pytest.approx(2 ** (3 / 4), rel=1e-12)
         pairs = list(zip(oracle.inv_freq(10_000.0, 8), oracle.inv_freq(20_000.0, 8), strict=True))
@@ -399,13 +399,13 @@ class TestApart:
         slow = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=1e7)).rope.scaling)
         slower = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=2e7)).rope.scaling)
         for longest in (1000, 131_073, 200_000):
-            assert apart(slow, slower, longest).distance == longest
+            assert compare_ropes(slow, slower, longest).distance == longest
 
     def test_a_pair_that_stands_still(self) -> None:
         still = from_config({**MODELS["gemma-4-26b-a4b"]["config"]}, text_only=True).layers[-1]
         assert still is not None
         turning = Rope(still.head_dim, still.base, "half")
-        facts = apart(turning, still, 10).facts()
+        facts = compare_ropes(turning, still, 10).facts()
         assert facts["inv_freq"]["times"] is None
         json.dumps(facts, allow_nan=False)
 
@@ -415,14 +415,14 @@ def test_all_facts_are_json() -> None:
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
 
 
-def test_what_is_said_of_engines_that_agree() -> None:
+def test_text_of_engines_that_agree() -> None:
     text = diff.engines(LLAMA).text()
-    assert "All 6 engines rotate alike, up to 131,072 tokens." in text
+    assert "All 6 engines rotate identically, up to 131,072 tokens." in text
     assert "read, not run" not in text
-    assert "vLLM runs this config; no other engine was asked about." in diff.engines(LLAMA, names=("vllm",)).text()
+    assert "vLLM runs this config. No other engine was selected." in diff.engines(LLAMA, names=("vllm",)).text()
 
 
-def test_what_was_only_read_is_said() -> None:
+def test_a_rule_that_was_only_read_is_marked() -> None:
     """llama.cpp's Gemma 4: its converter needs the tensors of the model."""
     config = MODELS["gemma-4-26b-a4b"]["config"]
     found = diff.engines(config)
@@ -430,18 +430,18 @@ def test_what_was_only_read_is_said() -> None:
     assert {name for name, how in seen if how == "read"} == {"llama.cpp"}
     assert "(conversion/gemma.py; read, not run)" in found.text()
     warned = from_config({**config}, engine="llama.cpp", text_only=True)
-    assert not [warning for warning in warned.warnings if "read, not run" in warning]  # there is nothing to say of it
+    assert not [warning for warning in warned.warnings if "read, not run" in warning]  # it has no note
 
 
-def test_what_is_said_of_engines_that_differ() -> None:
+def test_text_of_engines_that_differ() -> None:
     text = diff.engines(yarn(mscale=0.707, truncate=False)).text()
     assert (
-        "vLLM, SGLang and exllamav3 rotate as transformers does; llama.cpp and mlx-lm differ from transformers. The "
-        "engines are set to 131,072 tokens."
+        "vLLM, SGLang and exllamav3 agree with transformers. llama.cpp and mlx-lm differ from transformers. "
+        "The engines are configured for 131,072 tokens."
     ) in text
     line = next(line for line in text.splitlines() if line.strip().startswith("mlx-lm 0.32.2  "))
     assert line.split()[2] == "1.24503"
-    assert "25 pairs differ, pair 45 2.119 times faster" in line
+    assert "25 pairs differ, at most 2.119 times faster (pair 45)" in line
 
 
 def test_a_nested_truncate_in_transformers() -> None:

@@ -1,6 +1,6 @@
-"""What is different: between engines that run one config, and between two configs.
+"""Compare how engines rotate for one config, or compare the rotation of two configs.
 
-Nothing is loaded or run: both read configs alone. What engines do are the rules of `ropewalk.engines`.
+Only configs are read: no model is loaded or run. How an engine reads a config is described by `ropewalk.engines`.
 """
 
 from __future__ import annotations

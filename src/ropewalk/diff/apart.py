@@ -1,4 +1,4 @@
-"""How far two ropes with the same channels are apart: frequencies, attention factor, and scores over distances."""
+"""Measure the difference of two ropes with the same channels: frequencies, attention factor, scores over distances."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from ropewalk.rope import Rope
 
 EVERY_DISTANCE_UP_TO = 131_072
-"""Distances that are looked at one by one; beyond, as many again are spread evenly up to the longest."""
+"""The distance up to which every one is compared. Beyond it, as many again are spread evenly up to the longest."""
 
 _ROWS = 4096
 _LAST_BITS = 1e-9
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far the second of two static ropes is from the first.
+class RopeDifference:
+    """The difference of the second of two static ropes from the first.
 
     Args:
-        times: the largest ratio of two frequencies of one pair, at least 1; inf where one of them stands still.
-        pair: the pair with that ratio.
-        slower: whether that pair turns slower in the second.
-        pairs: how many pairs differ.
-        attention: attention factor of the second over that of the first.
-        score: by how much a score of q and k whose pairs are all equally large can change, in units of the score of q
+        times: the largest ratio of the two frequencies of one pair, at least 1. inf if one of them is 0.
+        pair: the index of the pair with that ratio.
+        slower: whether that pair rotates slower in the second rope.
+        pairs: the number of pairs that differ.
+        attention: the attention factor of the second rope divided by that of the first.
+        score: the largest change of a score of q and k if all their pairs are equally large. Its unit is the score of q
             with itself at distance 0 without an attention factor.
-        distance: between q and k where that is, in tokens.
+        distance: the distance between q and k at which that change occurs, in tokens.
     """
 
     times: float
@@ -42,11 +42,11 @@ class Apart:
 
     @property
     def same(self) -> bool:
-        """Whether there is nothing but differences in the last bits of float64."""
+        """Whether the ropes differ in the last bits of float64 at most."""
         return self.pairs == 0 and abs(self.attention - 1.0) < _LAST_BITS
 
     def facts(self) -> dict[str, Any]:
-        """As plain data; JSON has no infinity, so `times` is null there."""
+        """The difference as plain data. JSON has no infinity, so an infinite `times` is None."""
         return {
             "same": self.same,
             "inv_freq": {
@@ -60,8 +60,11 @@ class Apart:
         }
 
 
-def apart(a: Rope, b: Rope, longest: int) -> Apart:
-    """How far b is from a, over distances from 0 to `longest` tokens. Both are static and have as many pairs."""
+def compare_ropes(a: Rope, b: Rope, longest: int) -> RopeDifference:
+    """Measure the difference of b from a over distances from 0 to `longest` tokens.
+
+    Both ropes must be static and have the same number of pairs.
+    """
     first, second = a.inv_freq, b.inv_freq
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.where(first == second, 1.0, first / second)
@@ -69,7 +72,7 @@ def apart(a: Rope, b: Rope, longest: int) -> Apart:
     pair = int(np.argmax(times))
     pairs = int(np.count_nonzero(times - 1.0 > _LAST_BITS))
     score, distance = _scores(first, second, a.attention_factor**2, b.attention_factor**2, longest, pairs > 0)
-    return Apart(
+    return RopeDifference(
         times=float(times[pair]),
         pair=pair,
         slower=bool(second[pair] < first[pair]),
@@ -81,19 +84,19 @@ def apart(a: Rope, b: Rope, longest: int) -> Apart:
 
 
 def _scores(first: np.ndarray, second: np.ndarray, a: float, b: float, longest: int, moving: bool) -> tuple[float, int]:
-    """The largest mean over pairs of |a e^(i m w) − b e^(i m w')|, and its distance m."""
+    """The largest mean over pairs of |a e^(i m w) − b e^(i m w')|, and the distance m at which it occurs."""
     if not moving:
         return abs(a - b), 0
-    turning = first - second
-    worst, where = -1.0, 0
+    difference = first - second
+    largest, distance = -1.0, 0
     for m in _distances(longest):
-        # |a e^(ix) − b e^(iy)|² = (a − b)² + 4 a b sin²((x − y) / 2), which keeps its digits for small angles.
-        square = (a - b) ** 2 + 4 * a * b * np.sin(np.outer(m, turning) / 2) ** 2
+        # |a e^(ix) − b e^(iy)|² = (a − b)² + 4 a b sin²((x − y) / 2), which stays accurate for small angles.
+        square = (a - b) ** 2 + 4 * a * b * np.sin(np.outer(m, difference) / 2) ** 2
         mean = np.sqrt(square).mean(axis=1)
         at = int(np.argmax(mean))
-        if mean[at] > worst * (1 + 1e-12):
-            worst, where = float(mean[at]), int(m[at])
-    return worst, where
+        if mean[at] > largest * (1 + 1e-12):
+            largest, distance = float(mean[at]), int(m[at])
+    return largest, distance
 
 
 def _distances(longest: int) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""What changed between two configs, and whether weights and KV caches still fit: first as data, then in words."""
+"""Compare the rotation of two configs, and judge whether weights and KV caches still fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ropewalk import _checks
 from ropewalk.configs import source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import from_config
-from ropewalk.diff.apart import apart
+from ropewalk.diff.apart import compare_ropes
 from ropewalk.diff.words_of_configs import configs_text
 from ropewalk.rope import Rope
 
@@ -20,12 +20,12 @@ _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 
 @dataclass(frozen=True)
 class ConfigDiff:
-    """What changed from one config to another.
+    """What changed from the first config to the second.
 
     Args:
-        facts: everything, as plain data that is ready for JSON.
-        ropes: for each row of `facts["layers"]`, the static ropes of both, "first" and "second", at `row["drawn_at"]`;
-            empty where they rotate other channels.
+        facts: the whole comparison as plain data, ready for JSON.
+        ropes: for each row of `facts["layers"]`, the static ropes "first" and "second" for `row["drawn_at"]` tokens.
+            Empty if they rotate different channels.
     """
 
     facts: Mapping[str, Any]
@@ -33,11 +33,11 @@ class ConfigDiff:
 
     @property
     def same(self) -> bool:
-        """Whether both mean the same rotation, whatever their keys are called."""
+        """Whether both configs describe the same rotation, even if they use different keys."""
         return bool(self.facts["same"])
 
     def text(self) -> str:
-        """In plain words."""
+        """The comparison as text."""
         return configs_text(self.facts)
 
 
@@ -51,62 +51,62 @@ def configs(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> ConfigDiff:
-    """What changed from one config to another, as a fine-tune against its base, and what still fits.
+    """Compare two configs, such as a fine-tune and its base, and judge what still fits.
 
-    The keys are not compared, but what they mean: a config in another schema says the same.
+    The meaning of the keys is compared, not their names: a config that is rewritten in another schema is the same.
 
     Args:
-        first, second: as in `from_config`, also a GGUF file or Meta's params.json.
-        length: the longest sequence compared, in tokens; None: the longer of what the configs say.
-        pairing, base, download: as in `from_config`, for both.
-        ignore: keys to read past, in whichever of the two has them.
+        first, second: as in `from_config`, including GGUF files and Meta's params.json.
+        length: the length of the longest sequence to compare, in tokens. None means the longer length of the configs.
+        pairing, base, download: as in `from_config`, for both configs.
+        ignore: keys to ignore in each config that has them.
 
     Returns:
-        A `ConfigDiff`: `.text()` in plain words, `.facts` as data. `facts["weights"]["fit"]` says whether weights
-        trained for the first can be loaded for the second as they are, `facts["kv_cache"]["fit"]` whether keys that
-        were rotated for the first can be read by the second.
+        A `ConfigDiff`, with `.text()` as text and `.facts` as data. `facts["weights"]["fit"]` says whether weights that
+        were trained for the first config can be loaded unchanged for the second. `facts["kv_cache"]["fit"]` says
+        whether the second can read keys that were rotated for the first.
 
     Raises:
-        RopeError: one of them cannot be read, is a vision tower alone, or the length must be said.
+        RopeError: a config cannot be read or describes only a vision tower, or neither config states a length.
     """
 
-    of_each = _keys_of_each((first, second), ignore, download)
+    of_each = _present_keys((first, second), ignore, download)
     a, b = (
-        _text(from_config(config, pairing=pairing, base=base, ignore=keys, download=download))
+        _require_text_model(from_config(config, pairing=pairing, base=base, ignore=keys, download=download))
         for config, keys in zip((first, second), of_each, strict=True)
     )
     longest = _longest(a, b, length)
     rows, kept = _layers(a, b, longest)
-    beside = _beside(a, b)
+    other_differences = _other_differences(a, b)
     facts: dict[str, Any] = {
-        "first": _about(a),
-        "second": _about(b),
+        "first": _summary(a),
+        "second": _summary(b),
         "length": longest,
         "layers": rows,
         "layer_counts": [len(a.layers), len(b.layers)],
-        "beside": beside,
-        "weights": _weights(a, b, rows),
-        "kv_cache": _kv_cache(a, b, rows),
-        "same": len(a.layers) == len(b.layers) and not rows and not beside,
+        "beside": other_differences,
+        "weights": _judge_weights(a, b, rows),
+        "kv_cache": _judge_kv_cache(a, b, rows),
+        "same": len(a.layers) == len(b.layers) and not rows and not other_differences,
     }
     return ConfigDiff(facts, tuple(kept))
 
 
-def _keys_of_each(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
-    """The keys to ignore that each of the two has, since `from_config` refuses one that is not there."""
+def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
+    """The keys to ignore that each config has, because `from_config` refuses to ignore a missing key."""
     if not ignore or isinstance(ignore, str) or not all(isinstance(key, str) for key in ignore):
-        return [ignore, ignore]  # from_config says what must hold
-    found: list[Collection[str]] = [tuple(key for key in ignore if _has(config, key, download)) for config in both]
+        return [ignore, ignore]  # from_config raises the error
+    found: list[Collection[str]] = [tuple(key for key in ignore if _has_key(config, key, download)) for config in both]
     for key in ignore:
         if key not in found[0] and key not in found[1]:
-            must, cure = "every key to ignore must be in one of the configs", "Leave it out."
-            raise _checks.error("diff.configs", must, _checks.shown(key), cure)
+            must, fix = "every key to ignore must be in one of the configs", "Do not pass it."
+            raise _checks.error("diff.configs", must, _checks.shown(key), fix)
     return found
 
 
-def _has(config: Any, key: str, download: bool) -> bool:
+def _has_key(config: Any, key: str, download: bool) -> bool:
     if source.gguf_path(config) is not None:
-        return True  # its reader says whether the key is there
+        return True  # the GGUF reader raises if the key is missing
     values, name = source.load(config, download=download)
     try:
         source.without(values, (key,), name)
@@ -115,10 +115,10 @@ def _has(config: Any, key: str, download: bool) -> bool:
     return True
 
 
-def _text(ropes: ModelRopes) -> ModelRopes:
+def _require_text_model(ropes: ModelRopes) -> ModelRopes:
     if not ropes.layers:
-        cure = "Compare two text models."
-        raise _checks.error(ropes.source, "the config must be that of a text model", "a vision tower alone", cure)
+        fix = "Compare two text models."
+        raise _checks.error(ropes.source, "the config must describe a text model", "only a vision tower", fix)
     return ropes
 
 
@@ -127,12 +127,12 @@ def _longest(a: ModelRopes, b: ModelRopes, length: int | None) -> int:
         return _checks.length("diff.configs", "length", length)
     known = [n for ropes in (a, b) for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     if not known:
-        must, cure = "the length must be said, since neither config says it", "Pass length=N (--length N)."
-        raise _checks.error("diff.configs", must, "none", cure)
+        must, fix = "the length must be passed if neither config states it", "Pass length=N (--length N)."
+        raise _checks.error("diff.configs", must, "none", fix)
     return max(known)
 
 
-def _about(ropes: ModelRopes) -> dict[str, Any]:
+def _summary(ropes: ModelRopes) -> dict[str, Any]:
     return {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -143,7 +143,7 @@ def _about(ropes: ModelRopes) -> dict[str, Any]:
 
 
 def _layers(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
-    """A row for each distinct pair of ropes that differ, and their ropes where both have the same channels."""
+    """A row for each distinct pair of ropes that differ, and the two ropes if they rotate the same channels."""
     layers_of: dict[tuple[Rope | None, Rope | None], list[int]] = {}
     for index, both in enumerate(zip(a.layers, b.layers, strict=False)):
         layers_of.setdefault(both, []).append(index)
@@ -166,15 +166,15 @@ def _row(a: Rope | None, b: Rope | None, lengths: list[int]) -> tuple[dict[str, 
     if a == b:
         return None, {}
     changed = [
-        {"what": name, "first": _said(a, name), "second": _said(b, name)}
+        {"what": name, "first": _fact(a, name), "second": _fact(b, name)}
         for name in (*_CHANNELS, "pairing", "base", "scaling", "axes")
-        if _said(a, name) != _said(b, name)
+        if _fact(a, name) != _fact(b, name)
     ]
     channels = all(getattr(a, name) == getattr(b, name) for name in _CHANNELS)
     if a.rotary_dim != b.rotary_dim or a.axes != b.axes:
         return {"changed": changed, "at": [], "same_channels": channels}, {}
-    at = [{"sequence": n, **apart(a.at_length(n), b.at_length(n), n).facts()} for n in lengths]
-    # A scheme whose lists switch within a length differs there, though both ends may be the same.
+    at = [{"sequence": n, **compare_ropes(a.at_length(n), b.at_length(n), n).facts()} for n in lengths]
+    # Schemes that switch between lists can differ at a length in between, even if both ends are the same.
     same = all(found["same"] for found in at) and a.is_static and b.is_static
     if same and channels and a.pairing == b.pairing:
         return None, {}
@@ -182,14 +182,14 @@ def _row(a: Rope | None, b: Rope | None, lengths: list[int]) -> tuple[dict[str, 
     return {"changed": changed, "at": at, "same_channels": channels, "drawn_at": lengths[-1]}, ropes
 
 
-def _said(rope: Rope, name: str) -> Any:
+def _fact(rope: Rope, name: str) -> Any:
     value = getattr(rope, name)
     if name == "scaling":
         return {"rope_type": "default"} if value is None else value.facts()
     return repr(value) if name == "axes" and value is not None else value
 
 
-_BESIDE: dict[str, Callable[[ModelRopes], Any]] = {
+_OTHER_PROPERTIES: dict[str, Callable[[ModelRopes], Any]] = {
     "softmax_factor": lambda ropes: ropes.softmax_factor,
     "query_scale": lambda ropes: None if ropes.query_scale is None else dataclasses.asdict(ropes.query_scale),
     "output_order": lambda ropes: ropes.output_order,
@@ -199,34 +199,37 @@ _BESIDE: dict[str, Callable[[ModelRopes], Any]] = {
 }
 
 
-def _beside(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
-    """What differs beside the rotation of text."""
-    return [{"what": name, "first": get(a), "second": get(b)} for name, get in _BESIDE.items() if get(a) != get(b)]
+def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
+    """What differs apart from the rotation of text."""
+    return [
+        {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
+    ]
 
 
-def _weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether weights of the first can be loaded for the second; `permute` where q and k must be permuted first."""
+def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Judge whether weights of the first config fit the second, or would fit if q and k were permuted (`permute`)."""
     changed = {one["what"] for row in rows for one in row["changed"]}
     if len(a.layers) != len(b.layers):
-        return {"fit": False, "permute": False, "why": "the numbers of layers differ"}
+        return {"fit": False, "permute": False, "why": "the number of layers differs"}
     if "head_dim" in changed:
-        return {"fit": False, "permute": False, "why": "the sizes of a head differ"}
+        return {"fit": False, "permute": False, "why": "the head size differs"}
     if "pairing" in changed:
         return {"fit": False, "permute": True, "why": "the pairings differ"}
     if changed & {"rotary_dim", "rotary_offset", "axes", "rotates"}:
-        return {"fit": True, "permute": False, "why": "other channels rotate, so the model must have been trained so"}
+        why = "other channels are rotated, which the model must have been trained for"
+        return {"fit": True, "permute": False, "why": why}
     if any(found["inv_freq"]["pairs_that_differ"] for row in rows for found in row["at"]):
-        return {"fit": True, "permute": False, "why": "the channels are the same, and turn at other speeds"}
+        return {"fit": True, "permute": False, "why": "the same channels are rotated, at other frequencies"}
     if rows:
         return {"fit": True, "permute": False, "why": "only the attention factor differs"}
     return {"fit": True, "permute": False, "why": "the rotation is the same"}
 
 
-def _kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether keys that were rotated for the first can be read by the second; `rescale`: by what, where that is all."""
+def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Judge whether keys rotated for the first config fit the second, or would fit if multiplied by `rescale`."""
     changed = {one["what"] for row in rows for one in row["changed"]}
     if len(a.layers) != len(b.layers):
-        why = "the numbers of layers differ"
+        why = "the number of layers differs"
     elif "pairing" in changed or a.output_order != b.output_order:
         why = "the channels of the stored keys are in another order"
     elif a.extra_ropes != b.extra_ropes:
@@ -234,23 +237,23 @@ def _kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[
             f"the stored keys of {' and '.join(sorted({*a.extra_ropes, *b.extra_ropes}))} were rotated by other angles"
         )
     elif a.rotates_values != b.rotates_values:
-        why = "one of them rotates the values, too"
+        why = "only one of them rotates the values"
     elif not rows:
         fixed = all(rope is None or rope.is_static for rope in a.layers)
-        alike = "the keys are rotated alike"
-        return {"fit": True, "rescale": None, "why": alike if fixed else f"{alike}, where both run at one length"}
-    elif (ratio := _only_factor(rows)) is not None:
-        return {"fit": False, "rescale": ratio, "why": "the attention factor differs, and no angle"}
+        same = "the keys are rotated identically"
+        return {"fit": True, "rescale": None, "why": same if fixed else f"{same}, if both run at the same length"}
+    elif (ratio := _factor_ratio(rows)) is not None:
+        return {"fit": False, "rescale": ratio, "why": "only the attention factor differs"}
     else:
         why = "the stored keys were rotated by other angles"
     return {"fit": False, "rescale": None, "why": why}
 
 
-def _only_factor(rows: list[dict[str, Any]]) -> float | None:
-    """The ratio of the attention factors, where nothing else differs and it is the same in all layers."""
+def _factor_ratio(rows: list[dict[str, Any]]) -> float | None:
+    """The ratio of the attention factors if it is the same in all layers and nothing else differs, or else None."""
     at = [found for row in rows for found in row["at"]]
     if any(not row["at"] or not row["same_channels"] for row in rows):
         return None
     ratios = {found["attention_factor_ratio"] for found in at}
-    turning = any(found["inv_freq"]["pairs_that_differ"] for found in at)
-    return next(iter(ratios)) if len(ratios) == 1 and not turning else None
+    frequencies = any(found["inv_freq"]["pairs_that_differ"] for found in at)
+    return next(iter(ratios)) if len(ratios) == 1 and not frequencies else None

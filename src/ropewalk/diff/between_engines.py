@@ -1,4 +1,4 @@
-"""What engines make of one config, and how far apart they are: first as data, then in words."""
+"""Compare how engines rotate for one config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ropewalk import _checks
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import ropes_for_engines
-from ropewalk.diff.apart import apart
+from ropewalk.diff.apart import compare_ropes
 from ropewalk.diff.words import engines_text
 from ropewalk.engines import ENGINES, Answer, Asked, engine
 from ropewalk.rope import Rope
@@ -17,12 +17,12 @@ from ropewalk.rope import Rope
 
 @dataclass(frozen=True)
 class EngineDiff:
-    """What engines make of one config.
+    """How engines rotate for one config.
 
     Args:
-        facts: everything, as plain data that is ready for JSON.
-        ropes: for each row of `facts["ropes"]`, engine → its static rope, for the shortest sequence at which they
-            differ, which is `row["drawn_at"]`; engines that refuse the config are left out.
+        facts: the whole comparison as plain data, ready for JSON.
+        ropes: for each row of `facts["ropes"]`, engine → its static rope for sequences of `row["drawn_at"]` tokens, the
+            shortest at which the engines differ. Engines that refuse the config are omitted.
     """
 
     facts: Mapping[str, Any]
@@ -30,11 +30,11 @@ class EngineDiff:
 
     @property
     def agree(self) -> bool:
-        """Whether every engine runs the config, and all with the same numbers."""
+        """Whether every engine runs the config, and all rotate identically."""
         return bool(self.facts["agree"])
 
     def text(self) -> str:
-        """In plain words."""
+        """The comparison as text."""
         return engines_text(self.facts)
 
 
@@ -48,24 +48,24 @@ def engines(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> EngineDiff:
-    """What engines make of one config of Hugging Face, and how far apart they are.
+    """Compare how engines rotate for one config of Hugging Face.
 
-    The rules are those of the engines' functions for frequencies, at the versions that the result names. Whether an
-    engine has the model at all is not asked. Where tokens have several positions, text is compared.
+    The rules describe the engines' functions that compute frequencies, at the versions that the result names. They do
+    not tell whether an engine supports the model at all. If tokens have several positions, text tokens are compared.
 
     Args:
-        source: as in `from_config`; not a GGUF file, nor Meta's params.json.
-        length: tokens that the engines are set to, and the longest sequence compared; None: what the config says, or
-            twice that where the frequencies change only beyond.
-        names: engines, of "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" and "exllamav3"; none is all. The
-            first that runs the config is what the others are compared with.
+        source: as in `from_config`, except for GGUF files and Meta's params.json.
+        length: the length that the engines are configured for, which is also the longest sequence compared, in tokens.
+            None means the length of the config, or twice that if the frequencies only change beyond it.
+        names: the engines to compare, of "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" and "exllamav3". Empty
+            means all. The others are compared with the first one that runs the config.
         pairing, base, ignore, download: as in `from_config`.
 
     Returns:
-        An `EngineDiff`: `.text()` in plain words, `.facts` as data.
+        An `EngineDiff`, with `.text()` as text and `.facts` as data.
 
     Raises:
-        RopeError: the config cannot be read, an engine is unknown, or the length must be said.
+        RopeError: the config cannot be read or states no length, or an engine is unknown.
     """
     if isinstance(names, str) or not isinstance(names, Collection):
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
@@ -100,8 +100,8 @@ def _setting(ropes: ModelRopes, length: int | None) -> int:
         return _checks.length("diff.engines", "length", length)
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     if not known:
-        must, cure = "the length must be said, since the config does not say it", "Pass length=N (--length N)."
-        raise _checks.error(ropes.source, must, "none", cure)
+        must, fix = "the length must be passed if the config does not state it", "Pass length=N (--length N)."
+        raise _checks.error(ropes.source, must, "none", fix)
     changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
     return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)
 
@@ -109,9 +109,9 @@ def _setting(ropes: ModelRopes, length: int | None) -> int:
 def _row(
     asked: Asked, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
 ) -> tuple[dict[str, Any], dict[str, Rope]]:
-    """The facts of one rope, and the engines' ropes where they differ first."""
-    made = [answer.rope for answer in (*answers.values(), Answer(asked.rope)) if answer.rope is not None]
-    changing = any(not rope.is_static for rope in made)
+    """The facts of one rope, and the engines' ropes at the shortest sequence at which they differ."""
+    ropes_compared = [answer.rope for answer in (*answers.values(), Answer(asked.rope)) if answer.rope is not None]
+    changing = any(not rope.is_static for rope in ropes_compared)
     short = min(ropes.trained_length or setting, setting)
     sequences = sorted({short, setting}) if changing else [setting]
     reference = next((name for name, answer in answers.items() if answer.rope is not None), None)
@@ -146,7 +146,7 @@ def _row(
 
 
 def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int) -> dict[str, dict[str, Any]]:
-    """What each engine that runs the config has at a length, and how far from the reference."""
+    """The rope of each engine that runs the config at one length, and its difference from the reference."""
     if reference is None:
         return {}
     ropes = {name: answer.at(sequence, setting) for name, answer in answers.items()}
@@ -157,7 +157,7 @@ def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, set
         if rope is None or first is None:
             continue
         if rope not in known:
-            known[rope] = apart(first, rope, sequence).facts()
+            known[rope] = compare_ropes(first, rope, sequence).facts()
         found[name] = {
             "attention_factor": rope.attention_factor,
             "inv_freq": rope.inv_freq.tolist(),
@@ -167,7 +167,7 @@ def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, set
 
 
 def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
-    """Engine → why it does not scale q by its position, where the config says so."""
+    """Engine → why it does not scale q by its position, if the config asks for that."""
     if ropes.query_scale is None or not ropes.query_scale.beta:
         return {}
     return {one.name: one.query_scale for one in chosen if one.query_scale}

@@ -1,4 +1,4 @@
-"""The facts of a comparison as lines for a terminal. The text says nothing that the facts do not."""
+"""Write the facts of a comparison of engines as text. The text contains nothing that the facts do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ropewalk.configs.explain import ranges
 
 
 def engines_text(facts: Mapping[str, Any]) -> str:
-    """What engines make of one config."""
+    """The comparison of engines, for a terminal."""
     lines = [f"{facts['source']} (model_type {facts['model_type']})", "", _verdict(facts)]
     for row in facts["ropes"]:
         lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
@@ -20,9 +20,9 @@ def engines_text(facts: Mapping[str, Any]) -> str:
     if facts["query_scale"]:
         lines += ["", "the query scale (llama_4_scaling_beta)"]
         lines += [f"  {name} does not apply it: {why}" for name, why in facts["query_scale"].items()]
-    lines += ["", "how cos and sin are made"]
-    width = max(len(_named(one)) for one in facts["engines"])
-    lines += [f"  {_named(one):<{width}}  {one['table']}" for one in facts["engines"]]
+    lines += ["", "how cos and sin are computed"]
+    width = max(len(_name_and_version(one)) for one in facts["engines"])
+    lines += [f"  {_name_and_version(one):<{width}}  {one['table']}" for one in facts["engines"]]
     if facts["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
@@ -33,7 +33,7 @@ def layers(numbers: list[int], count: int) -> str:
     return f"layer{'' if len(numbers) == 1 else 's'} {ranges(numbers)} of {count}"
 
 
-def _named(one: Mapping[str, Any]) -> str:
+def _name_and_version(one: Mapping[str, Any]) -> str:
     return f"{one['name']} {one['version']}"
 
 
@@ -41,21 +41,21 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     if not facts["ropes"]:
         return "No layer rotates, so there is nothing to compare."
     if facts["agree"] and len(facts["engines"]) == 1:
-        return f"{facts['engines'][0]['name']} runs this config; no other engine was asked about."
+        return f"{facts['engines'][0]['name']} runs this config. No other engine was selected."
     if facts["agree"]:
-        return f"All {len(facts['engines'])} engines rotate alike, up to {facts['length']:,} tokens."
-    others: dict[str, list[str]] = {}
-    for one in facts["engines"]:
-        others.setdefault(_state(one["name"], facts), []).append(one["name"])
+        return f"All {len(facts['engines'])} engines rotate identically, up to {facts['length']:,} tokens."
+    by_state: dict[str, list[str]] = {}
+    for engine in facts["engines"]:
+        by_state.setdefault(_state(engine["name"], facts), []).append(engine["name"])
     first = next((row["compared_with"] for row in facts["ropes"] if row["compared_with"]), None)
-    parts = []
-    if alike := [name for name in others.get("same", []) if name != first]:
-        parts.append(f"{_listed(alike)} rotate{'s' if len(alike) == 1 else ''} as {first} does")
-    if differ := others.get("differs"):
-        parts.append(f"{_listed(differ)} differ{'s' if len(differ) == 1 else ''} from {first}")
-    if refuse := others.get("refuses"):
-        parts.append(f"{_listed(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config")
-    return f"{'; '.join(parts)}. The engines are set to {facts['length']:,} tokens."
+    sentences = []
+    if same := [name for name in by_state.get("same", []) if name != first]:
+        sentences.append(f"{_listed(same)} agree{'s' if len(same) == 1 else ''} with {first}.")
+    if differ := by_state.get("differs"):
+        sentences.append(f"{_listed(differ)} differ{'s' if len(differ) == 1 else ''} from {first}.")
+    if refuse := by_state.get("refuses"):
+        sentences.append(f"{_listed(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config.")
+    return f"{' '.join(sentences)} The engines are configured for {facts['length']:,} tokens."
 
 
 def _state(name: str, facts: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
     if not at["engines"]:
         return []
     head = ("engine", "attention factor", "frequencies", "scores, up to")
-    version = {one["name"]: _named(one) for one in facts["engines"]}
+    version = {one["name"]: _name_and_version(one) for one in facts["engines"]}
     cells = [
         (
             version[name],
@@ -87,19 +87,19 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
         "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True))
         for line in (head, *cells)
     ]
-    title = f"  a sequence of {at['sequence']:,} tokens, against {row['compared_with']}:"
+    title = f"  a sequence of {at['sequence']:,} tokens, compared with {row['compared_with']}:"
     return ["", title, *(line.rstrip() for line in lines)]
 
 
 def frequencies(apart: Mapping[str, Any]) -> str:
-    """How far frequencies are apart."""
+    """The difference of the frequencies, in words."""
     found = apart["inv_freq"]
     if not found["pairs_that_differ"]:
         return "same"
     side = "slower" if found["slower"] else "faster"
-    by = "one of them stands still" if found["times"] is None else f"{_times(found['times'])} {side}"
-    many = found["pairs_that_differ"]
-    return f"{many} pair{'' if many == 1 else 's'} differ{'s' if many == 1 else ''}, pair {found['pair']} {by}"
+    by = "with frequency 0 in one of them" if found["times"] is None else f"at most {_times(found['times'])} {side}"
+    count = found["pairs_that_differ"]
+    return f"{count} pair{'' if count == 1 else 's'} differ{'s' if count == 1 else ''}, {by} (pair {found['pair']})"
 
 
 def _times(ratio: float) -> str:
@@ -107,7 +107,7 @@ def _times(ratio: float) -> str:
 
 
 def scores(apart: Mapping[str, Any]) -> str:
-    """How far scores are apart."""
+    """The difference of the scores, in words."""
     if apart["same"]:
         return "same"
     found, ratio = apart["scores"], apart["attention_factor_ratio"] ** 2
@@ -123,17 +123,17 @@ def _refusals(row: Mapping[str, Any]) -> list[str]:
 _DECIDED = {
     "nothing": "",
     "the call": " The length of each call decides.",
-    "the setting": " The length that the engine is set to decides.",
+    "the setting": " The length that the engine is configured for decides.",
 }
 
 
 def _notes(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    version = {one["name"]: _named(one) for one in facts["engines"]}
+    version = {one["name"]: _name_and_version(one) for one in facts["engines"]}
     lines = []
     for one in row["engines"]:
         if one["refused"]:
             continue
         seen = "run" if one["seen"] == "run" else "read, not run"
-        said = " ".join(one["notes"]) + _DECIDED[one["decided_by"]]
-        lines.append(f"  {version[one['name']]} ({one['source']}; {seen}): {said.strip() or 'As the config says.'}")
-    return ["", "  what each does", *lines] if lines else []
+        notes = " ".join(one["notes"]) + _DECIDED[one["decided_by"]]
+        lines.append(f"  {version[one['name']]} ({one['source']}; {seen}): {notes.strip() or 'It follows the config.'}")
+    return ["", "  what each engine does", *lines] if lines else []

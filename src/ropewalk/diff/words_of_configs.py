@@ -1,4 +1,4 @@
-"""What changed between two configs, as lines for a terminal."""
+"""Write the facts of a comparison of two configs as text."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ropewalk.diff.words import frequencies, layers, scores
 
 
 def configs_text(facts: Mapping[str, Any]) -> str:
-    """What changed from the first config to the second."""
+    """The comparison of two configs, for a terminal."""
     first, second = facts["first"], facts["second"]
-    lines = [f"first:  {_named(first)}", f"second: {_named(second)}", "", _verdict(facts)]
+    lines = [f"first:  {_describe_source(first)}", f"second: {_describe_source(second)}", "", _verdict(facts)]
     for row in facts["layers"]:
         lines += ["", layers(row["layers"], min(facts["layer_counts"]))]
         lines += [f"  {_changed(one)}" for one in row["changed"]]
         lines += [_compared(found) for found in row["at"]]
     if facts["beside"]:
-        lines += ["", "beside the rotation", *(f"  {_changed(one)}" for one in facts["beside"])]
+        lines += ["", "other differences", *(f"  {_changed(one)}" for one in facts["beside"])]
     lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
     for name in ("first", "second"):
         lines += [f"  ! {name}: {warning}" for warning in facts[name]["warnings"]]
     return "\n".join(map(printable, lines))
 
 
-def _named(about: Mapping[str, Any]) -> str:
+def _describe_source(about: Mapping[str, Any]) -> str:
     length = about["max_position_embeddings"]
     said = "" if length is None else f", {length:,} positions"
     return f"{about['source']} (model_type {about['model_type']}{said})"
@@ -33,23 +33,23 @@ def _named(about: Mapping[str, Any]) -> str:
 
 def _verdict(facts: Mapping[str, Any]) -> str:
     if facts["same"]:
-        return f"The same: every layer rotates alike, up to {facts['length']:,} tokens and beyond."
+        return f"The same: all layers rotate identically, up to {facts['length']:,} tokens and beyond."
     parts = []
     one, other = facts["layer_counts"]
     if one != other:
-        parts.append(f"{one} layers and {other}")
+        parts.append(f"{other} layers instead of {one}")
     if facts["layers"]:
         count = sum(len(row["layers"]) for row in facts["layers"])
-        parts.append(f"{count} of {min(one, other)} layers rotate otherwise")
+        parts.append(f"{count} of {min(one, other)} layers rotate differently")
     if facts["beside"]:
-        parts.append("the attention differs beside the rotation")
-    return f"Not the same: {', '.join(parts)}."
+        parts.append("other properties of the attention differ")
+    return f"Different: {', '.join(parts)}."
 
 
 def _changed(one: Mapping[str, Any]) -> str:
     what, first, second = one["what"], one["first"], one["second"]
     if what == "rotates":
-        return "it rotates in the first only" if first else "it rotates in the second only"
+        return "rotated in the first config only" if first else "rotated in the second config only"
     if what == "scaling":
         return f"scaling: {_scheme(first)} → {_scheme(second)}"
     return f"{what}: {_plain(first)} → {_plain(second)}"
@@ -80,10 +80,10 @@ def _compared(found: Mapping[str, Any]) -> str:
 def _weights(facts: Mapping[str, Any]) -> str:
     if facts["permute"]:
         return f"must be permuted (q and k): {facts['why']}."
-    return f"{'fit as they are' if facts['fit'] else 'do not fit'}: {facts['why']}."
+    return f"{'fit unchanged' if facts['fit'] else 'do not fit'}: {facts['why']}."
 
 
 def _kv_cache(facts: Mapping[str, Any]) -> str:
     if facts["rescale"] is not None:
         return f"fits after the rotated channels of its keys are multiplied by {facts['rescale']:.6g}: {facts['why']}."
-    return f"{'fits as it is' if facts['fit'] else 'does not fit'}: {facts['why']}."
+    return f"{'fits unchanged' if facts['fit'] else 'does not fit'}: {facts['why']}."
