@@ -174,7 +174,7 @@ class TestRefusals:
         [row] = diff.engines(yarn(**key), length=4096).facts["ropes"]
         refused = {one["name"]: one["refused"] for one in row["engines"] if one["refused"]}
         assert set(refused) == {"SGLang"}
-        assert refused["SGLang"].endswith("not described")
+        assert refused["SGLang"].endswith("not described here")
 
     def test_dynamic_ntk(self) -> None:
         config = {**scaled(rope_type="dynamic", factor=4.0), "max_position_embeddings": 2048}
@@ -205,7 +205,7 @@ class TestRefusals:
         telechat = {"model_type": "telechat", "n_head": 4, "n_layer": 1, "hidden_size": 256, "training_seqlen": 32_768}
         [row] = diff.engines(telechat, length=8192).facts["ropes"]
         assert {one["refused"] for one in row["engines"]} == {
-            "no rope section of the config states the scaling, but the model's own code: not described"
+            "the scaling is in the model's own code instead of the config, which is not described here"
         }
 
     def test_from_config_names_the_engine_that_refuses(self) -> None:
@@ -284,7 +284,7 @@ class TestNumbersOfAnEngine:
 
     def test_ignored_keys_are_a_warning(self) -> None:
         ropes = from_config(yarn(attn_factor=0.5), engine="llama.cpp")
-        wanted = "llama.cpp 0c1e57098: It ignores attn_factor: not written, not read or overwritten for this model."
+        wanted = "llama.cpp 0c1e57098: It ignores attn_factor (not written, not read, or overwritten for this model)."
         assert wanted in ropes.warnings
         assert "mlx-lm 0.32.2: It ignores attn_factor." in from_config(yarn(attn_factor=0.5), engine="mlx-lm").warnings
 
@@ -321,7 +321,7 @@ class TestNumbersOfAnEngine:
         rope = from_config(config, engine="exllamav3").rope
         assert rope.attention_factor == 1.0
         np.testing.assert_allclose(rope.inv_freq, from_config(LLAMA).rope.inv_freq, rtol=1e-15, atol=0)
-        assert "the config's 4 does not count" in diff.engines(config).text()
+        assert "The config's factor 4 is ignored" in diff.engines(config).text()
 
     def test_a_second_rope_of_the_layers(self) -> None:
         ropes = from_config(MODELS["deepseek-v3.2"]["config"], engine="vllm")
@@ -468,6 +468,6 @@ def test_a_nested_truncate_in_transformers() -> None:
     sliding, full = diff.engines(config).facts["ropes"]
     assert sliding["agree"]
     assert full["engines"][0]["notes"] == [
-        "It ignores truncate where the parameters are nested by the kind of layer, and rounds the ramp."
+        "It ignores truncate and rounds the ramp if the parameters are nested by the kind of layer."
     ]
     assert not full["at"][0]["engines"]["vLLM"]["apart"]["same"]

@@ -10,7 +10,7 @@ from ropewalk._checks import error
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
-from ropewalk.engines import ENGINE_KEYS, Answer, Asked, Engine
+from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
 from ropewalk.rope import Rope
 
 _DEEPEST = 4
@@ -34,7 +34,7 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
     return found
 
 
-def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tuple[Asked, list[int]]]:
+def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tuple[ConfigRope, list[int]]]:
     """Return each distinct rope with the config's keys for it, and its layers. Layers that do not rotate are omitted.
 
     Args:
@@ -49,12 +49,12 @@ def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tu
     return [(_describe(ropes, rope, kind, engine_keys), layers) for (rope, kind), layers in layers_of.items()]
 
 
-def _describe(ropes: ModelRopes, rope: Rope, kind: str, engine_keys: Mapping[str, Any]) -> Asked:
+def _describe(ropes: ModelRopes, rope: Rope, kind: str, engine_keys: Mapping[str, Any]) -> ConfigRope:
     stated, nested = ({}, False) if rope.scaling is None else _stated(ropes, kind)
     if rope.scaling is not None:
         of_kind = {*SECTIONS, _section(ropes.model_type, kind)}
         stated.update({key.split(".")[-1]: v for key, v in engine_keys.items() if key.split(".")[-2] in of_kind})
-    return Asked(rope, ropes.model_type, ropes.max_position_embeddings, stated, nested)
+    return ConfigRope(rope, ropes.model_type, ropes.max_position_embeddings, stated, nested)
 
 
 def _section(model_type: str, kind: str) -> str:
@@ -107,7 +107,7 @@ def with_numbers_of(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str,
     )
 
 
-def _rope(engine: Engine, question: Asked, source: str, notes: list[str]) -> Rope:
+def _rope(engine: Engine, question: ConfigRope, source: str, notes: list[str]) -> Rope:
     answer: Answer = engine.answer(question)
     if answer.rope is None:
         must = f"{engine.name} {engine.version} must run the config"

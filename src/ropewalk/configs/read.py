@@ -10,7 +10,7 @@ from ropewalk._checks import check_pairing, error, number, shown
 from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.engines import Asked
+from ropewalk.engines import ConfigRope
 from ropewalk.engines import engine as engine_named
 
 
@@ -104,7 +104,7 @@ def ropes_for_engines(
     base: float | None = None,
     ignore: Collection[str] = (),
     download: bool = False,
-) -> tuple[ModelRopes, list[tuple[Asked, list[int]]]]:
+) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
     """Read the text ropes of a Hugging Face config in the form that the rules of engines need.
 
     Arguments and errors are those of `from_config`.

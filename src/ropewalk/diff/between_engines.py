@@ -11,7 +11,7 @@ from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import ropes_for_engines
 from ropewalk.diff.apart import compare_ropes
 from ropewalk.diff.words import engines_text
-from ropewalk.engines import ENGINES, Answer, Asked, engine
+from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
 from ropewalk.rope import Rope
 
 
@@ -71,12 +71,12 @@ def engines(
         fix = f"Pass a tuple, e.g. names=({str(names)!r},)."
         raise _checks.error("diff.engines", "names must be a collection", _checks.shown(names), fix)
     chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
-    ropes, asked = ropes_for_engines(source, pairing=pairing, base=base, ignore=ignore, download=download)
+    ropes, config_ropes = ropes_for_engines(source, pairing=pairing, base=base, ignore=ignore, download=download)
     setting = _setting(ropes, length)
     rows, kept = [], []
-    for each, layers in asked:
-        answers = {one.name: one.answer(each) for one in chosen}
-        row, static = _row(each, layers, answers, ropes, setting)
+    for config, layers in config_ropes:
+        answers = {engine.name: engine.answer(config) for engine in chosen}
+        row, static = _row(config, layers, answers, ropes, setting)
         rows.append(row)
         kept.append(static)
     facts = {
@@ -107,10 +107,10 @@ def _setting(ropes: ModelRopes, length: int | None) -> int:
 
 
 def _row(
-    asked: Asked, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
+    config: ConfigRope, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
 ) -> tuple[dict[str, Any], dict[str, Rope]]:
     """The facts of one rope, and the engines' ropes at the shortest sequence at which they differ."""
-    ropes_compared = [answer.rope for answer in (*answers.values(), Answer(asked.rope)) if answer.rope is not None]
+    ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
     changing = any(not rope.is_static for rope in ropes_compared)
     short = min(ropes.trained_length or setting, setting)
     sequences = sorted({short, setting}) if changing else [setting]
@@ -119,7 +119,7 @@ def _row(
     refused = [name for name, answer in answers.items() if answer.rope is None]
     row: dict[str, Any] = {
         "layers": layers,
-        "scheme": "default" if asked.rope.scaling is None else asked.rope.scaling.rope_type,
+        "scheme": "default" if config.rope.scaling is None else config.rope.scaling.rope_type,
         "compared_with": reference,
         "engines": [
             {

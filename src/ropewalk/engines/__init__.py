@@ -1,7 +1,7 @@
-"""What engines make of one config: each engine a file, each of its rules a function there, with version and source.
+"""Describe how inference engines rotate for a config: one file for each engine, one function for each of its rules.
 
-The rules are those of the functions that make the frequencies. Whether an engine has a model at all, and which of its
-layers rotate, is not asked here: the ropes come from `from_config`, layer by layer.
+The rules describe the functions that compute frequencies, each with its source file and the version of the engine. They
+do not tell whether an engine supports a model, or which of its layers rotate: the ropes come from `from_config`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from ropewalk import _checks
 from ropewalk.engines._engine import ENGINE_KEYS as ENGINE_KEYS
 from ropewalk.engines._engine import Answer as Answer
-from ropewalk.engines._engine import Asked as Asked
+from ropewalk.engines._engine import ConfigRope as ConfigRope
 from ropewalk.engines._engine import Engine as Engine
 from ropewalk.engines.exllamav3 import EXLLAMAV3
 from ropewalk.engines.llama_cpp import LLAMA_CPP
@@ -22,10 +22,14 @@ ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG
 
 
 def engine(who: str, name: object) -> Engine:
-    """The engine of that name, in any case.
+    """The engine of this name, in upper or lower case.
+
+    Args:
+        who: the caller, for the error message.
+        name: the name, such as "vllm".
 
     Raises:
-        RopeError: there is none.
+        RopeError: no engine has this name.
     """
     key = name.lower() if isinstance(name, str) else name
     _checks.choice(who, "engine", key, tuple(ENGINES))

@@ -1,4 +1,4 @@
-"""SGLang: tables as vLLM's, LongRoPE switched by the whole batch."""
+"""The rules of SGLang: the tables are those of vLLM, and the whole batch chooses LongRoPE's list."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ropewalk.engines._engine import (
     DEEPSEEK,
     NO_LENGTH,
     Answer,
-    Asked,
+    ConfigRope,
     Engine,
     Rule,
-    as_read,
     finite,
     ignoring,
     longrope_by_lengths,
     magnitude,
     partly_kept,
+    unchanged,
     with_attention,
 )
 from ropewalk.engines.vllm import linear, proportional
@@ -25,60 +25,61 @@ from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
 _FOLDER = "srt/layers/rotary_embedding"
 
 
-def _dynamic(asked: Asked, scaling: DynamicNTK) -> Answer:
+def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
     longest = scaling.factor * scaling.max_position_embeddings
-    note = f"The base is stretched once, for {longest:,.0f} tokens, at every length: short prompts are scaled too."
-    return Answer(asked.scaled(NTK(alpha=scaling.factor * scaling.factor - (scaling.factor - 1))), notes=(note,))
+    note = f"The base is scaled once, for {longest:,.0f} tokens, even if prompts are short."
+    return Answer(config.scaled(NTK(alpha=scaling.factor * scaling.factor - (scaling.factor - 1))), notes=(note,))
 
 
-def _yarn(asked: Asked, scaling: YaRN) -> Answer:
-    times, share = (finite(asked.stated.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
+def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
+    times, share = (finite(config.stated.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
     if times is None or share is None or times <= 0.0 or not 0.0 <= share <= 1.0:
-        return Answer(None, refused="attn_factor of at most 0, or extrapolation_factor outside 0 to 1: not described")
+        odd = "attn_factor is not above 0, or extrapolation_factor is not between 0 and 1"
+        return Answer(None, refused=f"{odd}, which is not described here")
     top, bottom = scaling.mscale, scaling.mscale_all_dim
     factor = magnitude(scaling.factor)
     notes: tuple[str, ...] = ()
-    if asked.model_type in DEEPSEEK:
-        scaling, notes = replace(scaling, truncate=True), ignoring(asked, "truncate")
+    if config.model_type in DEEPSEEK:
+        scaling, notes = replace(scaling, truncate=True), ignoring(config, "truncate")
         top, bottom = 1.0 if top is None else top, bottom or 0.0
-    elif asked.several_axes and (top is not None or bottom is not None):
+    elif config.several_axes and (top is not None or bottom is not None):
         return Answer(None, refused="its class for several axes takes no mscale (TypeError)")
     if top is not None and bottom is not None:
         factor = magnitude(scaling.factor, top) / magnitude(scaling.factor, bottom)
-        notes += ("mscale and mscale_all_dim count where both are given, 0 too.",) if not (top and bottom) else ()
+        notes += ("It reads mscale and mscale_all_dim if both are given, even if one is 0.",) * (not (top and bottom))
     if share != 1.0:
-        rope = partly_kept(asked, scaling, share, factor * times)
-        return Answer(rope, notes=(*notes, f"extrapolation_factor {share:g} slows the fast pairs too."))
-    return Answer(asked.scaled(with_attention(scaling, factor * times)), notes=notes)
+        rope = partly_kept(config, scaling, share, factor * times)
+        return Answer(rope, notes=(*notes, f"extrapolation_factor {share:g} slows the fast pairs as well."))
+    return Answer(config.scaled(with_attention(scaling, factor * times)), notes=notes)
 
 
-def _longrope(asked: Asked, scaling: LongRoPE) -> Answer:
+def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
-    if asked.rope.pairing != "half":
+    if config.rope.pairing != "half":
         return Answer(None, refused="its class takes the pairing half only (ValueError)")
-    made = longrope_by_lengths(asked, scaling, mscales=True)
-    if made is None:
+    scheme = longrope_by_lengths(config, scaling, mscales=True)
+    if scheme is None:
         return Answer(None, refused=NO_LENGTH)
     notes = (
-        f"The list is chosen in each call for the whole batch: one position above {length:,} switches every other "
-        "sequence to the long one.",
-        f"Position {length:,} itself, where nothing is longer, reads the first row of the long table, so that token is "
+        f"The list is chosen in each call for the whole batch: one position above {length:,} switches all sequences to "
+        "the long list.",
+        f"If no position is larger, position {length:,} itself reads the first row of the long table, so that token is "
         "not rotated.",
     )
-    # A call of length + 1 tokens still takes the short list, but for its last token.
-    attention = None if made.short_mscale is not None else made.at_length(length).attention_factor
-    later = replace(made, original_max_position_embeddings=length + 1, attention_factor=attention)
-    return Answer(asked.scaled(later), "the call", notes)
+    # A call of length + 1 tokens still takes the short list, except for its last token.
+    attention = None if scheme.short_mscale is not None else scheme.at_length(length).attention_factor
+    later = replace(scheme, original_max_position_embeddings=length + 1, attention_factor=attention)
+    return Answer(config.scaled(later), "the call", notes)
 
 
 SGLANG = Engine(
     name="SGLang",
     version="0.5.23",
-    table="Angles are float32 products; cos and sin are float32 on GPUs, and of the model's dtype elsewhere.",
+    table="Angles are float32 products. cos and sin are float32 on GPUs, and have the model's dtype elsewhere.",
     rules={
-        "default": Rule(f"{_FOLDER}/base.py", frozenset(), as_read),
+        "default": Rule(f"{_FOLDER}/base.py", frozenset(), unchanged),
         "linear": Rule(f"{_FOLDER}/base.py", frozenset({"factor"}), linear),
-        "ntk": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"alpha"}), as_read),
+        "ntk": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"alpha"}), unchanged),
         "dynamic": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"factor"}), _dynamic),
         "yarn": Rule(
             f"{_FOLDER}/yarn.py",
@@ -102,7 +103,7 @@ SGLANG = Engine(
             _longrope,
         ),
         "llama3": Rule(
-            f"{_FOLDER}/rope_variant.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), as_read
+            f"{_FOLDER}/rope_variant.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged
         ),
         "proportional": Rule(f"{_FOLDER}/rope_variant.py", frozenset(), proportional),
     },

@@ -1,4 +1,4 @@
-"""vLLM: everything is fixed when the engine starts, by max_model_len."""
+"""The rules of vLLM, which fixes all frequencies when the engine starts, by max_model_len."""
 
 from __future__ import annotations
 
@@ -8,100 +8,101 @@ from ropewalk.engines._engine import (
     DEEPSEEK,
     NO_LENGTH,
     Answer,
-    Asked,
+    ConfigRope,
     Engine,
     Rule,
-    as_read,
     finite,
     ignoring,
     longrope_by_lengths,
     magnitude,
+    unchanged,
     with_attention,
 )
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
 
 _FOLDER = "model_executor/layers/rotary_embedding"
-_INTEGER = "a factor that is an integer stops it: TypeError: 'int' object is not iterable"
+_INTEGER = "it fails if factor is an integer (TypeError: 'int' object is not iterable)"
 
 
-def linear(asked: Asked, scaling: Linear) -> Answer:
-    """Positions divided by the factor, which must be a float in the file; SGLang has the same class."""
-    if type(asked.stated.get("factor")) is int:
-        return Answer(None, refused=f"{_INTEGER}. Write {asked.stated['factor']}.0")
-    return Answer(asked.rope)
+def linear(config: ConfigRope, scaling: Linear) -> Answer:
+    """Positions are divided by the factor, which must be a float in the config. SGLang uses the same class."""
+    if type(config.stated.get("factor")) is int:
+        return Answer(None, refused=f"{_INTEGER}. Write {config.stated['factor']}.0")
+    return Answer(config.rope)
 
 
-def proportional(asked: Asked, scaling: Proportional) -> Answer:
-    """The frequencies without the factor; SGLang has the same class."""
+def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
+    """The factor is ignored. SGLang uses the same class."""
     if scaling.factor != 1.0:
-        return Answer(asked.scaled(replace(scaling, factor=1.0)))
-    return Answer(asked.rope)
+        return Answer(config.scaled(replace(scaling, factor=1.0)))
+    return Answer(config.rope)
 
 
-def _dynamic(asked: Asked, scaling: DynamicNTK) -> Answer:
-    trained = asked.stated.get("max_trained_positions")
-    if asked.longest is None:
+def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
+    trained = config.stated.get("max_trained_positions")
+    if config.longest is None:
         return Answer(None, refused=NO_LENGTH)
-    rows = f"The table has {asked.longest:,} rows; positions beyond read whatever memory follows it."
+    rows = f"The table has {config.longest:,} rows, and larger positions read the memory behind it."
     if trained is None:
-        note = "It never scales: max_trained_positions, which is not given, is taken to be max_position_embeddings."
-        return Answer(asked.scaled(None), notes=(note, rows))
+        note = "It never scales, because max_trained_positions is not given and defaults to max_position_embeddings."
+        return Answer(config.scaled(None), notes=(note, rows))
     number = finite(trained)
     if number is None or number <= 0.0:
         return Answer(None, refused="max_trained_positions must be a number above 0")
-    alpha = scaling.factor * asked.longest / number - (scaling.factor - 1)
+    alpha = scaling.factor * config.longest / number - (scaling.factor - 1)
     if alpha < 1.0:
-        return Answer(None, refused="max_trained_positions is greater than max_position_embeddings: not described")
-    note = "The base is stretched once, for max_position_embeddings over max_trained_positions, at every length."
-    return Answer(asked.scaled(NTK(alpha=alpha)), notes=(note, rows))
+        larger = "max_trained_positions is greater than max_position_embeddings"
+        return Answer(None, refused=f"{larger}, which is not described here")
+    note = "The base is scaled once, by max_position_embeddings / max_trained_positions, for all lengths."
+    return Answer(config.scaled(NTK(alpha=alpha)), notes=(note, rows))
 
 
-def _yarn(asked: Asked, scaling: YaRN) -> Answer:
-    if asked.model_type in DEEPSEEK or asked.model_type == "axk1":
-        return _deepseek(asked, scaling)
-    if not asked.several_axes:
-        return Answer(asked.rope)
+def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
+    if config.model_type in DEEPSEEK or config.model_type == "axk1":
+        return _deepseek(config, scaling)
+    if not config.several_axes:
+        return Answer(config.rope)
     trained = scaling.original_max_position_embeddings
     note = (
-        f"With several positions for a token the ends of the ramp are computed from 4 · {trained:,} tokens, since the "
+        f"If tokens have several positions, the ends of the ramp are computed from 4 · {trained:,} tokens, because the "
         "length is multiplied before YaRN reads it."
     )
-    return Answer(asked.scaled(replace(scaling, original_max_position_embeddings=4 * trained)), notes=(note,))
+    return Answer(config.scaled(replace(scaling, original_max_position_embeddings=4 * trained)), notes=(note,))
 
 
-def _deepseek(asked: Asked, scaling: YaRN) -> Answer:
-    """DeepSeek's own class: the ratio of both mscales, 1 and 0 where they are missing; always rounded."""
+def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
+    """DeepSeek's own class: the factor is the ratio of both mscales (by default 1 and 0), and the ramp is rounded."""
     scaling = replace(scaling, truncate=True)
-    notes = ignoring(asked, "attention_factor", "truncate")
-    if asked.stated.get("attention_factor") == 1.0 and asked.stated.get("mscale_all_dim"):
+    notes = ignoring(config, "attention_factor", "truncate")
+    if config.stated.get("attention_factor") == 1.0 and config.stated.get("mscale_all_dim"):
         notes += ("An attention_factor of 1 also drops mscale_all_dim from the softmax scale.",)
     top = 1.0 if scaling.mscale is None else scaling.mscale
     factor = magnitude(scaling.factor, top) / magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
-    return Answer(asked.scaled(with_attention(scaling, factor)), notes=notes)
+    return Answer(config.scaled(with_attention(scaling, factor)), notes=notes)
 
 
-def _longrope(asked: Asked, scaling: LongRoPE) -> Answer:
+def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
-    if asked.rope.pairing != "half":
+    if config.rope.pairing != "half":
         return Answer(None, refused="its class takes the pairing half only (ValueError)")
-    made = longrope_by_lengths(asked, scaling, mscales=True)
-    if made is None:
+    scheme = longrope_by_lengths(config, scaling, mscales=True)
+    if scheme is None:
         return Answer(None, refused=NO_LENGTH)
     note = (
-        f"The list is chosen once, when the engine starts: the long one, for short sequences too, if max_model_len is "
-        f"above {length:,}. Its default is original_max_position_embeddings where that stands at the top of the config."
+        f"The list is chosen once, when the engine starts: the long one, even for short sequences, if max_model_len "
+        f"exceeds {length:,}. If original_max_position_embeddings is a top-level key of the config, it is the default."
     )
-    return Answer(asked.scaled(made), "the setting", (note,))
+    return Answer(config.scaled(scheme), "the setting", (note,))
 
 
 VLLM = Engine(
     name="vLLM",
     version="0.32.0",
-    table="Angles are float32 products; the table of cos and sin is rounded to the dtype of the model.",
+    table="Angles are float32 products. The table of cos and sin is rounded to the dtype of the model.",
     rules={
-        "default": Rule(f"{_FOLDER}/base.py", frozenset(), as_read),
+        "default": Rule(f"{_FOLDER}/base.py", frozenset(), unchanged),
         "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", frozenset({"factor"}), linear),
-        "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py", frozenset({"alpha"}), as_read),
+        "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py", frozenset({"alpha"}), unchanged),
         "dynamic": Rule(
             f"{_FOLDER}/dynamic_ntk_scaling_rope.py", frozenset({"factor", "max_trained_positions"}), _dynamic
         ),
@@ -116,10 +117,10 @@ VLLM = Engine(
             _longrope,
         ),
         "llama3": Rule(
-            f"{_FOLDER}/llama3_rope.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), as_read
+            f"{_FOLDER}/llama3_rope.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged
         ),
         "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", frozenset(), proportional),
     },
     unknown="get_rope: Unknown RoPE scaling type (ValueError)",
-    query_scale="it reads llama_4_scaling of Mistral's params.json, not llama_4_scaling_beta of config.json",
+    query_scale="it reads llama_4_scaling from Mistral's params.json, not llama_4_scaling_beta from config.json",
 )
