@@ -40,7 +40,7 @@ class TestAdapters:
     def test_only_what_makes_outputs_moves(self, model: Path, tmp_path: Path) -> None:
         old = write_adapter(tmp_path / "a", base_model_name_or_path=str(model))
         said = run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--verify")
-        assert "note: The adapter fits a model whose q and k are interleaved now" in said
+        assert "note: The adapter now fits a model whose q and k are interleaved" in said
         new = load_file(tmp_path / "b" / "adapter_model.safetensors")
         for name, tensor in old.items():
             moves = ("q_proj" in name or "k_proj" in name) and "lora_A" not in name
@@ -58,7 +58,9 @@ class TestAdapters:
 
     def test_the_config_of_its_model(self, model: Path, tmp_path: Path) -> None:
         write_adapter(tmp_path / "a", base_model_name_or_path="someone/else")
-        match = "the config of the model that an adapter is for must be here, got 'someone/else'"
+        match = (
+            "base_model_name_or_path of the adapter must be a folder with the config of its model, got 'someone/else'"
+        )
         refused(match, tmp_path / "a", tmp_path / "b", "--to", "interleaved", target=model)
         run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--base-config", model)
         run(tmp_path / "b", tmp_path / "c", "--to", "half", "--base-config", model / "config.json")

@@ -1,4 +1,4 @@
-"""`ropewalk convert`: what it writes and says, that it goes on, and that --verify finds what is wrong."""
+"""`ropewalk convert`: what it writes and prints, that it continues, and that --verify finds wrong results."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class TestWhatItWrites:
             else:
                 assert json.loads((tmp_path / "c" / name).read_text()) == json.loads((source / name).read_text())
 
-    def test_it_says_that_transformers_does_not_know(self, model: Path, tmp_path: Path) -> None:
+    def test_a_note_about_other_programs(self, model: Path, tmp_path: Path) -> None:
         said = run(model, tmp_path / "b", "--to", "interleaved")
-        assert "note: Nobody but ropewalk knows: code for llama (transformers, vLLM, llama.cpp) rotates as half" in said
+        assert "note: Other programs give wrong results with these weights: code for llama (transformers, vLLM" in said
+        assert "always rotates with the pairing half" in said
         assert json.loads((tmp_path / "b" / "config.json").read_text())["ropewalk_pairing"] == "interleaved"
         ropes = from_config(tmp_path / "b")
         assert ropes.rope.pairing == "interleaved"
         assert "ropewalk_pairing" in ropes.origins["pairing"]
-        assert "Nobody but" not in run(tmp_path / "b", tmp_path / "c", "--to", "half")
+        assert "Other programs" not in run(tmp_path / "b", tmp_path / "c", "--to", "half")
 
     def test_dry_run(self, model: Path, tmp_path: Path) -> None:
         said = run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
@@ -95,7 +96,7 @@ class TestWhatItWrites:
         assert torch.equal(moved[1], weights()[q][4])
 
     def test_a_model_type_that_no_test_runs(self, model: Path, tmp_path: Path) -> None:
-        note = "note: No model of type yuan was run by ropewalk's tests"
+        note = "note: ropewalk's tests run no model of type yuan"
         source = write_model(tmp_path / "a", config={**CONFIG, "model_type": "yuan"})
         assert note in run(source, tmp_path / "b", "--to", "interleaved", "--dry-run", "--ignore", "rope_theta")
         assert "was run by" not in run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
@@ -113,7 +114,7 @@ class TestVerify:
             return np.sort(found) if wrong == "still" else found.argsort()
 
         monkeypatch.setattr(layouts, "channels", channels)
-        match = "layer 0 must be the same attention before and after, got scores that differ by"
+        match = "layer 0 must give the same attention before and after, got scores that differ by"
         said = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
         assert match in said
         assert os.listdir(tmp_path) == ["model"]
@@ -131,7 +132,7 @@ class TestVerify:
 
         monkeypatch.setattr(raw, "chunks", damaged)
         said = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
-        assert "got other bytes in rows that do not rotate" in said
+        assert "got other bytes in rows that are not rotated" in said
         assert os.listdir(tmp_path) == ["model"]
 
 
@@ -182,7 +183,7 @@ def test_verify_reads_what_was_written(model: Path, tmp_path: Path) -> None:
     tensors = load_file(file)
     name = "model.layers.1.self_attn.k_proj.weight"
     save_file(tensors | {name: tensors[name].flip(0)}, file)
-    with pytest.raises(RopeError, match=r"layer 1 must be the same attention"):
+    with pytest.raises(RopeError, match=r"layer 1 must give the same attention"):
         verify(plan, tmp_path / "b", lambda _: None)
 
 
@@ -193,7 +194,7 @@ def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
         said = run(model, tmp_path / "b", "--to", "interleaved", status=1)
-    assert "must be a place where files can be written, got No space left on device. Make room" in said
+    assert "must be writable, got No space left on device. Free some space" in said
     assert not (tmp_path / "b").exists()
     run(model, tmp_path / "b", "--to", "interleaved")
     assert sorted(os.listdir(tmp_path)) == ["b", "model"]

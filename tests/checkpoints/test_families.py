@@ -41,13 +41,13 @@ WAYS: dict[str, dict[str, Any]] = {
 REFUSED = {
     "deepseek_v32": "deepseek_v32 must have one rope in each layer, got a second",
     "glm_moe_dsa": "glm_moe_dsa must have one rope in each layer, got a second",
-    "hrm_text": "every tensor of an attention must be one that is known, got model.H_module.layers.0.attn.gqkv_proj",
-    "hy_v4": "every tensor of an attention must be one that is known, got .*indexer",
-    "jetmoe": "every tensor of an attention must be one that is known, got .*experts",
-    "longcat_flash": "every tensor of an attention must be one that is known, got model.layers.0.self_attn.0",
+    "hrm_text": "every tensor of an attention must be known, got model.H_module.layers.0.attn.gqkv_proj",
+    "hy_v4": "every tensor of an attention must be known, got .*indexer",
+    "jetmoe": "every tensor of an attention must be known, got .*experts",
+    "longcat_flash": "every tensor of an attention must be known, got model.layers.0.self_attn.0",
 }
 OWN_KEY = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
-"""Models that rotate by a key of their config."""
+"""Models that read the pairing from a key of their config."""
 
 
 def there_and_back(name: str, folder: Path, **changes: Any) -> None:
@@ -101,5 +101,5 @@ def test_refused(name: str, tmp_path: Path) -> None:
         convert()
 
 
-def test_models_that_are_said_to_be_run_are() -> None:
+def test_proven_models_are_run() -> None:
     assert {name.partition(":")[0] for name in tiny_models.MODELS if name not in REFUSED} == PROVEN

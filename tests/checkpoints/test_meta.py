@@ -52,18 +52,21 @@ class TestMeta:
     @pytest.mark.parametrize(
         ("changes", "match"),
         [
-            ({"model_type": "mistral"}, "Meta's format is for Llama, got 'mistral'"),
+            ({"model_type": "mistral"}, "the model must be a Llama for Meta's format, got 'mistral'"),
             ({"attention_bias": True}, "attention_bias must be False, got True"),
-            ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "no scaling but Llama 3.1's"),
+            (
+                {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+                "the scaling must be Llama 3.1's for Meta's format",
+            ),
         ],
     )
-    def test_what_meta_has_not(self, changes: dict[str, Any], match: str, tmp_path: Path) -> None:
+    def test_models_that_meta_does_not_support(self, changes: dict[str, Any], match: str, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", config=CONFIG | changes)
         refused(match, source, tmp_path / "b", "--to", "interleaved", "--format", "meta", target=source)
 
-    def test_the_length_must_be_said(self, tmp_path: Path) -> None:
+    def test_the_length_is_required(self, tmp_path: Path) -> None:
         source = self.meta(tmp_path / "a", self.tensors(tmp_path))
-        refused("max_positions must be given", source, tmp_path / "b", "--to", "half", target=source)
+        refused("max_positions must be passed", source, tmp_path / "b", "--to", "half", target=source)
         said = run(source, tmp_path / "b", "--to", "half", "--max-positions", 64)
         assert "note: The tokenizer is not converted" in said
 

@@ -46,7 +46,7 @@ class TestQuantised:
             tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // block), columns // 16)
         save_file(tensors, source / "model.safetensors")
         if not fits:
-            match = f"reach over the blocks of {block} rows that share a scale"
+            match = f"extend across blocks of {block} rows that share a scale"
             refused(match, source, tmp_path / "b", "--to", "interleaved", target=source)
             return
         run(source, tmp_path / "b", "--to", "interleaved", "--verify")

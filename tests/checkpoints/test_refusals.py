@@ -34,17 +34,17 @@ def damage(file: Path, change: Callable[[dict[str, Any]], None], *, cut: int = 0
 class TestRefusals:
     def test_twice(self, model: Path, tmp_path: Path) -> None:
         target = tmp_path / "b"
-        refused("in another pairing than 'half', got 'half'", model, target, "--to", "half", target=target)
+        refused("must have another pairing than 'half', got 'half'", model, target, "--to", "half", target=target)
         run(model, target, "--to", "interleaved")
         again = tmp_path / "c"
         refused("than 'interleaved', got 'interleaved'", target, again, "--to", "interleaved", target=again)
 
     @pytest.mark.parametrize("place", [".", "inside", "../model"])
     def test_onto_the_source(self, place: str, model: Path) -> None:
-        refused("DST must be a folder beside SRC", model, model / place, "--to", "interleaved", target=model)
+        refused("DST must be a folder outside of SRC", model, model / place, "--to", "interleaved", target=model)
 
     def test_a_folder_around_the_source(self, model: Path, tmp_path: Path) -> None:
-        refused("DST must be a folder beside SRC", model, tmp_path, "--to", "interleaved", target=model)
+        refused("DST must be a folder outside of SRC", model, tmp_path, "--to", "interleaved", target=model)
 
     def test_a_target_that_exists(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "b").write_text("")
@@ -61,7 +61,7 @@ class TestRefusals:
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
-    def test_an_index_that_is_none(self, text: str, tmp_path: Path) -> None:
+    def test_an_invalid_index(self, text: str, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", shards=2)
         (source / "model.safetensors.index.json").write_text(text)
         match = "must be JSON with a weight_map"
@@ -85,10 +85,10 @@ class TestRefusals:
             write_model(tmp_path / f"cut-{cut}")
             source = tmp_path / f"cut-{cut}"
             damage(source / "model.safetensors", lambda header: None, cut=cut)
-            match = "must be a whole safetensors file, got one that is cut off or broken"
+            match = "must be a complete safetensors file, got a truncated or damaged one"
             refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
-    def test_a_dtype_that_nobody_knows(self, model: Path, tmp_path: Path) -> None:
+    def test_an_unknown_dtype(self, model: Path, tmp_path: Path) -> None:
         def change(header: dict[str, Any]) -> None:
             header["lm_head.weight"]["dtype"] = "F13"
 
@@ -112,8 +112,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("heads", "keys", "match"),
         [
-            (4, 0, "the config must say sizes of at least 1"),
-            (4, -2, "the config must say sizes of at least 1"),
+            (4, 0, "the config must state sizes of at least 1"),
+            (4, -2, "the config must state sizes of at least 1"),
             (4, 3, "the number of heads of q must be a multiple of that of k"),
             (10**12, 2, "rows by its config, got the shape"),  # no list of them is made
             (4, 4, "rows by its config, got the shape"),
@@ -137,12 +137,12 @@ class TestRefusals:
             source = write_model(tmp_path / "a", config={**CONFIG, "num_hidden_layers": 3})
         else:
             source = write_model(tmp_path / "a", **{missing: None})
-        match = "the weights of all"
+        match = "must hold the weights of all"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_layers_too_many(self, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", config={**CONFIG, "num_hidden_layers": 1})
-        match = "the layers must be those of the config, 1"
+        match = "the weights must have as many layers as the config, 1"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_layers_that_predict_further_tokens(self, tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ class TestRefusals:
         said = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
         assert "rows move in 4 tensors" in said
 
-    def test_a_tensor_that_nobody_knows(self, tmp_path: Path) -> None:
+    def test_an_unknown_tensor(self, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", model__layers__0__self_attn__q_extra__weight=torch.ones(32, 32))
-        match = "must be one that is known, got model.layers.0.self_attn.q_extra.weight"
+        match = "must be known, got model.layers.0.self_attn.q_extra.weight"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_two_stacks(self, tmp_path: Path) -> None:
@@ -176,11 +176,16 @@ class TestRefusals:
     def test_options_for_other_kinds(self, option: str, model: Path, tmp_path: Path) -> None:
         refused("only, got", model, tmp_path / "b", "--to", "interleaved", option, target=tmp_path / "b")
 
-    def test_too_little_room(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_little_space(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         usage = type("Usage", (), {"free": 1000})
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         refused(
-            "must have room for 33,088 bytes, got 1,000", model, tmp_path / "b", "--to", "interleaved", target=model
+            "must have 33,088 bytes of free space, got 1,000",
+            model,
+            tmp_path / "b",
+            "--to",
+            "interleaved",
+            target=model,
         )
 
     def test_a_model_without_rope(self, tmp_path: Path) -> None:

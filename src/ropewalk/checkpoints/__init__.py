@@ -1,10 +1,11 @@
-"""Checkpoints between pairings and formats: `ropewalk convert`.
+"""Convert checkpoints between pairings and formats: `ropewalk convert`.
 
     folder ──► read ──► Checkpoint ──► plan ──► Plan ──► write ──► folder
                model.py                plan.py           write.py
 
-`raw` has tensors as rows of bytes, `shards` safetensors, `pth` Meta's files, `layouts` which rows are q and k, `meta`
-the names and the config of Meta's format, `verify` the proof. Nothing is loaded but the rows that are just being moved.
+`raw` reads tensors as rows of bytes, `shards` handles safetensors, `pth` Meta's files, `layouts` finds the rows of q
+and k, `meta` converts names and configs of Meta's format, and `verify` checks the result. Only the rows that are being
+moved are in memory.
 """
 
 from __future__ import annotations

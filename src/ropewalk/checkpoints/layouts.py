@@ -1,6 +1,6 @@
-"""Which rows of which tensors are heads of q and of k: by the names and shapes of a model's attention.
+"""Find the rows of the heads of q and k in the tensors of an attention, by their names and shapes.
 
-A tensor beside q and k that nobody knows is refused: left where it is, it could be what makes the result wrong.
+Unknown tensors of an attention are refused, because leaving their rows in place could make the result wrong.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Role = Literal["q", "k"]
 
 @dataclass(frozen=True)
 class Part:
-    """The rotated rows of q or of k in a tensor.
+    """The rotated rows of q or of k in one tensor.
 
     Args:
-        layer: its number, from 0.
+        layer: the index of the layer.
         role: "q" or "k".
-        kind: "proj" (a matrix, or what is added to its output), "norm" (what multiplies or is added afterwards).
+        kind: "proj" for a projection or its bias, "norm" for the weight or bias of a norm after the projection.
         starts: the first rotated row of each head.
-        rotary_dim: how many rows of a head rotate.
+        rotary_dim: the number of rotated rows of each head.
     """
 
     layer: int
@@ -40,13 +40,13 @@ class Part:
 
 
 def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
-    """Where the rotated channels of a head come from: channel c of the pairing `to` is channel `[c]` of the other."""
+    """Permute the rotated channels of a head: channel c in the pairing `to` is channel `[c]` in the other."""
     by_pairs = np.arange(rotary_dim).reshape(-1, 2)
     return by_pairs.T.ravel() if to == "half" else np.arange(rotary_dim).reshape(2, -1).T.ravel()
 
 
 def order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
-    """Where each row of a tensor comes from: rows in which no head rotates stay."""
+    """The permutation of the rows of a tensor. Rows that are not rotated stay in place."""
     result = np.arange(rows)
     for part in parts:
         moved = channels(part.rotary_dim, to)
@@ -57,13 +57,14 @@ def order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of the attention in one layer.
+    """The sizes of the attention in one layer.
 
     Args:
-        rope: what rotates its q and k.
-        queries, keys: how many heads of each; None where the config does not say.
-        width: channels of the model; None where the config does not say.
-        latent: channels of the compressed keys and values before the rotated part of k, in latent attention.
+        rope: the rope of the layer.
+        queries, keys: the number of heads of q and k. None if the config does not state it.
+        width: the number of channels of the model. None if the config does not state it.
+        latent: the number of channels of the compressed keys and values, which precede the rotated part of k in latent
+            attention. None in other attentions.
     """
 
     rope: Rope
@@ -87,7 +88,7 @@ _STILL = frozenset(
      "attn_out", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "A", "dt_proj",
      "linear_y", "linear_x", "linear_out", "conv_1d", "rg_lru"}
 )  # fmt: skip
-"""Tensors of an attention that keep their rows. `bias` and `masked_bias` alone are masks of GPT-J and GPT-NeoX."""
+"""Tensors of an attention that keep their rows. A bare `bias` or `masked_bias` is a mask of GPT-J or GPT-NeoX."""
 _BY_OUTPUT = frozenset({"weight", "bias", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
 _BY_OUTPUT_TOO = "lora_magnitude_vector.weight"
 _ADAPTER_STILL = frozenset({"lora_A.weight"})
@@ -98,20 +99,20 @@ def _concatenated(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
     return {"q": [i * head for i in range(queries)], "k": [(queries + i) * head for i in range(keys)]}
 
 
-def _each(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Head by head: its q, its k, its v (GPT-NeoX, Persimmon)."""
+def _by_head(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
+    """For each head: its q, its k, its v (GPT-NeoX, Persimmon)."""
     return {"q": [3 * i * head for i in range(queries)], "k": [(3 * i + 1) * head for i in range(queries)]}
 
 
-def _grouped(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Group by group: the heads of q that share a k, that k, its v (Falcon's new decoder)."""
+def _by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
+    """For each group: the heads of q that share a k, that k, its v (Falcon's new decoder)."""
     share = queries // keys
     group = [(i * (share + 2)) * head for i in range(keys)]
     return {"q": [g + j * head for g in group for j in range(share)], "k": [g + share * head for g in group]}
 
 
 def _codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Four blocks, each of a quarter of q, of v and of k."""
+    """Four blocks, each with a quarter of q, a quarter of v and a quarter of k (CodeGen)."""
     quarter = queries // 4
     starts = [block * 3 * quarter + i for block in range(4) for i in range(quarter)]
     return {"q": [s * head for s in starts], "k": [(s + 2 * quarter) * head for s in starts]}
@@ -119,8 +120,8 @@ def _codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
 
 def _falcon(config: Mapping[str, Any]) -> Callable[[int, int, int], dict[Role, list[int]]]:
     if config.get("new_decoder_architecture", False):
-        return _grouped
-    return _concatenated if config.get("multi_query", True) else _each
+        return _by_group
+    return _concatenated if config.get("multi_query", True) else _by_head
 
 
 _Fusion = Callable[[Mapping[str, Any]], Callable[[int, int, int], dict[Role, list[int]]]]
@@ -131,20 +132,20 @@ FUSED: dict[str, tuple[str, _Fusion]] = {
     "nomic_bert": ("Wqkv", lambda config: _concatenated),
     "jina_embeddings_v3": ("Wqkv", lambda config: _concatenated),
     "gte": ("qkv_proj", lambda config: _concatenated),
-    "gpt_neox": ("query_key_value", lambda config: _each),
-    "gpt_neox_japanese": ("query_key_value", lambda config: _each),
-    "persimmon": ("query_key_value", lambda config: _each),
+    "gpt_neox": ("query_key_value", lambda config: _by_head),
+    "gpt_neox_japanese": ("query_key_value", lambda config: _by_head),
+    "persimmon": ("query_key_value", lambda config: _by_head),
     "falcon": ("query_key_value", _falcon),
     "codegen": ("qkv_proj", lambda config: _codegen),
 }
-"""model_type → the tensor that holds q, k and v, and in which order, as transformers 5.23 takes it apart."""
+"""model_type → the tensor that holds q, k and v, and their order in it, as transformers 5.23 splits it."""
 _GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Models in whose q_proj a gate stands behind each head."""
+"""Models whose q_proj contains a gate after each head."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a tensor stands: what is before its layers, the number of its layer, and its name in the attention."""
+class Location:
+    """The location of a tensor: the prefix of its layers, the index of its layer, and its name in the attention."""
 
     stack: str
     layer: int
@@ -163,26 +164,26 @@ _RUN = (
     "starcoder2 ultrabert vaultgemma youtu "
 )
 PROVEN = frozenset(_RUN.split())
-"""Models whose converted weights gave the same logits in the code of transformers 5.23, run by tests/checkpoints."""
+"""Models for which tests/checkpoints compare the logits of converted weights, with the code of transformers 5.23."""
 
 
-def place(name: str) -> Place | None:
-    """The place of a tensor; None for one that is in no layer. `rest` is None for one that is in no attention."""
+def locate(name: str) -> Location | None:
+    """Locate a tensor. None if it is not part of a layer. `rest` is None if it is not part of an attention."""
     match = _NAME.fullmatch(name)
-    return None if match is None else Place(match["stack"], int(match["layer"]), match["rest"])
+    return None if match is None else Location(match["stack"], int(match["layer"]), match["rest"])
 
 
-def parts(name: str, shape: tuple[int, ...], at: Place, heads: Heads, config: Mapping[str, Any]) -> list[Part]:
-    """The rotated rows of one tensor of an attention; [] where none are.
+def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config: Mapping[str, Any]) -> list[Part]:
+    """The rotated rows of one tensor of an attention, or [] if none are rotated.
 
     Args:
-        name, shape: of the tensor.
-        at: its place, in an attention.
-        heads: the sizes of that layer.
-        config: of the model.
+        name, shape: the name and shape of the tensor.
+        at: its location, in an attention.
+        heads: the sizes of the attention in its layer.
+        config: the config of the model.
 
     Raises:
-        RopeError: nobody knows the tensor, or its shape does not fit the config.
+        RopeError: the tensor is unknown, or its shape does not fit the config.
     """
     module, _, parameter = (at.rest or "").partition(".")
     fused, fusion = FUSED.get(str(config.get("model_type")), ("", None))
@@ -192,22 +193,22 @@ def parts(name: str, shape: tuple[int, ...], at: Place, heads: Heads, config: Ma
         return _norm(name, shape, at.layer, _NORMS[module], parameter, heads)
     latent = module in ("q_b_proj", "kv_a_proj_with_mqa") or (module == "q_proj" and heads.latent is not None)
     if not latent and module not in ("q_proj", "k_proj", fused):
-        cure = "Its rows may have to move too: open an issue with the model's name."
-        raise _checks.error("convert", "every tensor of an attention must be one that is known", name, cure)
+        fix = "Its rows may have to move as well. Open an issue with the name of the model."
+        raise _checks.error("convert", "every tensor of an attention must be known", name, fix)
     if parameter not in _BY_OUTPUT and parameter != _BY_OUTPUT_TOO:
-        cure = "Convert the weights before they are quantised."
-        raise _checks.error("convert", "q and k must be plain weights, or those of a LoRA adapter", name, cure)
+        fix = "Convert the weights before they are quantised."
+        raise _checks.error("convert", "q and k must be plain weights, or those of a LoRA adapter", name, fix)
     rope, whole = heads.rope, heads.rope.head_dim
-    queries, keys = _counted(name, heads)
+    queries, keys = _check_counts(name, heads)
     role: Role = "k" if module in ("k_proj", "kv_a_proj_with_mqa") else "q"
     stride, count = whole, queries if role == "q" else keys
     if module == "kv_a_proj_with_mqa":
         rows = None if heads.latent is None else heads.latent + rope.rotary_dim
     elif fusion is not None and module == fused:
         if queries is None or keys is None:
-            must = f"the config must say how many heads {name} has"
-            raise _checks.error("convert", must, "nothing about it", "Add num_attention_heads and num_key_value_heads.")
-        rows = (queries + 2 * (queries if fusion(config) in (_each, _codegen) else keys)) * whole
+            must = f"the config must state the number of heads of {name}"
+            raise _checks.error("convert", must, "none", "Add num_attention_heads and num_key_value_heads.")
+        rows = (queries + 2 * (queries if fusion(config) in (_by_head, _codegen) else keys)) * whole
     else:
         stride = 2 * whole if role == "q" and config.get("model_type") in _GATED else whole
         count = count if count is not None else shape[0] // stride if shape else 0
@@ -230,7 +231,7 @@ def parts(name: str, shape: tuple[int, ...], at: Place, heads: Heads, config: Ma
 
 
 def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: str, heads: Heads) -> list[Part]:
-    """Weights of a norm over each head, the same for all or one for each, or over all heads at once."""
+    """The rotated rows of a norm: one norm for all heads, one for each head, or one over all heads together."""
     rope, numbers = heads.rope, int(np.prod(shape, dtype=object))
     if one := re.fullmatch(r"norms\.\d+\.(weight|bias)", parameter):  # StableLM has a norm for each head
         parameter = one[1]
@@ -242,18 +243,20 @@ def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: 
     return [Part(layer, role, "norm", tuple(starts), rope.rotary_dim)]
 
 
-def _counted(name: str, heads: Heads) -> tuple[int | None, int | None]:
-    """The numbers of heads, as far as the config says them: at least 1, and each k for as many q as every other."""
+def _check_counts(name: str, heads: Heads) -> tuple[int | None, int | None]:
+    """Check the numbers of heads of q and k, and return them. None if the config does not state them."""
     queries, keys = heads.queries, heads.keys
     if any(count is not None and count < 1 for count in (queries, keys, heads.latent)):
-        must, came = f"the config must say sizes of at least 1 for {name}", f"{queries}, {keys}, {heads.latent}"
-        raise _checks.error("convert", must, came, "Is it the config of these weights?")
+        must, came = f"the config must state sizes of at least 1 for {name}", f"{queries}, {keys}, {heads.latent}"
+        raise _checks.error("convert", must, came, _OTHER_CONFIG)
     if queries is not None and keys is not None and queries % keys:
         must, came = f"the number of heads of q must be a multiple of that of k for {name}", f"{queries} and {keys}"
-        raise _checks.error("convert", must, came, "Is it the config of these weights?")
+        raise _checks.error("convert", must, came, _OTHER_CONFIG)
     return queries, keys
 
 
+_OTHER_CONFIG = "Use the config that belongs to these weights."
+
+
 def _refuse_shape(name: str, shape: tuple[int, ...], wanted: str) -> None:
-    cure = "Is it the config of these weights?"
-    raise _checks.error("convert", f"{name} must have {wanted} by its config", f"the shape {shape}", cure)
+    raise _checks.error("convert", f"{name} must have {wanted} by its config", f"the shape {shape}", _OTHER_CONFIG)

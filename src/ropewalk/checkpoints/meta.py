@@ -1,4 +1,4 @@
-"""Meta's Llama and Hugging Face's: names of tensors, and params.json ↔ config.json.
+"""Convert between Meta's and Hugging Face's Llama: the names of tensors, and params.json ↔ config.json.
 
 Source: meta-llama/llama-models at a9c89c47, models/llama3/model.py and args.py.
 """
@@ -17,7 +17,7 @@ from ropewalk.configs.read import from_config
 from ropewalk.schemes import Llama3
 
 FREQUENCIES = "rope.freqs"
-"""What Meta's older files hold though it can be computed."""
+"""A tensor of Meta's older files, which is not converted because it can be computed."""
 
 _TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -41,58 +41,58 @@ _PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pre
 
 
 def hugging_face_name(name: str) -> str:
-    """The name that Hugging Face gives a tensor of Meta's.
+    """Hugging Face's name of a tensor of Meta's Llama.
 
     Raises:
-        RopeError: it is none of Meta's Llama.
+        RopeError: Meta's Llama has no tensor of this name.
     """
     if name in _TOP:
         return _TOP[name]
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if match is None or match[2] not in _IN_LAYER:
-        cure = "Mixtures of experts, adapters and vision layers are not converted between the two formats."
-        raise _checks.error("convert", "every tensor must be one of Meta's Llama", name, cure)
+        fix = "Mixtures of experts, adapters and vision layers cannot be converted between the two formats."
+        raise _checks.error("convert", "every tensor must be one of Meta's Llama", name, fix)
     return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.weight"
 
 
 def meta_name(name: str) -> str | None:
-    """The name that Meta gives a tensor of Hugging Face's Llama; None for one that can be computed.
+    """Meta's name of a tensor of Hugging Face's Llama. None for a tensor that can be computed.
 
     Raises:
-        RopeError: it is none of Llama.
+        RopeError: Llama has no tensor of this name.
     """
     if name.endswith(_OLD_BUFFER):
         return None
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
     inner = name if match is None else match[2]
     if inner not in _TO_META:
-        cure = "Meta's format has no such tensor: convert within Hugging Face's, with --format hf."
-        raise _checks.error("convert", "every tensor must be one of Llama", name, cure)
+        fix = "Meta's format has no such tensor. Use --format hf."
+        raise _checks.error("convert", "every tensor must be one of Llama", name, fix)
     return _TO_META[inner] if match is None else f"layers.{match[1]}.{_TO_META[inner]}.weight"
 
 
 def to_hugging_face(
     params: Mapping[str, Any], ropes: ModelRopes, tensors: Mapping[str, Tensor], max_positions: int | None
 ) -> dict[str, Any]:
-    """A config.json of Llama from params.json, and from the shapes of the tensors where it is silent.
+    """Write a config.json of Llama from params.json and, for missing sizes, from the shapes of the tensors.
 
     Args:
         params: the content of params.json.
-        ropes: what it means.
-        tensors: by Meta's names.
-        max_positions: `max_position_embeddings`, in tokens, which Meta's format does not carry.
+        ropes: the ropes of params.json.
+        tensors: the tensors by Meta's names.
+        max_positions: `max_position_embeddings` in tokens, which Meta's format does not contain.
 
     Raises:
-        RopeError: a size is missing, or max_positions is.
+        RopeError: a size or max_positions is missing.
     """
     who = "convert"
     if max_positions is None:
-        cure = "Pass --max-positions: 2048 for Llama 1, 4096 for 2, 8192 for 3, 131072 from 3.1 on."
-        raise _checks.error(who, "max_positions must be given, since params.json does not carry it", "none", cure)
+        fix = "Pass --max-positions: 2048 for Llama 1, 4096 for 2, 8192 for 3, 131072 from 3.1 on."
+        raise _checks.error(who, "max_positions must be passed, because params.json does not contain it", "none", fix)
     shapes = {}
     for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
         if name not in tensors or len(tensors[name].shape) != 2:
-            raise _checks.error(who, f"the checkpoint must hold {name}", "none", "Is it a whole Llama?")
+            raise _checks.error(who, f"the checkpoint must hold {name}", "none", "Pass a complete Llama.")
         shapes[name] = tensors[name].shape
     rope, heads = ropes.rope, _checks.integer("params.json", "n_heads", params.get("n_heads"), at_least=1)
     keys = params.get("n_kv_heads")
@@ -128,25 +128,25 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
-    """A params.json from the config.json of a Llama.
+    """Write a params.json from the config.json of a Llama.
 
     Raises:
-        RopeError: Meta's code has no such model.
+        RopeError: Meta's code does not support this model.
     """
     if config.get("model_type") != "llama":
-        cure = "Convert within Hugging Face's format, with --format hf."
-        raise _checks.error("convert", "Meta's format is for Llama", _checks.shown(config.get("model_type")), cure)
+        must, fix = "the model must be a Llama for Meta's format", "Use --format hf."
+        raise _checks.error("convert", must, _checks.shown(config.get("model_type")), fix)
     for key, wanted in _PLAIN.items():
         if config.get(key, wanted) != wanted:
-            cure = "Meta's code has nothing else: convert with --format hf."
-            raise _checks.error("convert", f"{key} must be {wanted!r}", _checks.shown(config[key]), cure)
+            fix = "Meta's code supports no other value. Use --format hf."
+            raise _checks.error("convert", f"{key} must be {wanted!r}", _checks.shown(config[key]), fix)
     rope, sizes = ropes.rope, {}
     for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         sizes[key] = _checks.integer("config.json", key, config.get(key), at_least=1)
     dim, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if rope.head_dim * heads != dim or rope.rotary_dim != rope.head_dim:
-        must = f"a head must have hidden_size / num_attention_heads = {dim / heads:g} channels, which all rotate"
-        raise _checks.error("convert", must, repr(rope), "Meta's code has no other: convert with --format hf.")
+        must = f"a head must have hidden_size / num_attention_heads = {dim / heads:g} channels, all rotated"
+        raise _checks.error("convert", must, repr(rope), "Meta's code supports no other heads. Use --format hf.")
     multiple, multiplier = _feed_forward(dim, sizes["intermediate_size"])
     params: dict[str, Any] = {
         "dim": dim,
@@ -163,18 +163,19 @@ def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
         factor = getattr(rope.scaling, "factor", 1.0)
         of_meta = Llama3(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
         if rope.scaling != of_meta:
-            cure = "Convert with --format hf."
-            raise _checks.error("convert", "Meta's code has no scaling but Llama 3.1's", repr(rope.scaling), cure)
+            must, fix = "the scaling must be Llama 3.1's for Meta's format", "Use --format hf."
+            raise _checks.error("convert", must, repr(rope.scaling), fix)
         params |= {"use_scaled_rope": True, "rope_scaling_factor": factor}
     written = from_config(params).rope
     if (written.base, written.scaling, written.head_dim) != (rope.base, rope.scaling, rope.head_dim):
-        raise _checks.error("convert", "params.json must be able to say the rope", repr(rope), "Use --format hf.")
+        raise _checks.error("convert", "params.json must be able to state the rope", repr(rope), "Use --format hf.")
     return params
 
 
 def _feed_forward(dim: int, inner: int) -> tuple[int, float | None]:
-    """`multiple_of` and `ffn_dim_multiplier` with which Meta's code comes to a width: two thirds of 4 · dim, times the
-    multiplier, up to the next multiple.
+    """The `multiple_of` and `ffn_dim_multiplier` from which Meta's code computes the width `inner`.
+
+    Its formula is two thirds of 4 · dim, times the multiplier, rounded up to the next multiple.
     """
     usual = int(2 * (4 * dim) / 3)
     multiple = math.gcd(inner, 4096)

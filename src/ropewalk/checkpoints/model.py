@@ -1,4 +1,4 @@
-"""A checkpoint that was read: its tensors by the names of Hugging Face, its config and its ropes. None is loaded."""
+"""Read a checkpoint: its config, its ropes, and its tensors by Hugging Face's names. No tensor is loaded."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", "
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What stands in a folder.
+    """A checkpoint in a folder.
 
     Args:
-        folder: where it was read.
+        folder: the folder.
         form: "hf", "meta" or "adapter".
-        config: of the model in Hugging Face's words; for an adapter that of its base.
-        own_config: what is written beside the weights: the config, or that of the adapter.
-        ropes: what the config means.
+        config: the config of the model in Hugging Face's schema. For an adapter, the config of its base model.
+        own_config: the config that belongs to the weights: that of the model, or that of the adapter.
+        ropes: the ropes of the config.
         pairing: the pairing of these weights.
         native: the pairing with which the code of this model_type rotates.
-        files: file → its tensors by the names of Hugging Face, in the order of their bytes.
+        files: file → its tensors by Hugging Face's names, in the order of their bytes.
         metadata: file → its safetensors metadata.
-        beside: other files of the folder that belong to the model: tokenizer, code.
-        left: other weights of the folder, which are not part of what was read.
+        beside: other files of the folder that belong to the model, such as its tokenizer and code.
+        left: other weights in the folder, which were not read.
     """
 
     folder: Path
@@ -58,11 +58,11 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """As the config says."""
+        """The model_type of the config."""
         return str(self.config.get("model_type"))
 
     def first(self, keys: Collection[str]) -> int | None:
-        """The first of these keys of the config that is an integer."""
+        """The value of the first of these keys that is an integer in the config, or None."""
         found = (self.config.get(key) for key in keys)
         return next((value for value in found if type(value) is int), None)
 
@@ -76,28 +76,28 @@ def read(
     max_positions: int | None = None,
     ignore: Collection[str] = (),
 ) -> Checkpoint:
-    """Read what is in a folder: headers and configs.
+    """Read the headers and configs of a checkpoint.
 
     Args:
-        folder: a model of Hugging Face, a LoRA adapter, or Meta's.
-        base_config: config of the model that an adapter is for.
-        pairing: for a model_type that ropewalk does not know.
-        factor: for Meta's params.json with `use_scaled_rope`.
-        max_positions: `max_position_embeddings` for a config made of Meta's params.json, in tokens.
-        ignore: keys of the config to read past.
+        folder: the folder of a Hugging Face model, of a LoRA adapter, or of Meta's Llama.
+        base_config: the config of the model that an adapter belongs to.
+        pairing: the pairing, for a model_type that ropewalk does not know.
+        factor: the scaling factor, for Meta's params.json with `use_scaled_rope`.
+        max_positions: the `max_position_embeddings` to write when converting from Meta's params.json, in tokens.
+        ignore: keys of the config to ignore.
 
     Raises:
-        RopeError: the folder is none of these, or not whole; an argument is for another kind.
+        RopeError: the folder holds none of these or is incomplete, or an argument is for another kind of checkpoint.
     """
     if not folder.is_dir():
-        cure = "Name the folder of a downloaded model."
-        raise _checks.error("convert", f"{folder} must be a folder", "a file" if folder.exists() else "nothing", cure)
+        came = "a file" if folder.exists() else "nothing"
+        raise _checks.error("convert", f"{folder} must be a folder", came, "Pass the folder of a downloaded model.")
     meta_form = (folder / "params.json").exists() and bool(list(folder.glob("consolidated.*.pth")))
     adapter_form = (folder / ADAPTER_CONFIG).exists()
     hf_form = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
     if sum((meta_form, adapter_form, hf_form)) > 1:
-        must, cure = f"{folder} must hold one checkpoint", "Move one of them to a folder of its own."
-        raise _checks.error("convert", must, "those of several formats", cure)
+        must, fix = f"{folder} must hold one checkpoint", "Move the others to another folder."
+        raise _checks.error("convert", must, "checkpoints of several formats", fix)
     _refuse(not meta_form, "factor", factor, "Meta's params.json")
     _refuse(not meta_form, "max_positions", max_positions, "Meta's params.json")
     _refuse(not adapter_form, "base_config", base_config, "a LoRA adapter")
@@ -111,7 +111,7 @@ def read(
         must = (
             f"{folder} must hold config.json and safetensors, params.json and consolidated.*.pth, or {ADAPTER_CONFIG}"
         )
-        raise _checks.error("convert", must, "none of these", "Name the folder of a downloaded model.")
+        raise _checks.error("convert", must, "none of these", "Pass the folder of a downloaded model.")
     config, ropes, own, native = _config(folder / "config.json", pairing, ignore)
     files, metadata = shards.tensors_of(folder)
     beside, left = _beside(folder, {*files, "config.json"})
@@ -120,33 +120,34 @@ def read(
 
 def _refuse(refused: bool, name: str, value: object, kind: str) -> None:
     if refused and value is not None:
-        raise _checks.error("convert", f"{name} is for {kind} only", _checks.shown(value), "Leave it out.")
+        raise _checks.error("convert", f"{name} is for {kind} only", _checks.shown(value), "Do not pass it.")
 
 
 def _config(
     file: Path, pairing: str | None, ignore: Collection[str]
 ) -> tuple[dict[str, Any], ModelRopes, Pairing, Pairing]:
-    """A config, what it means, the pairing of its weights, and that of the code of its model_type."""
+    """Return a config, its ropes, the pairing of its weights, and the pairing of the code of its model_type."""
     ropes = from_config(file, pairing=pairing, ignore=ignore)
     config = read_json(file)
     if ropes.config is None or ropes.config.get("model_type") != config.get("model_type"):
-        cure = "Convert its text model where that stands alone."
+        fix = "Convert a checkpoint that contains only its text model."
         raise _checks.error(
-            "convert", f"{file} must be of one text model", _checks.shown(config.get("model_type")), cure
+            "convert", f"{file} must be of one text model", _checks.shown(config.get("model_type")), fix
         )
     if ropes.vision is not None:
-        cure = "Its tower has tensors of the same names, which rotate otherwise: convert the text model alone."
-        raise _checks.error("convert", f"{file} must be of a text model", f"one with {ropes.vision.model_type}", cure)
+        fix = "Its vision tower has tensors of the same names with other ropes. Convert only the text model."
+        raise _checks.error("convert", f"{file} must be of a text model", f"one with {ropes.vision.model_type}", fix)
     if ropes.extra_ropes:
-        cure = "Its indexer rotates in another pairing with weights of its own: not supported yet."
-        raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second", cure)
+        fix = "Its indexer, which rotates its own weights with another pairing, is not supported yet."
+        raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second", fix)
     if ropes.rotates_values:
-        must = f"{ropes.model_type} must rotate q and k alone"
-        raise _checks.error("convert", must, "values that rotate as well", "Not supported yet.")
+        must = f"{ropes.model_type} must rotate only q and k"
+        raise _checks.error("convert", must, "values that are rotated as well", "This is not supported yet.")
     pairings: set[Pairing] = {rope.pairing for rope in ropes.layers if rope is not None}
     if len(pairings) != 1:
-        came = "none that does" if not pairings else " and ".join(sorted(pairings))
-        raise _checks.error("convert", f"the layers of {file} must rotate in one pairing", came, "Nothing to convert.")
+        came = "no layer that rotates" if not pairings else " and ".join(sorted(pairings))
+        fix = "There is nothing to convert." if not pairings else "Models with two pairings are not supported."
+        raise _checks.error("convert", f"all layers of {file} must rotate with one pairing", came, fix)
     own = pairings.pop()
     bare = {key: value for key, value in config.items() if key != MARK}
     native = next(r.pairing for r in from_config(bare, pairing=pairing, ignore=ignore).layers if r is not None)
@@ -156,13 +157,13 @@ def _config(
 def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore: Collection[str]) -> Checkpoint:
     own_config = read_json(folder / ADAPTER_CONFIG)
     if own_config.get("peft_type") != "LORA":
-        must, cure = f"{folder} must hold a LoRA adapter", "Merge it into its model, and convert that."
-        raise _checks.error("convert", must, f"peft_type {_checks.shown(own_config.get('peft_type'))}", cure)
+        must, fix = f"{folder} must hold a LoRA adapter", "Merge the adapter into its model, and convert the model."
+        raise _checks.error("convert", must, f"peft_type {_checks.shown(own_config.get('peft_type'))}", fix)
     if base_config is None:
         name = own_config.get("base_model_name_or_path")
         if not isinstance(name, str) or not (Path(name) / "config.json").is_file():
-            must = "the config of the model that an adapter is for must be here"
-            raise _checks.error("convert", must, _checks.shown(name), "Pass base_config=..., or --base-config.")
+            must = "base_model_name_or_path of the adapter must be a folder with the config of its model"
+            raise _checks.error("convert", must, _checks.shown(name), "Pass base_config=... (--base-config).")
         base_config = Path(name)
     file = base_config / "config.json" if base_config.is_dir() else base_config
     config, ropes, own, _ = _config(file, pairing, ignore)
@@ -208,24 +209,24 @@ def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Chec
 
 
 def _beside(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Other files of a folder: those that belong to the model, and other weights."""
+    """The other files of a folder: those that belong to the model, and other weights."""
     others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
     left = [name for name in others if name.endswith(_WEIGHTS)]
     return tuple(name for name in others if name not in left), tuple(left)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, its keys in their order; `from_config` says more about one that is a config."""
+    """Read a JSON object, with its keys in their order. For a config, `from_config` gives more precise errors."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise _checks.unreadable(str(file), e) from e
     if not isinstance(found, dict):
-        raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(found), "Is it the right file?")
+        raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(found), "Download it again.")
     return found
 
 
 def row_keys(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Keys of the number of heads and of the width of a model_type."""
+    """The config keys that state the number of heads and the width of the model, for a model_type."""
     row = ARCHITECTURES.get(model_type)
     return (("num_attention_heads",), ("hidden_size",)) if row is None else (row.heads, row.hidden)

@@ -1,4 +1,4 @@
-"""What a conversion will do, worked out from headers and configs before anything is written."""
+"""Plan a conversion from headers and configs, before anything is written."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
 _READ_BY_MODEL = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"})
-"""Models of transformers 5.23 whose code rotates by the key `rope_interleave` of their config."""
+"""Models of transformers 5.23 whose code reads the pairing from the key `rope_interleave` of the config."""
 _LARGEST_SHARD = 5 * 10**9
-"""Bytes; Hugging Face's own limit when it writes several files."""
+"""The largest size of a file in bytes, the same as Hugging Face's limit."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Plan:
     """One conversion.
 
     Args:
-        source: what was read.
-        to: the pairing that is written.
-        form: the format that is written: "hf", "meta" or "adapter".
-        parts: name → the rotated rows of that tensor; only of tensors that have some.
-        tensors: name → the tensor as it is written, by the names of Hugging Face.
-        files: file → the names of its tensors, as they are written, and the tensors.
+        source: the checkpoint that is converted.
+        to: the pairing to write.
+        form: the format to write: "hf", "meta" or "adapter".
+        parts: name → the rotated rows of that tensor, for tensors that have any.
+        tensors: name → the converted tensor, by Hugging Face's names.
+        files: file → its tensors by the names that are written.
         metadata: file → its safetensors metadata.
-        texts: JSON files and what they hold.
-        notes: what the reader must know about the result, in words.
+        texts: JSON file → its content.
+        notes: what the user must know about the result, in whole sentences.
     """
 
     source: Checkpoint
@@ -55,50 +55,50 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that are written."""
+        """The number of bytes of all tensors to write."""
         return sum(tensor.nbytes for tensors in self.files.values() for tensor in tensors.values())
 
 
 def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
-    """Work out a conversion.
+    """Plan a conversion.
 
     Args:
-        source: what was read.
+        source: the checkpoint to convert.
         to: the pairing to write.
-        form: "hf" or "meta"; an adapter stays one.
+        form: the format to write, "hf" or "meta". An adapter stays an adapter.
 
     Raises:
-        RopeError: there is nothing to do, or the result would not be what it must.
+        RopeError: there is nothing to convert, or the checkpoint cannot be converted correctly.
     """
     if source.form == "adapter":
         if form == "meta":
             must = "an adapter must stay in the format of PEFT"
-            raise _checks.error("convert", must, "--format meta", "Leave it out.")
+            raise _checks.error("convert", must, "--format meta", "Do not pass --format.")
         form = "adapter"
     if form == "meta" and to != "interleaved":
-        must, cure = "Meta's format must be interleaved", "Pass --to interleaved, or --format hf."
-        raise _checks.error("convert", must, f"--to {to}", cure)
+        must, fix = "Meta's format must be interleaved", "Pass --to interleaved, or --format hf."
+        raise _checks.error("convert", must, f"--to {to}", fix)
     if source.pairing == to and source.form == form:
-        must = f"the weights in {source.folder} must be in another pairing than {to!r}"
-        cure = "There is nothing to convert: converted twice, they would fit neither."
-        raise _checks.error("convert", must, f"{source.pairing!r}", cure)
-    parts = _parts(source)
+        must = f"the weights in {source.folder} must have another pairing than {to!r}"
+        fix = "There is nothing to convert, and converting them twice would make them fit neither pairing."
+        raise _checks.error("convert", must, f"{source.pairing!r}", fix)
+    parts = _find_parts(source)
     tensors = {
-        name: tensor if source.pairing == to or name not in parts else _moved(name, tensor, parts[name], to)
+        name: tensor if source.pairing == to or name not in parts else _reorder(name, tensor, parts[name], to)
         for name, tensor in source.tensors.items()
     }
     texts, notes = _texts(source, to, form)
     if source.model_type not in layouts.PROVEN:
         notes.append(
-            f"No model of type {source.model_type} was run by ropewalk's tests. Its heads are taken to stand one after "
-            "another in q_proj and k_proj, as its shapes allow: compare its outputs before you rely on it."
+            f"ropewalk's tests run no model of type {source.model_type}. Its heads are assumed to follow one another "
+            "in q_proj and k_proj, which its shapes allow. Compare its outputs before you rely on the result."
         )
     files, metadata, more = _files(source, tensors, form, to)
     return Plan(source, to, form, parts, tensors, files, metadata, {**texts, **more}, tuple(notes))
 
 
-def _parts(source: Checkpoint) -> dict[str, list[Part]]:
-    """The rotated rows of all tensors; every layer that rotates must have its q and its k."""
+def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
+    """Find the rotated rows of all tensors, and check that every layer that rotates has q and k."""
     quantised = _quantisation(source.config)
     found: dict[str, list[Part]] = {}
     stacks: dict[str, str] = {}
@@ -106,7 +106,7 @@ def _parts(source: Checkpoint) -> dict[str, list[Part]]:
     tensors = source.tensors
     latent = {name.rpartition(".kv_a_proj_with_mqa.")[0] for name in tensors}
     for name, tensor in tensors.items():
-        at = layouts.place(name)
+        at = layouts.locate(name)
         if at is None:
             continue
         layers.add(at.layer)
@@ -127,30 +127,28 @@ def _parts(source: Checkpoint) -> dict[str, list[Part]]:
         stacks[at.stack] = name
     if len(stacks) > 1:
         came = f"{len(stacks)} stacks of layers ({', '.join(sorted(stacks.values())[:3])})"
-        cure = "Models made of several are not converted: take its text model alone."
-        raise _checks.error("convert", "a checkpoint must be of one text model", came, cure)
+        fix = "Convert a checkpoint that contains only its text model."
+        raise _checks.error("convert", "a checkpoint must be of one text model", came, fix)
     if not found:
         must = f"{source.folder} must hold weights of q or k"
-        raise _checks.error(
-            "convert", must, "none that is known", "Is it an adapter of other layers, or another model?"
-        )
+        raise _checks.error("convert", must, "none that is known", "There is nothing to convert in this checkpoint.")
     if source.form != "adapter":
-        _check_whole(source, found, layers)
+        _check_complete(source, found, layers)
     if quantised == "fp8":
         _check_blocks(source, found)
     return found
 
 
 def _rope_of(source: Checkpoint, layer: int, name: str) -> Any:
-    """The rope of a layer; those after the last, which predict further tokens, have that of the last."""
+    """The rope of a layer. Layers after the last one, which predict further tokens, have the rope of the last."""
     ropes = source.ropes.layers
     if layer < len(ropes):
         return ropes[layer]
     further = source.config.get("num_nextn_predict_layers")
     if type(further) is int and layer < len(ropes) + further:
         return ropes[-1]
-    must = f"the layers must be those of the config, {len(ropes)}"
-    raise _checks.error("convert", must, name, "Is it the config of these weights?")
+    must = f"the weights must have as many layers as the config, {len(ropes)}"
+    raise _checks.error("convert", must, name, "Use the config that belongs to these weights.")
 
 
 def _heads(source: Checkpoint, rope: Any, *, is_latent: bool) -> Heads:
@@ -170,28 +168,29 @@ def _heads(source: Checkpoint, rope: Any, *, is_latent: bool) -> Heads:
     )
 
 
-def _moved(name: str, tensor: Tensor, parts: list[Part], to: Pairing) -> Tensor:
+def _reorder(name: str, tensor: Tensor, parts: list[Part], to: Pairing) -> Tensor:
     if all(part.kind == "norm" for part in parts) and isinstance(tensor, Stored):
         tensor = by_number(tensor)
     return Reordered(tensor, layouts.order(tensor.rows, parts, to))
 
 
-def _check_whole(source: Checkpoint, found: Mapping[str, list[Part]], layers: set[int]) -> None:
+def _check_complete(source: Checkpoint, found: Mapping[str, list[Part]], layers: set[int]) -> None:
     have = {(part.layer, part.role) for parts in found.values() for part in parts if part.kind == "proj"}
     for layer, rope in enumerate(source.ropes.layers):
         missing = [role for role in ("q", "k") if rope is not None and (layer, role) not in have]
         if missing or layer not in layers:
             what = " and ".join(missing) or "every tensor"
-            must = f"the weights of all {len(source.ropes.layers)} layers must be there"
+            must = f"the checkpoint must hold the weights of all {len(source.ropes.layers)} layers"
             came = f"none that is known as {what} of layer {layer}"
-            raise _checks.error("convert", must, came, "Is it whole, and is it the config of these weights?")
+            fix = "Download or copy missing files, or use the config that belongs to these weights."
+            raise _checks.error("convert", must, came, fix)
 
 
 def _quantisation(config: Mapping[str, Any]) -> str | None:
-    """The way the weights are quantised; only FP8 can be converted.
+    """The quantisation of the weights: "fp8", or None.
 
     Raises:
-        RopeError: it is another.
+        RopeError: the weights have another quantisation, which cannot be converted.
     """
     stated = config.get("quantization_config") or config.get("compression_config")
     if stated is None:
@@ -203,13 +202,13 @@ def _quantisation(config: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_quantised(came: str) -> None:
-    must = "q and k must be of floating point, or FP8 with a scale for each block"
-    cure = "In other quantised formats rows of q and k share what must not be parted. Convert before quantising."
-    raise _checks.error("convert", must, came, cure)
+    must = "q and k must be floating point, or FP8 with a scale for each block"
+    fix = "Rows of other quantised formats cannot be reordered, because they share data. Convert before quantising."
+    raise _checks.error("convert", must, came, fix)
 
 
 def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
-    """A scale belongs to a block of rows: no row may leave its block. Without blocks a tensor has one scale."""
+    """Check that every row stays in its block of rows, which share a scale. A tensor without blocks has one scale."""
     stated = source.config.get("quantization_config")
     size = stated.get("weight_block_size") if isinstance(stated, Mapping) else None
     tensors = source.tensors
@@ -226,34 +225,34 @@ def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
             _refuse_quantised(f"{name} with a scale of shape {None if scale is None else scale.shape}")
         moved = layouts.order(len(rows), parts, "half")
         if (moved // block != rows // block).any():
-            _refuse_quantised(f"{name}, whose heads reach over the blocks of {block} rows that share a scale")
+            _refuse_quantised(f"{name}, whose heads extend across blocks of {block} rows that share a scale")
 
 
 def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], list[str]]:
-    """The configs to write, and what to say about them."""
+    """The configs to write, and notes about the result."""
     if form == "adapter":
         return {model.ADAPTER_CONFIG: source.own_config}, [
-            f"The adapter fits a model whose q and k are {to} now: convert its model the same way."
+            f"The adapter now fits a model whose q and k are {to}. Convert its model in the same way."
         ]
     config = {key: value for key, value in source.config.items() if key != MARK}
     if form == "meta":
-        notes = ["The tokenizer is not converted: Meta's code needs Meta's tokenizer.model."]
+        notes = ["The tokenizer is not converted. Meta's code needs Meta's tokenizer.model."]
         return {"params.json": meta.to_params(config, source.ropes)}, notes
     notes = []
     if source.form == "meta":
-        notes.append("The tokenizer is not converted, and config.json says no ids of special tokens: add them.")
+        notes.append("The tokenizer is not converted. Add the ids of the special tokens to config.json.")
     if source.model_type in _READ_BY_MODEL:
         config["rope_interleave"] = to == "interleaved"
         notes.append(
-            f"config.json says rope_interleave: {json.dumps(to == 'interleaved')}, which transformers' own code for "
-            f"{source.model_type} reads. Other engines, and code that a model brings along, may not."
+            f"config.json states rope_interleave: {json.dumps(to == 'interleaved')}, which the code of transformers "
+            f"for {source.model_type} reads. Other engines, and code inside the model's folder, may not read it."
         )
     elif to != source.native:
         config[MARK] = to
         notes.append(
-            f"Nobody but ropewalk knows: code for {source.model_type} (transformers, vLLM, llama.cpp) rotates as "
-            f"{source.native}, whatever its config says, and gives wrong results with these weights. config.json says "
-            f"{MARK}: {to!r}, which from_config reads. Use them with your own code, or with ropewalk."
+            f"Other programs give wrong results with these weights: code for {source.model_type} (transformers, vLLM, "
+            f"llama.cpp) always rotates with the pairing {source.native}. Use the weights with ropewalk or with your "
+            f"own code. config.json states {MARK}: {to!r}, which from_config reads."
         )
     return {"config.json": config}, notes
 
@@ -261,7 +260,7 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
 def _files(
     source: Checkpoint, tensors: Mapping[str, Tensor], form: str, to: Pairing
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, str]], dict[str, Any]]:
-    """Which tensors stand in which file, with metadata and an index."""
+    """The tensors and the metadata of each file, and the index file if there is one."""
     if form == "meta":
         ordered = sorted(tensors.items(), key=lambda item: _sorted_by(item[0]))
         named = {meta.meta_name(name): tensor for name, tensor in ordered}
@@ -293,8 +292,8 @@ def _files(
 
 
 def _sorted_by(name: str) -> tuple[int, int, str]:
-    """The embedding, the layers in order, the rest."""
-    at = layouts.place(name)
+    """A sort key: the embedding, the layers in order, the rest."""
+    at = layouts.locate(name)
     if at is not None:
         return 1, at.layer, name
     return (0 if "embed" in name else 2), 0, name

@@ -1,7 +1,7 @@
-"""Meta's consolidated.*.pth: where each tensor stands in the files, pieces of a model joined, and one file written.
+"""Read and write Meta's consolidated.*.pth: find the tensors in the files, join their pieces, and write one file.
 
-PyTorch reads the pickle and maps the file, and from that it is found where each tensor stands. A file is written as
-PyTorch would write it, a zip archive whose members are stored as they are, but storage by storage.
+PyTorch reads the pickle and maps the file, which gives the offset of each tensor. Files are written in PyTorch's own
+format, an uncompressed zip archive, but one storage at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _ALIGNED = 64
-"""Bytes: where PyTorch begins the members of an archive."""
+"""The alignment of the members of an archive of PyTorch, in bytes."""
 
-# Meta's code cuts these by rows and those by columns; the rest stands whole in every piece.
+# Meta's code splits these tensors by rows or by columns. Every piece contains the others as a whole.
 _BY_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
 _BY_COLUMNS = ("wo", "w2")
 
@@ -35,22 +35,22 @@ def pieces(folder: Path) -> list[Path]:
     """The files of a model, in order.
 
     Raises:
-        RopeError: there is none, or one is missing.
+        RopeError: there are no files, or one is missing.
     """
     found = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name))
     numbers = [int(NAME.fullmatch(path.name)[1]) for path in found]  # type: ignore[index]
     if numbers != list(range(len(found))) or not found:
         came = ", ".join(path.name for path in found[:4]) or "none"
-        must = f"{folder} must hold consolidated.00.pth and those that follow, without a gap"
-        raise _checks.error("convert", must, came, "Download or copy what is missing.")
+        must = f"{folder} must hold consolidated.00.pth and the files that follow it, without a gap"
+        raise _checks.error("convert", must, came, "Download or copy the missing files.")
     return found
 
 
 def tensors_of(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. PyTorch reads its pickle, weights only, and maps the rest, which is not read.
+    """Find the tensors of one file. PyTorch reads its pickle with weights_only, and maps the tensors without a read.
 
     Raises:
-        RopeError: it is no file of tensors alone, or one of them is no plain matrix of floating point.
+        RopeError: the file holds something other than tensors, or one that is not contiguous or not floating point.
     """
     import torch
 
@@ -62,27 +62,29 @@ def tensors_of(file: Path) -> dict[str, Stored]:
         came = f"one that cannot be read ({str(e).strip().splitlines()[0][:200] if str(e) else type(e).__name__})"
         raise _checks.error("convert", must, came, "Download or copy it again.") from e
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise _checks.error("convert", must, _checks.shown(type(found)), "Save the state_dict alone.")
+        raise _checks.error("convert", must, _checks.shown(type(found)), "Save only the state_dict.")
     names = {getattr(torch, name): dtype for dtype, name in _DTYPES.items()}
-    # Mapped, the members stand in memory as far apart as in the file.
+    # The distances between mapped members in memory equal those in the file.
     mapped = sorted({tensor.untyped_storage().data_ptr() for tensor in found.values()})
     base = mapped[0] - members[0] if mapped and members else 0
     if [begin - base for begin in mapped] != members:
         must = f"{file} must be little-endian, and hold each storage of its tensors once"
-        raise _checks.error("convert", must, f"{len(members)} for {len(found)} tensors", "Save it again.")
+        came = f"{len(members)} storages for {len(found)} tensors"
+        raise _checks.error("convert", must, came, "Save it again with torch.save.")
     tensors = {}
     for name, tensor in found.items():
         dtype = names.get(tensor.dtype)
         if dtype is None or not tensor.is_contiguous():
             must = f"{name} of {file.name} must be a contiguous tensor of {', '.join(_DTYPES.values())}"
-            raise _checks.error("convert", must, f"{tensor.dtype}, strides {tensor.stride()}", "Save it as one.")
+            came = f"{tensor.dtype} with strides {tensor.stride()}"
+            raise _checks.error("convert", must, came, "Convert it, and save the file again.")
         nbytes = tensor.numel() * tensor.element_size()
         tensors[str(name)] = raw.stored(file, tensor.data_ptr() - base, nbytes, dtype, tuple(tensor.shape))
     return tensors
 
 
 def _members(file: Path) -> list[int]:
-    """Where the storages begin in an archive of PyTorch, in order; [] where it says another order of bytes."""
+    """The offsets of the storages in an archive of PyTorch, in order. [] if it is not little-endian."""
     with zipfile.ZipFile(file) as archive, file.open("rb") as content:
         begins = []
         for member in archive.infolist():
@@ -97,14 +99,14 @@ def _members(file: Path) -> list[int]:
 
 
 def joined(found: list[dict[str, Stored]], width: int) -> dict[str, Tensor]:
-    """The tensors of a model whose pieces stand in several files, one for each GPU that it was meant for.
+    """Join the tensors of a model that is split over several files, one for each GPU that it was made for.
 
     Args:
         found: the tensors of each file.
-        width: channels of the model, which tell how the embedding was cut.
+        width: the number of channels of the model, which determines how the embedding was split.
 
     Raises:
-        RopeError: the files have different tensors, or a tensor that is not known to be cut or whole.
+        RopeError: the files hold different tensors, or a tensor that cannot be joined.
     """
     for other in found[1:]:
         if different := sorted(other.keys() ^ found[0].keys()):
@@ -118,7 +120,8 @@ def _joined(name: str, parts: list[Stored], width: int) -> Tensor:
     first = parts[0]
     if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
         must = f"the pieces of {name} must have one shape and dtype"
-        raise _checks.error("convert", must, ", ".join(str(p.shape) for p in parts[:4]), "Are they of one model?")
+        came = ", ".join(str(p.shape) for p in parts[:4])
+        raise _checks.error("convert", must, came, "Use files that belong to one model.")
     if len(parts) == 1:
         return first
     if len(first.shape) == 2:
@@ -129,18 +132,19 @@ def _joined(name: str, parts: list[Stored], width: int) -> Tensor:
     if len(first.shape) == 1 and (kind.endswith("norm") or name == "rope.freqs"):
         return first
     must = f"{name} must be a tensor of Meta's Llama, whose pieces can be joined"
-    raise _checks.error("convert", must, f"{len(parts)} pieces of shape {first.shape}", "Join them first.")
+    came = f"{len(parts)} pieces of shape {first.shape}"
+    raise _checks.error("convert", must, came, "Join the files into one first.")
 
 
 class _Reference:
-    """A storage in a pickle: where PyTorch finds the bytes of a tensor."""
+    """A storage in a pickle, which tells PyTorch where to find the bytes of a tensor."""
 
     def __init__(self, key: int, tensor: Tensor) -> None:
         self.key, self.tensor = key, tensor
 
 
 class _Rebuilt:
-    """A tensor in a pickle, as PyTorch writes a contiguous one on the CPU."""
+    """A tensor in a pickle, in the form in which PyTorch writes contiguous tensors on the CPU."""
 
     def __init__(self, reference: _Reference) -> None:
         self._reference = reference
@@ -166,37 +170,37 @@ class _Pickler(pickle.Pickler):
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
-    """Raise where a tensor has a dtype that Meta's files do not have."""
+    """Raise RopeError if a tensor has a dtype that Meta's files do not support."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORAGES:
-            must = f"{name} must be of {', '.join(_DTYPES.values())} to stand in Meta's file"
-            raise _checks.error("convert", must, tensor.dtype, "Convert within Hugging Face's format.")
+            must = f"{name} must have one of the dtypes {', '.join(_DTYPES.values())} in Meta's format"
+            raise _checks.error("convert", must, tensor.dtype, "Use --format hf.")
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], done: Callable[[int], None]) -> None:
-    """Write a file that `torch.load(file, weights_only=True, mmap=True)` reads, its tensors in the order given.
+    """Write a file that `torch.load(file, weights_only=True, mmap=True)` reads, with the tensors in their given order.
 
     Args:
-        file: it is made, or overwritten.
-        tensors: name → tensor, which `check` lets pass.
-        done: called with the number of bytes after each part.
+        file: the file to create or overwrite.
+        tensors: name → tensor. They must pass `check`.
+        done: called after each chunk, with its number of bytes.
     """
     pickled = io.BytesIO()
     _Pickler(pickled, 2).dump({name: _Rebuilt(_Reference(k, t)) for k, (name, t) in enumerate(tensors.items())})
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in (("data.pkl", pickled.getvalue()), ("byteorder", b"little"), ("version", b"3\n")):
-            with _add(archive, name) as member:
+            with _open_member(archive, name) as member:
                 member.write(content)
         for key, tensor in enumerate(tensors.values()):
-            with _add(archive, f"data/{key}", tensor.nbytes) as member:
+            with _open_member(archive, f"data/{key}", tensor.nbytes) as member:
                 for chunk in raw.chunks(tensor):
                     member.write(chunk.data)
                     done(chunk.nbytes)
 
 
-def _add(archive: zipfile.ZipFile, name: str, nbytes: int = 0) -> Any:
-    """A member to write, whose bytes begin where PyTorch's would: padded by an extra field."""
-    member = zipfile.ZipInfo(f"consolidated/{name}")  # of a fixed date: the same tensors make the same file
+def _open_member(archive: zipfile.ZipFile, name: str, nbytes: int = 0) -> Any:
+    """Open a member for writing. An extra field aligns its bytes as in PyTorch."""
+    member = zipfile.ZipInfo(f"consolidated/{name}")  # with a fixed date, so that equal tensors give equal files
     member.file_size = nbytes
     large = nbytes > 2**31 - 2**20
     begin = archive.fp.tell() + 30 + len(member.filename) + (20 if large else 0) + 4  # type: ignore[union-attr]

@@ -1,6 +1,6 @@
-"""A tensor as rows of bytes in a file: some rows at a time, in any order, whatever the dtype.
+"""Tensors as rows of bytes in a file, which are read a few at a time, in any order, for any dtype.
 
-Nothing here knows what a row means. So what is moved comes out bit for bit, and no tensor need fit in memory.
+This module does not interpret the bytes, so rows are moved bit for bit, and no tensor has to fit in memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy.typing as npt
 from ropewalk import _checks
 
 CHUNK = 2**24
-"""Bytes that are read at once, as far as rows are not longer."""
+"""The number of bytes that are read at once, unless a single row is longer."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Tensor(Protocol):
-    """What can be read row by row: dtype in the words of safetensors ("BF16"), shape, bytes, and how many rows."""
+    """A tensor that is read row by row. Its dtype has the name of safetensors, such as "BF16"."""
 
     @property
     def dtype(self) -> str: ...
@@ -38,13 +38,13 @@ class Tensor(Protocol):
     def rows(self) -> int: ...
 
     def read(self, first: int, last: int) -> Bytes:
-        """Rows first to last - 1, `[rows, bytes of a row]`."""
+        """Read rows first to last - 1, `[rows, bytes of a row]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that stands in a file, row after row; made by `stored`."""
+    """A tensor in a file, stored row after row. Create it with `stored`."""
 
     file: Path
     offset: int
@@ -54,20 +54,20 @@ class Stored:
     rows: int
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read rows of the file; see `Tensor`."""
+        """Read rows from the file; see `Tensor`."""
         width = row_bytes(self)
         with self.file.open("rb") as file:
             file.seek(self.offset + first * width)
             content = file.read((last - first) * width)
         if len(content) != (last - first) * width:
-            must = f"{self.file} must stay as it is while it is read"
-            raise _checks.error("convert", must, "a shorter one", "Run the same again.")
+            must = f"{self.file} must not change while it is read"
+            raise _checks.error("convert", must, "a shorter file", "Run the same command again.")
         return np.frombuffer(content, np.uint8).reshape(last - first, width)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Pieces of one matrix: one below the other (axis 0) or side by side (axis 1)."""
+    """The pieces of one matrix, concatenated by rows (axis 0) or by columns (axis 1)."""
 
     pieces: tuple[Tensor, ...]
     axis: int
@@ -91,7 +91,7 @@ class Joined:
         return self.shape[0]
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read from all pieces that have some of it; see `Tensor`."""
+        """Read rows from the pieces that contain them; see `Tensor`."""
         if self.axis == 1:
             return np.concatenate([piece.read(first, last) for piece in self.pieces], axis=1)
         found, begin = [], 0
@@ -105,7 +105,7 @@ class Joined:
 
 @dataclass(frozen=True, eq=False)
 class Reordered:
-    """The rows of another tensor in another order: row r is its row `order[r]`."""
+    """A permutation of the rows of another tensor: row r is its row `order[r]`."""
 
     tensor: Tensor
     order: npt.NDArray[np.int64]
@@ -127,7 +127,7 @@ class Reordered:
         return self.tensor.rows
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read the span in which these rows stand, which is little more than they are; see `Tensor`."""
+        """Read the span of rows that contains the wanted ones, which is hardly longer; see `Tensor`."""
         wanted = self.order[first:last]
         if not len(wanted):
             return self.tensor.read(0, 0)
@@ -136,23 +136,23 @@ class Reordered:
 
 
 def stored(file: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Stored:
-    """A tensor of a file. A row of it is all that has the same first index; a tensor without such rows is one row."""
+    """A tensor in a file. A row is everything with the same first index. A tensor without such rows is one row."""
     whole = not shape or (shape[0] > 0 and nbytes % shape[0] != 0)
     return Stored(file, offset, nbytes, dtype, shape, 1 if whole else shape[0])
 
 
 def by_number(tensor: Stored) -> Stored:
-    """The same tensor with each number as a row: the weights of norms, whatever their shape."""
+    """The same tensor with one row for each number, for the weights of norms of any shape."""
     return replace(tensor, rows=math.prod(tensor.shape))
 
 
 def row_bytes(tensor: Tensor) -> int:
-    """Bytes of a row."""
+    """The number of bytes of a row."""
     return tensor.nbytes // tensor.rows if tensor.rows else 0
 
 
 def chunks(tensor: Tensor) -> Iterator[Bytes]:
-    """All rows in order, some at a time."""
+    """Yield all rows in order, a few at a time."""
     total = tensor.rows
     step = max(1, CHUNK // max(1, row_bytes(tensor)))
     for first in range(0, total, step):

@@ -1,7 +1,7 @@
-"""safetensors: where each tensor of a folder stands, and one file written tensor by tensor.
+"""Read and write safetensors: find the tensors of a folder, and write a file one tensor at a time.
 
-The library checks the header; the bytes are read and written here, since it writes a file only from memory and maps
-one whole to read it.
+The safetensors library checks the header. Bytes are read and written here, because the library maps whole files to read
+them, and writes files only from memory.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 _MOST_INDEX = 2**28
-"""Bytes; that of the largest mixture of experts has some 10 MB."""
+"""The largest index in bytes. The index of the largest mixture of experts has about 10 MB."""
 
 
 def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors of a file in the order of their bytes, and its metadata. No tensor is read.
+    """The tensors of a file in the order of their bytes, and its metadata. Only the header is read.
 
     Raises:
-        RopeError: it is no safetensors file, it is shorter than its header says, or it has a dtype that nobody knows.
+        RopeError: the file is not a safetensors file, it is shorter than its header says, or a dtype is unknown.
     """
     try:
         import safetensors
     except ImportError as e:
-        cure = 'Run: pip install "ropewalk[convert]"'
-        raise _checks.error("convert", "safetensors must be installed", "no such package", cure) from e
+        fix = 'Run: pip install "ropewalk[convert]"'
+        raise _checks.error("convert", "safetensors must be installed", "no such package", fix) from e
     if not file.is_file():
-        raise _checks.error("convert", f"{file} must be a file", "none", "Download or copy it again.")
+        raise _checks.error("convert", f"{file} must be a file", "none", "Download or copy the file again.")
     try:
         with safetensors.safe_open(file, "np") as opened:
             metadata = opened.metadata() or {}
@@ -42,8 +42,8 @@ def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             size = int.from_bytes(content.read(8), "little")
             described: dict[str, Any] = json.loads(content.read(size))
     except (safetensors.SafetensorError, OSError, ValueError) as e:
-        must, came = f"{file} must be a whole safetensors file", f"one that is cut off or broken ({e})"
-        raise _checks.error("convert", must, came, "Download or copy it again.") from e
+        must, came = f"{file} must be a complete safetensors file", f"a truncated or damaged one ({e})"
+        raise _checks.error("convert", must, came, "Download or copy the file again.") from e
     described.pop("__metadata__", None)
     tensors = {}
     for name, entry in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
@@ -53,15 +53,15 @@ def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def files_of(folder: Path) -> dict[str, set[str] | None]:
-    """The files of a folder's weights, each with the tensors that its index says; None where there is no index.
+    """The files of the weights in a folder, each with the tensors that the index lists for it. None without an index.
 
     Raises:
-        RopeError: there is none, there are two kinds, or the index names what is no file of this folder.
+        RopeError: there are no weights, there are both kinds, or the index names a file outside of the folder.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
         came = f"{SINGLE} and {INDEX}"
-        raise _checks.error("convert", f"{folder} must hold one set of weights", came, "Move one of them away.")
+        raise _checks.error("convert", f"{folder} must hold one set of weights", came, "Move one of them elsewhere.")
     if single.exists():
         return {SINGLE: None}
     if not index.exists():
@@ -69,17 +69,17 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
             path.name for path in folder.glob("*") if path.suffix in (".bin", ".pth", ".pt", ".safetensors")
         )
         came = f"{', '.join(others[:4])}" if others else "neither"
-        cure = "Save it with save_pretrained(folder), which writes safetensors."
-        raise _checks.error("convert", f"{folder} must hold {SINGLE} or {INDEX}", came, cure)
+        fix = "Save the model with save_pretrained(folder), which writes safetensors."
+        raise _checks.error("convert", f"{folder} must hold {SINGLE} or {INDEX}", came, fix)
     files: dict[str, set[str] | None] = {}
     for name, file in _weight_map(index).items():
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             must = f"{index} must name safetensors files of its own folder"
-            cure = "Nothing outside of the folder is read. Correct the index."
-            raise _checks.error("convert", must, f"{_checks.shown(file)} for {_checks.short(name)}", cure)
-        of = files.setdefault(file, set())
-        if of is not None:
-            of.add(name)
+            fix = "Correct the index: files outside of the folder are not read."
+            raise _checks.error("convert", must, f"{_checks.shown(file)} for {_checks.short(name)}", fix)
+        listed = files.setdefault(file, set())
+        if listed is not None:
+            listed.add(name)
     return files
 
 
@@ -89,7 +89,7 @@ def _weight_map(index: Path) -> Mapping[str, object]:
             raise ValueError(f"more than {_MOST_INDEX:,} bytes")
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(found, dict) or not found:
-            raise ValueError("its weight_map is no object with entries")
+            raise ValueError("its weight_map is not an object with entries")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         must, came = f"{index} must be JSON with a weight_map", f"{type(e).__name__}: {_checks.shown(str(e))}"
         raise _checks.error("convert", must, came, "Download or copy it again.") from e
@@ -100,25 +100,27 @@ def tensors_of(folder: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, di
     """File → its tensors, and file → its metadata.
 
     Raises:
-        RopeError: as `files_of` and `header`; or a tensor is missing, or in a file that the index does not name.
+        RopeError: as in `files_of` and `header`, or a file does not hold the tensors that the index lists for it.
     """
     tensors, metadata = {}, {}
     for file, listed in files_of(folder).items():
         tensors[file], metadata[file] = header(folder / file)
         if listed is not None and listed != tensors[file].keys():
             name = min(listed ^ tensors[file].keys())
-            where = "missing there" if name in listed else "there, and not in the index"
-            must = f"{folder / file} must hold the tensors that {INDEX} names"
-            raise _checks.error("convert", must, f"{_checks.short(name)} {where}", "Download or copy both again.")
+            where = "missing in the file" if name in listed else "missing in the index"
+            must = f"{folder / file} must hold the tensors that {INDEX} lists for it"
+            raise _checks.error("convert", must, f"{_checks.short(name)} {where}", "Download or copy both files again.")
     return tensors, metadata
 
 
 def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], done: Callable[[int], None]) -> None:
-    """Write a safetensors file, its tensors in the order given.
+    """Write a safetensors file, with the tensors in their given order.
 
     Args:
-        file: it is made, or overwritten.
-        done: called with the number of bytes after each part.
+        file: the file to create or overwrite.
+        tensors: name → tensor.
+        metadata: the metadata of the file.
+        done: called after each chunk, with its number of bytes.
     """
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0

@@ -1,7 +1,7 @@
-"""Proof that a conversion kept the attention: the same scores from both checkpoints, each rotated in its own pairing.
+"""Verify a conversion: both checkpoints must give the same scores, each rotated with its own pairing.
 
-Where the rows of a head stand is the plan's word. That they are in the right order, and that nothing else has changed,
-is found here from the files.
+The plan tells which rows belong to which head. This module reads the files and checks that these rows are in the right
+order, and that nothing else has changed.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ _TORCH = {
 _TOKENS = 8
 _FARTHEST = 2**17
 _CLOSE = 1e-9
-"""Of the largest score. The two sum the same products of float64 in another order: some 1e-13 for the widest model."""
+"""The tolerance, relative to the largest score. Both checkpoints sum the same float64 products in another order, which
+causes differences of about 1e-13 in the widest model."""
 
 
 def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
     """Compare the scores of q and k before and after, in every layer and head, for random input at random positions.
 
     Args:
-        plan: what was done.
+        plan: the conversion.
         written: the folder of the result.
-        say: told of each layer.
+        say: called with one line for each layer.
 
     Raises:
-        RopeError: scores differ, or bytes that had to stay.
+        RopeError: scores differ, or bytes differ that had to stay.
     """
-    after = _written(plan, written)
+    after = _written_tensors(plan, written)
     before = plan.source.tensors
     if before.keys() - after.keys():
         _refuse(min(before.keys() - after.keys()), "missing")
     for name, tensor in before.items():
-        _same_elsewhere(name, tensor, after[name], plan.parts.get(name, []))
+        _check_unmoved(name, tensor, after[name], plan.parts.get(name, []))
     generator = torch.Generator().manual_seed(0)
     layers: dict[int, dict[str, list[tuple[str, Part]]]] = {}
     for name, parts in plan.parts.items():
@@ -57,12 +58,12 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
     for layer, roles in sorted(layers.items()):
         rope = ropes[min(layer, len(ropes) - 1)]
         if rope is not None:
-            worst = _layer(plan, layer, roles, rope, before, after, generator)
-            say(f"layer {layer}: scores agree, worst difference {worst:.1e} of the largest")
+            worst = _compare_layer(plan, layer, roles, rope, before, after, generator)
+            say(f"layer {layer}: scores agree, with differences of at most {worst:.1e} of the largest")
 
 
-def _written(plan: Plan, folder: Path) -> dict[str, Tensor]:
-    """The tensors that were written, by the names of the source."""
+def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
+    """Read the headers of the written tensors, by the names of the source."""
     if plan.form != "meta":
         found: dict[str, Tensor] = {}
         for file in plan.files:
@@ -76,10 +77,10 @@ def _written(plan: Plan, folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _same_elsewhere(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:
-    """All rows but those that rotate are the same bytes."""
+def _check_unmoved(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:
+    """Check that all rows that are not rotated have the same bytes."""
     if (before.dtype, before.shape) != (after.dtype, after.shape):
-        _refuse(name, f"{after.dtype} of shape {after.shape}, not {before.dtype} of shape {before.shape}")
+        _refuse(name, f"{after.dtype} of shape {after.shape} instead of {before.dtype} of shape {before.shape}")
     if parts and all(part.kind == "norm" for part in parts):
         before, after = _numbers(before), _numbers(after)
     moved = np.zeros(before.rows, bool)
@@ -91,14 +92,14 @@ def _same_elsewhere(name: str, before: Tensor, after: Tensor, parts: list[Part])
         last = min(first + step, before.rows)
         same = (before.read(first, last) == after.read(first, last)).all(axis=1)
         if not (same | moved[first:last]).all():
-            _refuse(name, "other bytes in rows that do not rotate")
+            _refuse(name, "other bytes in rows that are not rotated")
 
 
 def _numbers(tensor: Tensor) -> Tensor:
     return by_number(tensor) if isinstance(tensor, Stored) else tensor
 
 
-def _layer(
+def _compare_layer(
     plan: Plan,
     layer: int,
     roles: Mapping[str, list[tuple[str, Part]]],
@@ -107,7 +108,7 @@ def _layer(
     after: Mapping[str, Tensor],
     generator: torch.Generator,
 ) -> float:
-    """The largest difference of scores in a layer, relative to the largest score."""
+    """Compare the scores of a layer. Return their largest difference relative to the largest score."""
     positions = torch.randint(0, _FARTHEST, (_TOKENS,), generator=generator)
     inputs: dict[int, torch.Tensor] = {}
     vectors = []
@@ -121,15 +122,15 @@ def _layer(
     worst = largest = 0.0
     pairs = [("q", "k")] if roles["q"] and roles["k"] else [(role, role) for role in ("q", "k") if roles[role]]
     for a, b in pairs:
-        one, other = (_scores(sides[a], sides[b]) for sides in vectors)
-        worst, largest = float((one - other).abs().max()), float(one.abs().max())
+        reference_scores, converted_scores = (_scores(sides[a], sides[b]) for sides in vectors)
+        worst, largest = float((reference_scores - converted_scores).abs().max()), float(reference_scores.abs().max())
     if not worst <= _CLOSE * max(largest, 1e-30):
         _refuse(f"layer {layer}", f"scores that differ by {worst / max(largest, 1e-30):.1e} of the largest")
     return worst / max(largest, 1e-30)
 
 
 def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation:
-    """The rotation of the channels that rotate, alone, at these positions."""
+    """The rotation of only the rotated channels, in float64 at these positions."""
     static = rope if rope.is_static else rope.at_length(_FARTHEST)
     width = static.rotary_dim
     alone = replace(static, head_dim=width, rotary_dim=width, rotary_offset=0, pairing=pairing, axes=None)
@@ -137,7 +138,7 @@ def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation
 
 
 def _scores(q: torch.Tensor | None, k: torch.Tensor | None) -> torch.Tensor:
-    """[q heads, tokens, tokens]: each head of q with a head of k."""
+    """The scores of each head of q with its head of k, `[q heads, tokens, tokens]`."""
     if q is None or k is None:
         return torch.zeros(1, dtype=torch.float64)
     share = max(1, q.shape[1] // k.shape[1])
@@ -150,9 +151,12 @@ def _vectors(
     inputs: dict[int, torch.Tensor],
     generator: torch.Generator,
 ) -> torch.Tensor | None:
-    """[tokens, heads, rotary_dim] in float64: random input times the matrix, plus the bias; times and plus a norm's."""
+    """The rotated channels of q or k for random input, float64 `[tokens, heads, rotary_dim]`.
+
+    The input is multiplied by the projection, its bias is added, and then the weight and bias of a norm are applied.
+    """
     result: torch.Tensor | None = None
-    steps = sorted(parts, key=lambda one: (one[1].kind == "norm", one[0].endswith("bias"), one[0]))
+    steps = sorted(parts, key=lambda step: (step[1].kind == "norm", step[0].endswith("bias"), step[0]))
     for name, part in steps:
         tensor = _numbers(tensors[name]) if part.kind == "norm" else tensors[name]
         rows = [
@@ -163,11 +167,11 @@ def _vectors(
             width = tensor.shape[1]
             if width not in inputs:
                 inputs[width] = torch.randn(_TOKENS, width, generator=generator, dtype=torch.float64)
-            made = torch.stack([inputs[width] @ head.T for head in rows], dim=1)
-            result = made if result is None else result + made
+            projected = torch.stack([inputs[width] @ head.T for head in rows], dim=1)
+            result = projected if result is None else result + projected
         elif result is not None:
-            one = torch.stack([head[:, 0] for head in rows])  # [heads, rotary_dim], or [1, rotary_dim] for all
-            result = result * one if part.kind == "norm" and not name.endswith("bias") else result + one
+            vector = torch.stack([head[:, 0] for head in rows])  # [heads, rotary_dim], or [1, rotary_dim] for all
+            result = result * vector if part.kind == "norm" and not name.endswith("bias") else result + vector
     return result
 
 
@@ -176,6 +180,6 @@ def _values(rows: Bytes, dtype: str) -> torch.Tensor:
 
 
 def _refuse(what: str, came: str) -> None:
-    must = f"{what} must be the same attention before and after"
-    cure = "Nothing was written. This is a defect of ropewalk: please report it with the config."
-    raise _checks.error("convert --verify", must, came, cure)
+    must = f"{what} must give the same attention before and after"
+    fix = "Nothing was written. This is a bug in ropewalk: please report it with the config."
+    raise _checks.error("convert --verify", must, came, fix)

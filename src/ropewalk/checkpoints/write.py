@@ -1,7 +1,7 @@
-"""A folder that appears whole or not at all, and that a run which was killed goes on with.
+"""Write a folder that appears only when it is complete, and continue a run that was killed.
 
-All is written into a hidden folder beside the target, file by file under a name of its own until it is whole. That
-folder is renamed at the end. The next run of the same conversion keeps the files that are whole; any other begins anew.
+All files are written into a hidden folder next to the target, each under a temporary name until it is complete. At the
+end that folder is renamed. The next run of the same conversion keeps the complete files. Any other run starts again.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from ropewalk.checkpoints.plan import Plan
 _STATE = ".ropewalk.json"
 Check = Callable[[Path], None]
 Progress = Callable[[str, int, int], None]
-"""Called with a file, the bytes done and all bytes."""
+"""Called with the name of a file, the number of bytes written so far, and the number of all bytes."""
 
 
 def check_target(plan: Plan, folder: Path) -> None:
-    """Raise where the result cannot be written to a folder: it holds something, or is that of the source."""
+    """Raise RopeError if the folder cannot take the result: it is not empty, overlaps the source, or lacks space."""
     target, origin = folder.resolve(), plan.source.folder.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
-        must, cure = "DST must be a folder beside SRC", "Name a new one."
-        raise _checks.error("convert", must, "SRC itself, or one in the other", cure)
+        must, came = "DST must be a folder outside of SRC that does not contain SRC", "folders that overlap"
+        raise _checks.error("convert", must, came, "Pass a new folder.")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
-        cure = "Name a new folder. Nothing that exists is replaced."
-        raise _checks.error("convert", f"{folder} must not exist yet", "something that does", cure)
+        fix = "Pass a new folder, because existing files are never replaced."
+        raise _checks.error("convert", f"{folder} must not exist yet", "an existing one", fix)
     above = next(path for path in target.parents if path.exists())
-    free, needed = shutil.disk_usage(above).free + _kept(_unfinished(folder)), plan.nbytes
+    free, needed = shutil.disk_usage(above).free + _written_bytes(_unfinished(folder)), plan.nbytes
     if free < needed:
-        must = f"{above} must have room for {needed:,} bytes"
-        raise _checks.error("convert", must, f"{free:,}", "Make room, or name another folder.")
+        must = f"{above} must have {needed:,} bytes of free space"
+        raise _checks.error("convert", must, f"{free:,}", "Free some space, or pass another folder.")
 
 
 def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = None) -> None:
-    """Do what was planned.
+    """Write the result of a plan.
 
     Args:
-        plan: what to write.
-        folder: new or empty; it appears at the end, with all files.
-        progress: told how far it is.
-        check: called with the unfinished folder when all is written; what it raises, and its folder goes.
+        plan: the plan.
+        folder: a new or empty folder. It appears at the end, with all files.
+        progress: called after each chunk.
+        check: called with the unfinished folder when the weights are written. If it raises a RopeError, the unfinished
+            folder is deleted.
 
     Raises:
-        RopeError: the folder holds something; another process writes it; a disk is full; `check` refuses the result.
+        RopeError: the folder is not empty, another process writes it, the disk is full, or `check` raises.
     """
     check_target(plan, folder)
     target = folder.resolve()
@@ -57,7 +58,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
     with _lock.held("convert", target.with_name(f".{target.name}.lock"), str(folder)):
         try:
             _prepare(unfinished, _state(plan))
-            _weights(plan, unfinished, progress)
+            _write_weights(plan, unfinished, progress)
             if check is not None:
                 try:
                     check(unfinished)
@@ -65,18 +66,18 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
                     shutil.rmtree(unfinished)
                     raise
             for name in plan.source.beside if plan.form == plan.source.form else ():
-                _whole(unfinished / name, lambda new, name=name: _copy(plan.source.folder / name, new))  # type: ignore[misc]
+                _write_atomically(unfinished / name, lambda new, name=name: _copy(plan.source.folder / name, new))  # type: ignore[misc]
             for name, content in plan.texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-                _whole(unfinished / name, lambda new, text=text: _text(new, text))  # type: ignore[misc]
+                _write_atomically(unfinished / name, lambda new, text=text: _write_text(new, text))  # type: ignore[misc]
             (unfinished / _STATE).unlink()
             if target.exists():
                 target.rmdir()
             os.rename(unfinished, target)
         except OSError as e:
-            must = f"{folder} must be a place where files can be written"
-            cure = "Make room, or name another place; run the same again to go on."
-            raise _checks.error("convert", must, e.strerror or str(e), cure) from e
+            must = f"{folder} must be writable"
+            fix = "Free some space and run the same command again to continue, or pass another folder."
+            raise _checks.error("convert", must, e.strerror or str(e), fix) from e
 
 
 def _unfinished(folder: Path) -> Path:
@@ -84,13 +85,13 @@ def _unfinished(folder: Path) -> Path:
     return target.with_name(f".{target.name}.unfinished")
 
 
-def _kept(unfinished: Path) -> int:
-    """Bytes that an earlier run has written, whether they are kept or make room."""
+def _written_bytes(unfinished: Path) -> int:
+    """The number of bytes that an earlier run has written. They are kept or deleted, so they count as free space."""
     return sum(path.stat().st_size for path in unfinished.glob("*") if path.is_file())
 
 
 def _state(plan: Plan) -> str:
-    """What must be the same for a run to go on with the files of another: the target, and the source as it stands."""
+    """A hash of the plan and the files of the source. A run only continues another with the same hash."""
     described = [
         plan.to,
         plan.form,
@@ -98,50 +99,50 @@ def _state(plan: Plan) -> str:
         plan.metadata,
         [part for parts in plan.parts.values() for part in parts],
     ]
-    stands = []
+    files = []
     for path in sorted(path for path in plan.source.folder.iterdir() if path.is_file()):
-        about = path.stat()
-        stands.append([path.name, about.st_size, about.st_mtime_ns])
-    return hashlib.sha256(repr([described, stands, str(plan.source.folder.resolve())]).encode()).hexdigest()
+        status = path.stat()
+        files.append([path.name, status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(repr([described, files, str(plan.source.folder.resolve())]).encode()).hexdigest()
 
 
 def _prepare(unfinished: Path, state: str) -> None:
-    """Keep what an earlier run of the same conversion left; anything else goes."""
+    """Keep the complete files of an earlier run of the same conversion, and delete all others."""
     kept = unfinished / _STATE
     if not kept.is_file() or kept.read_text() != state:
         if unfinished.exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir(parents=True)
-        _whole(kept, lambda new: _text(new, state))
+        _write_atomically(kept, lambda new: _write_text(new, state))
     for path in unfinished.glob("*.partial"):
         path.unlink()
 
 
-def _weights(plan: Plan, unfinished: Path, progress: Progress) -> None:
+def _write_weights(plan: Plan, unfinished: Path, progress: Progress) -> None:
     total, before = plan.nbytes, 0
     for file, tensors in plan.files.items():
         size = sum(tensor.nbytes for tensor in tensors.values())
         done = before
 
-        def said(count: int, file: str = file) -> None:
+        def report(count: int, file: str = file) -> None:
             nonlocal done
             done += count
             progress(file, done, total)
 
-        def one(new: Path) -> None:
+        def write_file(new: Path) -> None:
             if plan.form == "meta":
-                pth.write(new, tensors, said)  # noqa: B023
+                pth.write(new, tensors, report)  # noqa: B023
             else:
-                shards.write(new, tensors, plan.metadata.get(file, {}), said)  # noqa: B023
+                shards.write(new, tensors, plan.metadata.get(file, {}), report)  # noqa: B023
 
         if not (unfinished / file).exists():
-            _whole(unfinished / file, one)
+            _write_atomically(unfinished / file, write_file)
         before += size
         progress(file, before, total)
 
 
-def _whole(file: Path, make: Callable[[Path], None]) -> None:
-    """Make a file under another name, and give it its own when it is on the disk."""
+def _write_atomically(file: Path, make: Callable[[Path], None]) -> None:
+    """Write a file under a temporary name, and rename it when it is on the disk."""
     partial = file.with_name(f"{file.name}.partial")
     make(partial)
     with partial.open("rb+") as written:
@@ -149,7 +150,7 @@ def _whole(file: Path, make: Callable[[Path], None]) -> None:
     os.replace(partial, file)
 
 
-def _text(file: Path, text: str) -> None:
+def _write_text(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
