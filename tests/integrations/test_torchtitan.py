@@ -198,7 +198,7 @@ class TestRefused:
             titan.module.rope(titan.config("MRoPE"))
 
     def test_a_field_that_is_not_known(self, titan: Stub) -> None:
-        said = r"the fields of .*MRoPE\.Config must be known, got mrope_section too\. Another"
+        said = r"the fields of .*MRoPE\.Config must be known, got also mrope_section\. This version"
         with pytest.raises(RopeError, match=said):
             titan.module.rope_of(titan.config("MRoPE"), "half")
 

@@ -374,7 +374,7 @@ def test_report(stub: stub_vllm.Stub) -> None:
     assert ntk["class"] == "NTKScalingRotaryEmbedding"
     assert "inv_freq[" in ntk["why"]
     json.dumps(state)  # it goes from process to process
-    said = program.words([state])
+    said = program.describe([state])
     assert said.startswith("vLLM rotates through ropewalk.\n")
     assert "1 rotations by Rope(head_dim=16, base=10000.0, pairing='half')" in said
     assert "FourierRotaryEmbedding is left as it was" in said
@@ -386,7 +386,7 @@ def test_report_of_workers_that_do_not_know_the_plugin() -> None:
         def rpc(name: str, text: str = text) -> None:
             raise NotImplementedError(text.format(name))
 
-        with pytest.raises(RopeError, match="the plugin must be in force"):
+        with pytest.raises(RopeError, match="the plugin must be active"):
             vllm.report(SimpleNamespace(collective_rpc=rpc))
 
     def broken(name: str) -> None:
@@ -397,7 +397,7 @@ def test_report_of_workers_that_do_not_know_the_plugin() -> None:
 
     async def later(name: str) -> None: ...
 
-    with pytest.raises(RopeError, match=r"llm must be a vllm.LLM, got SimpleNamespace. Ask it by await llm.coll"):
+    with pytest.raises(RopeError, match=r"llm must be a vllm.LLM, got SimpleNamespace. Call await llm.coll"):
         vllm.report(SimpleNamespace(collective_rpc=later))
 
 

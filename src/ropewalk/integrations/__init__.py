@@ -1,1 +1,1 @@
-"""Doors into other people's programs. Those that swap their rotation for ours say what they did, and can undo it."""
+"""Integrations that make other libraries rotate through ropewalk. They report what they replaced, and can undo it."""

@@ -1,6 +1,6 @@
-"""The pytest fixture `assert_rope`: `pytest_plugins = ["ropewalk.integrations.pytest"]` in conftest.py.
+"""The pytest fixture `assert_rope`. Enable it in conftest.py: `pytest_plugins = ["ropewalk.integrations.pytest"]`.
 
-No entry point, which would have pytest import ropewalk in every project where it is installed.
+It is not an entry point, because pytest would then import ropewalk in every project where ropewalk is installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def assert_rope() -> Callable[..., Any]:
-    """`ropewalk.conformance.assert_right`: fails with the whole report where an implementation is wrong."""
+    """`ropewalk.conformance.assert_right`, which fails with the whole report if an implementation is wrong."""
     from ropewalk import conformance
 
     return conformance.assert_right

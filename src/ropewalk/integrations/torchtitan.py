@@ -1,9 +1,10 @@
-"""An override for torchtitan: its rotary modules rotate q and k through ropewalk.
+"""An override that makes torchtitan's rotary modules rotate q and k through ropewalk.
 
     torchrun ... -m torchtitan.train ... --override.imports ropewalk.integrations.torchtitan.rope
 
-torchtitan imports this file when that flag names it, so it imports torchtitan at the top. The fields of the configs are
-those of `torchtitan/models/common/rope.py` in torchtitan 0.3.0 (sequences in a batch) and at b5bcd76 (tokens folded).
+torchtitan imports this file if that flag names it, so the file can import torchtitan at the top. The fields of the
+configs are those of `torchtitan/models/common/rope.py` in torchtitan 0.3.0 (batches of sequences) and at b5bcd76
+(flattened tokens).
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ _READ = frozenset(
         *("rope_factor", "beta_fast", "beta_slow", "original_seq_len", "truncate"),
     }
 )
-# The length of torchtitan's table, under its two names, and the fields of every module's config. They change no angle.
+# The length of torchtitan's table, under both of its names, and the fields of every module's config. They do not affect
+# the angles.
 _IDLE = frozenset({"max_seq_len", "max_context_length", "param_init", "sharding_config"})
 
 
 class _Ropewalk:
-    """What both modules share; torchtitan's class follows it in the order of inheritance.
+    """The common part of both modules. torchtitan's class follows it in the order of inheritance.
 
     Each call computes the angles of its own tokens. Nothing is cached between calls, so no rotation is ever stale.
 
     Attributes:
-        rope: the `Rope` that the config means.
-        cache: torchtitan's buffer, empty. Code that reads angles from it fails, and gets no other angles than these.
+        rope: the `Rope` of the config.
+        cache: torchtitan's buffer, which is empty, so that code that reads angles from it fails instead of getting
+            different ones.
     """
 
     pairing: Pairing
@@ -59,8 +62,9 @@ class _Ropewalk:
         Args:
             query: `[tokens, heads, dim]`, or `[batch, seq, heads, dim]`; plain or DTensor.
             key: the same with its own number of heads.
-            positions: int32 or int64, `[tokens]`, or `[batch, seq]` or `[1, seq]`, any value; plain or DTensor. Plain
-                ones beside DTensors are of all tokens, or of this rank's, which their size tells. None is 0, 1, 2, ...
+            positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`, any value; plain or DTensor. Plain
+                positions with DTensors belong to all tokens or to the tokens of this rank, depending on their size.
+                None means 0, 1, 2, ...
 
         Returns:
             Shapes, dtypes, placements and SPMD types of query and key.
@@ -70,7 +74,8 @@ class _Ropewalk:
         """
         if not spmd.is_type_checking():
             return self._rotate(query, key, positions)
-        # The checker knows no kernel. A rotation keeps every type: it changes channels, which are never sharded.
+        # The checker does not know the kernels. A rotation keeps every type, because it only changes channels, which
+        # are never sharded.
         with spmd.no_typecheck():
             rotated = self._rotate(query, key, positions)
         for tensor, like in zip(rotated, (query, key), strict=True):
@@ -90,7 +95,7 @@ class _Ropewalk:
 
 
 class RopewalkComplexRoPE(_Ropewalk, ComplexRoPE):  # type: ignore[misc]
-    """torchtitan's `ComplexRoPE`, for pairs of neighbouring channels (Llama, DeepSeek)."""
+    """Replaces torchtitan's `ComplexRoPE`, which pairs neighbouring channels (Llama, DeepSeek)."""
 
     pairing: Pairing = "interleaved"
 
@@ -100,7 +105,7 @@ class RopewalkComplexRoPE(_Ropewalk, ComplexRoPE):  # type: ignore[misc]
 
 
 class RopewalkCosSinRoPE(_Ropewalk, CosSinRoPE):  # type: ignore[misc]
-    """torchtitan's `CosSinRoPE`, for pairs half a head apart (Qwen 3, gpt-oss)."""
+    """Replaces torchtitan's `CosSinRoPE`, which pairs channels half a head apart (Qwen 3, gpt-oss)."""
 
     pairing: Pairing = "half"
 
@@ -114,43 +119,44 @@ _MODULES: dict[type, Any] = {ComplexRoPE.Config: RopewalkComplexRoPE, CosSinRoPE
 
 @override(target=RoPE.Config, description="rotary embeddings by ropewalk")  # type: ignore[untyped-decorator]
 def rope(config: Any) -> Any:
-    """The override: torchtitan calls it with the config of every rotary module, before it builds the model.
+    """Replace the config of a rotary module. torchtitan calls this for every rotary module before it builds the model.
 
     Args:
         config: a `ComplexRoPE.Config` or a `CosSinRoPE.Config`.
 
     Returns:
-        The config of the module that takes its place, with the same fields.
+        The config of the ropewalk module, with the same fields.
 
     Raises:
-        RopeError: the config is of another class, such as the `MRoPE` of Qwen 3.5; or has a field that is not known
-            here, or a value that has no `Rope`.
+        RopeError: the config has another class, such as the `MRoPE` of Qwen 3.5, an unknown field, or a value that no
+            `Rope` supports.
     """
     module = _MODULES.get(type(config))
     if module is None:
         names = " or ".join(cls.__qualname__ for cls in _MODULES)
-        cure = "Train this model without the override."
-        raise error(_WHO, f"a rotary module must be configured by {names}", type(config).__qualname__, cure)
+        fix = "Train this model without the override."
+        raise error(_WHO, f"a rotary module must be configured by {names}", type(config).__qualname__, fix)
     rope_of(config, module.pairing)
     return derive(config, module.Config)
 
 
 def rope_of(config: Any, pairing: Pairing) -> Rope:
-    """The rope that a config of torchtitan means. An attention factor is not part of it: models of torchtitan scale
-    their scores instead.
+    """The rope of a config of torchtitan.
+
+    It has no attention factor, because models of torchtitan scale their scores instead.
 
     Args:
         config: a `RoPE.Config`.
-        pairing: of the module: "interleaved" for `ComplexRoPE`, "half" for `CosSinRoPE`.
+        pairing: the pairing of the module: "interleaved" for `ComplexRoPE`, "half" for `CosSinRoPE`.
 
     Raises:
-        RopeError: the fields are not those that are read here, or a value has no `Rope`.
+        RopeError: a field is unknown or missing, or no `Rope` supports a value.
     """
     names = {field.name for field in fields(config)} - _IDLE
     if names != _READ:
-        differing = [*(f"{name} too" for name in sorted(names - _READ)), *(f"no {n}" for n in sorted(_READ - names))]
-        cure = "Another torchtitan needs another ropewalk: train this model without the override."
-        raise error(_WHO, f"the fields of {type(config).__qualname__} must be known", ", ".join(differing), cure)
+        differing = [*(f"also {name}" for name in sorted(names - _READ)), *(f"no {n}" for n in sorted(_READ - names))]
+        fix = "This version of torchtitan is not supported. Train this model without the override."
+        raise error(_WHO, f"the fields of {type(config).__qualname__} must be known", ", ".join(differing), fix)
     return Rope(head_dim=config.dim, base=config.theta, pairing=pairing, scaling=_scaling(config))
 
 

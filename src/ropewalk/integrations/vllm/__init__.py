@@ -1,4 +1,4 @@
-"""vLLM that rotates through ropewalk: `VLLM_PLUGINS=ropewalk`. Imports no vLLM before it is asked to register."""
+"""Make vLLM rotate through ropewalk: `VLLM_PLUGINS=ropewalk`. vLLM is imported only when the plugin registers."""
 
 from ropewalk.integrations.vllm.plugin import register as register
 from ropewalk.integrations.vllm.plugin import report as report

@@ -1,4 +1,4 @@
-"""`python -m ropewalk.integrations.vllm`: does vLLM rotate through ropewalk here? Runs a small model to find out."""
+"""`python -m ropewalk.integrations.vllm`: run a small model, and report whether vLLM rotates through ropewalk."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk._checks import RopeError, error
-from ropewalk.integrations.vllm.plugin import TRIED, WHO, asked, report
+from ropewalk.integrations.vllm.plugin import TRIED, WHO, is_enabled, report
 
-# A Llama of 0.3 million numbers, made up by vLLM itself (load_format="dummy").
+# A Llama with 0.3 million parameters, for which vLLM makes random weights (load_format="dummy").
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -32,7 +32,7 @@ CONFIG = {
 
 
 def run() -> list[dict[str, Any]]:
-    """Start an engine with a small model, generate a few tokens without compiling, and ask its workers."""
+    """Start an engine with a small model, generate a few tokens without compiling, and return its workers' reports."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     try:
         from vllm import LLM, SamplingParams
@@ -55,8 +55,8 @@ def run() -> list[dict[str, Any]]:
         return report(llm)
 
 
-def words(states: list[dict[str, Any]]) -> str:
-    """What the workers said.
+def describe(states: list[dict[str, Any]]) -> str:
+    """The workers' reports as text.
 
     Raises:
         RopeError: a worker rotated nothing through ropewalk.
@@ -64,25 +64,25 @@ def words(states: list[dict[str, Any]]) -> str:
     lines = []
     if not states:
         raise error(WHO, "the engine must have a worker", "none", f"It was tried with vLLM {TRIED}.")
-    for each in states:
-        if not any(layer["calls"] for layer in each["layers"]):
-            got = f"none in worker {each['process']}; left as they were: {each['left'] or 'none'}"
+    for worker in states:
+        if not any(layer["calls"] for layer in worker["layers"]):
+            got = f"none in worker {worker['process']}; left as they were: {worker['left'] or 'none'}"
             raise error(WHO, "a layer must have rotated through ropewalk", got, f"It was tried with vLLM {TRIED}.")
         lines += [
-            f"worker {each['process']}: {layer['calls']} rotations by {layer['rope']}" for layer in each["layers"]
+            f"worker {worker['process']}: {layer['calls']} rotations by {layer['rope']}" for layer in worker["layers"]
         ]
-        left = [(layer["class"], layer["why"]) for layer in each["left"]]
-        lines += [f"worker {each['process']}: {name} is left as it was: {why}" for name, why in left]
+        left = [(layer["class"], layer["why"]) for layer in worker["left"]]
+        lines += [f"worker {worker['process']}: {name} is left as it was: {why}" for name, why in left]
     return "\n".join(["vLLM rotates through ropewalk.", *lines])
 
 
 def main() -> int:
-    """Exit status: 0 where the plugin is in force, 1 where it is not."""
+    """Print the report. The exit status is 0 if the plugin is active, and 1 if it is not."""
     try:
-        if not asked():
+        if not is_enabled():
             got = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}" if "VLLM_PLUGINS" in os.environ else "it not set"
             raise error(WHO, "VLLM_PLUGINS must name ropewalk", got, "Set VLLM_PLUGINS=ropewalk.")
-        sys.stdout.write(f"{words(run())}\n")
+        sys.stdout.write(f"{describe(run())}\n")
     except RopeError as e:
         sys.stderr.write(f"vLLM does NOT rotate through ropewalk. {e}\n")
         return 1

@@ -1,4 +1,4 @@
-"""The entry point of vLLM's plugins: its rotary classes are replaced where `VLLM_PLUGINS` names ropewalk."""
+"""The entry point for vLLM's plugins, which replaces vLLM's rotary classes if `VLLM_PLUGINS` names ropewalk."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from typing import Any
 from ropewalk._checks import error
 
 WHO = "ropewalk in vLLM"
-TRIED = "0.32.0"  # the version with which this was tried
+TRIED = "0.32.0"  # the version of vLLM with which this plugin is tested
 logger = logging.getLogger("vllm.ropewalk")
 
 _RPC = "ropewalk_state"
-# Their own code for the CPU returns new tensors; that of the others rotates in place.
+# The CPU code of these classes returns new tensors. The others rotate in place.
 _FUNCTIONAL = {"DeepseekScalingRotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding", "MRotaryEmbedding"}
 
 
-def asked() -> bool:
-    """Whether `VLLM_PLUGINS` names ropewalk, as vLLM reads it. Where it is not set, vLLM loads every plugin."""
+def is_enabled() -> bool:
+    """Whether `VLLM_PLUGINS` names ropewalk, as vLLM reads it. Without that variable vLLM loads every plugin."""
     return "ropewalk" in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def register() -> None:
-    """Let vLLM make ropewalk's layers in the place of its own. vLLM calls it in each of its processes.
+    """Make vLLM create ropewalk's layers instead of its own. vLLM calls this in each of its processes.
 
     It does nothing unless `VLLM_PLUGINS` names ropewalk. That variable is part of the key of vLLM's compile cache, so
-    this adds a name made of ropewalk's sources to it, which is no plugin: a graph that was compiled without
-    ropewalk, or with another one, is never run with this one. A second call changes nothing.
+    a hash of ropewalk's sources is added to it, under a name that is not a plugin. A graph that was compiled without
+    ropewalk, or with another version, is therefore never run with this one. A second call changes nothing.
 
     Raises:
-        RopeError: this vLLM has no such place for layers, or another plugin has taken it.
+        RopeError: this version of vLLM has no registry for layers, or another plugin has replaced the rotary layers.
     """
-    if not asked():
+    if not is_enabled():
         logger.info("ropewalk is installed and off. VLLM_PLUGINS=ropewalk switches it on.")
         return
-    custom_op, package, worker = _vllm()
+    custom_op, package, worker = _import_vllm()
     from ropewalk.integrations.vllm.layers import Layer
     from ropewalk.integrations.vllm.ropes import SCHEMES
 
-    _mark()
+    _mark_compile_cache()
     if getattr(worker, _RPC, None) is not None:
         return
     registry = custom_op.op_registry_oot
@@ -56,50 +56,51 @@ def register() -> None:
         got = ", ".join(f"{cls.__name__} ({cls.__module__})" for cls in taken)
         raise error(WHO, "no other plugin may replace vLLM's rotary layers", got, "Name one of them in VLLM_PLUGINS.")
     for name, cls in theirs.items():
-        made = _stand_in(Layer, name, cls)
-        if issubclass(cls, custom_op.CustomOp):  # vLLM looks its name up when one is made
-            registry[name] = made
+        replacement = _replacement(Layer, name, cls)
+        if issubclass(cls, custom_op.CustomOp):  # vLLM looks up the name when it creates an object
+            registry[name] = replacement
         else:
-            setattr(package, name, made)
+            setattr(package, name, replacement)
     setattr(worker, _RPC, lambda self: state())
 
 
 def report(llm: Any) -> list[dict[str, Any]]:
-    """What rotates in a running engine, for each of its workers: calls of this are safe at any time.
+    """Report which layers of a running engine rotate through ropewalk, for each of its workers. Safe at any time.
 
     Args:
-        llm: a `vllm.LLM`. A server gives the same for the method "ropewalk_state" at `/collective_rpc`, which vLLM
+        llm: a `vllm.LLM`. A server returns the same for the method "ropewalk_state" at `/collective_rpc`, which vLLM
             serves with `VLLM_SERVER_DEV_MODE=1`, and an `AsyncLLM` for `await llm.collective_rpc("ropewalk_state")`.
 
     Returns:
-        For each worker: "process" (its number), "layers" (what rotates through ropewalk: class, rope, and "calls", the
-        rotations done so far outside of compiled code), "left" (what rotates as vLLM does: class and "why"). A layer is
-        shared by all layers of the model that have the same rope. Compiled code holds the rotation itself, and is not
-        counted. Both are empty for a model whose rotation is no layer of vLLM (those run by transformers' own code).
+        For each worker: "process", its process id; "layers", the layers that rotate through ropewalk, with class, rope
+        and "calls", the number of rotations so far; and "left", the layers that keep vLLM's rotation, with class and
+        "why". All layers of the model with the same rope share one layer. Compiled code contains the rotation itself,
+        and its calls are not counted. Both lists are empty for a model that does not use vLLM's rotary layers, such as
+        one that runs in the code of transformers.
 
     Raises:
-        RopeError: the plugin is not in force in the workers, or llm is asynchronous.
+        RopeError: the plugin is not active in the workers, or llm is asynchronous.
     """
     try:
         states = llm.collective_rpc(_RPC)
     except Exception as e:
         if not re.search(rf"'{_RPC}' is not implemented|no attribute '{_RPC}'", str(e)):  # in one process, in several
             raise
-        cure = "Install ropewalk beside vLLM, and name it in VLLM_PLUGINS, without blanks, before vLLM starts."
-        raise error(WHO, "the plugin must be in force", "workers that do not know it", cure) from e
+        fix = "Install ropewalk in the environment of vLLM, and set VLLM_PLUGINS=ropewalk before vLLM starts."
+        raise error(WHO, "the plugin must be active", "workers that do not have it", fix) from e
     if not isinstance(states, list):
         if inspect.iscoroutine(states):
             states.close()
-        cure = f'Ask it by await llm.collective_rpc("{_RPC}").'
-        raise error(WHO, "llm must be a vllm.LLM", type(llm).__name__, cure)
+        fix = f'Call await llm.collective_rpc("{_RPC}") instead.'
+        raise error(WHO, "llm must be a vllm.LLM", type(llm).__name__, fix)
     return states
 
 
 def state() -> dict[str, Any]:
-    """What `report` says of this process."""
+    """The report of this process, for `report`."""
     from ropewalk.integrations.vllm.layers import LAYERS, Layer
 
-    _, package, _ = _vllm()
+    _, package, _ = _import_vllm()
     served = [layer for layer in LAYERS if layer.rope is not None]
     left = [{"class": layer.vllm_name, "why": layer.reason} for layer in LAYERS if layer.rope is None]
     for layer in package._ROPE_DICT.values():
@@ -112,8 +113,8 @@ def state() -> dict[str, Any]:
     }
 
 
-def _mark() -> None:
-    """Add a name made of ropewalk's sources to VLLM_PLUGINS, for the key of vLLM's compile cache."""
+def _mark_compile_cache() -> None:
+    """Add a hash of ropewalk's sources to VLLM_PLUGINS, which is part of the key of vLLM's compile cache."""
     mark = f"ropewalk-{_sources()}"
     names = os.environ["VLLM_PLUGINS"].split(",")
     if mark not in names:
@@ -128,8 +129,8 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _vllm() -> tuple[Any, Any, Any]:
-    """vLLM's module with the registry of layers from outside, its package of rotary layers, and its workers' class."""
+def _import_vllm() -> tuple[Any, Any, Any]:
+    """Import vLLM's module with the registry of external layers, its package of rotary layers, and its worker class."""
     try:
         custom_op = importlib.import_module("vllm.model_executor.custom_op")
         _ = custom_op.op_registry_oot, custom_op.CustomOp
@@ -143,9 +144,9 @@ def _vllm() -> tuple[Any, Any, Any]:
     return custom_op, package, worker
 
 
-def _stand_in(layer: type, name: str, theirs: type) -> type:
-    """The class that vLLM makes in the place of one of its own."""
+def _replacement(layer: type, name: str, theirs: type) -> type:
+    """Create the class that replaces one of vLLM's."""
     members = {"vllm_name": name, "in_place": name not in _FUNCTIONAL, "__module__": layer.__module__}
     if hasattr(theirs, "name"):
-        members["name"] = theirs.name  # custom_ops=["+rotary_embedding"] speaks of it
+        members["name"] = theirs.name  # the name in custom_ops=["+rotary_embedding"]
     return type(name, (layer, theirs), members)

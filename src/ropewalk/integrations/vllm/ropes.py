@@ -1,4 +1,4 @@
-"""The `Rope` that a rotary layer of vLLM means, from its own numbers, and whether its own table agrees.
+"""Read the `Rope` of a rotary layer of vLLM from its attributes, and compare it with the layer's table.
 
 The attributes are those of the classes in `vllm/model_executor/layers/rotary_embedding/` of vLLM 0.32.
 """
@@ -17,21 +17,21 @@ from ropewalk.axes import Axes
 from ropewalk.rope import Rope
 
 WHO = "ropewalk in vLLM"
-# Of float32 powers and products. Measured over the 32 models of the recording: at most 3.2e-7.
+# The tolerance for float32 powers and products. The largest error in the 32 recorded models is 3.2e-7.
 _RELATIVE = 5e-7
 
 
 def rope_of(name: str, layer: Any, length: int) -> Rope:
-    """The static rope of a layer, in the pairing that it has now.
+    """The static rope of a layer, in its current pairing.
 
     Args:
         name: the name of vLLM's class.
-        layer: of that class; its attributes are read.
-        length: the longest sequence of the engine (`max_model_len`), in tokens, by which frequencies that depend on the
-            length are resolved, once.
+        layer: an object of that class. Only its attributes are read.
+        length: the longest sequence of the engine (`max_model_len`), in tokens. Frequencies that depend on the length
+            are computed once for it.
 
     Raises:
-        RopeError: the class, or a value in it, has no `Rope`.
+        RopeError: no `Rope` describes the class, or one of its values.
     """
     build = SCHEMES.get(name)
     if build is None:
@@ -50,11 +50,11 @@ def rope_of(name: str, layer: Any, length: int) -> Rope:
 
 
 def difference(rope: Rope, table: Tensor) -> str:
-    """In what vLLM's table, before it is rounded to the model's dtype, differs from a rope; "" where it agrees.
+    """The difference of vLLM's table from a rope, in words. "" if they agree.
 
     Args:
-        rope: static.
-        table: float32 `[positions, rotary_dim]`, cos and then sin.
+        rope: a static rope.
+        table: the table before it is rounded to the model's dtype, float32 `[positions, rotary_dim]`, cos and then sin.
     """
     if table.is_meta or table.shape[0] < 2 or table.shape[1] != rope.rotary_dim:
         return (
@@ -73,7 +73,7 @@ def difference(rope: Rope, table: Tensor) -> str:
 
 
 def _axes(layer: Any) -> Axes | None:
-    """M-RoPE: `apply_interleaved_rope` in vLLM's mrope.py, or contiguous sections."""
+    """The axes of M-RoPE: interleaved as in `apply_interleaved_rope` of vLLM's mrope.py, or contiguous sections."""
     sections = getattr(layer, "mrope_section", None)
     if sections is None:
         return None
@@ -117,7 +117,7 @@ def _longrope(layer: Any) -> tuple[float, schemes.Scaling]:
     return layer.base, scaling
 
 
-# Name of a class in vLLM → base and scaling of one of its layers.
+# The name of a class in vLLM → a function that reads base and scaling from a layer of it.
 SCHEMES: dict[str, Callable[[Any], tuple[float, schemes.Scaling | None]]] = {
     "RotaryEmbedding": lambda layer: (layer.base, None),
     "LinearScalingRotaryEmbedding": lambda layer: (layer.base, schemes.Linear(_only(layer.scaling_factors))),
