@@ -236,7 +236,7 @@ class TestLengths:
         ids = tokens()
         with torch.no_grad():
             near = output(model, ids)
-        with pytest.raises(RopeError, match="length must be said"):
+        with pytest.raises(RopeError, match="length must be passed"):
             accelerate(model)
         accelerate(model, length=64)
         with torch.no_grad():

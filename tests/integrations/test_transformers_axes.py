@@ -137,9 +137,7 @@ class TestRefused:
         """Also in a model that was cast, whose frequencies are rounded."""
         model = built("qwen2_vl_text").to(dtype)
         model.rotary_emb.mrope_section = [3, 3, 2]
-        with pytest.raises(
-            RopeError, match=r"rotary_emb must turn by the axes that its config means .*sections\(\(2, 3"
-        ):
+        with pytest.raises(RopeError, match=r"rotary_emb must rotate by the axes of its config .*sections\(\(2, 3"):
             accelerate(model)
         accelerate(model, angles="theirs")
 
@@ -147,7 +145,7 @@ class TestRefused:
         """Hunyuan VL in transformers 5.23 does not rotate there."""
         sections = {**SECTIONS, "mrope_section": [2, 2, 2, 2]}
         model = tiny_models.build("hunyuan_vl_text", rope_parameters=sections)
-        with pytest.raises(RopeError, match="must turn by the axes that its config means"):
+        with pytest.raises(RopeError, match="must rotate by the axes of its config"):
             accelerate(model)
 
     def test_another_number_of_axes(self) -> None:

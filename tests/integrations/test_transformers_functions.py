@@ -135,7 +135,7 @@ class TestDispatcher:
         place = (file.__name__, "apply_rotary_pos_emb")
         form = file.apply_rotary_pos_emb.ropewalk_form
         dispatch.install(place, form)
-        with pytest.raises(RopeError, match="must turn as it did when it was replaced"):
+        with pytest.raises(RopeError, match="must rotate in the same way as when it was replaced"):
             dispatch.install(place, dataclasses.replace(form, whole="last"))
 
     def test_parts_that_are_not_of_the_text_model(self) -> None:
@@ -151,7 +151,9 @@ class TestDispatcher:
         expected = model(input_ids=ids)[0]
         said = accelerate(model, angles="theirs")
         assert said.modules == ("model.language_model.rotary_emb",)
-        assert "left as it was: model.vision_tower.patch_positional_embedding: it is not of the text model" in str(said)
+        assert "left as it was: model.vision_tower.patch_positional_embedding: it is not part of the text model" in str(
+            said
+        )
         assert torch.equal(model(input_ids=ids)[0], expected)
         restore(model)
         assert accelerate(model).ropes["model.language_model.rotary_emb"].base == 10_000.0

@@ -52,16 +52,18 @@ class TestRefused:
 
     @pytest.mark.parametrize("angles", ["exact", "theirs"])
     def test_by_name(self, angles: str) -> None:
-        refused(tiny_models.build("nanochat"), "got 'nanochat'. It turns q and k the other way", angles=angles)
-        refused(tiny_models.build("deepseek_v4"), "got 'deepseek_v4'. It turns the values too", angles=angles)
+        refused(tiny_models.build("nanochat"), "got 'nanochat'. It rotates q and k by minus the angle", angles=angles)
+        refused(tiny_models.build("deepseek_v4"), "got 'deepseek_v4'. It also rotates the values", angles=angles)
 
     def test_axes_that_the_config_does_not_mention(self, llama: Any) -> None:
         llama.model.rotary_emb.mrope_section = [3, 3, 2]
-        refused(llama, r"the config must say the axes of model.rotary_emb, got mrope_section \[3")
+        refused(llama, r"the config must state the axes of model.rotary_emb, got mrope_section \[3")
         accelerate(llama, angles="theirs")
 
     def test_without_a_rope(self) -> None:
-        refused(tiny_models.build("gpt2"), "the model must have a rotary module that is given positions, got GPT2")
+        refused(
+            tiny_models.build("gpt2"), "the model must have a rotary module that is called with positions, got GPT2"
+        )
 
     def test_on_the_meta_device(self) -> None:
         for name in ("llama", "gptj"):
@@ -71,7 +73,10 @@ class TestRefused:
     def test_a_config_that_was_changed(self, llama: Any, dtype: torch.dtype) -> None:
         llama.to(dtype)
         llama.config.rope_parameters["rope_theta"] = 20_000.0
-        refused(llama, r"model.rotary_emb must have what its config says, got inv_freq\[\d\] 0.*Was the config changed")
+        refused(
+            llama,
+            r"model.rotary_emb must have the numbers of its config, got inv_freq\[\d\] 0.*If the config was changed",
+        )
         accelerate(llama, angles="theirs")
 
     def test_an_attention_factor_that_was_changed(self) -> None:
@@ -105,7 +110,7 @@ class TestRefused:
         )
         for angles in ("exact", "theirs"):
             refused(
-                llama, "must call a function that turns q and k by the cos and sin of model.rotary_emb", angles=angles
+                llama, "must call a function that rotates q and k by the cos and sin of model.rotary_emb", angles=angles
             )
 
     def test_other_angles(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +125,11 @@ class TestRefused:
 
         monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("half", whole="last"))
         model = tiny_models.build("gpt_neox")
-        refused(model, "must turn the first 4 channels, as its config says, got a function that turns the last")
+        refused(model, "must rotate the first 4 channels, as its config says, got a function that rotates the last")
 
     def test_a_config_without_ropes(self) -> None:
         """Flint rotates in its first layers only; this one has a rotary module that no layer uses."""
-        refused(tiny_models.build("flint"), "must have what its config says, got a config without ropes")
+        refused(tiny_models.build("flint"), "must have the numbers of its config, got a config without ropes")
 
     def test_two_ropes_that_cannot_be_told_apart(self, llama: Any) -> None:
         ropes = [Rope(16, 10_000.0, "half"), Rope(16, 10_000.001, "half")]
@@ -202,7 +207,7 @@ class TestChanged:
         model = tiny_models.build("gptj")
         attention = next(module for module in model.modules() if "embed_positions" in module._buffers)
         attention.embed_positions[2:] = 0.5
-        refused(model, "must have sin and cos of .* angles='theirs' takes the model's own numbers")
+        refused(model, "must have sin and cos of .* use angles='theirs', which takes the model's own numbers")
 
     @pytest.mark.parametrize("dtypes", [["double"], ["bfloat16", "float"], ["half", "double"], ["bfloat16"]])
     def test_a_table_that_was_cast(self, dtypes: list[str]) -> None:
@@ -254,7 +259,7 @@ class TestChanged:
     def test_a_module_around_a_model(self, llama: Any) -> None:
         around = nn.Module()
         around.model, around.config = llama, {"lr": 1}
-        refused(around, "of a module around a model, the model inside")
+        refused(around, "without modules around it")
 
     def test_attention_of_an_adapter_that_rotates_by_itself(self, llama: Any) -> None:
         """PEFT's adaption prompts."""

@@ -222,13 +222,13 @@ class TestWhole:
     def test_learned_angles_of_the_class_token(self) -> None:
         said = str(accelerate(whole("mlcd_vision_model")))
         assert "left as it was: model.vision_tower.vision_rotary_embedding: " in said
-        assert "got 'mlcd_vision_model'. It puts the learned angles of the class token before" in said
+        assert "got 'mlcd_vision_model'. It prepends the learned angles of the class token" in said
 
 
 class TestLeftAlone:
     @pytest.mark.parametrize("name", ["sam2_video", "sam3_tracker_video", "edgetam_video"])
     def test_keys_of_several_frames(self, name: str) -> None:
-        with pytest.raises(RopeError, match=f"got '{name}'. Its keys are those of several frames"):
+        with pytest.raises(RopeError, match=f"got '{name}'. Its keys belong to several frames"):
             check_tower_served(name)
 
     def refused(self, model: Any, message: str, **options: Any) -> None:
@@ -245,7 +245,7 @@ class TestLeftAlone:
         monkeypatch.setattr(
             type(module), "forward", lambda self, x, position_ids: theirs(self, x, position_ids.flip(-1))
         )
-        self.refused(model, "must rotate by the axes that its config means")
+        self.refused(model, "must rotate by the axes of its config")
         accelerate(model, angles="theirs")
 
     def test_a_table_that_was_changed(self) -> None:
@@ -270,9 +270,7 @@ class TestLeftAlone:
         import transformers.models.pixtral.modeling_pixtral as file
 
         monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
-        self.refused(
-            tiny_towers.build("pixtral"), "must rotate the channels that its config means .* got .*: interleaved"
-        )
+        self.refused(tiny_towers.build("pixtral"), "must rotate the channels of its config .* got .*: interleaved")
 
     def test_a_function_that_rotates_in_another_way_already(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """For another model of the file."""
@@ -293,7 +291,7 @@ class TestLeftAlone:
     def test_code_of_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_towers.build("qwen2_vl_vision")
         monkeypatch.setattr(type(model.rotary_pos_emb), "recomposition_frequencies", lambda self, freq: freq.no)
-        self.refused(model, "must take what that of transformers 5.23 takes, got AttributeError")
+        self.refused(model, "must take the same arguments as in transformers 5.23, got AttributeError")
 
 
 class TestProbe:

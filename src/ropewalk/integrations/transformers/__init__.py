@@ -1,4 +1,4 @@
-"""Models of transformers that rotate through ropewalk. Imports no transformers: the model brings it."""
+"""Make models of transformers rotate through ropewalk. This package does not import transformers itself."""
 
 from ropewalk.integrations.transformers.door import Accelerated as Accelerated
 from ropewalk.integrations.transformers.door import accelerate as accelerate

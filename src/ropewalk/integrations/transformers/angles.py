@@ -1,4 +1,4 @@
-"""The modules that stand where a model's rotary module stood, and give a Rotation for cos and sin."""
+"""Modules that replace a model's rotary module, and return a Rotation instead of cos and sin."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WHO = "accelerate"
 
 
 class Angles(nn.Module):
-    """What both stand-ins have in common. The model's own module or table is kept, for `restore` and device moves.
+    """The common part of the replacements. They keep the model's own module or table for `restore` and device moves.
 
     Args:
-        forms: the functions that the model's code calls, and how each turns; installed again when this is unpickled.
-        pairing: the pairing of most of them.
+        forms: the functions that the model's code calls, and how each rotates. Unpickling installs them again.
+        pairing: the pairing of the first of them.
     """
 
     def __init__(self, forms: Mapping[Place, Form], pairing: Pairing) -> None:
@@ -39,14 +39,14 @@ class Angles(nn.Module):
 
 
 class ModuleAngles(Angles):
-    """In the place of a module of the model's own.
+    """Replaces a module of the model.
 
-    What is asked of it and it does not have (`inv_freq`, `attention_scaling`, `config`) is the original's, and so is
-    its state_dict.
+    Attributes that it does not have (`inv_freq`, `attention_scaling`, `config`) and its state_dict are those of the
+    original module.
 
     Args:
-        original: that module.
-        width: how its tables are written.
+        original: the original module.
+        width: how the columns of its tables are written.
     """
 
     def __init__(self, original: nn.Module, width: Width, forms: Mapping[Place, Form], pairing: Pairing) -> None:
@@ -57,11 +57,11 @@ class ModuleAngles(Angles):
         self.train(original.training)
 
     def as_returned(self, rotation: Any) -> Any:
-        """cos and sin as one Rotation, twice; once where the original gives complex numbers."""
+        """The Rotation in the place of both cos and sin, or of the complex table if the original returns one."""
         return rotation if self.width == "complex" else (rotation, rotation)
 
     def tables(self, returned: Any) -> tuple[Tensor, Tensor]:
-        """What the original returned, as cos and sin with one column for each pair."""
+        """The tables that the original returned, as cos and sin with one column for each pair."""
         cos, sin = (returned.real, returned.imag) if self.width == "complex" else returned
         return narrowed(cos, self.width), narrowed(sin, self.width)
 
@@ -74,16 +74,16 @@ class ModuleAngles(Angles):
             return getattr(self.original, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's, so that nothing of ours is saved."""
+        """The state_dict of the original, so that a saved model contains nothing of ropewalk."""
         return self.original.state_dict(*args, **kwargs)
 
 
 class RotaryAngles(ModuleAngles):
-    """In the place of the rotary module of a text model: called as it was, with tokens and their positions.
+    """Replaces the rotary module of a text model, which is called with tokens and their positions.
 
     Args:
-        ropes: layer type → `Rope`; None → the rope of a module that is called without one. None for the original's
-            own angles.
+        ropes: layer type → `Rope`, with the key None for a module that is called without a layer type. None uses the
+            angles of the original.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class RotaryAngles(ModuleAngles):
     ) -> None:
         super().__init__(original, width, forms, pairing)
         self.ropes = None if ropes is None else dict(ropes)
-        # M-RoPE gives text, whose positions have one axis, the same position on all of them.
+        # Text positions have one axis. M-RoPE gives text tokens the same position on all axes, so one axis suffices.
         self.of_text = None if ropes is None else {kind: replace(rope, axes=None) for kind, rope in ropes.items()}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """The rotation of these tokens, as the original returns its tables."""
+        """The rotation of these tokens, in the form in which the original returns its tables."""
         if self.ropes is None:
             rotation = self._theirs(x, position_ids, layer_type)
         else:
@@ -115,10 +115,10 @@ class RotaryAngles(ModuleAngles):
                 raise _other_axes(rope, position_ids)
             return rope
         must = f"the layer type must be one of {', '.join(map(shown, ropes))}"
-        raise error(WHO, must, shown(layer_type), "restore(model) brings the model's own rotation back.")
+        raise error(WHO, must, shown(layer_type), "Call restore(model) to use the model's own rotation.")
 
     def _theirs(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotation:
-        probe = x[..., :1].float()  # their tables are cast to its dtype
+        probe = x[..., :1].float()  # the original casts its tables to the dtype of x
         of_type = {} if layer_type is None else {"layer_type": layer_type}
         returned = self.original(probe, position_ids, **of_type)
         name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
@@ -132,24 +132,24 @@ class RotaryAngles(ModuleAngles):
 
 
 def _to_original(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Keys of a checkpoint, as the model without ropewalk has them → those of the original that is kept inside."""
+    """Rename the keys of a checkpoint, so that they are loaded into the original module inside the replacement."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}original.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 def exact(rope: Rope, x: Tensor, position_ids: Tensor) -> Rotation:
-    """The rotation of tokens at `[batch, seq]` or `[axes, batch, seq]`: on the device of x, float64 where x is."""
-    shared = position_ids.shape[-2] == 1  # one row for all of the batch
+    """The rotation at positions `[batch, seq]` or `[axes, batch, seq]`, on the device of x; float64 if x is float64."""
+    shared = position_ids.shape[-2] == 1  # one row for the whole batch
     return rope.at(position_ids.squeeze(-2) if shared else position_ids, device=x.device, dtype=dtype_for(x))
 
 
 def dtype_for(x: Tensor) -> torch.dtype | None:
-    """The dtype of the tables that rotate what x becomes."""
+    """The dtype of the tables that rotate q and k computed from x. None means the default."""
     return torch.float64 if x.dtype is torch.float64 else None
 
 
 def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Rotation:
-    """A Rotation of float32 tables [batch, seq, pairs]."""
+    """Create a Rotation from float32 tables `[batch, seq, pairs]`."""
     if cos.dtype is not torch.float32 or cos.ndim != 3 or cos.shape != sin.shape:
         must = "the model's own tables must be float32 [batch, seq, pairs]"
         raise error(WHO, must, f"{described(cos)} and {described(sin)}", "Use angles='exact'.")
@@ -164,5 +164,5 @@ def _other_axes(rope: Rope, position_ids: Tensor) -> Exception:
         WHO,
         f"position_ids must be [batch, seq]{axes}",
         f"shape {tuple(position_ids.shape)}",
-        "restore(model) brings the model's own rotation back.",
+        "Call restore(model) to use the model's own rotation.",
     )

@@ -1,4 +1,4 @@
-"""What a model's own rotary module has, beside what ropewalk reads from its config: they must agree."""
+"""Compare a model's own rotary module with what ropewalk reads from its config."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ropewalk.integrations.transformers.probe import Width, narrowed, width_of
 from ropewalk.rope import Rope
 
 WHO = "accelerate"
-# float32 powers: the exponent's rounding alone costs ln(base) · 2⁻²⁵, and scaling adds a few more.
+# The tolerance of float32 powers: rounding the exponent costs ln(base) · 2⁻²⁵, and scaling adds a few roundings.
 _FLOAT32 = 2e-6
 _FACTOR = 1e-6
-# Near and far: a module of one's own may do something else beyond a length.
+# Near and far positions: a custom module may compute something else beyond a length.
 _POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)
 _ARGUMENTS = {"self", "x", "position_ids", "layer_type"}
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether this is a rotary module, under whatever name, that is given tokens and their positions."""
+    """Whether this is a rotary module of any name that is called with tokens and their positions."""
     return (
         bool(kinds_of(module))
         and {"x", "position_ids"} <= set(inspect.signature(type(module).forward).parameters) <= _ARGUMENTS
@@ -33,14 +33,14 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 def kinds_of(module: nn.Module) -> list[str | None]:
-    """The layer types of which the module has frequencies; [None] where it has one set for all layers."""
+    """The layer types for which the module has frequencies. [None] if it has one set for all layers."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
     kinds = [name.removesuffix("inv_freq").removesuffix("_") or None for name in names if "original_" not in name]
     return sorted(kinds, key=str)
 
 
 def frequencies(module: nn.Module, kind: str | None) -> tuple[Tensor, Tensor]:
-    """Those of a layer type as they are now, and as they were built (LongRoPE and dynamic NTK write into the first)."""
+    """The current frequencies of a layer type, which LongRoPE and dynamic NTK overwrite, and the initial ones."""
     prefix = "" if kind is None else f"{kind}_"
     now = getattr(module, f"{prefix}inv_freq")
     return now, getattr(module, f"{prefix}original_inv_freq", now)
@@ -53,10 +53,10 @@ def factor_of(module: nn.Module, kind: str | None) -> float:
 
 
 def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
-    """How the module writes its tables: from what it returns for a few positions.
+    """Find out how the module writes its tables, by calling it with a few positions.
 
     Raises:
-        RopeError: it returns no tables of these frequencies.
+        RopeError: it does not return tables of its frequencies.
     """
     found = {_width(name, module, kind) for kind in kinds}
     if None in found or len(found) != 1:
@@ -64,7 +64,7 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
             WHO,
             f"{name} must return cos and sin of position · inv_freq",
             "other numbers",
-            "This model makes its angles in a way that ropewalk does not know.",
+            "This model computes its angles in another way, which is not supported.",
         )
     return found.pop()  # type: ignore[return-value]
 
@@ -78,7 +78,7 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
     of_type = {} if kind is None else {"layer_type": kind}
     with torch.no_grad():
         tokens = len(_POSITIONS)
-        x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # their tables are cast to its dtype
+        x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # tables are cast to the dtype of x
         returned = module(x, positions, **of_type)
         now = _as_written(module, kind)
         found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
@@ -90,12 +90,12 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
 def _as_written(module: nn.Module, kind: str | None) -> Tensor:
     """The frequencies in use, float64, in the order of the pairs in the tables."""
     now, _ = frequencies(module, kind)
-    # With axes it may keep them in another order than it writes them in (Ernie 4.5 VL).
+    # With axes, a module may store the frequencies in another order than in its tables (Ernie 4.5 VL).
     return now.double().sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now.double()
 
 
 def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> bool:
-    """Whether tables are those of these float64 angles, up to the drift of float32 products."""
+    """Whether the tables are cos and sin of these float64 angles, up to the drift of float32 products."""
     cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
     drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
     return all(
@@ -105,17 +105,17 @@ def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> boo
 
 
 def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width: Width) -> None:
-    """Raise unless each pair turns by the position on the axis that the rope gives it.
+    """Check that each pair is rotated by the position on the axis that the rope assigns to it.
 
     Raises:
-        RopeError: the module takes another; or it shares its channels out over axes, and its config says nothing of it.
+        RopeError: the module uses another axis, or has axes that its config does not state.
     """
     sections = getattr(module, "mrope_section", None)
     if rope.axes is None:
         if sections:
             must, got = (
-                f"the config must say the axes of {name}",
-                f"mrope_section {shown(sections)} in the module alone",
+                f"the config must state the axes of {name}",
+                f"mrope_section {shown(sections)} only in the module",
             )
             raise error(WHO, must, got, "Use angles='theirs'.")
         return
@@ -128,27 +128,27 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
         x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
         returned = module(x, positions, **of_type)
     if not _are_near(returned, of_pair * _as_written(module, kind), factor_of(module, kind), width):
-        must = f"the pairs of {name} must turn by the axes that its config means ({axes})"
-        raise error(WHO, must, "other ones", "Use angles='theirs'.")
+        must = f"the pairs of {name} must rotate by the axes of its config ({axes})"
+        raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
 
 def places(axes: int, device: torch.device) -> Tensor:
-    """Positions near and far, another on each axis: `[axes, tokens]`."""
+    """Near and far positions `[axes, tokens]`, different on each axis."""
     rows = torch.tensor(_POSITIONS, device=device)
     return torch.stack([rows.roll(axis + 1) for axis in range(axes)])
 
 
 def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positions: Tensor, width: Width) -> None:
-    """Raise unless tables `[..., tokens, columns]` are those of the rope's axes and of the module's own frequencies.
+    """Check that a tower's tables `[..., tokens, columns]` use the rope's axes and the module's own frequencies.
 
     Args:
-        returned: what the module gave for positions `[axes, tokens]`.
+        returned: the tables that the module returned for the positions `[axes, tokens]`.
 
     Raises:
-        RopeError: they are those of another angle; or the module has other frequencies than the rope.
+        RopeError: the tables have other angles, or the module has other frequencies than the rope.
     """
     values, index = np.unique(rope.inv_freq, return_inverse=True)
-    if module._buffers.get("inv_freq") is not None:  # rounded, where the tower was cast
+    if module._buffers.get("inv_freq") is not None:  # rounded, if the tower was cast
         matching(name, module, None, [rope])
         values = frequencies(module, None)[0].detach().to("cpu", torch.float64).sort().values.numpy()
     axis = [0] * len(index) if rope.axes is None else list(rope.axes.axis)
@@ -157,15 +157,15 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
     fit = all(narrowed(table, width).shape == angles.shape for table in tables)
     given = tables[0] if width == "complex" else tables
     if not (fit and _are_near(given, angles, factor_of(module, None), width)):
-        must = f"the pairs of {name} must rotate by the axes that its config means ({rope.axes})"
-        raise error(WHO, must, "other ones", "Use angles='theirs'.")
+        must = f"the pairs of {name} must rotate by the axes of its config ({rope.axes})"
+        raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
 
 def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rope]) -> Rope:
-    """The rope of the config that has the module's frequencies and attention factor; static.
+    """Find the rope of the config that has the module's frequencies and attention factor.
 
     Raises:
-        RopeError: none has them, or several have in the dtype of the module's buffer.
+        RopeError: no rope has them, or several have in the dtype of the module's buffer.
     """
     now, built = frequencies(module, kind)
     factor = factor_of(module, kind)
@@ -175,29 +175,29 @@ def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rop
         raise error(
             WHO,
             f"{name} must have the frequencies with which it was built",
-            f"inv_freq {shown([float(each) for each in now[:3]])} ..., other than of {found[0]}",
-            "Was inv_freq changed after the model was built? angles='theirs' takes the model's own numbers.",
+            f"inv_freq {shown([float(each) for each in now[:3]])} ..., which differs from {found[0]}",
+            "If you changed inv_freq on purpose, use angles='theirs', which takes the model's own numbers.",
         )
-    if len({(rope.base, rope.rotary_dim, rope.scaling) for rope in found}) == 1:  # an indexer may slice otherwise
+    if len({(rope.base, rope.rotary_dim, rope.scaling) for rope in found}) == 1:  # an indexer may rotate another slice
         return found[0]
     if found:
         raise error(
             WHO,
             f"{name} must have the frequencies of one rope of its config",
             f"several, in {rounded_to(built)}: {'; '.join(map(str, found))}",
-            "Accelerate before the model is cast.",
+            "Call accelerate before the model is cast.",
         )
     how = "; ".join(f"{difference(rope, built, factor)} ({rope})" for rope in ropes) or "a config without ropes"
     raise error(
         WHO,
-        f"{name} must have what its config says",
+        f"{name} must have the numbers of its config",
         how,
-        "Was the config changed after the model was built? angles='theirs' takes the model's own numbers.",
+        "If the config was changed on purpose, use angles='theirs', which takes the model's own numbers.",
     )
 
 
 def _are_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> bool:
-    """Whether the frequencies in use are those of a rope, at the length for which the module has made them last."""
+    """Whether the current frequencies are those of a rope, at the length for which the module computed them last."""
     if rope.is_static:
         return not _off(now, rope)
     seen = getattr(module, "max_seq_len_cached" if kind is None else f"{kind}_max_seq_len_cached", 1)
@@ -206,8 +206,8 @@ def _are_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> boo
 
 
 def difference(rope: Rope, built: Tensor, factor: float) -> str:
-    """In what the frequencies of a module, as it was built, differ from a rope; "" where they agree."""
-    rope = rope.at_length(1)  # their buffers start with the frequencies of a short sequence
+    """The difference of a module's initial frequencies from a rope, in words. "" if they agree."""
+    rope = rope.at_length(1)  # the buffers start with the frequencies of a short sequence
     if off := _off(built, rope):
         return off
     if abs(factor - rope.attention_factor) > _FACTOR * rope.attention_factor:
@@ -216,14 +216,14 @@ def difference(rope: Rope, built: Tensor, factor: float) -> str:
 
 
 def _off(built: Tensor, rope: Rope) -> str:
-    """In what frequencies differ from those of a static rope; "" where they agree."""
+    """The difference of frequencies from those of a static rope, in words. "" if they agree."""
     wanted = torch.from_numpy(rope.inv_freq)
     if rope.axes is not None and built.shape != wanted.shape:
-        wanted = torch.from_numpy(np.unique(rope.inv_freq))  # kept once for all axes
+        wanted = torch.from_numpy(np.unique(rope.inv_freq))  # stored once for all axes
     if built.shape != wanted.shape:
         return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
     theirs = built.detach().to("cpu", torch.float64)
-    if rope.axes is not None:  # kept in another order than they are written (Ernie 4.5 VL); `check_axes` sees to that
+    if rope.axes is not None:  # stored in another order than in the tables (Ernie 4.5 VL), which `check_axes` checks
         theirs, wanted = theirs.sort(descending=True).values, wanted.sort(descending=True).values
     info = torch.finfo(rounded_to(built))
     relative = max(_FLOAT32, info.eps)
@@ -235,7 +235,7 @@ def _off(built: Tensor, rope: Rope) -> str:
 
 
 def rounded_to(built: Tensor) -> torch.dtype:
-    """The dtype that the numbers have gone through: a model cast to bfloat16 and back keeps what was rounded."""
+    """The narrowest dtype that holds these numbers exactly. A model cast to bfloat16 and back stays rounded."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(built.to(dtype).to(built.dtype), built):
             return dtype
@@ -248,15 +248,15 @@ def own_config(module: nn.Module, model_config: Any) -> Any:
 
 
 def check_length(length: object, ropes: Iterable[Rope]) -> None:
-    """Raise where a rope depends on the length and none is said, or the other way."""
+    """Raise RopeError if a rope depends on the length and none is passed, or if none does and a length is passed."""
     dynamic = [rope for rope in ropes if not rope.is_static]
     if dynamic and length is None:
         raise error(
             WHO,
-            "length must be said, since the frequencies depend on it",
+            "length must be passed, because the frequencies depend on it",
             f"no length for {dynamic[0]}",
             "Pass length=n, the longest sequence that you will run, or angles='theirs' for the model's own switching.",
         )
     if not dynamic and length is not None:
         must = "length is for frequencies that depend on it (dynamic NTK, LongRoPE)"
-        raise error(WHO, must, shown(length), "Leave it out.")
+        raise error(WHO, must, shown(length), "Do not pass it.")

@@ -1,7 +1,7 @@
-"""The functions of a modeling file: found, and given a dispatcher that rotates where a Rotation stands for cos and sin.
+"""Replace the rotating functions of a modeling file by dispatchers that accept a Rotation for cos and sin.
 
-A dispatcher hands everything else to the original, so models that are not accelerated compute what they did. A Rotation
-is no operand: code that calculates with cos and sin itself raises.
+A dispatcher calls the original for everything else, so models that are not accelerated do not change. A Rotation
+supports no arithmetic, so code that computes with cos and sin itself raises.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ropewalk.integrations.transformers.probe import Form, behind_prefix, in_ord
 from ropewalk.rotation.api import Rotation, unchecked
 
 Place = tuple[str, str]
-"""A function: the name of its module and its own."""
+"""The name of a function's module, and the name of the function."""
 
 _NAMED = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
 
 
 def functions_of(model: nn.Module) -> dict[Place, Any]:
-    """The functions with cos and sin, or freqs_cis, that the methods of the model's modules name."""
+    """The functions with parameters cos and sin, or freqs_cis, that the methods of the model's modules refer to."""
     found: dict[Place, Any] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         for owner in kind.__mro__:
@@ -54,15 +54,15 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def original(function: Any) -> Any:
-    """What a dispatcher hands on to, or the function itself."""
+    """The original of a dispatcher. Any other function is returned as is."""
     return getattr(function, "ropewalk_original", function)
 
 
 def install(place: Place, form: Form) -> None:
-    """Put a dispatcher in the place of the function; nothing, if it is there already.
+    """Replace the function by a dispatcher, unless this was done already.
 
     Raises:
-        RopeError: a dispatcher of another form is there.
+        RopeError: it was replaced by a dispatcher of another form.
     """
     module = importlib.import_module(place[0])
     function = getattr(module, place[1])
@@ -72,14 +72,14 @@ def install(place: Place, form: Form) -> None:
     elif known != form:
         raise error(
             "accelerate",
-            f"{'.'.join(place)} must turn as it did when it was replaced",
+            f"{'.'.join(place)} must rotate in the same way as when it was replaced",
             shown(form),
-            "Two models of one file write their tables in different ways; accelerate one of them in each process.",
+            "Two models of this file write their tables in different ways. Accelerate only one of them in a process.",
         )
 
 
 def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """A function that rotates where it is given a Rotation for its tables, and calls `function` for anything else."""
+    """Create a function that rotates if its tables are a Rotation, and calls `function` otherwise."""
     names, at, layouts = form.names, form.at, dict(form.layouts)
     kind: Any = Rotation if form.parts == 1 else tuple  # of Rotations, one for each part of a head
 
@@ -94,7 +94,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
                 rotate.__name__,
                 f"unsqueeze_dim must be one of {', '.join(map(str, layouts))}",
                 shown(axis),
-                "restore(model) brings the model's own rotation back.",
+                "Call restore(model) to use the model's own rotation.",
             )
         q = given[names[0]]
         layout = "thd" if q.ndim == 3 and layouts[axis] == "bshd" else layouts[axis]
@@ -125,7 +125,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
 
 
 def _for_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
-    """The same tables for heads of this width, in the function's own pairing."""
+    """The same tables for heads of the width of x, in the function's pairing."""
     head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
     if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
         return rotation
@@ -134,7 +134,7 @@ def _for_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
             "accelerate",
             f"the model's function rotates {rotary_dim} channels",
             f"heads of {head_dim}",
-            "restore(model) brings the model's own rotation back.",
+            "Call restore(model) to use the model's own rotation.",
         )
     offset = head_dim - rotary_dim if form.whole == "last" else 0
     factor = rotation.attention_factor

@@ -1,4 +1,4 @@
-"""accelerate and restore: a model of transformers rotates through ropewalk, and then again as it did."""
+"""`accelerate`, which makes a model of transformers rotate through ropewalk, and `restore`, which undoes it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from ropewalk.rope import Rope
 
 @dataclass(frozen=True)
 class Accelerated:
-    """What `accelerate` did; `str` says it in words.
+    """What `accelerate` replaced. Its `str` is a report as text.
 
     Args:
         angles: "exact" or "theirs".
-        ropes: name of a replaced module, with its layer type after a colon (the number of the part of a head, where
-            parts rotate by themselves) → the `Rope` whose angles it gives; empty with angles="theirs".
-        modules: the names of what was replaced.
-        functions: the functions that rotate through ropewalk now.
-        left_alone: rotary modules that still rotate as they did, and why.
-        warnings: what `from_config` says about the config.
-        length: the longest sequence for which the frequencies were chosen, in tokens, where they depend on it.
+        ropes: the name of a replaced module → the `Rope` of its angles. After a colon, the name has the layer type if
+            there are several, or the index of the part of a head if parts are rotated separately. Empty with
+            angles="theirs".
+        modules: the names of the replaced modules and tables.
+        functions: the functions that now rotate through ropewalk.
+        left_alone: rotary modules that keep their own rotation, each with the reason.
+        warnings: the warnings of `from_config` about the config.
+        length: the longest sequence for which the frequencies were computed, in tokens, if they depend on the length.
     """
 
     angles: str
@@ -55,35 +56,37 @@ class Accelerated:
 def accelerate(
     model: nn.Module, *, angles: Literal["exact", "theirs"] = "exact", length: int | None = None
 ) -> Accelerated:
-    """Let a model of transformers rotate q and k through ropewalk. `restore(model)` undoes it.
+    """Make a model of transformers rotate q and k through ropewalk. `restore(model)` undoes it.
 
-    Its rotary module is replaced by one that gives a `Rotation` where cos and sin were, and the function in its
-    modeling file that rotates is replaced by one that hands everything but a `Rotation` to the original: other models
-    of the file compute what they did. Weights, state_dict and config stay as they are; nothing of it is saved. Vision
-    towers are served as text models are; one that cannot be is left alone, and named with the reason.
+    The model's rotary module is replaced by one that returns a `Rotation` instead of cos and sin. The function in its
+    modeling file that rotates is replaced by one that calls the original for everything except a `Rotation`, so other
+    models of that file do not change. Weights, state_dict and config do not change either, and nothing is added to a
+    saved model. Vision towers are supported like text models. A tower that is not supported keeps its own rotation and
+    is reported with the reason.
 
     Args:
-        model: a model of transformers 5, with its weights loaded; also inside a model of PEFT.
-        angles: "exact" takes those of the model's config, as `Rope.at` makes them; "theirs" takes the model's own
-            float32 tables, for the same outputs to the bit in float32, and for a config that `from_config` cannot read.
-        length: the longest sequence that will run, in tokens; needed for dynamic NTK and LongRoPE with exact angles,
-            and refused elsewhere.
+        model: a model of transformers 5 with loaded weights, also inside a model of PEFT.
+        angles: "exact" uses the angles of the model's config, as computed by `Rope.at`. "theirs" uses the model's own
+            float32 tables, which gives bitwise equal outputs in float32, and works for configs that `from_config`
+            cannot read.
+        length: the longest sequence that will run, in tokens. It is required for dynamic NTK and LongRoPE with exact
+            angles, and refused otherwise.
 
     Returns:
-        `Accelerated`: what was replaced, by what, and what was left alone.
+        An `Accelerated`, which lists what was replaced and what was left alone.
 
     Raises:
-        RopeError: the model is accelerated already; it has no rotary module, or rotates in a way that no `Rotation`
-            describes (the other direction); its numbers are not those of its config. Nothing is changed.
+        RopeError: the model is accelerated already, has no rotary module, rotates in a way that no `Rotation` describes
+            (such as the opposite direction), or has other numbers than its config. The model is then unchanged.
     """
     _check_model(model)
     choice(WHO, "angles", angles, ("exact", "theirs"))
     if any(isinstance(module, Angles) for module in model.modules()):
-        must = "the model must rotate as it did when it was built"
+        must = "the model must have its own rotation"
         raise error(WHO, must, "one that is accelerated already", "Call restore(model) first.")
     check_served(model.config)
     if angles == "theirs" and length is not None:
-        raise error(WHO, "length is for angles='exact'", shown(length), "The model's own angles follow its own rule.")
+        raise error(WHO, "length is for angles='exact'", shown(length), "Do not pass length with angles='theirs'.")
     planned = plan(model, exact=angles == "exact", length=length)
     for place, form in planned.forms.items():
         install(place, form)
@@ -101,10 +104,10 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> str:
-    """Undo `accelerate`, also on a copy of the model or one from a pickle: it rotates as it did, to the bit.
+    """Undo `accelerate`, also on a copy or an unpickled model. The outputs are again bitwise those of the original.
 
     Returns:
-        What was put back, in words.
+        A report of what was restored, as text.
 
     Raises:
         RopeError: the model is not accelerated.
@@ -127,13 +130,13 @@ def restore(model: nn.Module) -> str:
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "model_type"):
         got = type(model).__name__ if isinstance(model, nn.Module) else shown(model)
-        cure = "Pass what from_pretrained gave: of a module around a model, the model inside."
-        raise error(WHO, "model must be a model of transformers, with its config", got, cure)
+        fix = "Pass the model that from_pretrained returns, without modules around it."
+        raise error(WHO, "model must be a model of transformers, with its config", got, fix)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft.tuners.adaption_prompt"):
-            cure = "Take LoRA, IA3, prompt or prefix tuning; those work."
+            fix = "Use LoRA, IA3, prompt or prefix tuning instead."
             must = "attention must be the model's own"
-            raise error(WHO, must, f"{name}, {type(module).__name__} of PEFT, which rotates by itself", cure)
+            raise error(WHO, must, f"{name}, {type(module).__name__} of PEFT, which has its own rotation", fix)
 
 
 def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:
@@ -145,7 +148,7 @@ def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Everywhere in the model: heads that predict several tokens hold the base model's rotary module too."""
+    """Replace a module everywhere. Heads that predict several tokens share the base model's rotary module."""
     for owner in list(model.modules()):
         if owner is not new:
             for name, child in owner._modules.items():

@@ -1,4 +1,4 @@
-"""GPT-J and CodeGen have no rotary module: each attention looks its positions up in a table of its own."""
+"""Replace the tables of GPT-J and CodeGen, whose attentions look up their positions in a table of their own."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ NAME = "embed_positions"
 
 
 def has_table(module: nn.Module) -> bool:
-    """Whether this is an attention with such a table: rows of sin and then cos."""
+    """Whether this is an attention with its own table, whose rows hold sin and then cos."""
     return module._buffers.get(NAME) is not None and "Attention" in type(module).__name__
 
 
 class TableAngles(Angles):
-    """In the place of the table: what is looked up in it becomes a Rotation.
+    """Replaces the table: looking up rows gives a Rotation.
 
-    Their attention gathers rows from it (`torch.gather` or an index) and splits them into sin and cos; both become the
-    same Rotation.
+    The attention gathers rows (by `torch.gather` or an index) and splits them into sin and cos. Both become the same
+    Rotation.
 
     Args:
-        table: the model's own, `[positions, 2 · pairs]`; sin, then cos.
-        rope: whose angles are taken; None for those of the table.
+        table: the model's own table, `[positions, 2 · pairs]`, with sin and then cos.
+        rope: the rope whose angles are used. None uses the angles of the table.
     """
 
     def __init__(self, table: Tensor, rope: Rope | None, forms: Mapping[Place, Form], pairing: Pairing) -> None:
@@ -50,7 +50,7 @@ class TableAngles(Angles):
         return self.table.shape  # type: ignore[return-value]
 
     def repeat(self, *_: int) -> TableAngles:
-        """One table for each row of the batch: nothing needs to be copied."""
+        """Return the table itself, because a copy for each row of the batch is not needed."""
         return self
 
     def __getitem__(self, position_ids: Tensor) -> Looked:
@@ -66,7 +66,7 @@ class TableAngles(Angles):
         return NotImplemented
 
     def rotation(self, position_ids: Tensor) -> Rotation:
-        """The rotation of these tokens `[batch, seq]`."""
+        """The rotation at these positions `[batch, seq]`."""
         if self.rope is not None:
             return exact(self.rope, self.table, position_ids)  # type: ignore[arg-type]
         rows: Tensor = self.table[position_ids].float()  # type: ignore[index]
@@ -75,7 +75,7 @@ class TableAngles(Angles):
 
 
 class Looked:
-    """Rows of the table, which are split into sin and cos next."""
+    """Rows of the table, which the attention splits into sin and cos."""
 
     def __init__(self, table: TableAngles, position_ids: Tensor) -> None:
         self.table, self.position_ids = table, position_ids
@@ -85,7 +85,7 @@ class Looked:
         return torch.Size((*self.position_ids.shape, self.table.shape[-1]))
 
     def to(self, *_: Any) -> Looked:
-        """The dtype of the tables is ours."""
+        """Return the rows themselves, because ropewalk chooses the dtype of the tables."""
         return self
 
     @classmethod
@@ -99,7 +99,7 @@ class Looked:
 
 
 def check_table(name: str, table: Tensor, rope: Rope) -> None:
-    """Raise unless the table has this rope's sin and cos, up to float32 drift and the cast that it had."""
+    """Raise RopeError unless the table has this rope's sin and cos, up to float32 drift and the cast of the table."""
     if table.is_meta:
         raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
     pairs = table.shape[-1] // 2
@@ -115,5 +115,5 @@ def check_table(name: str, table: Tensor, rope: Rope) -> None:
         WHO,
         f"{name} must have sin and cos of {rope}",
         f"a table of {pairs} pairs with other numbers",
-        "Was the config changed after the model was built? angles='theirs' takes the model's own numbers.",
+        "If the config was changed on purpose, use angles='theirs', which takes the model's own numbers.",
     )

@@ -1,4 +1,4 @@
-"""What `accelerate` is going to put where. Nothing is changed before all of it is known to fit."""
+"""Plan what `accelerate` replaces. The model is not changed before the whole plan has been checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from ropewalk.rope import Rope
 
 @dataclass
 class Plan:
-    """Names of what is replaced → what stands there (for a table its attention) and what comes in its place."""
+    """What `accelerate` replaces.
+
+    `stand_ins` maps the name of a module or table to its module (for a table, its attention) and the replacement.
+    """
 
     stand_ins: dict[str, tuple[nn.Module, Angles]] = field(default_factory=dict)
     forms: dict[Place, Form] = field(default_factory=dict)
@@ -33,12 +36,12 @@ class Plan:
 
 
 def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
-    """Every rotary module and table of the text model and of vision towers, compared with the config.
+    """Compare every rotary module and table of the text model and of vision towers with the config.
 
-    A tower that cannot be served is left alone, and named with the reason.
+    A tower that is not supported is left alone, and listed with the reason.
 
     Raises:
-        RopeError: something is not as it must be; the message names it.
+        RopeError: a module, table or function of the text model does not fit its config, or is not supported.
     """
     result, configs, places = Plan(), _Configs(model.config), functions_of(model)
     ropes: list[Rope] = []
@@ -53,15 +56,15 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
                     result, model, name, module, places, configs.ropes_of(config) if exact else None, length
                 )
             else:
-                result.left_alone.append(f"{name}: it is not of the text model")
+                result.left_alone.append(f"{name}: it is not part of the text model")
         elif own_tables.has_table(module):
             ropes += _table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
     for name, kind in found.items():
         _tower(result, model, name, kind, configs if exact else None)
     if not result.stand_ins:
         got = "; ".join(result.left_alone) or type(model).__name__
-        cure = "A model without rotary positions, or one that makes its angles elsewhere, is not served."
-        raise error(WHO, "the model must have a rotary module that is given positions", got, cure)
+        fix = "Models without rotary positions, or with angles computed elsewhere, are not supported."
+        raise error(WHO, "the model must have a rotary module that is called with positions", got, fix)
     if exact:
         compare.check_length(length, ropes)
     return result
@@ -76,7 +79,7 @@ def _rotary(
     read: ModelRopes | None,
     length: int | None,
 ) -> Iterable[Rope]:
-    # Those of the model around it, and not of a tower beside it whose function takes the same tables.
+    # The functions of the surrounding model, and not those of a neighbouring tower that takes the same tables.
     near = functions_of(model.get_submodule(name.rpartition(".")[0]))
     places = {place: function for place, function in places.items() if place in near} or places
     kinds = compare.kinds_of(module)
@@ -135,24 +138,24 @@ def _main_pairing(forms: Mapping[Place, Form]) -> Pairing:
 
 
 def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, Form]:
-    """The functions that turn by tables of this width, and how.
+    """The functions that rotate by tables of this width, and how each rotates.
 
     Raises:
-        RopeError: no function of the model's code turns pairs by plus the angle.
+        RopeError: no function of the model's code rotates pairs by plus the angle.
     """
     forms = {place: form for place, function in places.items() if (form := probe(original(function), width))}
     if forms:
         return forms
     raise error(
         WHO,
-        f"the model's code must call a function that turns q and k by the cos and sin of {name}",
+        f"the model's code must call a function that rotates q and k by the cos and sin of {name}",
         ", ".join(".".join(place) for place in places) or "code without such a function",
-        "Its function turns otherwise (the other way, other pairs): this model is not served.",
+        "This model is not supported, because it rotates in the opposite direction or pairs other channels.",
     )
 
 
 def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> None:
-    """Raise where the config means other channels than the functions turn."""
+    """Raise RopeError if the config describes other channels than the functions rotate."""
     for rope in ropes:
         if rope.pairing not in {form.pairing for form in forms.values()}:
             how = " and ".join(f"{'.'.join(place)}: {form.pairing}" for place, form in forms.items())
@@ -160,12 +163,12 @@ def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope
             raise error(WHO, must, how, "Use angles='theirs'.")
         first = rope.rotary_dim < rope.head_dim and rope.rotary_offset == 0
         if first and all(form.whole == "last" for form in forms.values()):
-            must = f"{name} must turn the first {rope.rotary_dim} channels, as its config says"
-            raise error(WHO, must, "a function that turns the last", "Use angles='theirs'.")
+            must = f"{name} must rotate the first {rope.rotary_dim} channels, as its config says"
+            raise error(WHO, must, "a function that rotates the last", "Use angles='theirs'.")
 
 
 def _of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
-    """The ropes of the layers of a kind; all where the config does not say which is which."""
+    """The ropes of the layers of a kind, or of all layers if the config does not state their kinds."""
     layers = read.layers
     if kind in read.layer_kinds:
         layers = tuple(rope for this, rope in zip(read.layer_kinds, layers, strict=True) if this == kind)
@@ -175,7 +178,7 @@ def _of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
 
 
 class _Configs:
-    """The text model's config, and what `from_config` reads of it and of its like; each is read once."""
+    """The text model's config, and the ropes of the configs in the model, each of which is read once."""
 
     def __init__(self, config: Any) -> None:
         find = getattr(config, "get_text_config", None)
@@ -183,7 +186,7 @@ class _Configs:
         self.read: dict[int, ModelRopes] = {}
 
     def is_text(self, config: Any) -> bool:
-        """Whether this is the config of the text model, or of the other half of an encoder and decoder."""
+        """Whether this is the config of the text model, or of the other half of an encoder-decoder model."""
         return type(config) is type(self.text)
 
     def tower_of(self, config: Any) -> tuple[Rope, ...]:

@@ -1,4 +1,4 @@
-"""What a model's own function does with q, k, cos and sin: found by calling it once on a few numbers."""
+"""Find out how a model's own function rotates q and k by cos and sin, by calling it on a few numbers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from ropewalk._layout import AXES, Layout, Pairing
 from ropewalk.rotation.api import Rotation, unchecked
 
 Width = Literal["halves", "twice", "half", "complex"]
-"""How a model writes its tables: each half of the columns the same, each column twice, one column for each pair, or one
+"""How a model writes its tables: with two equal halves of columns, each column twice, one column for each pair, or one
 complex number for each pair."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a function turns what it is given. Plain data: it travels in pickles.
+    """How a function rotates. It is plain data, because it is pickled with the model.
 
     Args:
         names: the parameters, in order.
-        at: which parameter is the first table; those before it are the tensors.
-        layouts: the value of `unsqueeze_dim` (None where there is no such parameter) → the layout of the tensors; of
-            those without a batch axis, the same letters without b.
-        unsqueeze_dim: the value when the caller leaves it out.
-        pairing: which channels it pairs.
-        order: "same" writes each channel where it was read; "half" reads pairs interleaved and writes them in halves.
-        whole: which channels of a head wider than the tables turn: "first", "last", or None where that is an error.
-        alone: what it returns for q without k: "q", "pair" (q and None), or None where that is an error.
-        prefix: whether the tokens before those of the tables stay as they are (class and register tokens).
-        parts: into how many equal parts it splits a head; each rotates by itself, with its part of the tables.
+        at: the index of the parameter with the first table. The tensors precede it.
+        layouts: the value of `unsqueeze_dim`, or None without such a parameter → the layout of the tensors. The layout
+            of tensors without a batch axis has the same letters without b.
+        unsqueeze_dim: the default value of that parameter.
+        pairing: the pairing of the channels.
+        order: "same" if each channel is written where it was read, "half" if pairs are read interleaved and written in
+            halves.
+        whole: which channels are rotated if a head is wider than the tables: "first", "last", or None if it raises.
+        alone: what is returned for q without k: "q", "pair" (q and None), or None if it raises.
+        prefix: whether tokens that precede those of the tables are not rotated (class and register tokens).
+        parts: the number of equal parts of a head that are rotated separately, each by its part of the tables.
     """
 
     names: tuple[str, ...]
@@ -50,7 +51,7 @@ class Form:
     parts: int = 1
 
 
-# Every size another, so that no axis is taken for its neighbour.
+# All sizes differ, so that no axis can be mistaken for another.
 _BATCH, _TOKENS, _HEADS, _PAIRS, _REST, _PREFIX = 2, 5, 3, 4, 6, 2
 _TOLERANCE = 1e-5  # float32 numbers of size 1; another pairing, order or direction is off by about 1
 
@@ -60,7 +61,7 @@ _NO_EFFECT = {"position_ids", "unsqueeze_dim", "kwargs"}  # parameters that are 
 
 
 def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
-    """The parameters and which is the first table; None for what is no such function."""
+    """The parameters, and the index of the first table. None if this is not a rotating function."""
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         names = tuple(inspect.signature(called).parameters)
@@ -76,11 +77,11 @@ def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
 
 @dataclass(frozen=True)
 class _Call:
-    """A way to call a function: all but the tensors and the numbers.
+    """One way to call a function.
 
     Args:
-        axis: the `unsqueeze_dim` that is passed; None where there is no such parameter.
-        shared: whether the tables are `[tokens, columns]`, the same for all rows of the batch, as towers have them.
+        axis: the `unsqueeze_dim` to pass. None without such a parameter.
+        shared: whether the tables are `[tokens, columns]`, the same for all rows of the batch, as in vision towers.
     """
 
     function: Callable[..., Any]
@@ -93,11 +94,13 @@ class _Call:
 
 
 def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, parts: int = 1) -> Form | None:
-    """How `function` rotates, given tables of this width; None if it does not rotate pairs by plus the angle.
+    """Find out how `function` rotates by tables of this width. None if it does not rotate pairs by plus the angle.
 
     Args:
-        shared: whether its tables have no batch axis, as those of vision towers.
-        parts: into how many parts it splits a head.
+        function: the function.
+        width: how its tables are written.
+        shared: whether its tables have no batch axis, as in vision towers.
+        parts: the number of parts of a head that it rotates separately.
     """
     known = signature_of(function)
     if known is None or (width == "complex") != _is_complex(known[0]):
@@ -124,7 +127,7 @@ def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, p
 
 
 def _turned_as(call: _Call) -> tuple[Layout, Pairing, Any, Any, bool] | None:
-    """Layout, pairing, order, channels of a wider head, and whether the first tokens may have no table."""
+    """Layout, pairing, order, rotated channels of a wider head, and whether the first tokens may have no table."""
     slice_only = [how for how in _ways(0) if _does(call, how)]
     if len(slice_only) != 1:
         return None
@@ -143,8 +146,8 @@ def _ways(rest: int) -> Iterator[tuple[Layout, Pairing, str, str | None]]:
 
 
 def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: int = 0, prefix: int = 0) -> bool:
-    """Whether the function rotates in this way: a head with `rest` more channels than the tables have, and the tokens
-    behind the first `prefix`."""
+    """Whether the function rotates in this way, for heads with `rest` more channels than the tables, and with `prefix`
+    tokens before those of the tables."""
     layout, pairing, order, whole = how
     shapes = [_shape(layout, heads, rest, prefix) for heads in (_HEADS, _HEADS - 1)[: call.at]]
     tensors = [_numbers(shape, n) for n, shape in enumerate(shapes)]
@@ -152,7 +155,7 @@ def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: in
     given: dict[str, Any] = dict(zip(call.names, tensors, strict=False)) | _tables(call, cos, sin)
     try:
         returned = call.function(**given)
-    except Exception:  # whatever their function raises where the shapes do not fit
+    except Exception:  # the function may raise anything if the shapes do not fit
         return False
     results = [returned] if isinstance(returned, Tensor) else returned
     if not isinstance(results, (list, tuple)) or len(results) != call.at:
@@ -173,7 +176,7 @@ def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: in
 
 
 def behind_prefix(rotation: Rotation, tokens: int) -> Rotation:
-    """The rotation of so many tokens, of which the last ones have these tables `[seq, pairs]`; the others stay."""
+    """Extend a rotation with tables `[seq, pairs]` to `tokens` tokens. The added first tokens are not rotated."""
     cos, sin = rotation.cos, rotation.sin
     missing = tokens - cos.shape[0]
     if missing <= 0:
@@ -184,7 +187,7 @@ def behind_prefix(rotation: Rotation, tokens: int) -> Rotation:
 
 
 def in_order(x: Tensor, order: str, rotation: Rotation) -> Tensor:
-    """Rotated channels as the function writes them: "half" puts the first of each pair before the second of each."""
+    """Reorder rotated channels as the function writes them: "half" writes all first channels before all second ones."""
     if order == "same":
         return x
     start, end = rotation.rotary_offset, rotation.rotary_offset + rotation.rotary_dim
@@ -220,7 +223,7 @@ def _shape(layout: Layout, heads: int, rest: int = 0, prefix: int = 0) -> list[i
 
 
 def _numbers(shape: list[int], seed: int) -> Tensor:
-    """A formula: no random state is read or changed."""
+    """Numbers computed by a formula, without touching any random state."""
     n = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu")
     return torch.sin(0.1 + 0.7 * n + seed).reshape(shape)
 
@@ -232,7 +235,7 @@ def _angles(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _tables(call: _Call, cos: Tensor, sin: Tensor) -> dict[str, Any]:
-    """The arguments beside the tensors."""
+    """The arguments other than q and k."""
     given: dict[str, Any] = {} if call.axis is None else {"unsqueeze_dim": call.axis}
     if call.width == "complex":
         return given | {call.names[call.at]: torch.complex(cos, sin)}
@@ -250,7 +253,7 @@ def widened(table: Tensor, width: Width) -> Tensor:
 
 
 def width_of(cos: Tensor, pairs: int) -> Width | None:
-    """How the columns of a model's own table repeat; None for no known way."""
+    """Find out how the columns of a model's own table are written. None if this is not a known way."""
     if cos.is_complex():
         return "complex" if cos.shape[-1] == pairs else None
     if cos.shape[-1] == pairs:

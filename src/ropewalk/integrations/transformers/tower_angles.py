@@ -1,4 +1,4 @@
-"""The modules that stand where the rotary module of a vision tower stood: one for each way to say positions."""
+"""Modules that replace the rotary module of a vision tower: one class for each way of passing positions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PERMUTE = "permute_input_for_window_attn"
 
 
 class TowerAngles(ModuleAngles):
-    """What the stand-ins of towers have in common.
+    """The common part of the replacements in towers.
 
     Args:
-        ropes: whose angles are taken: one; or one for each part of a head, where parts rotate by themselves, and then
-            there is a tuple of Rotations where cos and sin were. None for the angles of the original.
-        in_windows: whether the tower puts the tables in the order of its windows before it rotates.
+        ropes: the rope whose angles are used. If parts of a head are rotated separately, one rope for each part, and
+            cos and sin are then replaced by a tuple of Rotations. None uses the angles of the original.
+        in_windows: whether the tower permutes the tables into the order of its windows before it rotates.
     """
 
     def __init__(
@@ -47,24 +47,25 @@ class TowerAngles(ModuleAngles):
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
-        """Whether this is for such a module."""
+        """Whether this class replaces such a module."""
         raise NotImplementedError
 
     @classmethod
     def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-        """What the original is called with for a comparison, and which positions `[axes, tokens]` that means.
+        """The arguments of a test call of the original, and the positions `[axes, tokens]` that they mean.
 
         Args:
-            rows: positions for those that are given some, another on each axis: `[axes, tokens]`.
+            original: the original module.
+            rows: positions `[axes, tokens]`, different on each axis, for modules that take positions.
         """
         raise NotImplementedError
 
     def exact(self, x: Tensor, positions: Tensor) -> Any:
-        """The rotation of what x becomes at these positions, in the place of the tables."""
+        """The rotation at these positions, in the form in which the original returns its tables."""
         return self._in_place([rope.at(positions, device=x.device, dtype=dtype_for(x)) for rope in self.ropes or ()])
 
     def theirs(self, *given: Any) -> Any:
-        """The rotation by the tables that the original gives."""
+        """The rotation by the tables that the original returns."""
         returned = self.original(*given)
         columns = 2 * self.tables(returned)[0].shape[-1]
         size = columns // self.parts
@@ -90,7 +91,7 @@ class TowerAngles(ModuleAngles):
 
 
 def in_parts(returned: Any, parts: int) -> list[Any]:
-    """What an original returned, for each part of a head."""
+    """Split the tables that an original returned into those of each part of a head."""
     if isinstance(returned, Tensor):
         return [returned]
     cos, sin = (table.chunk(parts, dim=-1) for table in returned)
@@ -98,7 +99,7 @@ def in_parts(returned: Any, parts: int) -> list[Any]:
 
 
 class GridAngles(TowerAngles):
-    """Given the positions of the patches, `[tokens, axes]`: integers, or floats (SAM 3)."""
+    """For modules that take the positions of the patches, `[tokens, axes]`: integers, or floats (SAM 3)."""
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
@@ -118,7 +119,7 @@ class GridAngles(TowerAngles):
 
 
 class BatchAngles(GridAngles):
-    """Given the positions of the patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
+    """For modules that take the positions of the patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
 
     @classmethod
     def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
@@ -127,9 +128,9 @@ class BatchAngles(GridAngles):
 
 
 class CentreAngles(TowerAngles):
-    """Given the pixels: the centres of patches, from −1 to 1 along each side, times 2π (DINOv3).
+    """For modules that take the pixels: positions are the centres of patches, from −1 to 1, times 2π (DINOv3).
 
-    The tower's own function says them, and in training the shift, jitter and rescale of its config.
+    The tower's own functions compute them and, in training, apply the shift, jitter and rescale of its config.
     """
 
     @classmethod
@@ -154,7 +155,7 @@ class CentreAngles(TowerAngles):
 
 
 class FixedAngles(TowerAngles):
-    """Given nothing: patches of an image of one size, and the class token at the end (Llama 4)."""
+    """For modules without positions: patches of an image of fixed size, and the class token at the end (Llama 4)."""
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
@@ -172,10 +173,10 @@ class FixedAngles(TowerAngles):
 
 
 class Blocks:
-    """Tables that a tower puts in the order of its windows, by blocks of patches that are merged later.
+    """Tables that a tower permutes into the order of its windows, in blocks of patches that are merged later.
 
-    Its method reshapes them to blocks, takes blocks by their numbers, and reshapes them to patches: then they are the
-    Rotation of these patches.
+    Its method reshapes the tables to blocks, selects blocks by their indices, and reshapes the result to patches. It
+    then gets the Rotation of these patches.
     """
 
     def __init__(self, rotation: Rotation, size: int = 1) -> None:
@@ -200,7 +201,7 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def _of_centres(original: nn.Module) -> tuple[Any, Any]:
-    """The functions of its file for the centres of patches, and for their augmentation."""
+    """The functions of the tower's file that compute the centres of patches, and augment them."""
     names = inspect.unwrap(type(original).forward).__globals__
     return names.get("get_patches_center_coordinates"), names.get("augment_patches_center_coordinates")
 
@@ -212,7 +213,7 @@ def _sides(original: nn.Module) -> tuple[int, int]:
 
 
 def _centres(original: nn.Module, pixels: Tensor, *, augmented: bool) -> Tensor:
-    """`[axes, patches]`: float64; float32 in training, whose random numbers are those of the tower's own code."""
+    """Positions `[axes, patches]`, float64; in training float32, so that the random numbers match the tower's code."""
     height, width = _sides(original)
     centres, augment = _of_centres(original)
     dtype = torch.float32 if augmented else torch.float64
@@ -226,7 +227,7 @@ def _centres(original: nn.Module, pixels: Tensor, *, augmented: bool) -> Tensor:
 
 
 def _of_fixed(original: nn.Module, device: torch.device) -> Tensor:
-    """`[axes, tokens]`: columns and rows from 1, and 0 for the class token."""
+    """Positions `[axes, tokens]`: columns and rows counted from 1, and 0 for the class token."""
     config: Any = original.config
     patches = torch.arange((config.image_size // config.patch_size) ** 2, device=device)
     side = config.image_size // config.patch_size

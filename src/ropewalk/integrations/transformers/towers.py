@@ -1,4 +1,4 @@
-"""The rotary modules of vision towers: found, compared with the tower's config, and what comes in their place."""
+"""Find the rotary modules of vision towers, compare them with the tower's config, and build their replacements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ropewalk.rope import Rope
 
 
 def kind_of(module: nn.Module) -> type[TowerAngles] | None:
-    """What would stand in the place of this module; None where it is not the rotary module of a known tower."""
+    """The class that replaces this module. None if it is not the rotary module of a known tower."""
     if _model_type(module) not in TOWERS:
         return None
     for kind in (GridAngles, CentreAngles, FixedAngles):
@@ -46,14 +46,17 @@ def stand_in(
     ropes: tuple[Rope, ...] | None,
     installed: Mapping[Place, Form],
 ) -> TowerAngles:
-    """What comes in the place of a tower's rotary module.
+    """Build the replacement of a tower's rotary module.
 
     Args:
-        ropes: those of its config; None for the tower's own angles.
-        installed: the functions that the text model will have.
+        model: the model.
+        name: the name of the rotary module.
+        kind: the class of the replacement.
+        ropes: the ropes of the tower's config. None uses the tower's own angles.
+        installed: the functions that the plan replaces already.
 
     Raises:
-        RopeError: the tower is one that cannot be served, or it does not do what its config says.
+        RopeError: the tower is not supported, or its rotation differs from its config.
     """
     module = model.get_submodule(name)
     check_tower_served(_model_type(module))
@@ -70,7 +73,7 @@ def stand_in(
 
 
 def _parts(module: nn.Module) -> int:
-    """How many parts of a head rotate by themselves, whatever its size."""
+    """The number of parts of a head that are rotated separately."""
     row = TOWERS[_model_type(module)]
     return len(row.ropes(96, row.base))
 
@@ -80,7 +83,7 @@ def _model_type(module: nn.Module) -> str:
 
 
 def _called(name: str, module: nn.Module, kind: type[TowerAngles]) -> tuple[Any, Tensor]:
-    """What the module returns, and for which positions `[axes, tokens]`, another on each axis."""
+    """Call the module. Return its tables and the positions `[axes, tokens]`, which differ on each axis."""
     buffer = next(iter(module.buffers()))
     if buffer.is_meta:
         raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
@@ -89,9 +92,9 @@ def _called(name: str, module: nn.Module, kind: type[TowerAngles]) -> tuple[Any,
     try:
         with torch.no_grad():
             return copy.deepcopy(module).eval()(*given), positions
-    except Exception as e:  # whatever code of another version raises
-        must = f"{name} must take what that of transformers 5.23 takes"
-        raise error(WHO, must, f"{type(e).__name__}: {e}", "This tower is not served.") from e
+    except Exception as e:  # the code of another version may raise anything
+        must = f"{name} must take the same arguments as in transformers 5.23"
+        raise error(WHO, must, f"{type(e).__name__}: {e}", "This tower is not supported.") from e
 
 
 def _width(name: str, returned: Any, parts: int) -> Width:
@@ -103,13 +106,13 @@ def _width(name: str, returned: Any, parts: int) -> Width:
         if width is not None and not found:
             return width
     must = f"{name} must return cos and sin with two columns for each pair, or complex numbers"
-    raise error(WHO, must, "other tables", "This tower makes its angles in a way that ropewalk does not know.")
+    raise error(WHO, must, "other tables", "This tower computes its angles in another way, which is not supported.")
 
 
 def _forms(
     name: str, places: Mapping[Place, Any], width: Width, parts: int, installed: Mapping[Place, Form]
 ) -> dict[Place, Form]:
-    """The functions of the tower's code, all of which must rotate by tables of this width."""
+    """The functions of the tower's code, which must all rotate by tables of this width."""
     forms = {
         place: probe(original(function), width, shared=parts == 1, parts=parts) for place, function in places.items()
     }
@@ -120,12 +123,12 @@ def _forms(
         WHO,
         f"the tower's code must call functions that rotate q and k by the cos and sin of {name}",
         ", ".join(".".join(place) for place in places) or "code without such a function",
-        "It rotates in another way, or other tokens: this tower is not served.",
+        "This tower is not supported, because it rotates in another way, or rotates other tokens.",
     )
 
 
 def _other(place: Place, form: Form, installed: Mapping[Place, Form]) -> bool:
-    """Whether the function rotates in another way already, or is going to for the text model."""
+    """Whether the function was replaced with another form, or is going to be for the text model."""
     now = getattr(importlib.import_module(place[0]), place[1])
     return installed.get(place, form) != form or getattr(now, "ropewalk_form", form) != form
 
@@ -135,5 +138,5 @@ def _check_channels(name: str, forms: Mapping[Place, Form], rope: Rope) -> None:
         sliced = form.parts == 1 and rope.rotary_dim < rope.head_dim
         if form.pairing != rope.pairing or form.order != "same" or (sliced and form.whole != "first"):
             how = f"{'.'.join(place)}: {form.pairing}, order {form.order}, of wider heads {form.whole}"
-            must = f"{name} must rotate the channels that its config means ({rope})"
+            must = f"{name} must rotate the channels of its config ({rope})"
             raise error(WHO, must, how, "Use angles='theirs'.")
