@@ -102,7 +102,7 @@ class TestExact:
             exact, size = oracle.turned(x.detach().numpy(), cos, sin, pairing)
             # cos and sin are off by 2⁻²⁵ (and 7.3e-10 at 2³¹), and three operations round by 2⁻²⁴ of each term.
             assert (np.abs(y.detach().numpy() - exact) <= 2**-22 * size + 1e-8).all()
-            exact, size = oracle.turned(outward.numpy(), cos, sin, pairing, back=True)
+            exact, size = oracle.turned(outward.numpy(), cos, sin, pairing, inverse=True)
             assert x.grad is not None
             assert (np.abs(x.grad.numpy() - exact) <= 2**-22 * size + 1e-8).all()
 
@@ -144,7 +144,7 @@ class TestCall:
             pairing = "interleaved" if name == "ComplexRoPE" else "half"
             exact, _ = oracle.turned(q.detach().numpy(), *tables, pairing)
             np.testing.assert_allclose(rotated[0].detach(), exact, atol=1e-6)
-            exact, _ = oracle.turned(np.ones(k.shape), *tables, pairing, back=True)
+            exact, _ = oracle.turned(np.ones(k.shape), *tables, pairing, inverse=True)
             np.testing.assert_allclose(k.grad, exact, atol=1e-6)  # type: ignore[arg-type]
 
     def test_a_wrong_shape(self, titan: Stub) -> None:
@@ -248,7 +248,7 @@ class TestShards:
         exact, _ = oracle.turned(q.to_local().detach().numpy(), *tables, "interleaved")
         np.testing.assert_allclose(rotated[0].to_local().detach(), exact, atol=1e-6)
         rotated[1].sum().backward()
-        exact, _ = oracle.turned(np.ones(k.shape), *tables, "interleaved", back=True)
+        exact, _ = oracle.turned(np.ones(k.shape), *tables, "interleaved", inverse=True)
         assert k.grad.placements == (Shard(axis),)  # type: ignore[union-attr]
         np.testing.assert_allclose(k.grad.to_local(), exact, atol=1e-6)  # type: ignore[union-attr]
 
