@@ -201,6 +201,14 @@ class TestRefusals:
         rope = from_config({**phi(), "model_type": "llama"}, engine="llama.cpp").rope
         assert rope == from_config(LLAMA).rope
 
+    def test_longrope_of_minicpm_in_llama_cpp(self) -> None:
+        """Its converter writes the lists only: the loader then takes the context length of the model, and factor 1."""
+        minicpm = {**phi(), "model_type": "minicpm", "max_position_embeddings": 32_768}
+        scheme = from_config(minicpm, engine="llama.cpp").rope.scaling
+        assert (scheme.original_max_position_embeddings, scheme.attention_factor) == (32_768, 1.0)
+        assert (scheme.short_mscale, scheme.long_mscale) == (None, None)
+        assert from_config(minicpm).rope.scaling.original_max_position_embeddings == 4096
+
     def test_a_scaling_that_only_the_own_code_of_a_model_knows(self) -> None:
         telechat = {"model_type": "telechat", "n_head": 4, "n_layer": 1, "hidden_size": 256, "training_seqlen": 32_768}
         [row] = diff.engines(telechat, length=8192).facts["ropes"]

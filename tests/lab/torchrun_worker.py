@@ -6,6 +6,7 @@ import sys
 import tiny_lab
 from ropewalk.lab import tasks
 
-tasks.COPY = tiny_lab.COPY
-sys.argv[0] = "ropewalk"
-runpy.run_module("ropewalk", run_name="__main__", alter_sys=True)
+if __name__ == "__main__":
+    tasks.COPY = tiny_lab.COPY
+    sys.argv[0] = "ropewalk"
+    runpy.run_module("ropewalk", run_name="__main__", alter_sys=True)

@@ -70,13 +70,13 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if config.model_type in _MINICPM:
         if config.longest is None:
             return Answer(None, refused=NO_LENGTH)
-            scaling = replace(
-                scaling,
-                original_max_position_embeddings=config.longest,
-                attention_factor=1.0,
-                short_mscale=None,
-                long_mscale=None,
-            )
+        scaling = replace(
+            scaling,
+            original_max_position_embeddings=config.longest,
+            attention_factor=1.0,
+            short_mscale=None,
+            long_mscale=None,
+        )
         note = "For MiniCPM the converter writes neither the trained length nor the attention factor."
         return Answer(config.scaled(scaling), "the setting", (note,))
     if config.model_type not in _PHI:

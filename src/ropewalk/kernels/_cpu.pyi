@@ -14,6 +14,9 @@ def levels() -> list[str]:
 def use_level(name: str) -> None:
     """Use the kernels of this instruction set from now on; for tests and benchmarks."""
 
+def use_openmp(parallel: int, thread_num: int, num_threads: int) -> None:
+    """Set the addresses of OpenMP's functions. Until then the calling thread rotates alone."""
+
 def rotate(
     tensors: tuple[object, ...],
     cos: int,
