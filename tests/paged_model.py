@@ -193,7 +193,7 @@ class Requests:
         try:
             self.step(rows, layers=1)
         except StoppedError:
-            with pytest.raises(RopeError, match="every layer must have appended in the step before, got 1 of 2"):
+            with pytest.raises(RopeError, match="every layer must have appended in the previous step, got 1 of 2"):
                 self.cache.free(rows[0])
         else:
             assert self.refused > refused

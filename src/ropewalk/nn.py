@@ -17,7 +17,7 @@ from ropewalk.attention.attend import AttendingCache
 from ropewalk.attention.heads import split_heads
 from ropewalk.attention.layer_cache import LayerCache
 from ropewalk.attention.mask_tensors import causal as causal_mask
-from ropewalk.attention.mask_tensors import check_mask, joined
+from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -265,7 +265,7 @@ class RotaryAttention(torch.nn.Module):
             check_mask("RotaryAttention", mask, q, k.shape[1])
         if not isinstance(mask, BlockMask):
             allowed = self._allowed(q.shape[1], q.device, dense=mask is not None or isinstance(rotation, TwoPass))
-            mask = mask if allowed is None else joined(mask, allowed)
+            mask = mask if allowed is None else restrict(mask, allowed)
         return attention.rotate_and_attend(
             q,
             k,
@@ -305,7 +305,7 @@ class RotaryAttention(torch.nn.Module):
                 "Build the layer without a window, or use a KVCache.",
             )
         within = cache.step.within(self.window)
-        return mask if within is None else joined(mask, within)
+        return mask if within is None else restrict(mask, within)
 
     def _check(self, x: Tensor, rotation: object, mask: object, cache: object) -> None:
         who = "RotaryAttention"

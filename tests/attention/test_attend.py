@@ -372,7 +372,7 @@ def test_the_rotation_of_an_outdated_step() -> None:
     step = cache.step(2)
     with pytest.raises(RopeError, match=r"CacheStep.rotation: a step must be the newest of its cache"):
         old.rotation(ROPE)
-    with pytest.raises(RopeError, match="each step needs a rotation of its own"), torch.no_grad():
+    with pytest.raises(RopeError, match="each step needs its own rotation"), torch.no_grad():
         step.layer(0).attend(k, k, k, rotation=rotation)
 
 

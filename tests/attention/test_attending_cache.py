@@ -210,23 +210,23 @@ class TestLayerCache:
             (shape, (q[:, :, :3], k, k), {}),
             ("k must have shape", (q, k[:, :2], k), {}),
             (
-                "rotation must be a Rotation, what SelfExtend.at returns, or None, got Rope",
+                "rotation must be a Rotation, the result of SelfExtend.at, or None, got Rope",
                 (q, k, k),
                 {"rotation": rope},
             ),
             (
-                "with a cache, rotation must be made for the positions",
+                "with a cache, rotation must be computed for the positions",
                 (q, k, k),
                 {"rotation": rope.at(torch.arange(3))},
             ),
             ("with a cache, mask must be a tensor or None, got str", (q, k, k), {"mask": "causal"}),
             (
-                r"mask must fit \[batch, heads, seq, keys\] = \[2, 4, 3, 5\]",
+                r"mask must be broadcastable to \[batch, heads, seq, keys\] = \[2, 4, 3, 5\]",
                 (q, k, k),
                 {"mask": torch.ones(1, 1, 3, 3) > 0},
             ),
             (
-                "with a cache, a rotation in two passes must be made for all 5 keys, got one for 3",
+                "with a cache, a rotation in two passes must be computed for all 5 keys, got one for 3",
                 (q, k, k),
                 {"rotation": SelfExtend(rope, 2, 2).at(step.positions, dtype=torch.float64)},
             ),

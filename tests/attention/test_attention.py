@@ -258,7 +258,7 @@ def test_refuses_arguments() -> None:
     wrong: list[tuple[str, tuple[Any, Any], dict[str, Any]]] = [
         (r"x must have shape \[batch, seq, hidden_size=24\], got shape \(2, 7, 8\)", (x[..., :8], rotation), {}),
         (r"x must have shape", (x[0], rotation), {}),
-        ("rotation must be a Rotation, what SelfExtend.at returns, or None, got Rope", (x, ROPE), {}),
+        ("rotation must be a Rotation, the result of SelfExtend.at, or None, got Rope", (x, ROPE), {}),
         (
             "cache must be one layer of a step of a KVCache, .* or None, got <ropewalk.attention.kv_cache.KV",
             (x, rotation),

@@ -126,7 +126,7 @@ def test_floats_go_to_rope_at() -> None:
     places, cache, x = PROMPTS + 0.5, cache_of(2, capacity=20), torch.randn(2, 16, HIDDEN, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(
-            RopeError, match=rf"positions must be integers, int64, got {dtype} of shape \(3, 2, 4\)\. Leave"
+            RopeError, match=rf"positions must be integers, int64, got {dtype} of shape \(3, 2, 4\)\. Omit"
         ):
             cache.step(4, positions=places[..., :4].to(dtype))
     outputs = []
@@ -167,7 +167,7 @@ def test_rows_are_not_taken_for_axes() -> None:
     """Text of three rows has the shape of three axes: the rotation has another shape than the step, and is refused."""
     step = cache_of(3, capacity=20).step(4)
     wrong = ROPE.at(step.positions)
-    with pytest.raises(RopeError, match=r"must be made for the positions of the step, \[batch, seq\] = \[3, 4\]"):
+    with pytest.raises(RopeError, match=r"must be computed for the positions of the step, \[batch, seq\] = \[3, 4\]"):
         MODEL[0](torch.randn(3, 4, HIDDEN, dtype=torch.float64), wrong, cache=step.layer(0))
 
 

@@ -136,7 +136,7 @@ class TestAPassThatRaised:
     def test_is_not_passed_over(self, size: dict[str, int]) -> None:
         cache, x = cache_of(1, **size), torch.randn(1, 1, HIDDEN, dtype=torch.float64)
         stopped(cache, x, 1)
-        message = r"every layer must have appended in the step before, got 1 of 2 layers\. .*call rollback\(\) first"
+        message = r"every layer must have appended in the previous step, got 1 of 2 layers\. .*call rollback\(\) first"
         before = state(cache)
         with pytest.raises(RopeError, match=rf"KVCache\.step: {message}"):
             cache.step(1)
@@ -191,7 +191,7 @@ class TestMisuse:
         message = r"with a cache, rotation must be .* \[batch, seq\] = \[2, 1\], got one for tokens of shape "
         for positions, shape in ((torch.arange(1), r"\(1,\)"), (torch.arange(1)[None], r"\(1, 1\)")):
             rotation = ROPE.at(positions, dtype=torch.float64)
-            self.refuses(cache, step, x, rotation, rf"{message}{shape}\. Make it with step.rotation\(rope\)")
+            self.refuses(cache, step, x, rotation, rf"{message}{shape}\. Use step.rotation\(rope\)")
             if positions.ndim == 1:
                 far = SelfExtend(ROPE, 2, 2).at(positions, dtype=torch.float64)
                 self.refuses(cache, step, x, far, message)
@@ -202,7 +202,7 @@ class TestMisuse:
         step = cache.step(1)
         far = SelfExtend(ROPE, 2, 2).at(step.positions, dtype=torch.float64)
         message = (
-            r".* must be made for all 9 keys, got one for 1\. .*SelfExtend.at\(step.positions, step.key_positions\)"
+            r".* must be computed for all 9 keys, got one for 1\. .*SelfExtend.at\(step.positions, step.key_positions\)"
         )
         self.refuses(cache, step, x, far, message)
 
@@ -215,7 +215,7 @@ class TestMisuse:
             for i, layer in enumerate(MODEL):
                 layer(x, rotation, cache=step.layer(i))
         step = cache.step(1)
-        message = r"with a cache, each step needs a rotation of its own, .* got the rotation of the step before\."
+        message = r"with a cache, each step needs its own rotation, .* got the rotation of the previous step\."
         self.refuses(cache, step, x, rotation, message)
         again = step.rotation(ROPE, dtype=torch.float64)
         with torch.no_grad():
@@ -248,7 +248,7 @@ class TestMisuse:
         cache, _ = self.cache()
         step, k = cache.step(1), torch.ones(2, 1, KV_HEADS, HEAD_DIM, dtype=torch.float64)
         step.layer(0).append(k, k)
-        message = "each layer must append once in a step, got a layer that has appended already"
+        message = "each layer must append once in a step, got a second call"
         self.refuses_to_append(cache, step.layer(0), message)
         step.layer(1).append(k, k)
         self.refuses_to_append(cache, step.layer(1), message)
@@ -280,7 +280,7 @@ class TestMisuse:
     def test_a_layer_left_out(self) -> None:
         cache, _ = self.cache()
         step = cache.step(1)
-        message = "all of 2 layers must append, the last one last, got the last one after 0 others"
+        message = "all 2 layers must append, the last one last, got the last one after 0 others"
         self.refuses_to_append(cache, step.layer(LAYERS - 1), message)
         store(step)
 

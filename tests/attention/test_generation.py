@@ -80,7 +80,7 @@ class NoCache:
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_checkpoint_of_transformers(kind: str) -> None:
     size = decode.Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, context=20)
-    model, theirs = decode.models(size, torch.float64)
+    model, theirs = decode.build_models(size, torch.float64)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():  # shared with theirs
         torch.nn.init.normal_(parameter, std=0.2 if "embed" in name else 0.8)

@@ -65,11 +65,15 @@ def test_parts_add_up_to_the_whole(kv_heads: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "channels", "message"),
     [
-        (4, {"q": slice(6)}, "q_proj must yield whole heads, a multiple of head_dim=4 channels, got 6."),
-        (4, {"q": slice(0)}, "q_proj must yield whole heads, a multiple of head_dim=4 channels, got 0."),
-        (1, {"q": heads(0, 4), "k": slice(2), "v": slice(2)}, "k_proj must yield whole heads, a multiple of"),
-        (4, {"q": heads(0, 4), "k": heads(0, 2), "v": slice(6)}, "v_proj must yield whole heads, a multiple of"),
-        (4, {"q": heads(0, 4), "k": heads(0, 2)}, "k_proj and v_proj must yield the same number of heads, got 2 and 4"),
+        (4, {"q": slice(6)}, "q_proj must return whole heads, a multiple of head_dim=4 channels, got 6."),
+        (4, {"q": slice(0)}, "q_proj must return whole heads, a multiple of head_dim=4 channels, got 0."),
+        (1, {"q": heads(0, 4), "k": slice(2), "v": slice(2)}, "k_proj must return whole heads, a multiple of"),
+        (4, {"q": heads(0, 4), "k": heads(0, 2), "v": slice(6)}, "v_proj must return whole heads, a multiple of"),
+        (
+            4,
+            {"q": heads(0, 4), "k": heads(0, 2)},
+            "k_proj and v_proj must return the same number of heads, got 2 and 4",
+        ),
         (4, {"q": heads(0, 4)}, "2 query heads for each key head, got 4 query heads and 4 key heads."),
         (4, {"q": heads(0, 3), "k": heads(0, 2), "v": heads(0, 2)}, "got 3 query heads and 2 key heads"),
         (4, {"q": heads(0, 4), "k": heads(0, 1), "v": heads(0, 1)}, "got 4 query heads and 1 key heads"),

@@ -473,7 +473,10 @@ def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
     with pytest.raises(RopeError, match="capacity=6, got 7 tokens"):
         cache.step(5, at=torch.tensor([2, 2]))
     for ropes, message in (
-        ([rope, Rope(HEAD_DIM + 2, 1e4, "half")], f"head_dim={HEAD_DIM}, got head_dim={HEAD_DIM + 2}"),
+        (
+            [rope, Rope(HEAD_DIM + 2, 1e4, "half")],
+            f"the head_dim of the cache, {HEAD_DIM}, got head_dim={HEAD_DIM + 2}",
+        ),
         ([rope, Rope(HEAD_DIM, 1e4, "half", scaling=DynamicNTK(2.0, 4))], "the length must be said"),
     ):
         with pytest.raises(RopeError, match=message):
@@ -540,7 +543,7 @@ def test_refuses_arguments() -> None:
     with pytest.raises(RopeError, match="delta must be an integer from"):
         cache.shift(rope, 1.5)  # type: ignore[arg-type]
     for ropes in ([rope, rope], ["half"], None):
-        with pytest.raises(RopeError, match=r"KVCache\.shift: rope must be a Rope, or one or None for each"):
+        with pytest.raises(RopeError, match=r"KVCache\.shift: rope must be a Rope, or a list of 1 "):
             cache.shift(ropes, 1)  # type: ignore[arg-type]
 
 

@@ -207,8 +207,10 @@ class TestWhatCouldBeReadInTwoWays:
         rotation = ROPE.at(torch.arange(3), dtype=torch.float64)
         self.refuses(rotation, torch.ones(3, 3, dtype=dtype), TWO_AXES)
         self.refuses(rotation, torch.ones(2, 3, 3, dtype=dtype), THREE_AXES)
-        self.refuses(rotation, torch.ones(3, dtype=dtype), r"mask must have four axes .* \(3,\)\. Give it")
-        self.refuses(rotation, torch.ones(1, 1, 2, 3) > 0, r"mask must fit .*= \[3, 2, 3, 3\], got .*\(1, 1, 2")
+        self.refuses(rotation, torch.ones(3, dtype=dtype), r"mask must have four axes .* \(3,\)\. Add")
+        self.refuses(
+            rotation, torch.ones(1, 1, 2, 3) > 0, r"mask must be broadcastable to .*= \[3, 2, 3, 3\], got .*\(1, 1, 2"
+        )
 
     def test_self_extend(self) -> None:
         self.refuses(SelfExtend(ROPE, 2, 2).at(torch.arange(3), dtype=torch.float64), torch.ones(3, 3) > 0, TWO_AXES)
@@ -236,8 +238,8 @@ class TestWhatCouldBeReadInTwoWays:
         (lambda: masks.padding(torch.ones(2, 1, 1, 3).bool()), "got torch.bool of shape (2, 1, 1, 3)"),
         (lambda: masks.padding([[1, 0]]), "got [[1, 0]]"),
         (lambda: masks.padding(torch.tensor([True, False]), 2), "got torch.bool of shape (2,)"),
-        (lambda: masks.padding(torch.tensor([2, 3])), "keys must be given with lengths, and only then, got None"),
-        (lambda: masks.padding(REAL, SEQ), "keys must be given with lengths, and only then, got 9"),
+        (lambda: masks.padding(torch.tensor([2, 3])), "keys must be passed with lengths, and only then, got None"),
+        (lambda: masks.padding(REAL, SEQ), "keys must be passed with lengths, and only then, got 9"),
         (
             lambda: masks.padding(torch.tensor([2, 3]), 3.0),
             "masks.padding: keys must be an integer of at least 0, got 3.0",

@@ -67,14 +67,18 @@ def test_impossible_caches(options: dict[str, Any], message: str) -> None:
         (pool(), [pool()], r"k_cache must be a list of tensors, one for each layer, got torch.float32 of shape"),
         ([pool()], [], "v_cache must be a list of tensors"),
         ([pool()], [None], "v_cache must be a list of tensors"),
-        ([pool()] * 2, [pool()], "k_cache and v_cache must have as many layers, got 2 and 1"),
+        ([pool()] * 2, [pool()], "k_cache and v_cache must have the same number of layers, got 2 and 1"),
         ([pool(2, 4, 6)], [pool()], r"a pool of k_cache must have shape \[blocks, block_size, kv_heads, head_dim\]"),
         ([pool(2, 0, 1, 6)], [pool()], r"none of them 0, got \(2, 0, 1, 6\)"),
-        ([pool()], [pool(2, 4, 1, 4)], r"all pools must be alike: .* got torch.float32 of shape \(2, 4, 1, 4\)"),
-        ([pool()], [pool(dtype=torch.float64)], "all pools must be alike"),
-        ([pool()], [pool(device="meta")], "all pools must be alike: .* on meta in v_cache"),
-        ([pool(2, 4, 1, 12)[..., ::2]], [pool()], "a pool of k_cache must have channels next to each other"),
-        ([pool()], [pool(1, 4, 1, 6).expand(2, -1, -1, -1)], r"places of its own .* got strides \(0, 6, 6, 1\)"),
+        (
+            [pool()],
+            [pool(2, 4, 1, 4)],
+            r"all pools must be torch.float32 of .* got torch.float32 of shape \(2, 4, 1, 4\)",
+        ),
+        ([pool()], [pool(dtype=torch.float64)], "all pools must be torch.float32 of shape"),
+        ([pool()], [pool(device="meta")], "all pools must be torch.float32 of shape .* on meta in v_cache"),
+        ([pool(2, 4, 1, 12)[..., ::2]], [pool()], "a pool of k_cache must have contiguous channels"),
+        ([pool()], [pool(1, 4, 1, 6).expand(2, -1, -1, -1)], r"no overlapping elements.* got strides \(0, 6, 6, 1\)"),
         ([pool(requires_grad=True)], [pool()], "and no gradient, got strides .* and requires_grad=True"),
         ([pool(dtype=torch.int8)], [pool(dtype=torch.int8)], "dtype must be float16"),
     ],
@@ -91,13 +95,13 @@ def test_a_window_of_pools() -> None:
 
 REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
     ("step", lambda c: c.step(0), "seq must be an integer of at least 1, got 0"),
-    ("step", lambda c: c.step(1, rows=[]), "there must be a row, got none"),
-    ("step", lambda c: c.step(1, rows=[0, 0]), r"rows must be different numbers .* got \[0, 0\]"),
-    ("step", lambda c: c.step(1, rows=[7]), r"rows must be .*, got row 7\. These are there: \[0, 1\]"),
+    ("step", lambda c: c.step(1, rows=[]), "the cache must have a row, got none"),
+    ("step", lambda c: c.step(1, rows=[0, 0]), r"rows must be distinct numbers .* got \[0, 0\]"),
+    ("step", lambda c: c.step(1, rows=[7]), r"rows must be .*, got row 7\. The existing rows are \[0, 1\]"),
     ("step", lambda c: c.step(1, rows=[-1]), "each of rows must be an integer of at least 0, got -1"),
     ("step", lambda c: c.step(1, rows=[True]), "each of rows must be an integer of at least 0, got True"),
-    ("step", lambda c: c.step(1, rows=torch.zeros(2)), "rows must be different numbers .* got torch.float32"),
-    ("step", lambda c: c.step(1, rows={0: 1}), r"rows must be different numbers .* got \{0: 1\}"),
+    ("step", lambda c: c.step(1, rows=torch.zeros(2)), "rows must be distinct numbers .* got torch.float32"),
+    ("step", lambda c: c.step(1, rows={0: 1}), r"rows must be distinct numbers .* got \{0: 1\}"),
     ("step", lambda c: c.step(1, attention_mask=torch.ones(2, 2) > 0), "attention_mask must be a bool or integer"),
     ("step", lambda c: c.step(1, attention_mask=[[1], [1]]), "attention_mask must be a bool or integer"),
     ("step", lambda c: c.step(1, rows=[0], attention_mask=torch.ones(2, 1) > 0), r".*\[batch, seq\] = \[1, 1\]"),
@@ -114,17 +118,17 @@ REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
     ("step", lambda c: c.step(40, at=torch.tensor([2, 2])), "20 free blocks are needed, got 6"),
     ("free", lambda c: c.free(7), "rows must be .*, got row 7"),
     ("free", lambda c: c.free([0, 7]), "rows must be .*, got row 7"),
-    ("free", lambda c: c.free("0"), "rows must be different numbers .* got '0'"),
+    ("free", lambda c: c.free("0"), "rows must be distinct numbers .* got '0'"),
     ("reset", lambda c: c.reset([0, 7]), "rows must be .*, got row 7"),
-    ("reset", lambda c: c.reset(torch.ones(2) > 0), "rows must be different numbers .* got torch.bool"),
+    ("reset", lambda c: c.reset(torch.ones(2) > 0), "rows must be distinct numbers .* got torch.bool"),
     ("fork", lambda c: c.fork(7), "rows must be .*, got row 7"),
     ("fork", lambda c: c.fork(0, 7), "length must be an integer from 0 to 6, got 7"),
     ("fork", lambda c: c.fork(0, -1), "length must be an integer from 0 to 6, got -1"),
     ("shift", lambda c: c.shift(ROPE, 0.5), "delta must be an integer from"),
     ("shift", lambda c: c.shift(ROPE, torch.ones(3, dtype=torch.int64)), r"delta must be an int64 tensor \[batch\]"),
     ("shift", lambda c: c.shift(ROPE, torch.ones(2)), "delta must be an int64 tensor"),
-    ("shift", lambda c: c.shift([ROPE], 1), "rope must be a Rope, or one or None for each of 2 layers"),
-    ("shift", lambda c: c.shift(Rope(8, 1e4, "half"), 1), "rope must have the heads of the cache, head_dim=6"),
+    ("shift", lambda c: c.shift([ROPE], 1), "rope must be a Rope, or a list of 2 "),
+    ("shift", lambda c: c.shift(Rope(8, 1e4, "half"), 1), "rope must have the head_dim of the cache, 6"),
     ("shift", lambda c: c.shift(ROPE, 1, rows=[7]), "rows must be .*, got row 7"),
 ]
 
@@ -143,14 +147,14 @@ def test_impossible_requests(number: int) -> None:
 def test_a_row_that_was_freed_is_nobody_else() -> None:
     cache = paged()
     cache.free(1)
-    with pytest.raises(RopeError, match=r"got row 1, which was freed. These are there: \[0\]"):
+    with pytest.raises(RopeError, match=r"got row 1, which was freed. The existing rows are \[0\]"):
         cache.step(1, rows=[1])
     assert cache.admit() == 2
     assert cache.rows == [0, 2]
 
 
 def test_no_row_yet() -> None:
-    with pytest.raises(RopeError, match=r"there must be a row, got none. Call cache.admit\(\)"):
+    with pytest.raises(RopeError, match=r"the cache must have a row, got none. Call cache.admit\(\)"):
         paged(0).step(1)
 
 
@@ -188,10 +192,14 @@ class TestLayers:
             (r"k must have shape \(2, 3, 2, 6\) in torch.float64", (q, k[:, :2], k), {}),
             ("v must have shape", (q, k, k.float()), {}),
             ("rotation must be a Rotation", (q, k, k), {"rotation": ROPE}),
-            ("with a cache, rotation must be made for", (q, k, k), {"rotation": ROPE.at(torch.arange(3))}),
-            (r"mask must fit \[batch, heads, seq, keys\] = \[2, 4, 3, 4\]", (q, k, k), {"mask": q[:1, :1, :, :2] > 0}),
+            ("with a cache, rotation must be computed for", (q, k, k), {"rotation": ROPE.at(torch.arange(3))}),
             (
-                "with a cache, a rotation in two passes must be made for all 4 keys",
+                r"mask must be broadcastable to \[batch, heads, seq, keys\] = \[2, 4, 3, 4\]",
+                (q, k, k),
+                {"mask": q[:1, :1, :, :2] > 0},
+            ),
+            (
+                "with a cache, a rotation in two passes must be computed for all 4 keys",
                 (q, k, k),
                 {"rotation": SelfExtend(ROPE, 2, 2).at(step.positions, torch.zeros(2, 3, dtype=torch.int64))},
             ),
@@ -207,13 +215,13 @@ class TestLayers:
     def test_layers_append_once_and_in_order(self) -> None:
         cache, k = paged(), torch.zeros(2, 1, KV_HEADS, HEAD_DIM, dtype=torch.float64)
         step = cache.step(1)
-        with pytest.raises(RopeError, match="PagedKVCache: all of 2 layers must append, the last one last"):
+        with pytest.raises(RopeError, match="PagedKVCache: all 2 layers must append, the last one last"):
             step.layer(1).append(k, k)
         step.layer(0).append(k, k)
         with pytest.raises(RopeError, match="PagedKVCache: each layer must append once in a step"):
             step.layer(0).write(k, k)
         with pytest.raises(
-            RopeError, match=r"PagedStep\.written: either all layers or none must append, got 1 that have"
+            RopeError, match=r"PagedStep\.written: no layer may have appended in this step, got 1 layers that have"
         ):
             step.written()
 
@@ -257,7 +265,7 @@ class TestLayers:
         with torch.no_grad():
             for i in range(LAYERS):
                 MODEL[i](x, rotation, cache=step.layer(i))
-            with pytest.raises(RopeError, match="PagedKVCache: with a cache, each step needs a rotation of its own"):
+            with pytest.raises(RopeError, match="PagedKVCache: with a cache, each step needs its own rotation"):
                 MODEL[0](x, rotation, cache=cache.step(1).layer(0))
             # That of other rows may be the same.
             MODEL[0](
@@ -288,7 +296,7 @@ class TestAPassThatStopped:
             lambda: cache.shift(ROPE, 1),
         ):
             with pytest.raises(
-                RopeError, match=r"every layer must have appended in the step before, got 1 of 2 layers"
+                RopeError, match=r"every layer must have appended in the previous step, got 1 of 2 layers"
             ):
                 request()
         cache.rollback()
@@ -329,6 +337,6 @@ def test_pools_that_share_elements() -> None:
     pool = torch.zeros(4, 2, KV_HEADS, 3 * HEAD_DIM)
     first, second = pool[..., :HEAD_DIM], pool[..., HEAD_DIM // 2 : HEAD_DIM // 2 + HEAD_DIM]
     for keys, values in (([first], [first]), ([first], [second]), ([first, first], [pool[..., -HEAD_DIM:]] * 2)):
-        with pytest.raises(RopeError, match="no two pools may have an element in common, got pools that do"):
+        with pytest.raises(RopeError, match="pools must not share elements, got pools that overlap"):
             PagedKVCache.from_pools(keys, values)
     PagedKVCache.from_pools([first], [pool[..., HEAD_DIM : 2 * HEAD_DIM]])

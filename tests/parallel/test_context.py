@@ -104,7 +104,7 @@ class TestOneProcess:
 
     @pytest.mark.parametrize("group", [[0], dist.GroupMember.NON_GROUP_MEMBER])
     def test_refuses_other_groups(self, group: Any) -> None:
-        with pytest.raises(RopeError, match="group must be a process group that this process is in, or None where"):
+        with pytest.raises(RopeError, match="group must be a process group of this process, or None if"):
             ContextParallel(torch.arange(3), group)
 
     @pytest.mark.parametrize(
@@ -113,7 +113,11 @@ class TestOneProcess:
             (2, {}, "q must have shape [batch, seq=3, heads, head_dim], a token for each of places, got shape (1, 2,"),
             (3, {"rotation": SelfExtend(ROPE, 2, 2).at(torch.arange(3))}, "rotation must have one pass"),
             (3, {"mask": masks.sliding_window_blocks(3, 2)}, "mask must be a tensor or None, got BlockMask"),
-            (3, {"mask": torch.ones(1, 1, 3, 2) > 0}, f"mask must fit [batch, heads, seq, keys] = [1, {HEADS}, 3, 3]"),
+            (
+                3,
+                {"mask": torch.ones(1, 1, 3, 2) > 0},
+                f"mask must be broadcastable to [batch, heads, seq, keys] = [1, {HEADS}, 3, 3]",
+            ),
         ],
     )
     def test_refuses_to_attend(self, seq: int, options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Attention over rotated queries and keys by PyTorch's kernels, and what `RotaryAttention` asks of a cache."""
+"""Attention over rotated queries and keys with PyTorch's kernels, and the protocol of a cache for `RotaryAttention`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ropewalk.rotation.qk_norm import QKNorm
 
 
 class AttendingCache(Protocol):
-    """What `RotaryAttention` needs of a cache: the part of one layer in one forward pass.
+    """The interface of a cache that is passed to `RotaryAttention`: one layer in one forward pass.
 
-    `LayerCache` is one. Another may store keys and values as it likes, in pages or in other types: nothing here asks
-    for them as one tensor.
+    `LayerCache` implements it. Other caches may store keys and values in any form, such as pages or quantized tensors,
+    because no caller reads them as one tensor.
 
-    For type checkers: `isinstance` with it raises a TypeError, since at run time only the name of the method could be
-    seen, which `TwoPass` has too.
+    The protocol is for type checkers. `isinstance` with it raises a TypeError: at run time it could only compare the
+    name of the method, and `TwoPass` has a method of that name as well.
     """
 
     def attend(
@@ -37,17 +37,18 @@ class AttendingCache(Protocol):
         mask: Tensor | BlockMask | None,
         scale: float,
     ) -> Tensor:
-        """Rotate the new queries and keys, store the new keys and values, and attend over all that are stored.
+        """Rotate the new queries and keys, store the new keys and values, and attend over all stored ones.
 
-        Causality is the cache's to know: a token sees those before it in its row and itself, by order.
+        The cache applies the causal mask: a token attends to itself and to the tokens before it in its row, in the
+        order in which they were stored.
 
         Args:
-            q: queries that are not rotated yet, `[batch, seq, heads, head_dim]`.
-            k, v: keys that are not rotated yet, and values, `[batch, seq, kv_heads, head_dim]`; kv_heads divides heads.
-            rotation: of the new tokens, layout "bshd"; None where the layer does not rotate. A cache that cannot
-                attend in two passes refuses a `TwoPass`.
-            mask: the user's, which narrows causality; None, or whatever the cache understands.
-            scale: of the scores, in place of head_dim^(−1/2).
+            q: unrotated queries, `[batch, seq, heads, head_dim]`.
+            k, v: unrotated keys, and values, `[batch, seq, kv_heads, head_dim]`; kv_heads divides heads.
+            rotation: rotation of the new tokens, layout "bshd". None if the layer does not rotate. A cache that does
+                not support attention in two passes raises for a `TwoPass`.
+            mask: the user's mask, combined with the causal one. Its form depends on the cache. None means no mask.
+            scale: factor of the scores, used instead of head_dim^(−1/2).
 
         Returns:
             `[batch, seq, heads, head_dim]`, in the dtype of v.
@@ -67,16 +68,17 @@ def rotate_and_attend(
     dropout: float = 0.0,
     norm: QKNorm | None = None,
 ) -> Tensor:
-    """Attention over dense keys, in one pass or two, as the rotation wants it.
+    """Rotate q and k and attend over dense keys, in two passes if rotation is a `TwoPass`.
 
     Args:
-        q, k, v: of the new tokens, `[batch, seq, heads or kv_heads, head_dim]`, q and k not rotated yet.
-        rotation: of the new tokens; None: q and k are used as they are.
-        mask: as in `attend`; a tensor where rotation has two passes.
-        scale: of the scores.
-        append: stores the rotated keys and the values and returns all keys and values; None: these are all.
+        q, k, v: of the new tokens, `[batch, seq, heads or kv_heads, head_dim]`, with q and k not rotated yet.
+        rotation: rotation of the new tokens. None leaves q and k unchanged.
+        mask: as in `attend`. With a `TwoPass` it must be a tensor.
+        scale: factor of the scores.
+        append: function that stores the rotated keys and the values, and returns all keys and values. None attends
+            over the new ones only.
         causal, dropout: as in `attend`.
-        norm: of q and k before rotation, or None where there is no norm.
+        norm: norm of q and k, applied before rotation. None disables it.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
@@ -105,31 +107,31 @@ def attend(
     causal: bool = True,
     dropout: float = 0.0,
 ) -> Tensor:
-    """PyTorch's attention: FlexAttention for a BlockMask, scaled_dot_product_attention for the rest.
+    """Call PyTorch's attention: FlexAttention for a BlockMask, scaled_dot_product_attention otherwise.
 
     Args:
         q: rotated queries, `[batch, seq, heads, head_dim]`.
         k, v: rotated keys, and values, `[batch, keys, kv_heads, head_dim]`.
-        mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1; or a
-            BlockMask. It says everything, causality included.
-        scale: of the scores.
-        causal: without a mask, each query sees the keys up to its own, where the last query is that of the last key.
-            False: every query sees every key.
-        dropout: probability with which each weight is set to 0; not with a BlockMask.
+        mask: a BlockMask; or a tensor `[batch, heads, seq, keys]`, each axis of full size or 1, that is bool (True:
+            the query attends to the key) or additive in the dtype of q. It replaces the causal mask.
+        scale: factor of the scores.
+        causal: without a mask, whether each query attends only to the keys up to its own. The last query belongs to
+            the last key. False attends to every key.
+        dropout: probability of setting an attention weight to 0; it must be 0 with a BlockMask.
 
     Returns:
         `[batch, seq, heads, head_dim]`.
 
     Raises:
-        RopeError: mask is a tensor that has not four axes, or a BlockMask with dropout. What else does not fit, PyTorch
-            refuses.
+        RopeError: mask is a tensor without four axes, or a BlockMask is combined with dropout. PyTorch checks the
+            other arguments.
     """
     if isinstance(mask, Tensor) and mask.ndim != 4:
         check_mask("attend", mask, q, k.shape[1])
     seq, keys, heads, kv_heads = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     if mask is not None and not isinstance(mask, Tensor):
         if dropout:
-            must, fix = "dropout must be 0 with a BlockMask", "FlexAttention has none. Pass a dense mask."
+            must, fix = "dropout must be 0 with a BlockMask", "FlexAttention has no dropout. Pass a dense mask."
             raise _checks.error("attend", must, str(dropout), fix)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=heads != kv_heads).transpose(1, 2)
@@ -146,16 +148,16 @@ def attend(
         is_causal=triangle,
         dropout_p=dropout,
         scale=scale,
-        enable_gqa=heads != kv_heads,  # said only where it is so: some kernels refuse it
+        enable_gqa=heads != kv_heads,  # only where needed: some kernels do not support it
     ).transpose(1, 2)
 
 
 def _as_rows(q: Tensor, kv_heads: int) -> bool:
-    """Whether few queries go into PyTorch's kernel as rows of their key head.
+    """Whether to fold the query heads of a group into the rows of their key head, which is faster for few queries.
 
-    PyTorch's kernel for CPUs reads the keys again for each head of queries, and takes a single row the slow way in
-    bfloat16. Measured on 2 cores over 1,024 keys, 8 key heads of 128 channels, PyTorch 2.13, milliseconds as heads and
-    as rows:
+    PyTorch's CPU kernel reads the keys again for each query head, and has a slow path for a single row in bfloat16.
+    Milliseconds with separate heads and with folded rows, measured on 2 cores over 1,024 keys with 8 key heads of 128
+    channels in PyTorch 2.13:
 
         heads, queries, batch    float32        bfloat16       float16
         32, 1, 1                 1.0   1.1       7.0   0.8      6.5   2.0
@@ -166,7 +168,7 @@ def _as_rows(q: Tensor, kv_heads: int) -> bool:
         8 to 1 key head, 1, 8    1.6   0.58      7.3   0.64
         8, 1, 1 (no groups)      0.32  1.0       1.7   0.8      2.1   1.9
 
-    Beyond 16 queries the gain is lost in the noise, and a mask would have to be repeated for each head of the group.
+    Beyond 16 queries the gain disappears in the noise, and a mask would have to be repeated for each head of the group.
     """
     seq, heads = q.shape[1], q.shape[2]
     if heads != kv_heads:
@@ -175,12 +177,12 @@ def _as_rows(q: Tensor, kv_heads: int) -> bool:
 
 
 def _few(seq: int, most: int) -> bool:
-    """Whether there are at most so many queries; not while a graph for any number of them is traced."""
+    """Whether seq ≤ most. False while a graph for a dynamic seq is traced."""
     return not isinstance(seq, torch.SymInt) and seq <= most
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """`attend` with the queries of a group as rows of their key head; without groups, each query twice."""
+    """Call `attend` with the queries of a group as rows of their key head. Without groups, duplicate each query."""
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
@@ -201,23 +203,23 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale:
 
 
 def check_rotation(who: str, rotation: object) -> None:
-    """Raise unless attention can rotate by it: a `Rotation` or a `TwoPass`."""
+    """Raise unless rotation is a `Rotation` or a `TwoPass`."""
     if not isinstance(rotation, (Rotation, TwoPass)):
         raise _checks.error(
             who,
-            "rotation must be a Rotation, what SelfExtend.at returns, or None",
+            "rotation must be a Rotation, the result of SelfExtend.at, or None",
             _checks.shown(rotation),
-            "Make it once for each forward pass: rope.at(positions).",
+            "Compute it once for each forward pass: rope.at(positions).",
         )
 
 
 def check_attended(who: str, cache: object, attended: object, q: Tensor, v: Tensor) -> None:
-    """Raise unless a cache has returned what an `AttendingCache` returns: the shape of q, the dtype of v."""
+    """Raise unless the result of `AttendingCache.attend` has the shape of q and the dtype of v."""
     if not isinstance(attended, Tensor) or attended.shape != q.shape or attended.dtype != v.dtype:
         shape = f"[batch, seq, heads, head_dim] = {list(q.shape)}"
         raise _checks.error(
             who,
             f"attend of {type(cache).__name__} must return {shape} in {v.dtype}",
             _checks.described(attended),
-            "AttendingCache says what a cache must do.",
+            "Implement ropewalk.AttendingCache as its docstring says.",
         )

@@ -1,4 +1,4 @@
-"""Blocks of a paged cache by number: which are free, and how many rows hold each of the others."""
+"""Allocate the blocks of a paged cache by number, and count the rows that hold each of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class Blocks:
-    """Blocks by number, each free or held by one row or several.
+    """A reference-counted pool of block numbers. Each block is free, or one or several rows hold it.
 
     Args:
-        count: blocks, numbered from 0, all of them free.
+        count: number of blocks. They are numbered from 0, and all are free at first.
     """
 
     def __init__(self, count: int) -> None:
@@ -19,31 +19,31 @@ class Blocks:
 
     @property
     def free(self) -> int:
-        """How many nobody holds."""
+        """Number of blocks that no row holds."""
         return len(self._free)
 
     def holders(self, block: int) -> int:
-        """How many hold this block."""
+        """Number of rows that hold this block."""
         return self._holders[block]
 
     def take(self, count: int) -> list[int]:
-        """As many free blocks, each with one holder from now on. The caller has seen that there are enough."""
+        """Allocate free blocks, each with one holder. The caller has checked that there are enough."""
         taken = [self._free.pop() for _ in range(count)]
         self.hold(taken)
         return taken
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for each."""
+        """Add a holder to each block."""
         for block in blocks:
             self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each. A block without any is free."""
+        """Remove a holder from each block. A block without holders becomes free."""
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free.append(block)
 
     def freed_by(self, released: Counter[int]) -> int:
-        """How many would become free if as many holders as counted let go of each."""
+        """Number of blocks that would become free if each lost the counted number of holders."""
         return sum(self._holders[block] == times for block, times in released.items())

@@ -1,4 +1,4 @@
-"""One forward pass with a KVCache: where its tokens are and which keys they see."""
+"""One forward pass with a KVCache: the positions of its tokens and the keys that they attend to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ropewalk.rotation.api import Rotation
 
 
 class Store(Protocol):
-    """What a step needs of its cache."""
+    """The attributes of a cache that a step reads."""
 
     num_layers: int
     keys: list[Tensor]
@@ -42,71 +42,71 @@ class LayerProgress:
 
 
 class Progress:
-    """How far one forward pass has come, in plain Python. Nothing here is read from a device.
+    """The state of one forward pass, in plain Python. Nothing here is read from a device.
 
     The cache and the step share it. It refers to neither, so no reference cycle keeps their memory alive. Each layer
-    has an object of its own, so that a layer compiled by itself is compiled once, and not once for each index.
+    has its own object: a layer that is compiled separately is then compiled once, and not once for each index.
 
     Args:
         num_layers: layers of the cache.
         overwrites: whether storing overwrites keys that were visible before this pass.
-        moves_on: whether every row is longer after it.
-        earlier: cos of rotations that are of other tokens: those of the pass before it, if every row has moved on.
+        advances: whether every row is longer afterwards.
+        stale: cos of the rotations of the previous pass, if every row has advanced since. They belong to other tokens.
     """
 
     def __init__(
-        self, num_layers: int, *, overwrites: bool, moves_on: bool, earlier: Sequence[weakref.ref[Tensor]]
+        self, num_layers: int, *, overwrites: bool, advances: bool, stale: Sequence[weakref.ref[Tensor]]
     ) -> None:
         self.layers = [LayerProgress() for _ in range(num_layers)]
         self.overwrites = overwrites
-        self.moves_on = moves_on
+        self.advances = advances
         self.outdated = False
-        self.earlier = earlier
+        self.stale = stale
         self.rotations: list[weakref.ref[Tensor]] = []
 
     def stored(self) -> int:
-        """How many layers have stored their keys and values."""
+        """Number of layers that have stored their keys and values."""
         return sum(layer.stored for layer in self.layers)
 
     def check_whole(self, who: str) -> None:
-        """Raise if the pass stopped in between: some layers have stored their keys and values, and others have not."""
+        """Raise if only some of the layers have stored their keys and values."""
         stored = self.stored()
         if 0 < stored < len(self.layers):
             raise _checks.error(
                 who,
-                "every layer must have appended in the step before",
+                "every layer must have appended in the previous step",
                 f"{stored} of {len(self.layers)} layers",
                 "Pass step.layer(i) to every layer, num_layers in all. After an exception, call rollback() first.",
             )
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"earlier": (), "rotations": []}  # weak references cannot be pickled
+        return self.__dict__ | {"stale": (), "rotations": []}  # weak references cannot be pickled
 
 
-def one_of_each(positions: Tensor) -> Tensor:
-    """One position for each token, `[batch, seq]`: the largest, where it has several."""
+def largest_position(positions: Tensor) -> Tensor:
+    """Return one position for each token, `[batch, seq]`: the largest over the axes."""
     return positions if positions.ndim == 2 else positions.amax(0)
 
 
 def _on_axes(rope: Rope, positions: Tensor) -> Tensor:
-    """Positions for `rope.at`: those of text on every axis."""
+    """Positions for `rope.at`. Positions without axes (text) are repeated on every axis of the rope."""
     return positions if rope.axes is None or positions.ndim > 2 else positions.expand(rope.axes.count, -1, -1)
 
 
 class CacheStep:
-    """One forward pass with a cache: where its tokens are and which keys they see. Made by `KVCache.step`.
+    """One forward pass with a cache, created by `KVCache.step`: positions of the new tokens, and the attention mask.
 
-    The cache counts these tokens once its last layer has appended them. If the forward pass raises before, the cache
-    holds what it held; see `KVCache.rollback`.
+    The cache counts these tokens once its last layer has appended them. If the forward pass raises before that, the
+    cache keeps its previous tokens; see `KVCache.rollback`.
 
     Attributes:
-        positions: of the new tokens, to which they are rotated, int64 `[batch, seq]`; or `[axes, batch, seq]`, where
-            such were given. Padding has that of the token before it, or what was given for it.
-        order: of the new tokens, int64 `[batch, seq]`: their number in their row, from 0. Padding has that of the token
+        positions: positions of the new tokens, to which they are rotated: int64 `[batch, seq]`, or `[axes, batch, seq]`
+            if such positions were passed. Padding has the position of the token before it, or the one passed for it.
+        order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
             before it.
-        key_positions: of all keys, int64 `[batch, keys]`, in the order of the cache's slots; 2⁶² where there is none.
-            Of a token with several axes, the largest.
-        causal: whether plain causality over the filled slots is all that mask says, as far as the cache knows.
+        key_positions: positions of all keys, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶² for
+            empty slots. A token with several axes has the largest of its positions.
+        causal: True if the mask is known to be a plain causal mask over the filled slots.
     """
 
     _who = "KVCache"
@@ -123,35 +123,35 @@ class CacheStep:
         causal: bool,
         filled: slice,
         slot: Tensor,
-        beside: bool,
+        concatenates: bool,
         following: tuple[Tensor, Tensor],
         progress: Progress,
     ) -> None:
         self.positions, self.order, self.key_positions, self.causal = positions, order, key_positions, causal
         self._padding, self._filled = padding, filled
         self._mask: Tensor | None = None
-        self._place = one_of_each(positions)
+        self._place = largest_position(positions)
         self._key_order = key_order
-        self._cache, self._slot, self._beside, self._progress = cache, slot, beside, progress
+        self._cache, self._slot, self._concatenates, self._progress = cache, slot, concatenates, progress
         self._following = following  # length and position of the cache after this step
-        self._checked: Rotation | TwoPass | None = None  # the last one that check_rotation found nothing against
+        self._valid_rotation: Rotation | TwoPass | None = None  # the last one that passed _check_rotation
         self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
-        self._flat_slot = self._row * cache.keys[0].shape[1] + slot  # where all rows are one sequence of slots
+        self._flat_slot = self._row * cache.keys[0].shape[1] + slot  # index into the flattened [batch · slots]
 
     @property
     def key_order(self) -> Tensor:
-        """Of all keys, int64 `[batch, keys]`: their number in their row, 2⁶² where there is none.
+        """Indices of all keys in their rows, int64 `[batch, keys]`, and 2⁶² for empty slots.
 
-        A mask that goes by the order of tokens compares `order` with it.
+        Compare it with `order` to build a mask by the order of tokens.
         """
         return self._cache._slots.order(self._following[0]) if self._key_order is None else self._key_order
 
     @property
     def mask(self) -> Tensor:
-        """What is seen, bool `[batch, 1, seq, keys]`, True for what is. Padding sees everything."""
+        """Attention mask, bool `[batch, 1, seq, keys]`: True where a token attends to a key. Padding attends to all."""
         if self._mask is None:
             slots, order = self._cache._slots, self.order[:, :, None]
-            if self._key_order is None:  # token n is in slot n, or it is the only one, and sees whatever is in the ring
+            if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
                 mask = torch.arange(slots.count, device=order.device) <= order
             else:
                 distance = order - self._key_order[:, None, :]
@@ -160,7 +160,7 @@ class CacheStep:
                     in_window = in_window | (self._key_order < slots.sinks)[:, None]
                 mask = (distance >= 0) & in_window
             if self._padding is not None:
-                mask = mask | self._padding[:, :, None]  # a row that sees nothing gives nan
+                mask = mask | self._padding[:, :, None]  # a fully masked row would produce NaN
             mask = mask[:, None]
             if torch.compiler.is_compiling():
                 return mask
@@ -168,12 +168,13 @@ class CacheStep:
         return self._mask
 
     def within(self, window: int) -> Tensor | None:
-        """Which keys are less than window tokens back, bool `[batch, 1, seq, keys]`; None where all that are seen are.
+        """Return the mask of the keys less than window tokens back, bool `[batch, 1, seq, keys]`.
 
-        For a layer with a window in a cache that keeps more.
+        It is for a layer with a window in a cache that keeps more tokens. The result is None if the cache has this
+        window itself, because `mask` then suffices.
 
         Args:
-            window: tokens that each token sees, itself included.
+            window: number of tokens that each token attends to, itself included.
 
         Raises:
             RopeError: the cache has a shorter window.
@@ -184,25 +185,26 @@ class CacheStep:
                 "KVCache",
                 f"the window of a cache must not be shorter than that of the layer, {window}",
                 f"window={held}",
-                "Build a cache of its own for the layers of this window.",
+                "Build a separate cache for the layers with this window.",
             )
         if window == held:
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
     def rotation(self, rope: Rope, *, dtype: torch.dtype | None = None) -> Rotation | TwoPass:
-        """`rope.at(positions)`; in a cache with sinks, with the distance to them counted inside the cache.
+        """Compute `rope.at(positions)`. In a cache with sinks, distances to the sinks are counted inside the cache.
 
-        A sink at position j is seen by the n-th token of its row (from 0) at distance min(n, sinks + window − 1) − j,
-        as StreamingLLM has it: no distance is ever longer than the cache. For true distances use `rope.at(positions)`.
+        The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
+        as in StreamingLLM, so no distance is longer than the cache. For true distances use `rope.at(positions)`.
 
-        Where rope has several axes and the positions of the step do not, these are text: the same on every axis.
+        If rope has several axes and the positions of the step have none, the positions are those of text: the same on
+        every axis.
 
         Raises:
-            RopeError: rope is no Rope, or has another number of axes.
+            RopeError: rope is no Rope, or has another number of axes than the positions.
         """
         if not isinstance(rope, Rope):
-            fix = "Of a LearnedRope use learned(step.positions), of SelfExtend its at(positions, key_positions)."
+            fix = "For a LearnedRope call learned(step.positions), for SelfExtend its at(positions, key_positions)."
             raise _checks.error("CacheStep.rotation", "rope must be a Rope", _checks.shown(rope), fix)
         if not torch.compiler.is_compiling() and self._progress.outdated:
             raise _checks.error(
@@ -215,7 +217,7 @@ class CacheStep:
         sinks = self._cache.sinks
         if not sinks:
             return near
-        # How much farther back a query stands when positions are counted inside the cache.
+        # How far each query moves back when positions are counted inside the cache.
         excess = (self.order - (self._cache._slots.count - 1)).clamp(min=0)
         far_queries = rope.at(_on_axes(rope, self.positions - excess), dtype=dtype)
         slot = torch.arange(self.key_positions.shape[1], device=excess.device)[None]
@@ -223,23 +225,23 @@ class CacheStep:
         return TwoPass(near, far_queries, None, is_sink[:, None, None])
 
     def layer(self, index: int) -> LayerCache:
-        """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.
+        """Return the cache of one layer for `RotaryAttention`, 0 ≤ index < num_layers.
 
         Raises:
-            RopeError: there is no such layer.
+            RopeError: index is out of range.
         """
         last = self._cache.num_layers - 1
         return LayerCache(self, _checks.integer("CacheStep.layer", "index", index, at_least=0, at_most=last))
 
     def _check_rotation(self, rotation: Rotation | TwoPass) -> None:
-        """Raise if rotation cannot be that of these tokens, as far as that shows without reading a tensor.
+        """Raise if rotation cannot belong to these tokens. No tensor is read for this.
 
-        It must be made for positions `[batch, seq]` and, in two passes, for all keys. One that was used in the step
-        before this one cannot be right, since all tokens have moved on.
+        It must have been computed for positions `[batch, seq]` and, in two passes, for all keys. A rotation that was
+        used in the previous step is wrong, because all tokens have advanced.
         """
         who = self._who
         compiling = torch.compiler.is_compiling()
-        if not compiling and rotation is self._checked:  # most often all layers have the same
+        if not compiling and rotation is self._valid_rotation:  # usually all layers share one rotation
             return
         check_rotation(who, rotation)
         near = rotation.near if isinstance(rotation, TwoPass) else rotation
@@ -247,32 +249,32 @@ class CacheStep:
         if near.tokens != self.order.shape:
             raise _checks.error(
                 who,
-                "with a cache, rotation must be made for the positions of the step, [batch, seq] = "
+                "with a cache, rotation must be computed for the positions of the step, [batch, seq] = "
                 f"{list(self.order.shape)}",
                 f"one for tokens of shape {near.tokens}",
-                "Make it with step.rotation(rope) or rope.at(step.positions).",
+                "Use step.rotation(rope) or rope.at(step.positions).",
             )
         if isinstance(rotation, TwoPass) and rotation.far.shape[-1] != self.key_positions.shape[1]:
             raise _checks.error(
                 who,
-                f"with a cache, a rotation in two passes must be made for all {self.key_positions.shape[1]} keys",
+                f"with a cache, a rotation in two passes must be computed for all {self.key_positions.shape[1]} keys",
                 f"one for {rotation.far.shape[-1]}",
-                "Make it with SelfExtend.at(step.positions, step.key_positions).",
+                "Use SelfExtend.at(step.positions, step.key_positions).",
             )
         if compiling:
             return
-        if any(other() is cos for other in self._progress.earlier):
+        if any(other() is cos for other in self._progress.stale):
             raise _checks.error(
                 who,
-                "with a cache, each step needs a rotation of its own, since its tokens are farther on",
-                "the rotation of the step before",
-                "Make it after cache.step(seq), with step.rotation(rope).",
+                "with a cache, each step needs its own rotation, because its tokens have new positions",
+                "the rotation of the previous step",
+                "Compute it after cache.step(seq), with step.rotation(rope).",
             )
         self._progress.rotations.append(weakref.ref(cos))
-        self._checked = rotation
+        self._valid_rotation = rotation
 
     def _commit(self) -> None:
-        """Count the new tokens: every layer has stored them."""
+        """Count the new tokens, after every layer has stored them."""
         self._cache._key_positions.scatter_(1, self._slot, self._place)
         length, position = self._following
         self._cache.length.copy_(length)

@@ -1,4 +1,4 @@
-"""The heads that the projections of an attention layer yield: all of the model, or those of one rank."""
+"""Split the outputs of q_proj, k_proj and v_proj into heads: those of the whole model, or of one rank."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from ropewalk import _checks
 def split_heads(
     who: str, q: Tensor, k: Tensor, v: Tensor, head_dim: int, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v `[batch, seq, heads · head_dim]` → `[batch, seq, heads, head_dim]`.
+    """Reshape q, k and v from `[batch, seq, heads · head_dim]` to `[batch, seq, heads, head_dim]`.
 
-    The widths give the numbers of heads, so that under tensor parallelism they are those of this rank.
+    The number of heads is computed from the width. Under tensor parallelism it is thus the number on this rank.
 
     Args:
-        who: the caller, for messages.
-        num_heads, num_kv_heads: of the whole model.
+        who: the caller, for error messages.
+        num_heads, num_kv_heads: numbers of heads of the whole model.
 
     Raises:
-        RopeError: a width is no multiple of head_dim, k and v have different widths, or query heads and key heads do
-            not belong together.
+        RopeError: a width is no multiple of head_dim, k and v have different widths, or the ratio of query heads to key
+            heads differs from that of the model.
     """
     fix = "Shard whole heads, e.g. with ropewalk.parallel.HeadwiseParallel."
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.shape[-1] or x.shape[-1] % head_dim:
-            must = f"{name}_proj must yield whole heads, a multiple of head_dim={head_dim} channels"
+            must = f"{name}_proj must return whole heads, a multiple of head_dim={head_dim} channels"
             raise _checks.error(who, must, str(x.shape[-1]), fix)
     heads, kv_heads = q.shape[-1] // head_dim, k.shape[-1] // head_dim
     if v.shape[-1] != k.shape[-1]:
-        must = "k_proj and v_proj must yield the same number of heads"
+        must = "k_proj and v_proj must return the same number of heads"
         raise _checks.error(who, must, f"{kv_heads} and {v.shape[-1] // head_dim}", fix)
     group = num_heads // num_kv_heads
-    # Ranks may share a key head. Ranks with several have all queries of each: others would meet a wrong key head.
+    # Ranks may share one key head. A rank with several key heads needs all query heads of each of them; otherwise
+    # attention would pair query heads with the wrong key heads.
     if heads != group * kv_heads and not (kv_heads == 1 and heads < group):
-        must = f"q_proj and k_proj must yield heads that belong together, {group} query heads for each key head"
+        must = f"q_proj and k_proj must return matching heads, {group} query heads for each key head"
         raise _checks.error(who, must, f"{heads} query heads and {kv_heads} key heads", fix)
     q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))  # type: ignore[no-untyped-call]
     return q, k, v

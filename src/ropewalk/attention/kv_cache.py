@@ -1,20 +1,20 @@
-"""A cache of keys and values in memory of a fixed size: ragged rows, sliding window, attention sinks, shift.
+"""A key-value cache of fixed size, with ragged rows, a sliding window, attention sinks and shift.
 
-Keys are cached turned, at the position that their token has. Nothing is turned again while tokens are appended, and
-everything that changes positions afterwards is a rotation on top, exact because rotations add:
+Keys are cached after rotation, at the position of their token. Later changes of positions are applied as a
+second rotation, which is exact because the angles of rotations add:
 
-- `shift` moves cached keys by `Rope.shift`.
-- Sinks stay where they are, and the query is turned a second time, to where it stands if positions are counted inside
-  the cache. The distance is the one that turning the sinks forward would give, without a rounding for each token.
-- Self-Extend moves keys into their groups at use.
+- `shift` rotates the cached keys by `Rope.shift`.
+- Sinks keep their rotation. The query is rotated a second time, to its position counted inside the cache. This gives
+  the same distances as moving the sinks forward, without rounding them once for each token.
+- Self-Extend rotates keys to the positions of their groups when they are used.
 
-Who sees whom goes by the order of tokens (`slots`), and rotation by their position: two numbers.
+The order of tokens (`slots`) decides what each token attends to. Positions only decide rotation.
 
 No shape depends on a value, and nothing is read back from the device, so one compiled forward pass serves every token.
-On the CPU lengths are read outside of torch.compile, and attention leaves out the slots that no row has filled.
+On the CPU, outside of torch.compile, lengths are read, and attention skips the slots that no row has filled.
 
-`step` only plans. The cache counts the new tokens when the last layer has stored them, so a forward pass that raises
-leaves the cache as it was.
+`step` only plans. The cache counts the new tokens once the last layer has stored them, so a forward pass that raises
+leaves the cache unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
-from ropewalk.attention.cache_step import CacheStep, Progress, one_of_each
+from ropewalk.attention.cache_step import CacheStep, Progress, largest_position
 from ropewalk.attention.slots import EMPTY, Slots, clear
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
@@ -35,40 +35,40 @@ from ropewalk.rotation.api import Rotation
 class KVCache:
     """Keys and values of the tokens so far, for all layers of one kind.
 
-    In each forward pass, `step` says where the new tokens are and what they see; every layer takes its part of it:
+    In each forward pass, `step` plans the positions and the mask of the new tokens, and every layer gets its part:
 
         step = cache.step(tokens.shape[1])
         rotation = step.rotation(rope)
         for i, layer in enumerate(layers):
             x = layer(x, rotation, cache=step.layer(i))
 
-    For inference: no gradients pass through it. Where layers differ (Gemma: some with a window), use one cache for each
-    kind.
+    No gradients pass through it. If layers differ (in Gemma, some have a window), use one cache for each kind.
 
     Args:
-        num_layers: layers that share it, each with keys and values of its own.
-        batch: rows; each has its own length.
+        num_layers: number of layers of the model. Each has its own keys and values.
+        batch: number of rows. Each has its own length.
         num_kv_heads: heads of keys and values.
         head_dim: channels of a head.
-        capacity: tokens in each row, all of which are kept.
-        window: instead of capacity: a token sees itself and the window − 1 before it, and older ones are let go.
-        sinks: with window: the first tokens of a row, which are kept and seen for ever, as in StreamingLLM (Xiao et
-            al., https://arxiv.org/abs/2309.17453). `CacheStep.rotation` counts positions inside the cache.
-        dtype: of keys and values: that of the model, or of autocast where the model runs under it.
-        device: where they are.
+        capacity: maximum number of tokens in each row. All of them are kept.
+        window: sliding window, instead of capacity. Each token attends to itself and the previous window − 1 tokens;
+            older tokens are evicted.
+        sinks: with window, tokens at the start of a row that are never evicted and always attended to, as in
+            StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). `CacheStep.rotation` counts their distances.
+        dtype: dtype of keys and values: that of the model, or of autocast if it is active.
+        device: device of keys and values.
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
-        position: position of the next token of each row, int64 `[batch]`. As length, unless moved by `shift`, `at` or
-            `positions`.
-        keys, values: of each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
+        position: position of the next token of each row, int64 `[batch]`. It equals length unless `shift`, `at` or
+            `positions` has changed it.
+        keys, values: tensors of each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
 
     Raises:
-        RopeError: a number is impossible; capacity and window are both given, or neither.
+        RopeError: a number is out of range, or not exactly one of capacity and window is given.
 
     Memory:
-        2 · num_layers · batch · (capacity + 1) · num_kv_heads · head_dim numbers; sinks + window for capacity where
-        there is a window. The one slot more takes what is not kept.
+        2 · num_layers · batch · (capacity + 1) · num_kv_heads · head_dim numbers. With a window, sinks + window
+        replaces capacity. The extra slot receives the tokens that are not kept.
 
     Example:
         >>> cache = KVCache(num_layers=1, batch=2, num_kv_heads=1, head_dim=4, capacity=8)
@@ -101,12 +101,12 @@ class KVCache:
         num_kv_heads = _checks.integer(who, "num_kv_heads", num_kv_heads, at_least=1)
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
         self.sinks = _checks.integer(who, "sinks", sinks, at_least=0)
-        cache_checks.size(who, capacity, window, self.sinks)
-        cache_checks.dtype(who, dtype)
+        cache_checks.check_size(who, capacity, window, self.sinks)
+        cache_checks.check_dtype(who, dtype)
         self.capacity = None if capacity is None else _checks.length(who, "capacity", capacity)
         self.window = None if window is None else _checks.length(who, "window", window)
         self._slots = Slots(self.capacity, self.window, self.sinks)
-        shape = (batch, self._slots.count + 1, num_kv_heads, head_dim)  # the last slot takes what is not kept
+        shape = (batch, self._slots.count + 1, num_kv_heads, head_dim)  # the last slot receives discarded tokens
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.num_layers)]
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -122,142 +122,144 @@ class KVCache:
         at: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> CacheStep:
-        """Plan a forward pass of `seq` new tokens for each row: where they are, and what they see.
+        """Plan a forward pass of `seq` new tokens for each row: their positions, slots and attention mask.
 
-        Each layer has to append its keys and values once, the last layer last. Only then the cache counts the tokens: a
-        step whose forward pass raised before any layer stored something may just be dropped.
+        Each layer must append its keys and values once, the last layer last. The cache counts the tokens only then. If
+        the forward pass raises before any layer has stored something, the step can simply be discarded.
 
         Args:
             seq: new tokens in each row, padding included, at least 1.
-            attention_mask: True or non-zero for real tokens; bool or integer `[batch, seq]`, padding anywhere. Padding
-                is not kept, and what comes out for it means nothing. None: all tokens are real.
-            at: where each row goes on, a position, int64 `[batch]`; right after its last token when None. If a cached
-                token is at or after it, the first such token and all that came later are forgotten at once, as after a
-                rejected draft in speculative decoding. Only with capacity: a window has evicted what would be seen
-                again.
-            positions: where the new tokens are, int64 `[batch, seq]`, or `[seq]` for all rows, or `[axes, batch, seq]`
-                for a rope with `axes`: any integers in ±2³¹, which tokens may share (the patches of an image) and which
-                need not grow. None: consecutive, from `at` or `KVCache.position`, and the same on every axis. They
-                decide rotation alone. Who sees whom, windows and slots go by the order of tokens. Afterwards
-                `KVCache.position` is the largest of those of real tokens + 1, on whatever axis. Not with sinks, whose
-                distances are counted in tokens. With as many rows as axes, `[axes, seq]` is taken for `[batch, seq]`:
-                pass three dimensions. Floats go to `Rope.at`, in place of `CacheStep.rotation`.
+            attention_mask: True or non-zero for real tokens, bool or integer `[batch, seq]`, with padding anywhere.
+                Padding is not stored, and its outputs are undefined. None means that all tokens are real.
+            at: position at which each row continues, int64 `[batch]`. None continues after the last token. The first
+                cached token at or after this position is dropped at once, with all tokens appended after it, as after a
+                rejected draft in speculative decoding. It needs a cache with capacity, because a window has evicted
+                keys that would become visible again.
+            positions: positions of the new tokens: int64 `[batch, seq]`, `[seq]` for all rows, or `[axes, batch, seq]`
+                for a rope with `axes`. They are integers in ±2³¹ in any order, and tokens may share them (patches of an
+                image). None means consecutive positions from `at` or `KVCache.position`, the same on every axis.
+                Positions only decide rotation; masks, windows and slots follow the order of tokens. Afterwards
+                `KVCache.position` is 1 + the largest position of a real token on any axis. Not supported with sinks,
+                whose distances are counted in tokens. If batch equals the number of axes, `[axes, seq]` is read as
+                `[batch, seq]`, so pass three dimensions. For float positions call `Rope.at` instead of
+                `CacheStep.rotation`.
 
         Raises:
-            RopeError: a shape or dtype does not fit; at with a window, or positions with sinks; in the step before,
-                some layers appended and others did not (see `rollback`); the cache is full. That is found only on the
-                CPU outside torch.compile. Elsewhere nothing waits for the device: tokens beyond capacity are not kept,
-                what comes out for them is wrong, and `(cache.length > cache.capacity).any()` tells.
+            RopeError: a shape or dtype does not match; at is combined with a window, or positions with sinks; only some
+                layers appended in the previous step (see `rollback`); or the cache is full. A full cache is detected
+                only on the CPU outside torch.compile, because reading lengths would synchronize other devices. There,
+                tokens beyond capacity are not kept and their outputs are wrong; check
+                `(cache.length > cache.capacity).any()`.
         """
-        before = self._finished("KVCache.step")
-        real = cache_checks.real(seq, attention_mask, self.length)
-        given = None if positions is None else cache_checks.positions(positions, real, self.sinks)
-        after = (real.cumsum(1) - 1).clamp(min=0)  # each new token after the first one of this step
+        before = self._check_finished("KVCache.step")
+        real = cache_checks.real_tokens(seq, attention_mask, self.length)
+        at_positions = None if positions is None else cache_checks.new_positions(positions, real, self.sinks)
+        after = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
         added = real.sum(1)
         if at is not None:
-            self._forget(at, added)
+            self._truncate(at, added)
         order, total = self.length[:, None] + after, self.length + added
-        # One token overwrites only what it does not see. More would overwrite what the first of them see: with a
-        # window, they are attended beside what was cached before, and written afterwards.
-        beside = self._slots.evicts and seq > 1
-        held = cache_checks.known(self.length if beside else total)
-        cache_checks.room(self.capacity, held)
-        if given is None:
-            given, following = self.position[:, None] + after, self.position + added
-            place = given
+        # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
+        # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
+        concatenates = self._slots.evicts and seq > 1
+        held = cache_checks.read_range(self.length if concatenates else total)
+        cache_checks.check_capacity(self.capacity, held)
+        if at_positions is None:
+            at_positions, following = self.position[:, None] + after, self.position + added
+            place = at_positions
         else:
-            place = one_of_each(given)
+            place = largest_position(at_positions)
             largest = place.masked_fill(~real, -EMPTY).amax(1)
             following = torch.where(added > 0, largest + 1, self.position)
         slot = self._slots.of(order, real, total)
         count, key_order = self._slots.count, None
-        if beside:
+        if concatenates:
             key_order = torch.cat([self._slots.order(self.length), order.masked_fill(~real, EMPTY)], dim=1)
             key_positions = torch.cat([self._key_positions[:, :count], place.masked_fill(~real, EMPTY)], dim=1)
         else:
             key_positions = self._key_positions.scatter(1, slot, place)[:, :count]
-        moved_on = before is not None and before.moves_on and at is None and positions is None
+        advanced = before is not None and before.advances and at is None and positions is None
         progress = Progress(
             self.num_layers,
-            overwrites=beside,
-            moves_on=attention_mask is None or (cache_checks.known(added) or (0, 0))[0] > 0,
-            earlier=before.rotations if before is not None and moved_on else (),
+            overwrites=concatenates,
+            advances=attention_mask is None or (cache_checks.read_range(added) or (0, 0))[0] > 0,
+            stale=before.rotations if before is not None and advanced else (),
         )
         self._drop()
         self._pending = None if torch.compiler.is_compiling() else progress
         return CacheStep(
             self,
-            positions=given,
+            positions=at_positions,
             order=order,
             key_positions=key_positions,
-            key_order=key_order,  # None: worked out for those who ask, which spares a decode step the time
+            key_order=key_order,  # None: computed on first use, which saves time in a decode step
             padding=None if attention_mask is None else ~real,
-            causal=attention_mask is None and self._slots.causal(seq, held, beside=beside),
-            filled=self._slots.filled(held, beside=beside),
+            causal=attention_mask is None and self._slots.causal(seq, held, concatenates=concatenates),
+            filled=self._slots.filled(held, concatenates=concatenates),
             slot=slot,
-            beside=beside,
+            concatenates=concatenates,
             following=(total, following),
             progress=progress,
         )
 
     def shift(self, rope: Rope | Sequence[Rope | None], delta: int | Tensor) -> None:
-        """Move every cached key by `delta` positions, and the next token too, without recomputing anything.
+        """Move every cached key, and the position of the next token, by `delta` positions. No key is recomputed.
 
-        Rotation only: the attention factor, which the keys have, is not applied again. Each call rounds the keys once.
+        The keys are only rotated: their attention factor is not applied again. Each call rounds them once.
 
         Args:
-            rope: how the keys were turned; or one for each layer, None where the layer does not rotate. With `axes`,
-                keys move by delta along each of them.
-            delta: how far, in tokens, negative is back: an int, or for each row an int64 tensor `[batch]`. With
-                `SelfExtend`, whose groups begin at fixed positions, a multiple of its group, or other tokens share one.
+            rope: the rope that rotated the keys; or a list with one for each layer, None for a layer that does not
+                rotate. With `axes`, keys move by delta along each axis.
+            delta: distance in tokens, negative to move back: an int, or an int64 tensor `[batch]` with one for each
+                row. With `SelfExtend` pass a multiple of its group; otherwise tokens would change groups.
 
         Raises:
-            RopeError: rope or delta is something else.
+            RopeError: rope or delta has a wrong type, shape or value.
         """
-        self._finished("KVCache.shift")
-        ropes = cache_checks.ropes(rope, self.num_layers, self.keys[0].shape[-1])
+        self._check_finished("KVCache.shift")
+        ropes = cache_checks.rope_of_each_layer(rope, self.num_layers, self.keys[0].shape[-1])
         if isinstance(delta, Tensor):
-            cache_checks.number_for_each_row("KVCache.shift", "delta", delta, self.length)
+            cache_checks.check_per_row("KVCache.shift", "delta", delta, self.length)
             each = delta[:, None].expand(-1, self._slots.count + 1)
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
         precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
         rotations: dict[Rope, Rotation] = {}
-        for one in ropes:  # all of them before any key is touched
-            if one is not None and one not in rotations:
-                axes = None if one.axes is None else one.axes.count
+        for layer_rope in ropes:  # compute all rotations before any key changes
+            if layer_rope is not None and layer_rope not in rotations:
+                axes = None if layer_rope.axes is None else layer_rope.axes.count
                 if isinstance(delta, Tensor):
                     by: int | tuple[int, ...] | Tensor = each if axes is None else each.expand(axes, -1, -1)
                 else:
                     by = delta if axes is None else (delta,) * axes
-                rotations[one] = one.shift(by, device=self.keys[0].device, dtype=precise)
+                rotations[layer_rope] = layer_rope.shift(by, device=self.keys[0].device, dtype=precise)
         self._drop()
-        for keys, one in zip(self.keys, ropes, strict=True):
-            if one is not None:
-                rotations[one].apply_(keys, layout="bshd")
+        for keys, layer_rope in zip(self.keys, ropes, strict=True):
+            if layer_rope is not None:
+                rotations[layer_rope].apply_(keys, layout="bshd")
         moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
         self._key_positions.copy_(torch.where(self._key_positions == EMPTY, EMPTY, moved))
         self.position.add_(delta)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
-        """Forget every token of the given rows, whose next token is at 0 again; other rows go on. Memory stays.
-
-        This is how a row takes its next text in continuous batching, in both kinds of cache.
+        """Drop all tokens of the given rows, which then start a new text at position 0. No memory is freed.
 
         Args:
             rows: row numbers, a sequence of ints or an int32 or int64 tensor `[n]`; or a bool tensor `[batch]`, True
-                for the rows to forget. All rows when None.
+                for the rows to clear. None clears all rows.
 
         Raises:
-            RopeError: rows is none of these, or a row is not there (in a tensor found only on the CPU outside
-                torch.compile); some rows are to be kept, and the step before stopped between layers (see `rollback`).
+            RopeError: rows has another type or shape, or a row number is out of range (for tensors, detected only on
+                the CPU outside torch.compile); or rows is not None and only some layers appended in the previous step
+                (see `rollback`).
         """
         if rows is None:
             chosen = torch.ones_like(self.length, dtype=torch.bool)
         else:
-            chosen = cache_checks.chosen(rows, self.length)
-            self._finished("KVCache.reset")
-        stopped = self._pending is None or 0 < self._pending.stored() < self.num_layers  # nobody knows how far it came
+            chosen = cache_checks.row_mask(rows, self.length)
+            self._check_finished("KVCache.reset")
+        # Without a pending step, as under torch.compile, it is unknown which slots were written: clear them all.
+        stopped = self._pending is None or 0 < self._pending.stored() < self.num_layers
         end = torch.full_like(self.length, self._slots.count) if stopped else self.length
         clear([*self.keys, *self.values], self.length.new_zeros(()).expand_as(chosen), end * chosen)
         self._drop()
@@ -266,20 +268,20 @@ class KVCache:
         self._key_positions.masked_fill_(chosen[:, None], EMPTY)
 
     def reorder(self, rows: Tensor) -> None:
-        """Let each row go on from what another one holds: row i takes the tokens of row `rows[i]`.
+        """Replace the tokens of row i by those of row `rows[i]`, for all rows at once.
 
-        For beam search, after it has chosen which beams go on: rows may come several times, and others not at all.
+        Call it in beam search after the surviving beams have been selected. A row number may occur several times.
 
         Args:
             rows: int64 `[batch]`, row numbers on the device of the cache.
 
         Raises:
-            RopeError: rows is something else, or a row is not there (found only on the CPU outside torch.compile); the
-                step before stopped between layers (see `rollback`).
+            RopeError: rows has another type or shape, or a row number is out of range (detected only on the CPU outside
+                torch.compile); or only some layers appended in the previous step (see `rollback`).
         """
-        self._finished("KVCache.reorder")
-        cache_checks.sources(rows, self.length)
-        filled = self._slots.filled(cache_checks.known(self.length), beside=False)
+        self._check_finished("KVCache.reorder")
+        cache_checks.check_source_rows(rows, self.length)
+        filled = self._slots.filled(cache_checks.read_range(self.length), concatenates=False)
         self._drop()
         for tensor in (*self.keys, *self.values):
             tensor[:, filled] = tensor[:, filled].index_select(0, rows)
@@ -287,14 +289,14 @@ class KVCache:
             tensor.copy_(tensor.index_select(0, rows))
 
     def rollback(self) -> None:
-        """Drop a step whose forward pass stopped between layers: the cache is as it was before that step.
+        """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
 
-        Needed after an exception when some layers have appended and others have not. Otherwise it changes nothing but
-        that a step which is still open can no longer be used. Tokens forgotten through `at` stay forgotten.
+        Call it after an exception if some layers have appended and others have not. In other cases it only invalidates
+        a step that is still open. Tokens dropped through `at` are not restored.
 
         Raises:
-            RopeError: the step was one of several tokens in a cache with a window, where the layers that have appended
-                have overwritten keys of older tokens.
+            RopeError: the cache has a window, and the step had several tokens. The layers that have appended have then
+                overwritten keys of older tokens.
         """
         pending = self._pending
         stopped = pending is not None and 0 < pending.stored() < self.num_layers
@@ -303,16 +305,16 @@ class KVCache:
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
                 f"one that {pending.stored()} of {self.num_layers} layers have stored",
-                "Call reset(), and run the text again from its beginning.",
+                "Call reset(), and process the text again from its beginning.",
             )
         if stopped and self.window is None:
             clear([*self.keys, *self.values], self.length, torch.full_like(self.length, self._slots.count))
         self._drop()
 
-    def _finished(self, who: str) -> Progress | None:
-        """The newest step, where all layers have stored it, or None where none has; raise if it stopped in between.
+    def _check_finished(self, who: str) -> Progress | None:
+        """Return the newest step if all layers have stored it, None if none has; raise if only some have.
 
-        Under torch.compile nothing is known of it: reading it would compile the forward pass once for each state.
+        Under torch.compile the result is None: reading the state would compile the forward pass once for each state.
         """
         if torch.compiler.is_compiling() or self._pending is None:
             return None
@@ -320,28 +322,28 @@ class KVCache:
         return self._pending if self._pending.stored() else None
 
     def _drop(self) -> None:
-        """From now on the newest step is outdated."""
+        """Mark the newest step as outdated."""
         if not torch.compiler.is_compiling() and self._pending is not None:
             self._pending.outdated = True
         self._pending = None
 
-    def _forget(self, at: Tensor, added: Tensor) -> None:
-        """Go back to `at`, unless there is no room for the tokens that are added there."""
+    def _truncate(self, at: Tensor, added: Tensor) -> None:
+        """Drop the tokens from position `at` on, after checking that the added tokens fit."""
         if self.window is not None:
             raise _checks.error(
                 "KVCache.step",
-                "at must be None in a cache with a window, which has let go of older keys",
+                "at must be None in a cache with a window, which has evicted older keys",
                 "positions",
-                "To go back, use a cache with capacity. To begin another text in a row, call reset(rows=...).",
+                "To go back, use a cache with capacity. To start a new text in a row, call reset(rows=...).",
             )
-        cache_checks.number_for_each_row("KVCache.step", "at", at, self.length)
+        cache_checks.check_per_row("KVCache.step", "at", at, self.length)
         count = self._slots.count
         slot = torch.arange(count, device=self.length.device)
-        # By order: the first token at or after `at` goes, and whatever came later goes with it, wherever it is.
+        # By order: drop the first token at or after `at`, and every token appended after it at any position.
         first = torch.where(self._key_positions[:, :count] >= at[:, None], slot, EMPTY).amin(1)
         length = torch.minimum(self.length, first)
-        cache_checks.room(self.capacity, cache_checks.known(length + added))
-        if cache_checks.known(length) is not None:  # elsewhere it would read the whole cache
+        cache_checks.check_capacity(self.capacity, cache_checks.read_range(length + added))
+        if cache_checks.read_range(length) is not None:  # on other devices this would read the whole cache
             clear([*self.keys, *self.values], length, self.length)
         self.length.copy_(length)
         self.position.copy_(at)

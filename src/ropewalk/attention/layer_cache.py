@@ -1,4 +1,4 @@
-"""The part of one layer in a forward pass with a KVCache: store keys and values, and attend over them."""
+"""One layer in a forward pass with a KVCache: store keys and values, and attend over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ropewalk import _checks
 from ropewalk.attention.attend import attend, rotate_and_attend
-from ropewalk.attention.mask_tensors import check_mask, joined
+from ropewalk.attention.mask_tensors import check_mask, restrict
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
@@ -18,7 +18,7 @@ from ropewalk.rotation.qk_norm import QKNorm
 
 
 class Step(Protocol):
-    """What a layer needs of its step; a `CacheStep` is one."""
+    """The interface of a step that its layers use. `CacheStep` implements it."""
 
     order: Tensor
     causal: bool
@@ -26,7 +26,7 @@ class Step(Protocol):
     _slot: Tensor
     _row: Tensor
     _flat_slot: Tensor
-    _beside: bool
+    _concatenates: bool
     _padding: Tensor | None
     _filled: slice
     _progress: Any
@@ -42,13 +42,13 @@ class Step(Protocol):
 
 
 class LayerCache:
-    """One layer's keys and values in one forward pass. Made by `CacheStep.layer`, for `RotaryAttention`.
+    """One layer's keys and values in one forward pass, created by `CacheStep.layer` for `RotaryAttention`.
 
     Attributes:
         step: the `CacheStep` of this forward pass.
     """
 
-    takes_norm = True  # `attend` takes the norm of q and k, which other caches need not
+    takes_norm = True  # `attend` has the argument `norm`, which other caches need not have
     _who = "KVCache"
 
     def __init__(self, step: Step, index: int) -> None:
@@ -68,24 +68,25 @@ class LayerCache:
         scale: float | None = None,
         norm: QKNorm | None = None,
     ) -> Tensor:
-        """Rotate, append, and attend over all keys that the new tokens may see.
+        """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
         Args:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
             k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
-            rotation: what q and k are rotated by: `step.rotation(rope)`, `rope.at(step.positions)`, or
-                `SelfExtend.at(step.positions, step.key_positions)`. None: they are used as they are, rotated already or
-                of a layer that does not rotate.
-            mask: bool (True: seen) or additive in the dtype of q, `[batch, heads, seq, keys]`, each axis full or 1, for
-                the keys of `step.key_positions`. It is joined with `step.mask`, which alone counts when it is None.
-            scale: of the scores; head_dim^(−1/2) when None.
-            norm: of q and k before rotation, or None where there is no norm.
+            rotation: `step.rotation(rope)`, `rope.at(step.positions)`, or
+                `SelfExtend.at(step.positions, step.key_positions)`. None leaves q and k unchanged, if they are already
+                rotated or the layer does not rotate.
+            mask: tensor `[batch, heads, seq, keys]`, each axis of full size or 1, for the keys of `step.key_positions`:
+                bool (True: the query attends to the key) or additive in the dtype of q. It is combined with
+                `step.mask`. None means `step.mask` alone.
+            scale: factor of the scores. None means head_dim^(−1/2).
+            norm: norm of q and k, applied before rotation. None disables it.
 
         Returns:
             `[batch, seq, heads, head_dim]`.
 
         Raises:
-            RopeError: as `append`; or q, rotation or mask does not fit this step. Nothing is stored then.
+            RopeError: as `append`; or q, rotation or mask does not match this step. Nothing has been stored then.
         """
         self._check_query(q, rotation)
         if mask is not None:
@@ -93,36 +94,36 @@ class LayerCache:
                 must, got = "with a cache, mask must be a tensor or None", type(mask).__name__
                 raise _checks.error(self._who, must, got, "Pass a dense mask, for the keys of step.key_positions.")
             check_mask(self._who, mask, q, self.step.key_positions.shape[1])
-        step, seen, filled = self.step, None, slice(None)
-        if not torch.compiler.is_compiling():  # a compiled layer has one graph, whatever the cache holds
+        step, visible, filled = self.step, None, slice(None)
+        if not torch.compiler.is_compiling():  # a compiled layer has one graph for any number of cached tokens
             filled = step._filled
-            rotation = rotation.only(filled) if isinstance(rotation, TwoPass) else rotation
+            rotation = rotation.select_keys(filled) if isinstance(rotation, TwoPass) else rotation
         if mask is not None or isinstance(rotation, TwoPass) or torch.compiler.is_compiling() or not step.causal:
-            seen = joined(mask, step.mask)[..., filled]
+            visible = restrict(mask, step.mask)[..., filled]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if isinstance(rotation, Rotation) and not step._beside:
+        if isinstance(rotation, Rotation) and not step._concatenates:
             self._check_new(k, v)
-            self._check_turn()
+            self._check_may_append()
             store = qk_norm.Store(v, self._keys, self._values, self._slots())
             rotated = qk_norm.run(rotation, q, k, layout="bshd", norm=norm, store=store)
             if rotated is not None:
                 self._count()
-                return attend(rotated, *self._kept(filled), mask=seen, scale=scale)
+                return attend(rotated, *self._kept(filled), mask=visible, scale=scale)
         return rotate_and_attend(
             q,
             k,
             v,
             rotation=rotation,
-            mask=seen,
+            mask=visible,
             scale=scale,
             append=lambda k, v: self._append(k, v, filled),
             norm=norm,
         )
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the new tokens, once, and return all that these tokens may see.
+        """Store the keys and values of the new tokens, once, and return all that are visible to these tokens.
 
-        For those who attend themselves; `attend` calls it. The last layer must be the last to append: then the cache
+        Use it with your own attention; `attend` calls it as well. The last layer must append last: the cache then
         counts the tokens.
 
         Args:
@@ -134,22 +135,22 @@ class LayerCache:
             cache, or new tensors.
 
         Raises:
-            RopeError: shape, dtype or device is not that of the cache and of this step, or a gradient is wanted; this
-                layer has appended already; the step is not the newest of its cache; this is the last layer, and
-                another one has not appended. Nothing is stored then.
+            RopeError: shape, dtype or device differs from that of the cache and this step; gradients are required; this
+                layer has already appended; the step is not the newest of its cache; or this is the last layer and
+                another one has not appended. Nothing has been stored then.
         """
         return self._append(k, v, slice(None))
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
-        """`append`, and of the keys and values those in `filled`."""
+        """`append`, but return only the keys and values in `filled`."""
         self._check_new(k, v)
-        self._check_turn()
+        self._check_may_append()
         kept = self._kept(filled)
-        if self.step._beside and self.step._padding is not None:  # of which nan would come through the mask
+        if self.step._concatenates and self.step._padding is not None:  # NaN in padding would pass through the mask
             k, v = (x.masked_fill(self.step._padding[:, :, None, None], 0) for x in (k, v))
-        if self.step._beside and filled.start is None:
+        if self.step._concatenates and filled.start is None:
             kept = torch.cat([kept[0], k], dim=1), torch.cat([kept[1], v], dim=1)
-        elif self.step._beside:  # nothing was cached before
+        elif self.step._concatenates:  # nothing was cached before
             kept = k, v
         self._keys.index_put_((self.step._row, self.step._slot), k)
         self._values.index_put_((self.step._row, self.step._slot), v)
@@ -157,21 +158,21 @@ class LayerCache:
         return kept
 
     def _slots(self) -> Tensor:
-        """Where the new tokens go, for `rotate_and_store`: int64 `[batch, seq]`."""
+        """Return the slots of the new tokens for the fused kernel, int64 `[batch, seq]`."""
         return self.step._flat_slot
 
     def _kept(self, filled: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots in `filled`, of which the last slot, for what is not kept, is none."""
+        """Return keys and values of the slots in `filled`, without the last slot, which holds discarded tokens."""
         return self._keys[:, :-1][:, filled], self._values[:, :-1][:, filled]
 
     def _count(self) -> None:
-        """This layer has stored its keys and values."""
+        """Record that this layer has stored its keys and values."""
         self._progress.stored = True
         if self._is_last:
             self.step._commit()
 
     def _check_query(self, q: Tensor, rotation: Rotation | TwoPass | None) -> None:
-        """Raise unless q is of the tokens of this step, and rotation may be."""
+        """Raise unless q and rotation match the tokens of this step."""
         (batch, seq), (kv_heads, head_dim) = self.step.order.shape, self._keys.shape[2:]
         if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (batch, seq, head_dim) or q.shape[2] % kv_heads:
             raise _checks.error(
@@ -184,13 +185,13 @@ class LayerCache:
             self.step._check_rotation(rotation)
 
     def _check_new(self, k: Tensor, v: Tensor) -> None:
-        """Raise unless these are keys and values of the tokens of this step."""
+        """Raise unless k and v match the tokens of this step."""
         wanted = (*self.step.order.shape, *self._keys.shape[2:])
         for name, new in (("k", k), ("v", v)):
             if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
                 fix = "Build the cache for this model and batch, and call step with the length of these tokens."
                 if new.shape == wanted and new.device == self._keys.device:
-                    fix = f"Build the cache with dtype={new.dtype}, in which the model makes keys here (see autocast)."
+                    fix = f"Build the cache with dtype={new.dtype}, the dtype of the model's keys here (see autocast)."
                 raise _checks.error(
                     self._who,
                     f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
@@ -205,14 +206,14 @@ class LayerCache:
                 "Run under torch.no_grad() or torch.inference_mode().",
             )
 
-    def _check_turn(self) -> None:
-        """Raise unless this layer is due."""
+    def _check_may_append(self) -> None:
+        """Raise unless this layer may append now: once in a step, in the newest step, the last layer last."""
         progress = self.step._progress
         if self._progress.stored:
             raise _checks.error(
                 self._who,
                 "each layer must append once in a step",
-                "a layer that has appended already",
+                "a second call",
                 "Pass step.layer(i) with another i to each layer, and call cache.step(seq) for each forward pass.",
             )
         if progress.outdated:
@@ -225,7 +226,7 @@ class LayerCache:
         if self._is_last and progress.stored() != len(progress.layers) - 1:
             raise _checks.error(
                 self._who,
-                f"all of {len(progress.layers)} layers must append, the last one last",
+                f"all {len(progress.layers)} layers must append, the last one last",
                 f"the last one after {progress.stored()} others",
                 "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",
             )

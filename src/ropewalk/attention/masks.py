@@ -1,12 +1,12 @@
-"""Which keys each query sees, beyond plain causality: packed documents, sliding windows, padding.
+"""Build attention masks for packed documents, sliding windows and padding.
 
-Make a mask once for each forward pass and hand it to every layer. A dense mask is a bool tensor, True where a query
-sees a key, whose four axes `[batch, heads, seq, keys]` are each of full size or 1, so masks combine with `&`:
+Build a mask once for each forward pass and pass it to every layer. A dense mask is a bool tensor, True where a query
+attends to a key. Its four axes `[batch, heads, seq, keys]` each have the full size or 1, so masks combine with `&`:
 
     masks.packed(cu_seqlens, seq) & masks.sliding_window(seq, 4096)
 
-The functions ending in `_blocks` make the same mask for PyTorch's FlexAttention, which skips blocks of 128 by 128
-tokens in which nothing is seen. It is fused under torch.compile only, and warns of that itself; on the CPU it has no
+The functions ending in `_blocks` build the same mask for PyTorch's FlexAttention, which skips blocks of 128 by 128
+tokens that are fully masked. FlexAttention is fused only under torch.compile, and otherwise warns. On the CPU it has no
 gradients (PyTorch 2.13).
 """
 
@@ -20,21 +20,21 @@ from ropewalk import _checks, positions
 
 
 def packed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Documents behind one another in one row: each token sees those before it in its own document, and itself.
+    """Build the mask of packed documents: each token attends to itself and the earlier tokens of its own document.
 
-    The block-diagonal causal mask as a dense tensor, for PyTorch's scaled_dot_product_attention. It takes total² bytes:
-    for long rows see `packed_blocks`.
+    The result is the block-diagonal causal mask as a dense tensor, for PyTorch's scaled_dot_product_attention. It takes
+    total² bytes; for long rows use `packed_blocks`.
 
     Args:
-        cu_seqlens, total: as in `positions.packed`, which gives the positions for the same row. As there, values are
-            not read back: they must begin at 0, must not decrease and must not pass total.
+        cu_seqlens, total: as in `positions.packed`, which returns the positions of the same row. The values of
+            cu_seqlens are not read back: they must begin at 0, must not decrease and must not exceed total.
 
     Returns:
-        bool `[1, 1, total, total]`, query by key, True where it is seen; on the device of cu_seqlens. Tokens after the
-        last document (padding) are a document of their own.
+        bool `[1, 1, total, total]`, query by key, True where the query attends to the key, on the device of cu_seqlens.
+        Tokens after the last document (padding) form a separate document.
 
     Raises:
-        RopeError: cu_seqlens is no such tensor, or total is no such integer.
+        RopeError: cu_seqlens or total has a wrong type, shape or value.
 
     Example:
         >>> packed(torch.tensor([0, 2, 3]), 3)[0, 0].int()
@@ -47,41 +47,42 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def packed_blocks(cu_seqlens: Tensor, total: int) -> BlockMask:
-    """The mask of `packed` for FlexAttention.
+    """Build the mask of `packed` for FlexAttention.
 
     Args:
         cu_seqlens, total: as in `packed`.
 
     Returns:
-        A `BlockMask` of PyTorch for every batch row and head, on the device of cu_seqlens.
+        A PyTorch `BlockMask` for every batch row and head, on the device of cu_seqlens.
 
     Raises:
-        RopeError: cu_seqlens is no such tensor, or total is no such integer.
+        RopeError: cu_seqlens or total has a wrong type, shape or value.
     """
     _, start = _starts(cu_seqlens, total)
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (start[query] == start[key]) & (query >= key)
 
-    return create_block_mask(seen, None, None, total, total, device=str(cu_seqlens.device))
+    return create_block_mask(attends, None, None, total, total, device=str(cu_seqlens.device))
 
 
 def sliding_window(seq: int, window: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Each token sees itself and the window − 1 tokens before it, and none after it.
+    """Build the mask of a sliding window: each token attends to itself and the window − 1 tokens before it.
 
-    For a forward pass without a cache. With one, use `KVCache(window=...)`, which counts alike and stores no more
-    than it needs.
+    It is for a forward pass without a cache. With a cache, use `KVCache(window=...)`, which counts in the same way and
+    stores only the tokens in the window.
 
     Args:
         seq: tokens in each row, at least 0.
-        window: tokens that each token sees, itself included, at least 1: `sliding_window` in Hugging Face's configs.
-        device: where the mask is made; PyTorch's default device when None.
+        window: number of tokens that each token attends to, itself included, at least 1: `sliding_window` in Hugging
+            Face's configs.
+        device: device of the mask. None means PyTorch's default device.
 
     Returns:
-        bool `[1, 1, seq, seq]`, query by key, True where it is seen.
+        bool `[1, 1, seq, seq]`, query by key, True where the query attends to the key.
 
     Raises:
-        RopeError: seq or window is no such integer.
+        RopeError: seq or window is not an integer in its range.
 
     Example:
         >>> sliding_window(4, 2)[0, 0].int()
@@ -97,41 +98,41 @@ def sliding_window(seq: int, window: int, *, device: torch.device | str | None =
 
 
 def sliding_window_blocks(seq: int, window: int, *, device: torch.device | str | None = None) -> BlockMask:
-    """The mask of `sliding_window` for FlexAttention.
+    """Build the mask of `sliding_window` for FlexAttention.
 
     Args:
         seq, window, device: as in `sliding_window`.
 
     Returns:
-        A `BlockMask` of PyTorch for every batch row and head.
+        A PyTorch `BlockMask` for every batch row and head.
 
     Raises:
-        RopeError: seq or window is no such integer.
+        RopeError: seq or window is not an integer in its range.
     """
     _check_window("masks.sliding_window_blocks", seq, window)
 
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (query - key < window)
 
-    device = torch.empty(0, device=device).device  # the default device where None was given
-    return create_block_mask(seen, None, None, seq, seq, device=str(device))
+    device = torch.empty(0, device=device).device  # resolves None to the default device
+    return create_block_mask(attends, None, None, seq, seq, device=str(device))
 
 
 def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
-    """Padding is not seen by any token. Causality is not included; `RotaryAttention` adds it.
+    """Build the mask that hides padding from every token. It is not causal; `RotaryAttention` adds the causal mask.
 
-    A query that sees no key at all, such as padding at the start of a row, gets 0 from attention.
+    If every key of a query is masked, as for padding at the start of a row, attention returns 0 for it.
 
     Args:
-        attention_mask: True or non-zero for real tokens: bool or integer `[batch, keys]`, padding anywhere. Or the
-            lengths of rows padded at the end: int32 or int64 `[batch]`. Values are not read back.
-        keys: with lengths, and only then: tokens in each row, padding included.
+        attention_mask: True or non-zero for real tokens, bool or integer `[batch, keys]`, with padding anywhere. Or the
+            lengths of rows that are padded at the end, int32 or int64 `[batch]`. Values are not read back.
+        keys: tokens in each row, padding included. Required with lengths, and allowed only with them.
 
     Returns:
         bool `[batch, 1, 1, keys]`, True for real tokens, on the device of attention_mask.
 
     Raises:
-        RopeError: attention_mask is no such tensor, or keys is missing, not wanted or no such integer.
+        RopeError: attention_mask has a wrong type or shape; or keys is missing, not allowed or not an integer ≥ 0.
 
     Example:
         >>> padding(torch.tensor([[0, 1, 1], [1, 1, 0]])).tolist()
@@ -143,13 +144,13 @@ def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
 
 
 def padding_blocks(attention_mask: Tensor, keys: int | None = None) -> BlockMask:
-    """The mask of `padding`, joined with causality, for FlexAttention.
+    """Build the mask of `padding` for FlexAttention, combined with the causal mask.
 
     Args:
         attention_mask, keys: as in `padding`.
 
     Returns:
-        A `BlockMask` of PyTorch for every head, on the device of attention_mask.
+        A PyTorch `BlockMask` for every head, on the device of attention_mask.
 
     Raises:
         RopeError: as in `padding`.
@@ -157,17 +158,17 @@ def padding_blocks(attention_mask: Tensor, keys: int | None = None) -> BlockMask
     real = _real("masks.padding_blocks", attention_mask, keys)
     batch, seq = real.shape
 
-    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return real[row, key] & (query >= key)
 
-    return create_block_mask(seen, batch, None, seq, seq, device=str(real.device))
+    return create_block_mask(attends, batch, None, seq, seq, device=str(real.device))
 
 
 def _starts(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Each token, and where its document starts: tokens of one document have the same start."""
-    place = positions.packed(cu_seqlens, total)
+    """Return the index of each token, and the index of the first token of its document."""
+    position = positions.packed(cu_seqlens, total)
     token = torch.arange(total, device=cu_seqlens.device)
-    return token, token - place
+    return token, token - position
 
 
 def _check_window(who: str, seq: int, window: int) -> None:
@@ -181,16 +182,16 @@ def _check_count(who: str, name: str, value: int) -> None:
 
 
 def _real(who: str, attention_mask: Tensor, keys: int | None) -> Tensor:
-    """bool `[batch, keys]`, True for real tokens."""
+    """Return a mask of the real tokens, bool `[batch, keys]`."""
     must = "attention_mask must be a bool or integer tensor [batch, keys], or integer lengths [batch]"
-    fix = "Pass the mask of real tokens, not the additive or four-dimensional one that attention gets."
+    fix = "Pass the mask of real tokens, not the additive or four-dimensional mask of attention."
     if not isinstance(attention_mask, Tensor):
         raise _checks.error(who, must, _checks.shown(attention_mask), fix)
     lengths = attention_mask.ndim == 1 and attention_mask.dtype in (torch.int32, torch.int64)
     if (not lengths and attention_mask.ndim != 2) or attention_mask.is_floating_point() or attention_mask.is_complex():
         raise _checks.error(who, must, f"{attention_mask.dtype} of shape {tuple(attention_mask.shape)}", fix)
     if lengths != (keys is not None):
-        must = "keys must be given with lengths, and only then"
+        must = "keys must be passed with lengths, and only then"
         fix = "Pass lengths [batch] and keys, or a mask [batch, keys] alone."
         raise _checks.error(who, must, _checks.shown(keys), fix)
     if keys is None:

@@ -1,4 +1,4 @@
-"""What a `PagedKVCache` is given: do the pools fit each other, are the rows there, are there blocks enough?"""
+"""Check the arguments of `PagedKVCache`: matching pools, existing rows, enough free blocks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ropewalk.attention import cache_checks
 from ropewalk.rotation.writable import share_elements
 
 
-def pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Raise unless these are pools of as many layers, all of one shape, dtype and device."""
-    for name, given in (("k_cache", keys), ("v_cache", values)):
-        if not isinstance(given, list | tuple) or not given or not all(isinstance(pool, Tensor) for pool in given):
+def check_pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Raise unless keys and values have a pool for each layer, all with one shape, dtype and device."""
+    for name, layers in (("k_cache", keys), ("v_cache", values)):
+        if not isinstance(layers, list | tuple) or not layers or not all(isinstance(pool, Tensor) for pool in layers):
             must = f"{name} must be a list of tensors, one for each layer"
-            raise _checks.error(who, must, _checks.described(given), "Pass [pool] for one layer.")
+            raise _checks.error(who, must, _checks.described(layers), "Pass [pool] for one layer.")
     if len(keys) != len(values):
-        must, got = "k_cache and v_cache must have as many layers", f"{len(keys)} and {len(values)}"
-        raise _checks.error(who, must, got, "Pass one pool of each for each layer.")
+        must, got = "k_cache and v_cache must have the same number of layers", f"{len(keys)} and {len(values)}"
+        raise _checks.error(who, must, got, "Pass one key pool and one value pool for each layer.")
     pools = [*keys, *values]
     for i, pool in enumerate(pools):
         if any(share_elements(pool, other) for other in pools[:i]):
-            fix = "Pass pools of their own; keys and values may be parts of one tensor that do not overlap."
-            raise _checks.error(who, "no two pools may have an element in common", "pools that do", fix)
+            fix = "Pass separate tensors, or parts of one tensor that do not overlap."
+            raise _checks.error(who, "pools must not share elements", "pools that overlap", fix)
     first = keys[0]
-    for name, given in (("k_cache", keys), ("v_cache", values)):
-        for pool in given:
+    for name, layers in (("k_cache", keys), ("v_cache", values)):
+        for pool in layers:
             if pool.ndim != 4 or 0 in pool.shape:
                 raise _checks.error(
                     who,
@@ -39,7 +39,7 @@ def pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             if (pool.shape, pool.dtype, pool.device) != (first.shape, first.dtype, first.device):
                 raise _checks.error(
                     who,
-                    f"all pools must be alike: {first.dtype} of shape {tuple(first.shape)} on {first.device}",
+                    f"all pools must be {first.dtype} of shape {tuple(first.shape)} on {first.device}",
                     f"{_checks.described(pool)} on {pool.device} in {name}",
                     "Use one cache for each kind of layer.",
                 )
@@ -47,55 +47,56 @@ def pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             if pool.stride(3) != 1 or min(strides, default=1) < 1 or pool.requires_grad:
                 raise _checks.error(
                     who,
-                    f"a pool of {name} must have channels next to each other, places of its own for each block, token "
-                    "and head, and no gradient",
+                    f"a pool of {name} must have contiguous channels, no overlapping elements, and no gradient",
                     f"strides {pool.stride()}" + (" and requires_grad=True" if pool.requires_grad else ""),
-                    "Pass a view of memory that was allocated for it.",
+                    "Pass a view of allocated memory that is not expanded and does not require gradients.",
                 )
-    cache_checks.dtype(who, first.dtype)
+    cache_checks.check_dtype(who, first.dtype)
 
 
-def rows(who: str, given: int | Sequence[int] | Tensor | None, there: Mapping[int, object], next_row: int) -> list[int]:
-    """The row numbers that are meant: all that are there when None.
+def row_numbers(
+    who: str, value: int | Sequence[int] | Tensor | None, existing: Mapping[int, object], next_row: int
+) -> list[int]:
+    """Check row numbers and return them as a list. None means all existing rows.
 
     Args:
-        who: who speaks in the message.
-        given: what the caller passed.
-        there: the rows that are admitted.
-        next_row: the number of the next row: all below it have been given out.
+        who: name of the caller in the message.
+        value: the argument of the caller.
+        existing: the existing rows by number.
+        next_row: number of the next row to be created. Smaller numbers have been used.
     """
-    if given is None:
-        return list(there)
-    if isinstance(given, Tensor):
-        listed = given.tolist() if given.ndim == 1 and given.dtype in (torch.int32, torch.int64) else None
+    if value is None:
+        return list(existing)
+    if isinstance(value, Tensor):
+        listed = value.tolist() if value.ndim == 1 and value.dtype in (torch.int32, torch.int64) else None
     else:
-        listed = [given] if isinstance(given, int) else list(given) if isinstance(given, list | tuple | range) else None
-    must, fix = "rows must be different numbers that admit or fork has given", "Pass e.g. [cache.admit()]."
+        listed = [value] if isinstance(value, int) else list(value) if isinstance(value, list | tuple | range) else None
+    must, fix = "rows must be distinct numbers returned by admit or fork", "Pass e.g. [cache.admit()]."
     if listed is None:
-        raise _checks.error(who, must, _checks.described(given), fix)
+        raise _checks.error(who, must, _checks.described(value), fix)
     for row in listed:
         _checks.integer(who, "each of rows", row, at_least=0)
-        if row not in there:
+        if row not in existing:
             got = f"row {row}, which was freed" if row < next_row else f"row {row}"
-            raise _checks.error(who, must, got, f"These are there: {_checks.shown(list(there))}.")
+            raise _checks.error(who, must, got, f"The existing rows are {_checks.shown(list(existing))}.")
     if len(set(listed)) < len(listed):
-        raise _checks.error(who, must, _checks.shown(listed), "Name each row once.")
+        raise _checks.error(who, must, _checks.shown(listed), "Pass each row once.")
     return [int(row) for row in listed]
 
 
-def enough(who: str, wanted: int, free: int) -> None:
-    """Raise if more blocks are wanted than are free."""
-    if wanted > free:
+def check_free_blocks(who: str, needed: int, free: int) -> None:
+    """Raise if more blocks are needed than are free."""
+    if needed > free:
         raise _checks.error(
             who,
-            f"{wanted} free blocks are needed",
+            f"{needed} free blocks are needed",
             f"{free}",
             "Free or reset rows that have ended, send fewer tokens, or build the cache with more blocks.",
         )
 
 
-def no_window(who: str, name: str, window: int | None, cure: str) -> None:
-    """Raise in a cache that has let go of older keys."""
+def check_no_window(who: str, name: str, window: int | None, cure: str) -> None:
+    """Raise if the cache has a window, because it may have evicted older keys."""
     if window is not None:
-        must = f"{name} must be None in a cache with a window, which has let go of older keys"
+        must = f"{name} must be None in a cache with a window, which has evicted older keys"
         raise _checks.error(who, must, "a number", cure)

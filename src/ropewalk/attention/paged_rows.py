@@ -1,4 +1,4 @@
-"""The rows of a paged cache: which blocks each holds, what the newest step will change, and copies before writing."""
+"""The rows of a paged cache: their blocks, the changes that the newest step plans, and copies on write."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Row:
     """The tokens of one row.
 
     Attributes:
-        blocks: numbers of the blocks that hold them, in order.
-        skipped: blocks at the beginning of the row that have been given back, being out of the window.
-        length: tokens so far, those of skipped blocks included.
-        position: of the next token.
+        blocks: numbers of the blocks with its tokens, in order.
+        skipped: number of blocks at the start of the row that were freed because they left the window.
+        length: number of tokens so far, including those of skipped blocks.
+        position: position of the next token.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Row:
 
 @dataclass
 class Planned:
-    """A row as it will be when a forward pass has stored its tokens."""
+    """The state of a row after a forward pass has stored its tokens."""
 
     row: Row
     blocks: list[int]
@@ -43,15 +43,15 @@ class Planned:
 
 @dataclass
 class Plan:
-    """The newest step, until it is dropped.
+    """The changes of the newest step.
 
     Attributes:
-        numbers: of its rows.
-        progress: how far its forward pass has come.
-        rows: what becomes of them.
-        taken: blocks that were free before.
-        replaced: shared blocks that rows got a copy of: one holder less for each, once the tokens are counted.
-        counted: whether the rows have these tokens.
+        numbers: numbers of its rows.
+        progress: state of its forward pass.
+        rows: state of these rows after the step.
+        taken: blocks allocated for it.
+        replaced: shared blocks that were copied for a row. Each loses a holder once the tokens are counted.
+        counted: whether the tokens have been counted.
     """
 
     numbers: list[int]
@@ -63,18 +63,18 @@ class Plan:
 
 
 class Rows:
-    """Rows by number, on the host.
+    """All rows by number, on the host.
 
     Args:
         pools: keys and values of all layers, `[blocks, block_size, ...]`.
-        window: tokens that a token sees; None: all.
+        window: number of tokens that each token attends to. None means no limit.
 
     Attributes:
-        blocks: which are free.
-        by_number: the rows that are there, in the order of their admission.
-        following: the number of the next row.
-        key_positions: of the token in each slot, int64 `[blocks, block_size]`; also of those of the newest step.
-        plan: the newest step, unless it is outdated.
+        blocks: the allocator of blocks.
+        by_number: existing rows, in the order of their creation.
+        following: number of the next row.
+        key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including the newest step.
+        plan: changes of the newest step, or None if it is outdated.
     """
 
     def __init__(self, pools: list[Tensor], window: int | None) -> None:
@@ -87,47 +87,47 @@ class Rows:
         self.plan: Plan | None = None
         self._pools = [*pools, self.key_positions]
 
-    def chosen(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> list[int]:
-        """The row numbers that are meant: all that are there when None."""
-        return paged_checks.rows(who, numbers, self.by_number, self.following)
+    def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> list[int]:
+        """Check row numbers and return them as a list. None means all rows."""
+        return paged_checks.row_numbers(who, numbers, self.by_number, self.following)
 
-    def of(self, numbers: list[int]) -> list[Row]:
-        """These rows."""
+    def with_numbers(self, numbers: list[int]) -> list[Row]:
+        """Return the rows with these numbers."""
         return [self.by_number[number] for number in numbers]
 
     def add(self, row: Row) -> int:
-        """The number that a row gets. The caller holds its blocks."""
+        """Add a row and return its number. The caller has counted it as a holder of its blocks."""
         number, self.following = self.following, self.following + 1
         self.by_number[number] = row
         return number
 
     def settled(self) -> list[Row]:
-        """All rows, with the tokens that all layers have stored."""
+        """Return all rows, after counting the tokens that all layers have stored."""
         self.settle()
         return list(self.by_number.values())
 
-    def spanned(self, length: int) -> int:
-        """How many blocks so many tokens need."""
+    def block_count(self, length: int) -> int:
+        """Number of blocks for length tokens."""
         return -(-length // self.block_size)
 
-    def places(self, row: Row) -> Tensor:
-        """Positions of the cached tokens of a row, int64 `[tokens]`, without those of skipped blocks."""
+    def cached_positions(self, row: Row) -> Tensor:
+        """Positions of the cached tokens of a row, without skipped blocks, int64 `[tokens]`."""
         return self.key_positions[row.blocks].flatten()[: row.length - row.skipped * self.block_size]
 
     def length_before(self, row: Row, at: int) -> int:
-        """How many tokens come before the first one that is at position `at` or after it."""
-        later = (self.places(row) >= at).nonzero()
+        """Number of tokens before the first one whose position is `at` or larger."""
+        later = (self.cached_positions(row) >= at).nonzero()
         return int(later[0]) if len(later) else row.length
 
     def available(self) -> int:
-        """Blocks that are free once the newest step is dropped."""
+        """Number of blocks that are free after the newest step is dropped."""
         self.settle()
         return self.blocks.free + (len(self.plan.taken) if self.plan is not None and not self.plan.counted else 0)
 
     def settle(self) -> None:
         """Count the tokens of the newest step if all layers have stored them.
 
-        The last layer does not do it itself: under torch.compile it cannot touch what is here.
+        The last layer cannot do this: under torch.compile it must not change Python state.
         """
         plan = self.plan
         if plan is None or plan.counted or plan.progress.stored() < len(plan.progress.layers):
@@ -136,14 +136,14 @@ class Rows:
         for planned in plan.rows:
             row = planned.row
             row.blocks, row.length, row.position = planned.blocks, planned.length, planned.position
-            if self.window is not None:  # of the next token, which sees itself and the window - 1 before it
+            if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
                 unseen = max(0, row.length - self.window + 1) // self.block_size - row.skipped
                 self.blocks.release(row.blocks[:unseen])
                 row.blocks, row.skipped = row.blocks[unseen:], row.skipped + unseen
         self.blocks.release(plan.replaced)
 
-    def finished(self, who: str) -> Plan | None:
-        """The newest step, where all layers have stored it, or None where none has; raise if it stopped in between."""
+    def check_finished(self, who: str) -> Plan | None:
+        """Return the newest step if all layers have stored it, None if none has; raise if only some have."""
         self.settle()
         if self.plan is None:
             return None
@@ -151,38 +151,39 @@ class Rows:
         return self.plan if self.plan.counted else None
 
     def drop(self) -> None:
-        """From now on the newest step is outdated; what it has taken is free again, if its tokens are not counted."""
+        """Mark the newest step as outdated, and free its blocks unless its tokens have been counted."""
         if self.plan is not None:
             self.plan.progress.outdated = True
             if not self.plan.counted:
                 self.blocks.release(self.plan.taken)
         self.plan = None
 
-    def extended(
+    def extend(
         self, who: str, rows: list[Row], lengths: list[int], added: list[int]
     ) -> tuple[list[Planned], list[int], list[int]]:
-        """Cut rows to some lengths, at once, and take the blocks that they need for more tokens.
+        """Truncate rows at once, and allocate the blocks for their new tokens. The previous step is dropped.
 
-        Nothing is cut or taken if there are not enough. The step before is dropped.
+        If there are not enough free blocks, it raises and changes nothing.
 
         Args:
-            who: who speaks in the message.
-            rows: which.
-            lengths: what each is cut to.
-            added: new tokens of each.
+            who: name of the caller in the message.
+            rows: the rows.
+            lengths: number of tokens that each row keeps.
+            added: number of new tokens of each row.
 
         Returns:
-            The rows as they will be, their position still to be said; blocks taken; shared blocks that were copied.
+            The planned state of the rows (the caller sets the position), the allocated blocks, and the shared blocks
+            that were copied.
         """
-        kept = [row.blocks[: self.spanned(n) - row.skipped] for row, n in zip(rows, lengths, strict=True)]
+        kept = [row.blocks[: self.block_count(n) - row.skipped] for row, n in zip(rows, lengths, strict=True)]
         cut = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
-        needs: list[tuple[int, bool]] = []  # new blocks, and whether the last of the old ones is copied
+        needs: list[tuple[int, bool]] = []  # number of new blocks, and whether the last old block is copied
         for row, blocks, length, more in zip(rows, kept, lengths, added, strict=True):
             writes = more > 0 and length % self.block_size > 0
             shared = writes and self.blocks.holders(blocks[-1]) - cut[blocks[-1]] > 1
-            needs.append((self.spanned(length + more) - row.skipped - len(blocks), shared))
-        wanted = sum(count + copied for count, copied in needs)
-        paged_checks.enough(who, wanted, self.available() + self.blocks.freed_by(cut))
+            needs.append((self.block_count(length + more) - row.skipped - len(blocks), shared))
+        needed = sum(count + copied for count, copied in needs)
+        paged_checks.check_free_blocks(who, needed, self.available() + self.blocks.freed_by(cut))
         self.drop()
         self.blocks.release(cut.elements())
         planned, taken, replaced, copies, rests = [], [], [], [], []
@@ -202,7 +203,7 @@ class Rows:
         return planned, taken, replaced
 
     def copy(self, old: list[int], new: list[int]) -> None:
-        """Copy whole blocks, in all pools."""
+        """Copy whole blocks in all pools."""
         if not old:
             return
         for pool in self._pools:
@@ -210,9 +211,9 @@ class Rows:
             pool.index_copy_(0, target, pool.index_select(0, source))
 
     def _clear(self, slots: list[tuple[int, int]]) -> None:
-        """Put 0 where a new block will have no token: what another row has left there may be nan.
+        """Zero the slots of new blocks that will hold no token, because a previous row may have left NaN there.
 
-        A mask does not keep that out of a sum over keys: its share is 0, and 0 times nan is nan.
+        A mask would not help: the attention weight of such a key is 0, and 0 · NaN is NaN.
         """
         if not slots:
             return

@@ -1,4 +1,4 @@
-"""Moving the keys of some rows of a paged cache, where other rows hold the same blocks."""
+"""Shift the keys of some rows of a paged cache, with copies of the blocks that other rows share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ropewalk.rotation.api import Rotation
 
 @dataclass
 class Move:
-    """A block whose keys are to be moved by delta positions, as it is or in a copy that these rows get."""
+    """A block whose keys move by delta positions for these rows, in place or in a copy."""
 
     block: int
     delta: int
@@ -31,31 +31,32 @@ def shift(
     keys: list[Tensor],
     ropes: Sequence[Rope | None],
     *,
-    alike: bool,
+    uniform: bool,
 ) -> None:
-    """Move keys and next positions of some rows. The newest step is dropped.
+    """Move the keys and the next positions of some rows. The newest step is dropped.
 
     Args:
-        rows: all rows.
-        moved: those that move.
-        deltas: how far each of them does.
-        keys: of each layer, `[blocks, block_size, kv_heads, head_dim]`.
-        ropes: of each layer, None where it does not rotate.
-        alike: whether all move equally far.
+        rows: all rows of the cache.
+        moved: the rows that move.
+        deltas: distance of each moved row.
+        keys: keys of each layer, `[blocks, block_size, kv_heads, head_dim]`.
+        ropes: rope of each layer, None if it does not rotate.
+        uniform: whether all deltas are equal.
 
     Raises:
         RopeError: there are not enough free blocks for the copies. Nothing has changed then.
     """
-    moves = _moves_of(rows, moved, deltas)
-    paged_checks.enough("PagedKVCache.shift", sum(move.copied for move in moves), rows.available())
-    wanted = {rope for rope in ropes if rope is not None} if moves else set()
-    rotations = {rope: _rotation(rope, moves, keys[0], alike=alike) for rope in wanted}  # before any key is touched
+    moves = _plan_moves(rows, moved, deltas)
+    paged_checks.check_free_blocks("PagedKVCache.shift", sum(move.copied for move in moves), rows.available())
+    distinct = {rope for rope in ropes if rope is not None} if moves else set()
+    # All rotations are computed before any key changes.
+    rotations = {rope: _rotation(rope, moves, keys[0], uniform=uniform) for rope in distinct}
     rows.drop()
     for row, delta in zip(moved, deltas, strict=True):
         row.position += delta
     if not moves:
         return
-    _give_copies(rows, moves)
+    _copy_shared(rows, moves)
     numbers = torch.tensor([move.block for move in moves])
     rows.key_positions[numbers] += torch.tensor([[move.delta] for move in moves])
     for pool, rope in zip(keys, ropes, strict=True):
@@ -66,8 +67,8 @@ def shift(
             pool.index_copy_(0, blocks, rotated)
 
 
-def _moves_of(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
-    """Which blocks move as far, and which of them are copied first, since rows that do not move so hold them."""
+def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
+    """Group the moves by block and distance. A block is copied if a row that does not move equally far holds it."""
     by_block: dict[int, dict[int, list[Row]]] = {}
     for row, delta in zip(moved, deltas, strict=True):
         for block in row.blocks:
@@ -82,8 +83,8 @@ def _moves_of(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
     return moves
 
 
-def _give_copies(rows: Rows, moves: list[Move]) -> None:
-    """Give their copy to the rows of each move that has one."""
+def _copy_shared(rows: Rows, moves: list[Move]) -> None:
+    """Copy the blocks of the moves marked as copied, and replace them in the rows of the move."""
     copied = [move for move in moves if move.copied]
     new = rows.blocks.take(len(copied))
     rows.copy([move.block for move in copied], new)
@@ -95,10 +96,10 @@ def _give_copies(rows: Rows, moves: list[Move]) -> None:
         move.block = block
 
 
-def _rotation(rope: Rope, moves: list[Move], keys: Tensor, *, alike: bool) -> Rotation:
-    """The rotation of the blocks of these moves, in pools like keys."""
+def _rotation(rope: Rope, moves: list[Move], keys: Tensor, *, uniform: bool) -> Rotation:
+    """Compute the rotation of the blocks of these moves, on the device and in the precision of keys."""
     axes = None if rope.axes is None else rope.axes.count
-    if alike:
+    if uniform:
         delta = moves[0].delta
         by: int | tuple[int, ...] | Tensor = delta if axes is None else (delta,) * axes
     else:

@@ -1,4 +1,4 @@
-"""One forward pass with a PagedKVCache: what it says to layers and to attention kernels, and what each layer stores."""
+"""One forward pass with a PagedKVCache: the tables for attention kernels, and the cache of each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ropewalk.rotation.qk_norm import QKNorm
 
 
 class Pools(Protocol):
-    """What a step needs of its cache."""
+    """The attributes of a cache that a step reads."""
 
     num_layers: int
     keys: list[Tensor]
@@ -36,45 +36,45 @@ class Pools(Protocol):
 
 
 class Scratch:
-    """Memory for what is gathered in one layer, used again in the next one and in the next step.
+    """Memory for the gathered keys or values of one layer, reused by the next layer and the next step.
 
-    New memory of that size comes from the system page by page, which takes 7 times as long as the copy (measured for 8
-    rows of 1,024 keys in float32).
+    The system maps new memory of that size page by page, which takes 7 times as long as the copy (measured for 8 rows
+    of 1,024 keys in float32).
     """
 
     def __init__(self) -> None:
         self._blocks: Tensor | None = None
 
     def like(self, pool: Tensor, count: int) -> Tensor:
-        """Room for so many blocks of a pool, `[count, block_size, kv_heads, head_dim]`."""
+        """Return memory for count blocks of a pool, `[count, block_size, kv_heads, head_dim]`."""
         kept = self._blocks
         if kept is None or len(kept) < count:
             more = count if kept is None else max(count, 2 * len(kept))
-            with torch.inference_mode(False):  # or it could not be written to outside of it
+            with torch.inference_mode(False):  # an inference tensor could not be written in normal mode
                 kept = self._blocks = torch.empty(more, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
         return kept[:count]
 
     def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
-        return Scratch, ()  # copies and pickles of a cache do without what is in it
+        return Scratch, ()  # copies and pickles of a cache omit the content
 
 
 class PagedStep(CacheStep):
-    """One forward pass with a `PagedKVCache`. Made by `PagedKVCache.step`, for `RotaryAttention` or for a kernel.
+    """One forward pass with a `PagedKVCache`, created by `PagedKVCache.step` for `RotaryAttention` or another kernel.
 
-    A kernel that reads pages gets `cache.keys[i]` and `cache.values[i]`, which `PagedLayer.write` has written or which
-    it writes itself by `slot_mapping`, and these tables. They count the tokens of this step, too. Those that only some
-    kernels ask for are made when they are read.
+    Pass a paged attention kernel `cache.keys[i]`, `cache.values[i]` and the tables below. `PagedLayer.write` stores the
+    new keys and values, or the kernel stores them itself at `slot_mapping`. All tables include the tokens of this step.
+    Tables that only some kernels need are built on first use.
 
     Attributes:
         rows: numbers of the rows, in the order of the batch.
-        positions, order, key_positions, key_order, mask: as in `CacheStep`. Keys are those of a row's blocks, whole
-            ones, as many as the row of this step that has most: few shapes, so that little is compiled anew.
-        slot_mapping: where each new token is stored, block · block_size + place in the block, −1 for padding; int64
-            `[batch · seq]`, row after row.
-        block_table: the blocks of each row, int32 `[batch, most blocks]`, filled up with its last one. With a window,
-            blocks that no token of this step can see are not there.
-        seq_lens: tokens in these blocks, int32 `[batch]`.
-        block_mask: who sees whom, for FlexAttention over all blocks in a row; None in a cache without `flex`.
+        positions, order, key_positions, key_order, mask: as in `CacheStep`. The keys are those of whole blocks, and
+            every row has as many as the longest row of this step. Shapes thus change rarely, which saves recompilation.
+        slot_mapping: slot of each new token, block · block_size + offset in the block, and −1 for padding: int64
+            `[batch · seq]`, row by row.
+        block_table: blocks of each row, int32 `[batch, blocks of the longest row]`, padded with the last block of the
+            row. With a window, it omits blocks that no token of this step attends to.
+        seq_lens: number of tokens in these blocks, int32 `[batch]`.
+        block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
     """
 
     _who = "PagedKVCache"
@@ -94,12 +94,12 @@ class PagedStep(CacheStep):
         device, size = keys.device, keys.shape[1]
         self.rows = list(numbers)
         self._pages, self._cache, self._progress = cache, cast(Any, cache), progress
-        self._checked = None
+        self._valid_rotation = None
         skipped = [plan.row.skipped * size for plan in planned]
         self._held = [plan.length - before for plan, before in zip(planned, skipped, strict=True)]
         self._blocks = [plan.blocks for plan in planned]
         most = max(1, *map(len, self._blocks))
-        # Filled up with a block of the row's own: what another one has left in its blocks is not even read.
+        # Padded with a block of the same row, so that no block of another row is read.
         table = torch.tensor([blocks + (blocks[-1:] or [0]) * (most - len(blocks)) for blocks in self._blocks])
         empty = [number for number, blocks in enumerate(self._blocks) if not blocks]
         self._empty = torch.tensor(empty, device=device) if empty else None
@@ -107,54 +107,54 @@ class PagedStep(CacheStep):
         block = table.gather(1, (place // size).clamp(max=most - 1))
         self.host_slots, self.host_table = torch.where(real, block * size + place % size, -1), table
         self._added: list[int] = real.sum(1).tolist()
-        # What a layer stores: its tokens without padding, and block and place of each.
+        # The slots of the tokens without padding, as block and offset, in which a layer stores them.
         stored = self.host_slots[real]
         self._stored = None if real.all() else real.flatten().nonzero()[:, 0].to(device)
         self._block, self._place_in_block = (stored // size).to(device), (stored % size).to(device)
         self.positions, self.order = positions.to(device), order.to(device)
         self.slot_mapping = self.host_slots.flatten().to(device)
         self.block_table, self.seq_lens = table.int().to(device), _on_device(self._held, device)
-        self._place = torch.arange(most * size, device=device)  # of a key in the blocks of its row
+        self._key_index = torch.arange(most * size, device=device)  # index of each key in the blocks of its row
         self._real, self._skipped = real.to(device), torch.tensor(skipped)[:, None].to(device)
         self.block_mask: BlockMask | None = None
         if cache.flex:
             self.block_mask = paged_flex.block_mask(
                 self._blocks, keys, order=self.order, real=self._real, skipped=self._skipped, window=cache.window
             )
-        # Without padding, rows of one length see their tokens up to each new one, unless a window ends before.
+        # Without padding, rows of equal length need only a causal mask, unless the window is shorter.
         most_held = max(1, *self._held)
-        self._filled, self._beside = slice(0, most_held), False
+        self._filled, self._concatenates = slice(0, most_held), False
         self.causal = bool(real.all()) and min(self._held) == most_held and most_held <= (cache.window or most_held)
         self._mask: Tensor | None = None
         self._key_places: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
-        """bool `[batch, 1, seq, keys]`, True for what is seen, as in `CacheStep`; made when it is first read."""
-        if torch.compiler.is_compiling():  # a mask that is kept in one layer would have the next one compiled again
-            return self._seen()
+        """Attention mask as in `CacheStep`, bool `[batch, 1, seq, keys]`, computed on first use."""
+        if torch.compiler.is_compiling():  # storing the mask in one layer would recompile the next layer
+            return self._build_mask()
         if self._mask is None:
-            self._mask = self._seen()
+            self._mask = self._build_mask()
         return self._mask
 
-    def _seen(self) -> Tensor:
+    def _build_mask(self) -> Tensor:
         distance = self.order[:, :, None] - self.key_order[:, None, :]
-        seen = distance >= 0
+        visible = distance >= 0
         if self._pages.window is not None:
-            seen = seen & (distance < self._pages.window)
-        return (seen | ~self._real[:, :, None])[:, None]
+            visible = visible & (distance < self._pages.window)
+        return (visible | ~self._real[:, :, None])[:, None]
 
     @property
     def key_order(self) -> Tensor:
-        """Of all keys, int64 `[batch, keys]`: their number in their row, 2⁶² where there is none."""
-        return torch.where(self._place < self.seq_lens[:, None], self._skipped + self._place, EMPTY)
+        """Indices of all keys in their rows, int64 `[batch, keys]`, and 2⁶² for empty slots."""
+        return torch.where(self._key_index < self.seq_lens[:, None], self._skipped + self._key_index, EMPTY)
 
     @property
     def key_positions(self) -> Tensor:  # type: ignore[override]
-        """Of all keys, int64 `[batch, keys]`, as in `CacheStep`. To be read first while the step is the newest.
+        """Positions of all keys as in `CacheStep`, int64 `[batch, keys]`. The first read must precede the next step.
 
         Raises:
-            RopeError: it is not the newest any more.
+            RopeError: on first use, if the step is no longer the newest of its cache.
         """
         if self._key_places is None:
             if self._progress.outdated:
@@ -162,7 +162,7 @@ class PagedStep(CacheStep):
                     "PagedStep",
                     "key_positions must be read while the step is the newest of its cache",
                     "an outdated one",
-                    "Read them before anything else changes the cache.",
+                    "Read them before the next call that changes the cache.",
                 )
             places = self._pages._rows.key_positions[self.host_table].flatten(1)
             self._key_places = torch.where(self.key_order == EMPTY, EMPTY, places.to(self.order.device))
@@ -170,61 +170,61 @@ class PagedStep(CacheStep):
 
     @property
     def kv_indptr(self) -> Tensor:
-        """Where the blocks of each row begin in `kv_indices`, and their number, int32 `[batch + 1]`, for FlashInfer."""
+        """Start of the blocks of each row in `kv_indices`, then their total, int32 `[batch + 1]`, for FlashInfer."""
         return _on_device([0, *accumulate(len(blocks) for blocks in self._blocks)], self.order.device)
 
     @property
     def kv_indices(self) -> Tensor:
-        """The blocks of all rows, row after row, int32 `[blocks of all rows]`, for FlashInfer."""
+        """Blocks of all rows, row by row, int32 `[blocks of all rows]`, for FlashInfer."""
         return _on_device([block for blocks in self._blocks for block in blocks], self.order.device)
 
     @property
     def kv_last_page_len(self) -> Tensor:
-        """Tokens in the last block of each row, int32 `[batch]`, for FlashInfer."""
+        """Number of tokens in the last block of each row, int32 `[batch]`, for FlashInfer."""
         size = self._pages.keys[0].shape[1]
         return _on_device([(held - 1) % size + 1 if held else 0 for held in self._held], self.order.device)
 
     @property
     def qo_indptr(self) -> Tensor:
-        """Where the new tokens of each row begin, without padding, and their number, int32 `[batch + 1]`.
+        """Start of the new tokens of each row, without padding, then their total, int32 `[batch + 1]`.
 
-        FlashInfer's name; vLLM and FlashAttention call it `query_start_loc` and `cu_seqlens_q`. The queries without
-        padding are `q.flatten(0, 1)[step.slot_mapping >= 0]`.
+        The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
+        without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
         """
         return _on_device([0, *accumulate(self._added)], self.order.device)
 
     def layer(self, index: int) -> PagedLayer:
-        """The part of one layer, 0 ≤ index < num_layers: what `RotaryAttention` takes as cache.
+        """Return the cache of one layer for `RotaryAttention`, 0 ≤ index < num_layers.
 
         Raises:
-            RopeError: there is no such layer.
+            RopeError: index is out of range.
         """
         last = self._pages.num_layers - 1
         return PagedLayer(self, _checks.integer("PagedStep.layer", "index", index, at_least=0, at_most=last))
 
     def written(self) -> None:
-        """Say that keys and values of all layers are stored, where kernels of others have written them.
+        """Declare the keys and values of all layers as stored, after another kernel has written them.
 
         Raises:
-            RopeError: the step is not the newest of its cache, or layers have stored something already.
+            RopeError: the step is not the newest of its cache, or a layer has already appended.
         """
         if self._progress.stored():
             raise _checks.error(
                 "PagedStep.written",
-                "either all layers or none must append",
-                f"{self._progress.stored()} that have",
-                "Call it for a step in which nothing is appended.",
+                "no layer may have appended in this step",
+                f"{self._progress.stored()} layers that have",
+                "Either append in every layer, or call written() once after your kernel has stored all layers.",
             )
         for index in range(self._pages.num_layers):
             layer = self.layer(index)
-            layer._check_turn()
+            layer._check_may_append()
             layer._progress.stored = True
 
 
 class PagedLayer(LayerCache):
-    """One layer's keys and values in one forward pass with a `PagedKVCache`. Made by `PagedStep.layer`.
+    """One layer's keys and values in one forward pass with a `PagedKVCache`, created by `PagedStep.layer`.
 
-    A `LayerCache` whose `attend` gathers the keys and values of the rows from their blocks.
+    It is a `LayerCache` that gathers the keys and values of the rows from their blocks.
 
     Attributes:
         step: the `PagedStep` of this forward pass.
@@ -244,7 +244,7 @@ class PagedLayer(LayerCache):
             RopeError: as `LayerCache.append`. Nothing is stored then.
         """
         self._check_new(k, v)
-        self._check_turn()
+        self._check_may_append()
         step = self.step
         for pool, new in ((self._keys, k), (self._values, v)):
             new = new.flatten(0, 1)
@@ -266,10 +266,10 @@ class PagedLayer(LayerCache):
         scale: float | None = None,
         norm: QKNorm | None = None,
     ) -> Tensor:
-        """Rotate, store, and attend over all keys that the new tokens may see.
+        """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        By FlexAttention over the blocks where they lie, in a cache with `flex`, under torch.compile, where there is no
-        mask and the rotation has one pass. Else over keys and values that are gathered from them.
+        In a cache with `flex`, under torch.compile, it uses FlexAttention directly over the blocks if mask is None and
+        rotation is not a `TwoPass`. Otherwise it gathers keys and values from the blocks.
 
         Args:
             q, k, v, rotation, mask, scale, norm: as in `LayerCache.attend`.
@@ -291,12 +291,12 @@ class PagedLayer(LayerCache):
 
     def _append_in_place(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.write(k, v)
-        return paged_flex.in_a_row(self._keys), paged_flex.in_a_row(self._values)
+        return paged_flex.flatten_blocks(self._keys), paged_flex.flatten_blocks(self._values)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LayerCache.append`. What it returns are new tensors, in the order of `PagedStep.key_positions`."""
+        """As `LayerCache.append`, but return new tensors, in the order of `PagedStep.key_positions`."""
         self.write(k, v)
-        return self._gathered(self._keys), self._gathered(self._values)
+        return self._gather(self._keys), self._gather(self._values)
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
         self.write(k, v)
@@ -306,16 +306,14 @@ class PagedLayer(LayerCache):
         return self.step.slot_mapping.view(self.step.order.shape)
 
     def _kept(self, filled: slice) -> tuple[Tensor, Tensor]:
-        if torch.compiler.is_compiling():  # which plans its memory itself
-            return self._gathered(self._keys)[:, filled], self._gathered(self._values)[:, filled]
+        if torch.compiler.is_compiling():  # compiled code manages its own memory
+            return self._gather(self._keys)[:, filled], self._gather(self._values)[:, filled]
         pages, count = self.step._pages, self.step.block_table.numel()
-        keys = self._gathered(self._keys, pages._gathered_keys.like(self._keys, count))
-        return keys[:, filled], self._gathered(self._values, pages._gathered_values.like(self._values, count))[
-            :, filled
-        ]
+        keys = self._gather(self._keys, pages._gathered_keys.like(self._keys, count))
+        return keys[:, filled], self._gather(self._values, pages._gathered_values.like(self._values, count))[:, filled]
 
-    def _gathered(self, pool: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[batch, keys, kv_heads, head_dim]`; what stands where there is no token is finite if the row's keys are."""
+    def _gather(self, pool: Tensor, out: Tensor | None = None) -> Tensor:
+        """Gather `[batch, keys, kv_heads, head_dim]`. Slots without a token are finite if the keys of the row are."""
         step, table = self.step, self.step.block_table
         kept = torch.index_select(pool, 0, table.flatten(), out=out).view(len(table), -1, *pool.shape[2:])
         return kept if step._empty is None else kept.index_fill_(0, step._empty, 0)

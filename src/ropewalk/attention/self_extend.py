@@ -1,4 +1,4 @@
-"""Self-Extend: positions of distant tokens in groups, those of near ones as they are. It needs no training."""
+"""Self-Extend: group the positions of distant tokens, and keep those of near tokens. It needs no training."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ropewalk.rope import Rope
 
 @dataclass(frozen=True)
 class SelfExtend:
-    """A rope under which distant tokens seem nearer, so that no distance is longer than those of training.
+    """A rope that compresses long distances, so that none exceeds the distances of training.
 
-    A key at position n is turned as if the distance to the query at position m were
+    The distance between a query at position m and a key at position n becomes
 
-        m − n                              where m − n < window
-        ⌊m/G⌋ − ⌊n/G⌋ + window − ⌊window/G⌋   elsewhere, G = group
+        m − n                              if m − n < window
+        ⌊m/G⌋ − ⌊n/G⌋ + window − ⌊window/G⌋   otherwise, with G = group
 
-    which grows by 1 for G tokens. A model trained on L tokens meets no new distance up to (L − window) · G + window
-    tokens. Jin et al., "LLM Maybe LongLM", https://arxiv.org/abs/2401.01325, section 3; the authors' code
-    (`datamllab/LongLM`) has the same rule, in some files with window / G not rounded.
+    so beyond the window it grows by 1 for every G tokens. A model trained on L tokens meets no new distance in texts of
+    up to (L − window) · G + window tokens. Source: Jin et al., "LLM Maybe LongLM", https://arxiv.org/abs/2401.01325,
+    section 3. The authors' code (`datamllab/LongLM`) has the same rule, but some of its files do not round window / G.
 
-    `RotaryAttention` takes what `at` returns in the place of a `Rotation`. Its attention is plain PyTorch in two
-    passes, merged before the softmax: twice the scores, and all of them in memory.
+    Pass the result of `at` to `RotaryAttention` instead of a `Rotation`. Attention then runs in plain PyTorch in two
+    passes that are merged before the softmax. It computes twice the scores and keeps all of them in memory.
 
     Args:
-        rope: how fast each pair turns; it must be static, and have one axis.
-        group: positions that are made one, in tokens, at least 1; 1 changes nothing.
-        window: distance from which tokens are grouped, in tokens, at least 0.
+        rope: the rope of the model. It must be static and have one axis.
+        group: number of positions in a group, in tokens, at least 1. With 1, distances do not change.
+        window: distance from which positions are grouped, in tokens, at least 0.
 
     Raises:
-        RopeError: rope is no Rope, not static or of several axes, or a number is no such integer.
+        RopeError: rope is no Rope, is not static or has several axes; or group or window is out of range.
 
     Example:
         >>> extended = SelfExtend(Rope(head_dim=4, base=10_000.0, pairing="half"), group=4, window=8)
-        >>> rotation = extended.at(torch.arange(32))  # made once, handed to every layer
+        >>> rotation = extended.at(torch.arange(32))  # computed once, passed to every layer
         >>> rotation.far.shape
         torch.Size([32, 32])
     """
@@ -49,13 +49,15 @@ class SelfExtend:
 
     def __post_init__(self) -> None:
         if not isinstance(self.rope, Rope):
-            raise _checks.error("SelfExtend", "rope must be a Rope", _checks.shown(self.rope), "Pass one as rope.")
+            fix = "Read a model's with from_config(...).rope."
+            raise _checks.error("SelfExtend", "rope must be a Rope", _checks.shown(self.rope), fix)
         if self.rope.axes is not None:
-            must, cure = "rope must have one axis", "Grouped positions are those of text; pass a rope without axes."
+            must, cure = "rope must have one axis", "Self-Extend is for text only. Pass a rope without axes."
             raise _checks.error("SelfExtend", must, repr(self.rope), cure)
         if not self.rope.is_static:
             must = "rope must be static"
-            raise _checks.error("SelfExtend", must, repr(self.rope), "Use rope.at_length(n), once, for the longest.")
+            fix = "Use rope.at_length(n) with the longest length n."
+            raise _checks.error("SelfExtend", must, repr(self.rope), fix)
         _checks.length("SelfExtend", "group", self.group)
         _checks.length("SelfExtend", "window", self.window, at_least=0)
 
@@ -67,20 +69,20 @@ class SelfExtend:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> TwoPass:
-        """Both rotations of these tokens, and which pairs are far. Once for each forward pass.
+        """Compute both rotations of the tokens, and which pairs of query and key are far. Call it once in each forward.
 
         Args:
-            positions: of the new tokens: int32 or int64, `[seq]` or `[batch, seq]`.
-            key_positions: of all keys, where a cache holds more than the new ones: `[batch, keys]`, as
-                `CacheStep.key_positions`. Those of the new tokens when None.
+            positions: positions of the new tokens, int32 or int64, `[seq]` or `[batch, seq]`.
+            key_positions: positions of all keys, `[batch, keys]`: with a cache, `CacheStep.key_positions`. None means
+                that the new tokens are the only keys.
             device, dtype: as in `Rope.at`.
 
         Returns:
-            What `RotaryAttention` takes in the place of a `Rotation`. Cached keys are moved by rotation only
-            (`Rope.shift`), so that the attention factor is not applied a second time.
+            A `TwoPass` for `RotaryAttention`. It rotates cached keys by `Rope.shift`, so that the attention factor is
+            not applied twice.
 
         Raises:
-            RopeError: positions are no integers of such a shape.
+            RopeError: positions or key_positions has another dtype or shape.
         """
         near = self.rope.at(positions, device=device, dtype=dtype)
         keys = positions if key_positions is None else key_positions
@@ -90,7 +92,7 @@ class SelfExtend:
                     "SelfExtend.at",
                     f"{name} must be int32 or int64 of shape [tokens] or [batch, tokens]",
                     _checks.described(value),
-                    "Pass whole positions: parts of a token cannot be grouped.",
+                    "Pass integer positions; fractions of a token cannot be grouped.",
                 )
         grouped = positions // self.group + (self.window - self.window // self.group)
         far_queries = self.rope.at(grouped, device=device, dtype=dtype)

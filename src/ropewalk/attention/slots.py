@@ -1,7 +1,7 @@
-"""Slots of a cache: which of them takes which token, and which token each of them holds.
+"""Map tokens to the slots of a cache, and slots to the tokens that they hold.
 
-Everything here goes by the order of tokens: a token's number in its row, from 0. Where a token is rotated to is another
-number, which several tokens may share and which `KVCache.shift` changes. It has no say in who sees whom.
+Everything here depends on the order of a token: its index in its row, from 0. The position to which a token is rotated
+is another number. Several tokens may share it, `KVCache.shift` changes it, and it does not affect masks.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ from torch import Tensor
 from ropewalk.attention import cache_checks
 
 EMPTY = 2**62
-"""The order, and the position, of a slot that holds no key: after every query, so causality hides it."""
+"""Order and position of an empty slot. It is larger than that of every query, so the causal mask hides the slot."""
 
 
 class Slots:
-    """The slots of one row, alike in every row and layer.
+    """The slots of a row, which are the same in every row and layer.
 
-    The first tokens of a row stay in the sinks. The others take the slots of the ring one after the other. In a cache
-    with a window they begin again at the first of them, which evicts the oldest token. In a cache with a capacity
-    what does not fit is not kept.
+    The first tokens of a row stay in the sink slots. The others fill the ring, slot after slot. With a window, the ring
+    wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not fit are discarded.
 
     Args:
-        capacity: slots of a cache that keeps every token; None with a window.
-        window: slots of the ring of a cache with a window; None with a capacity.
-        sinks: with window: slots in front of the ring.
+        capacity: number of slots in a cache that keeps every token. None with a window.
+        window: number of slots in the ring of a cache with a window. None with a capacity.
+        sinks: with window, number of slots in front of the ring.
 
     Attributes:
-        ring: slots of the ring.
-        count: slots that hold a token. The slot of this number, one more, takes what is not kept.
+        ring: number of slots in the ring.
+        count: number of slots for tokens. One extra slot, with index count, receives discarded tokens.
     """
 
     def __init__(self, capacity: int | None, window: int | None, sinks: int) -> None:
@@ -41,12 +40,12 @@ class Slots:
         self.count = sinks + self.ring
 
     def of(self, order: Tensor, real: Tensor, total: Tensor) -> Tensor:
-        """Where new tokens are stored, int64 `[batch, seq]`: `count` for those that are not kept. No other comes twice.
+        """Return the slots of new tokens, int64 `[batch, seq]`, and `count` for discarded ones. Others are distinct.
 
         Args:
-            order: of each new token, int64 `[batch, seq]`.
-            real: which of them are no padding, bool `[batch, seq]`.
-            total: tokens of each row with the new ones, int64 `[batch]`.
+            order: order of the new tokens, int64 `[batch, seq]`.
+            real: False for padding, bool `[batch, seq]`.
+            total: number of tokens in each row, including the new ones, int64 `[batch]`.
         """
         if not self.evicts:
             return torch.where(real & (order < self.count), order, self.count)
@@ -55,57 +54,58 @@ class Slots:
         return torch.where(kept, slot, self.count)
 
     def order(self, length: Tensor) -> Tensor:
-        """Of the token in each slot, int64 `[batch, count]`, for rows of length tokens; `EMPTY` where there is none.
+        """Return the order of the token in each slot, int64 `[batch, count]`, and `EMPTY` for empty slots.
 
         Args:
-            length: int64 `[batch]`.
+            length: number of tokens in each row, int64 `[batch]`.
         """
         slot, last = torch.arange(self.count, device=length.device), length[:, None] - 1
         if not self.evicts:
             return torch.where(slot <= last, slot, EMPTY)
-        in_ring = last - (last - slot) % self.ring  # the newest token whose slot it is
+        in_ring = last - (last - slot) % self.ring  # the newest token that maps to this slot
         in_ring = torch.where(in_ring >= self.sinks, in_ring, EMPTY)
         if not self.sinks:
             return in_ring
         return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
 
-    def filled(self, held: tuple[int, int] | None, *, beside: bool) -> slice:
-        """The keys of a forward pass that some row can see, as far as that is known.
+    def filled(self, held: tuple[int, int] | None, *, concatenates: bool) -> slice:
+        """Return the slice of keys that are visible to some row, or all keys if this is not known.
 
         Args:
-            held: the smallest and the largest number of tokens in a row; None where they are not known.
-            beside: whether new keys stand behind all slots, and held is without them. Then cached keys are all or none.
+            held: smallest and largest number of tokens in a row, None if unknown.
+            concatenates: whether the new keys are concatenated to all slots. held then excludes the new tokens, and the
+                slice has either all cached keys or none.
         """
-        if held is None or (beside and held[1] > 0):
+        if held is None or (concatenates and held[1] > 0):
             return slice(None)
-        return slice(self.count, None) if beside else slice(min(self.count, max(held[1], 1)))
+        return slice(self.count, None) if concatenates else slice(min(self.count, max(held[1], 1)))
 
-    def causal(self, seq: int, held: tuple[int, int] | None, *, beside: bool) -> bool:
-        """Whether plain causality over the filled slots is all that holds, where no new token is padding.
+    def causal(self, seq: int, held: tuple[int, int] | None, *, concatenates: bool) -> bool:
+        """Whether the mask is a plain causal mask over the filled slots, provided that no new token is padding.
 
-        So it is for one token in rows of equal length, which see all keys, and for the first tokens of every row.
+        This is so for a single token if rows have equal lengths, and for the first tokens of every row.
 
         Args:
-            seq: new tokens of each row.
-            held, beside: as in `filled`.
+            seq: number of new tokens in each row.
+            held, concatenates: as in `filled`.
         """
         if held is None or held[0] != held[1]:
             return False
-        return held[1] == 0 and seq <= self.ring if beside else seq in (1, held[1])
+        return held[1] == 0 and seq <= self.ring if concatenates else seq in (1, held[1])
 
 
 def clear(tensors: Sequence[Tensor], begin: Tensor, end: Tensor) -> None:
-    """Zero the slots that a row forgets, from begin up to end: a mask does not keep out a nan, since 0 · nan is nan.
+    """Zero the dropped slots of each row, from begin up to end. A mask would not hide NaN there, since 0 · NaN is NaN.
 
     Args:
         tensors: keys and values of all layers, `[batch, slots, kv_heads, head_dim]`.
-        begin, end: of each row, int64 `[batch]`.
+        begin, end: range of slots in each row, int64 `[batch]`.
     """
-    if cache_checks.known(begin) is None:
+    if cache_checks.read_range(begin) is None:
         slot = torch.arange(tensors[0].shape[1], device=begin.device)
-        forgotten = (slot >= begin[:, None]) & (slot < end[:, None])
+        dropped = (slot >= begin[:, None]) & (slot < end[:, None])
         for tensor in tensors:
-            tensor.masked_fill_(forgotten[:, :, None, None], 0)
+            tensor.masked_fill_(dropped[:, :, None, None], 0)
         return
     for row, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
         for tensor in tensors if first < last else ():

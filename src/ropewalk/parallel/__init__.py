@@ -1,4 +1,4 @@
-"""Attention on many machines: sharded by its heads, or over a sequence that the ranks of a process group share."""
+"""Distributed attention: tensor parallelism over heads, and context parallelism over the sequence."""
 
 from __future__ import annotations
 
