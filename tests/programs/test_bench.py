@@ -233,11 +233,11 @@ def test_refusals(tmp_path):
     settings = bench.Settings(tokens=[1], only=["nobody"])
     with pytest.raises(
         ropewalk.RopeError,
-        match=r"bench: only must name a contender beside copy_, which is always measured, got 'nobody'\. "
-        r"There are: 'clone', 'mul_', 'ropewalk', 'ropewalk, in place', ",
+        match=r"bench: only must name a contender other than copy_, which is always measured, got 'nobody'\. "
+        r"The contenders are 'clone', 'mul_', 'ropewalk', 'ropewalk, in place', ",
     ):
         bench.run(settings, print)
-    with pytest.raises(ropewalk.RopeError, match=r"got 'copy_', 'no, body'\. There are: 'clone'"):
+    with pytest.raises(ropewalk.RopeError, match=r"got 'copy_', 'no, body'\. The contenders are 'clone'"):
         bench.run(bench.Settings(tokens=[1], only=["copy_", "no, body"]), print)
     settings = bench.Settings(tokens=[1], only=["clone"])
     with pytest.raises(ropewalk.RopeError, match=r"the JSON file must be writable, got .*No such file"):

@@ -40,14 +40,14 @@ def test_all_are_right_and_timed(tmp_path: Path) -> None:
     assert rows[1]["ahead"] == pytest.approx(rows[1]["seconds"] / rows[0]["seconds"])
     assert json.loads(file.read_text()) == json.loads(json.dumps(found))
     text = "\n".join(said)
-    assert "2 layers of hidden 32, 4 query heads, 2 key heads of 16, MLP 48; 20 tokens held" in text
+    assert "2 layers of hidden 32, 4 query heads, 2 key heads of 16, MLP 48; 20 cached tokens" in text
     assert "bfloat16, 3 rows" in text
     assert text.count("tokens/s") == 12
 
 
 def test_who_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step that rotates by the position before its own, as a cache that counts wrongly would."""
-    right = decode.contenders
+    right = decode.build_steps
 
     def with_a_wrong_one(*arguments: Any) -> dict[str, decode.Step]:
         monkeypatch.setattr(ropewalk.CacheStep, "rotation", shifted)
@@ -56,7 +56,7 @@ def test_who_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(self: ropewalk.CacheStep, rope: ropewalk.Rope) -> Any:
         return rope.at(self.positions - 1)
 
-    monkeypatch.setattr(decode, "contenders", with_a_wrong_one)
+    monkeypatch.setattr(decode, "build_steps", with_a_wrong_one)
     said: list[str] = []
     settings = DecodeSettings(batches=(2,), dtypes=("float32",), rounds=2, geometry=TINY)
     mine, *others = bench.run_decode(settings, said.append)["rows"]
@@ -76,7 +76,7 @@ def test_threads_are_as_before() -> None:
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ropewalk.RopeError, match=r"bench: --decode compares with transformers, got no transformers .*"):
+    with pytest.raises(ropewalk.RopeError, match=r"bench: --decode needs transformers, got no transformers .*"):
         bench.run_decode(DecodeSettings(), print)
 
 
@@ -106,7 +106,7 @@ def test_options_without_effect_are_refused(option: list[str]) -> None:
 def test_our_model_is_theirs() -> None:
     """A whole prompt through ours, without a cache, gives the logits of transformers."""
     with torch.no_grad():
-        ours, theirs = decode.models(TINY, torch.float32)
+        ours, theirs = decode.build_models(TINY, torch.float32)
         tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))
         rope = ropewalk.from_config(theirs.config.to_dict()).rope
         assert rope is not None

@@ -164,7 +164,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
 
 def test_rehearsal(rehearsed: tuple[str, dict[str, Any]]) -> None:
     said, report = rehearsed
-    assert said.startswith("A rehearsal on the CPU: times mean nothing")
+    assert said.startswith("Rehearsal on the CPU: times are meaningless")
     assert report["gpu"] is None
     assert report["versions"]["ropewalk"] == ropewalk.__version__
     assert report["settings"]["rehearse"] is True
@@ -180,7 +180,8 @@ def test_rehearsal(rehearsed: tuple[str, dict[str, Any]]) -> None:
 def test_verdict(rehearsed: tuple[str, dict[str, Any]]) -> None:
     said, report = rehearsed
     end = said.splitlines()
-    end = end[end.index("ropewalk: its time over that of copy_; the time of the fastest other over its own") + 1 :]
+    heading = "ropewalk: its time / time of copy_, then time of the fastest other contender / its time"
+    end = end[end.index(heading) + 1 :]
     case = "2 x 64 tokens, float32, backward"
     times = {row["contender"]: row["median"] for row in report["rows"] if row["case"] == case and "median" in row}
     (line,) = (line for line in end if case in line and "interleaved" in line)
@@ -192,7 +193,7 @@ def test_verdict(rehearsed: tuple[str, dict[str, Any]]) -> None:
         f"{times['Meta'] / times['ropewalk, interleaved']:.2f}",
         "(Meta)",
     ]
-    assert sum("in place" in line and line.endswith("no other") for line in end) == 8
+    assert sum("in place" in line and line.endswith("no other contender") for line in end) == 8
     table, product = (line.rpartition(" ")[2] for line in end[-2:])
     assert float(table) <= 2.0**-24 < 1e-3 < float(product)
 
@@ -202,7 +203,7 @@ def test_of_one_alone() -> None:
     assert ran.exit_code == 0, ran.output
     assert "Hugging Face" not in ran.output
     assert "backward" not in ran.output
-    assert ran.output.splitlines()[-1].split()[-2:] == ["no", "other"]
+    assert ran.output.splitlines()[-1].split()[-2:] == ["other", "contender"]
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -210,7 +211,7 @@ def test_without_a_gpu_it_says_so() -> None:
         pytest.skip("there is a GPU")
     ran = command("--device", "cuda")
     assert ran.exit_code == 1
-    must = "Error: bench: --device cuda must find a GPU that the kernels can use, got no GPU found. Run it on a machine"
+    must = "Error: bench: --device cuda needs a GPU that the kernels can use, got no GPU found. Run it on a machine"
     assert must in ran.output
     assert "--rehearse" in ran.output
 
@@ -242,7 +243,7 @@ def test_options_without_effect_are_refused(options: tuple[str, ...]) -> None:
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(
         ropewalk.RopeError,
-        match=r"contender beside copy_, which is always measured, got 'nobody'\. There are: 'ropewalk', .*",
+        match=r"contender other than copy_, which is always measured, got 'nobody'\. The contenders are 'ropewalk', .*",
     ):
         bench.run_on_gpu(bench.GpuSettings(only=["nobody"], rehearse=True), print)
     with pytest.raises(ropewalk.RopeError, match="the JSON file must be writable"):

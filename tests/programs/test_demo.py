@@ -60,8 +60,8 @@ def test_six_steps_in_order(said):
 def test_reads_the_published_config(said):
     text = "\n".join(step(said, 1))
     assert "Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0" in text
-    assert "32 layers, all the same; 64 pairs" in text
-    assert "wavelengths of 6.28 to 20,473,564 tokens" in text
+    assert "32 equal layers, 64 pairs" in text
+    assert "wavelengths from 6.28 to 20,473,564 tokens" in text
 
 
 def test_angles_are_exact_at_every_position_and_the_usual_ones_drift(said):
@@ -98,7 +98,9 @@ def test_compares_time_and_error_and_the_summary_follows_from_the_numbers(said):
         assert layer > 0
         assert whole == pytest.approx(angles + 32 * layer, abs=32 * 0.005 + 0.06)
         found[name] = whole, error
-    (ratio,) = (float(m[1]) for row in rows if (m := re.search(r"ropewalk took ([\d.]+) times as long", row)))
+    (ratio,) = (
+        float(m[1]) for row in rows if (m := re.search(r"a pass with ropewalk took ([\d.]+) times as long", row))
+    )
     ours, usual = found["ropewalk"], found["usual float32 code"]
     assert ratio == pytest.approx(ours[0] / usual[0], rel=0.02, abs=0.005)  # two decimals are printed
     assert ours[1] < 2.0**-22
@@ -123,7 +125,7 @@ for name in ("rotate", "rotate_plain"):
             calls.append(name)
         return done
     setattr(cpu, name, counted)
-case = demo._case(ropewalk.from_config(demo.CONFIG).rope)
+case = demo._build_case(ropewalk.from_config(demo.CONFIG).rope)
 few = dataclasses.replace(case, positions=case.positions[:32], q=case.q[:, :32], k=case.k[:, :32])
 demo._compare(few, print)
 print("kernel calls:", len(calls))
@@ -153,11 +155,11 @@ def test_says_which_code_ran(backend, without):
 def says_which_code_ran(rows, calls):
     """The last row of the comparison is true of a run in which the compiled code was called that often."""
     if calls:
-        ran = re.fullmatch(r"  What ran: the compiled CPU kernel \((\w+)\) for ropewalk, .* usual code\.", rows[-1])
+        ran = re.fullmatch(r"  Code: the compiled CPU kernel \((\w+)\) for ropewalk, .* usual code\.", rows[-1])
         assert ran
         assert ran[1] == cpu.level()
     else:
-        assert rows[-1].startswith("  What ran: plain PyTorch for both. The CPU kernel is ")
+        assert rows[-1].startswith("  Code: plain PyTorch for both. The CPU kernel is ")
     assert not re.search(r"no compiled|\byet\b|release", "\n".join(rows))
 
 
@@ -169,7 +171,7 @@ def test_the_whole_run_says_so_too(ran):
 def test_says_that_errors_grow_only_where_they_did(said, monkeypatch):
     grown = re.compile(r"grows with the position")
     assert grown.search("\n".join(step(said, 2)))
-    case = demo._case(ropewalk.from_config(demo.CONFIG).rope)
+    case = demo._build_case(ropewalk.from_config(demo.CONFIG).rope)
 
     def better_farther_out(inv_freq, positions):
         rotation = case.rope.at(positions)
@@ -252,7 +254,7 @@ def test_scores_that_depend_on_more_than_distance_are_caught(tmp_path, monkeypat
 def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     said = []
-    with pytest.raises(ropewalk.RopeError, match=r"demo: folder must be one that can be made, got .*file"):
+    with pytest.raises(ropewalk.RopeError, match=r"demo: it must be possible to create folder, got .*file"):
         demo.run(tmp_path / "file", said.append)
     assert not said
 
@@ -271,7 +273,7 @@ def test_without_mpmath_it_says_which_extra_to_install(tmp_path: Path, monkeypat
     assert done.exit_code == 1
     assert done.output == (
         "Error: demo: mpmath must be installed, got no such package. "
-        'Run pip install "ropewalk[demo]", from a clone pip install ".[demo]".\n'
+        'Run pip install "ropewalk[demo]", or in a clone pip install ".[demo]".\n'
     )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {"ropewalk[plots]", "mpmath>=1.3"} == set(extras["demo"])

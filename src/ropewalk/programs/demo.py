@@ -1,7 +1,7 @@
-"""A short tour on the published config of Llama 3.1 8B: read it, rotate q and k, check, time, draw. No download.
+"""A short tour with the published config of Llama 3.1 8B: read it, rotate q and k, check, time, plot. No download.
 
-Every check compares with mpmath or with a documented bound, and raises when it fails. The usual code of the benchmark
-(Hugging Face's Llama), all in float32, runs in the same process for comparison and is timed as the benchmark does it.
+Every check compares with mpmath or a documented bound, and raises if it fails. For comparison, the usual float32 code
+(Hugging Face's Llama, from the benchmark) runs in the same process and is timed in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import ropewalk
 from ropewalk import _checks, plots
 from ropewalk.programs.bench.case import rotation_error
 from ropewalk.programs.bench.clocks import OnCpu
-from ropewalk.programs.bench.measure import in_turn
+from ropewalk.programs.bench.measure import sample_alternately
 from ropewalk.programs.bench.usual import hugging_face, hugging_face_tables
 
 Say = Callable[[str], None]
@@ -44,7 +44,7 @@ CONFIG: dict[str, object] = {
         "rope_type": "llama3",
     },
 }
-"""What `config.json` of Llama 3.1 8B says about rotation; head_dim is 4096 / 32 = 128."""
+"""The keys about rotation in `config.json` of Llama 3.1 8B. head_dim is 4096 / 32 = 128."""
 
 _Q_HEADS, _KV_HEADS, _LAYERS = 32, 8, 32  # as CONFIG says
 _WINDOW = 256
@@ -52,47 +52,48 @@ _WINDOW_STARTS = (0, 8_192 - _WINDOW // 2, 131_072 - _WINDOW)
 _LAST_POSITIONS = (255, 8_191, 131_071, 1_048_575, 2**31 - 1)
 _SHIFTS = (8_192, 131_072, 1_048_576, 2**31 - 131_072)
 
-# |error| of cos and sin that Rope.at promises, plus what float64 itself may lose.
+# Documented error of cos and sin from Rope.at, plus the rounding of float64.
 _TABLE_FLOOR = 2.0**-25 + 1e-15
 _TABLE_PER_TOKEN = 2 * np.pi * 2.0**-65
-# A rotated pair, relative to its length: tables (2⁻²⁵ each), two products and a sum (2⁻²⁴ each) make 3.9 · 2⁻²⁴.
-_TURN_BOUND = 2.0**-22
-# A score of unit vectors: q and k, each rotated twice (before and after the shift).
-_SCORE_BOUND = 4 * _TURN_BOUND
+# Error of a rotated pair, relative to its length: tables (2⁻²⁵ each), two products and a sum (2⁻²⁴ each) add up to
+# 3.9 · 2⁻²⁴.
+_ROTATION_BOUND = 2.0**-22
+# Change of a score of unit vectors: q and k are both rotated twice, before and after the shift.
+_SCORE_BOUND = 4 * _ROTATION_BOUND
 
 
 def run(folder: Path, say: Say) -> None:
-    """Run the demo: a few seconds on two cores, about half a GB of memory.
+    """Run the demo. It takes a few seconds on two cores and about half a GB of memory.
 
     Args:
-        folder: where the pictures go; made if it is not there, pictures of an earlier run are overwritten.
-        say: called with each line of the report, `print` or `click.echo` for example.
+        folder: folder for the plots. It is created if missing, and plots of an earlier run are overwritten.
+        say: called with each line of the report, for example `print` or `click.echo`.
 
     Raises:
-        RopeError: a check fails (the message says which), folder cannot be made, or matplotlib or mpmath is missing.
+        RopeError: a check fails (the message names it), folder cannot be created, or matplotlib or mpmath is missing.
     """
     started = time.perf_counter()
-    _make(folder)
-    _mpmath()
-    plots.blank(height=1.0)  # without a usable matplotlib it fails now, and not after all checks
+    _create_folder(folder)
+    _import_mpmath()
+    plots.blank(height=1.0)  # raises now, not after all checks, if matplotlib is not usable
     rope = _read_config(say)
-    case = _case(rope)
+    case = _build_case(rope)
     _check_angles(case, say)
-    _check_turned(case, say)
+    _check_rotation(case, say)
     _check_distance_only(case, say)
     _compare(case, say)
     names = _draw(rope, folder, say)
-    say(f"All checks hold. {time.perf_counter() - started:.1f} s. Pictures in {folder}:")
+    say(f"All checks passed in {time.perf_counter() - started:.1f} s. Plots in {folder}:")
     for name in names:
         say(f"  {name}")
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One rope and the tokens that it rotates.
+    """A rope and the tokens that it rotates.
 
-    q `[1, tokens, 32, 128]` and k `[1, tokens, 8, 128]`: float32, each head of length 1. positions: int64 `[tokens]`.
-    usual_inv_freq: float32 `[pairs]`, radians per token, for the usual code.
+    q is `[1, tokens, 32, 128]` and k `[1, tokens, 8, 128]`, float32, with heads of length 1. positions is int64
+    `[tokens]`. usual_inv_freq is float32 `[pairs]`, in radians per token, for the usual code.
     """
 
     rope: ropewalk.Rope
@@ -102,20 +103,20 @@ class _Case:
     usual_inv_freq: Tensor
 
 
-def _make(folder: Path) -> None:
+def _create_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         got = f"{str(folder)!r} ({e.strerror})"
-        raise _checks.error("demo", "folder must be one that can be made", got, "Pass another.") from e
+        raise _checks.error("demo", "it must be possible to create folder", got, "Pass another path.") from e
 
 
-def _mpmath() -> Any:
-    """The module, which nothing else of the package needs."""
+def _import_mpmath() -> Any:
+    """Import mpmath, which no other module of the package needs."""
     try:
         return importlib.import_module("mpmath")
     except ImportError as e:
-        cure = 'Run pip install "ropewalk[demo]", from a clone pip install ".[demo]".'
+        cure = 'Run pip install "ropewalk[demo]", or in a clone pip install ".[demo]".'
         raise _checks.error("demo", "mpmath must be installed", "no such package", cure) from e
 
 
@@ -125,13 +126,13 @@ def _read_config(say: Say) -> ropewalk.Rope:
     rope = model.rope
     say(f"  {rope}")
     say(
-        f"  {len(model.layers)} layers, all the same; {rope.rotary_dim // 2} pairs of channels, with wavelengths of "
+        f"  {len(model.layers)} equal layers, {rope.rotary_dim // 2} pairs of channels with wavelengths from "
         f"{rope.wavelength[0]:.2f} to {rope.wavelength[-1]:,.0f} tokens"
     )
     return rope
 
 
-def _case(rope: ropewalk.Rope) -> _Case:
+def _build_case(rope: ropewalk.Rope) -> _Case:
     generator = torch.Generator().manual_seed(0)
     positions = torch.cat([torch.arange(start, start + _WINDOW) for start in _WINDOW_STARTS])
 
@@ -144,8 +145,8 @@ def _case(rope: ropewalk.Rope) -> _Case:
 
 
 def _check_angles(case: _Case, say: Say) -> None:
-    """cos and sin of 16 tokens at each of several places, all pairs, against mpmath."""
-    say("[2/6] Check cos and sin against mpmath (40 digits): largest error in the 16 tokens up to each position")
+    """Check cos and sin of all pairs against mpmath, for the 16 tokens up to each of several positions."""
+    say("[2/6] Check cos and sin against mpmath (40 digits): largest error of the 16 tokens up to each position")
     say(f"  {'position':>13}  {'ropewalk':>9}  usual float32 code")
     drift = []
     for last in _LAST_POSITIONS:
@@ -159,35 +160,35 @@ def _check_angles(case: _Case, say: Say) -> None:
         _require(f"cos and sin up to position {last:,}", ours, _TABLE_FLOOR + last * _TABLE_PER_TOKEN)
         drift.append(usual)
     if drift == sorted(drift) and drift[-1] > drift[0]:
-        say("  The usual code rounds the angle itself to float32, so its error grows with the position.")
+        say("  The usual code rounds the angle to float32, so its error grows with the position.")
 
 
-def _check_turned(case: _Case, say: Say) -> None:
-    """Rotated q and k of every 32nd token against a float64 rotation by mpmath's angles."""
+def _check_rotation(case: _Case, say: Say) -> None:
+    """Check rotated q and k of every 32nd token against a float64 rotation by mpmath's angles."""
     say("[3/6] Rotate q (32 heads) and k (8 heads) in float32, and check against float64 with mpmath's angles")
-    places = ", ".join(f"{s:,}-{s + _WINDOW - 1:,}" for s in _WINDOW_STARTS)
-    say(f"  {len(case.positions)} tokens at positions {places}; every 32nd token and the last are checked")
-    turned = case.rope.at(case.positions)(case.q, case.k, layout="bshd")
-    for name, error in zip("qk", _turned_errors(case, turned), strict=True):
+    ranges = ", ".join(f"{s:,}-{s + _WINDOW - 1:,}" for s in _WINDOW_STARTS)
+    say(f"  {len(case.positions)} tokens at positions {ranges}; every 32nd token and the last are checked")
+    rotated = case.rope.at(case.positions)(case.q, case.k, layout="bshd")
+    for name, error in zip("qk", _rotation_errors(case, rotated), strict=True):
         say(f"  largest error of a pair of {name}, relative to its length: {error:.1e}")
-        _require(f"rotated {name}", error, _TURN_BOUND)
+        _require(f"rotated {name}", error, _ROTATION_BOUND)
 
 
 def _check_distance_only(case: _Case, say: Say) -> None:
-    """Scores of all tokens with all others, before and after all positions are moved by the same number."""
-    say("[4/6] Check that scores depend on distance only: largest change of a score when all positions move")
+    """Check the scores between all tokens, before and after all positions move by the same number."""
+    say("[4/6] Check that scores depend only on distance: largest change of a score when all positions move")
     say(f"  {len(case.positions)}² scores x {_Q_HEADS} heads; q and k have length 1, so scores lie between -1 and 1")
     say(f"  {'moved by':>13}  {'ropewalk':>9}  usual float32 code")
-    ours_before, usual_before = _turn(case, 0), _usual_turn(case, 0)
+    ours_before, usual_before = _rotate(case, 0), _rotate_usual(case, 0)
     for shift in _SHIFTS:
-        ours = _largest_score_change(ours_before, _turn(case, shift))
-        usual = _largest_score_change(usual_before, _usual_turn(case, shift))
+        ours = _largest_score_change(ours_before, _rotate(case, shift))
+        usual = _largest_score_change(usual_before, _rotate_usual(case, shift))
         say(f"  {shift:>13,}  {ours:9.1e}  {usual:.1e}")
         _require(f"change of scores when positions move by {shift:,}", ours, _SCORE_BOUND)
 
 
 def _compare(case: _Case, say: Say) -> None:
-    """Time and error of ropewalk and of the usual code, on the same tensors, in turn."""
+    """Compare time and error of ropewalk and of the usual code on the same tensors, with alternating runs."""
     threads = torch.get_num_threads()
     say(
         f"[5/6] Compare with the usual float32 code: same tensors, median of 15 alternating runs, {threads} CPU threads"
@@ -201,31 +202,31 @@ def _compare(case: _Case, say: Say) -> None:
         "usual float32 code": lambda: usual(case.q, case.k),
     }
     samplers = {name: OnCpu().prepare([call]).sample for name, call in calls.items()}
-    samples = in_turn(samplers, rounds=15, seconds=math.inf)
+    samples = sample_alternately(samplers, rounds=15, seconds=math.inf)
     times = {name: 1e3 * statistics.median(taken) for name, taken in samples.items()}
     say(f"  {'':>20}  angles, once  q and k, each layer  pass of {_LAYERS} layers  error of q and k")
     passes = []
-    for name, turned in (("ropewalk", _turn(case, 0)), ("usual float32 code", _usual_turn(case, 0))):
+    for name, rotated in (("ropewalk", _rotate(case, 0)), ("usual float32 code", _rotate_usual(case, 0))):
         angles, layer = times[f"{name}, angles"], times[name]
         passes.append(angles + _LAYERS * layer)
-        error = max(_turned_errors(case, turned))
+        error = max(_rotation_errors(case, rotated))
         say(f"  {name:>20}  {angles:9.2f} ms  {layer:15.2f} ms  {passes[-1]:14.1f} ms  {error:.1e}")
     ratio = passes[0] / passes[1]
-    say(f"  In this run, ropewalk took {ratio:.2f} times as long as the usual code for a pass.")
+    say(f"  In this run, a pass with ropewalk took {ratio:.2f} times as long as with the usual code.")
     say(f"  {_which_code_ran()}")
 
 
 def _which_code_ran() -> str:
-    """Whether float32 tensors on the CPU get the compiled kernel in this process, and why not."""
+    """Say which code rotated float32 tensors on the CPU, and why, if it was not the compiled kernel."""
     state = ropewalk.backends()["cpu kernel"]
     if state.startswith("not usable") or "ROPEWALK_BACKEND" in state:
-        return f"What ran: plain PyTorch for both. The CPU kernel is {state}."
+        return f"Code: plain PyTorch for both. The CPU kernel is {state}."
     level = state.removeprefix("usable: ")
-    return f"What ran: the compiled CPU kernel ({level}) for ropewalk, plain PyTorch for the usual code."
+    return f"Code: the compiled CPU kernel ({level}) for ropewalk, plain PyTorch for the usual code."
 
 
 def _draw(rope: ropewalk.Rope, folder: Path, say: Say) -> list[str]:
-    say("[6/6] Draw")
+    say("[6/6] Plot")
     figures = {
         "rotated_vector.png": plots.rotated_vector(rope),
         "pairs.png": plots.pairs(rope),
@@ -238,23 +239,23 @@ def _draw(rope: ropewalk.Rope, folder: Path, say: Say) -> list[str]:
 
 
 def _require(what: str, measured: float, bound: float) -> None:
-    """Raise unless measured ≤ bound (NaN raises too)."""
+    """Raise unless measured ≤ bound. NaN raises as well."""
     if not measured <= bound:
         must, fix = (
             f"the error of {what} must be at most {bound:.1e}",
-            "please report it with the output of `ropewalk doctor`.",
+            "Please report this with the output of `ropewalk doctor`.",
         )
         raise _checks.error(
-            "demo", must, f"{measured:.1e}", f"ropewalk, or PyTorch on this machine, computes wrongly: {fix}"
+            "demo", must, f"{measured:.1e}", f"ropewalk, or PyTorch on this machine, computes wrong values. {fix}"
         )
 
 
 def _exact_cos_sin(inv_freq: np.ndarray, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · inv_freq, the float64 inv_freq taken as exact; float64 `[tokens, pairs]` each."""
-    mpmath = _mpmath()
+    """Compute cos and sin of position · inv_freq, taking inv_freq as exact. Both are float64 `[tokens, pairs]`."""
+    mpmath = _import_mpmath()
     with mpmath.workdps(40):
-        turns = [[mpmath.expj(mpmath.mpf(w) * p) for w in inv_freq.tolist()] for p in positions.tolist()]
-        exact = torch.tensor([[complex(turn) for turn in row] for row in turns], dtype=torch.complex128)
+        factors = [[mpmath.expj(mpmath.mpf(w) * p) for w in inv_freq.tolist()] for p in positions.tolist()]
+        exact = torch.tensor([[complex(factor) for factor in row] for row in factors], dtype=torch.complex128)
     return exact.real, exact.imag
 
 
@@ -263,41 +264,37 @@ def _largest_gap(tables: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) ->
     return max((t[..., :pairs].double() - e).abs().max().item() for t, e in zip(tables, exact, strict=True))
 
 
-def _turned_errors(case: _Case, turned: tuple[Tensor, Tensor]) -> list[float]:
-    """Largest error of a rotated pair relative to its length, of q and of k, over every 32nd token and the last."""
+def _rotation_errors(case: _Case, rotated: tuple[Tensor, Tensor]) -> list[float]:
+    """Largest errors of a rotated pair of q and of k, relative to its length, over every 32nd token and the last."""
     rows = torch.cat((torch.arange(0, len(case.positions), 32), torch.tensor([len(case.positions) - 1])))
-    turn = torch.complex(*_exact_cos_sin(case.rope.inv_freq, case.positions[rows])).unsqueeze(1)
+    factor = torch.complex(*_exact_cos_sin(case.rope.inv_freq, case.positions[rows])).unsqueeze(1)
     return [
-        rotation_error(before[0, rows], after[0, rows], turn, case.rope.pairing).item()
-        for before, after in zip((case.q, case.k), turned, strict=True)
+        rotation_error(before[0, rows], after[0, rows], factor, case.rope.pairing).item()
+        for before, after in zip((case.q, case.k), rotated, strict=True)
     ]
 
 
-def _turn(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
+def _rotate(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
     return case.rope.at(case.positions + shift)(case.q, case.k, layout="bshd")
 
 
 def _largest_score_change(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> float:
     """Largest |difference| of q·k over all tokens and heads, in float64, one head of k at a time."""
-    changes = []
-    for head in range(_KV_HEADS):
-        one, other = _scores(*before, head), _scores(*after, head)
-        changes.append((one - other).abs().max().item())
-    return max(changes)
+    return max((_scores(*before, head) - _scores(*after, head)).abs().max().item() for head in range(_KV_HEADS))
 
 
 def _scores(q: Tensor, k: Tensor, head: int) -> Tensor:
-    """q·k of the four q heads that share one k head: float64 `[4 · tokens, tokens]`."""
+    """Compute q·k of the four q heads that share one k head, float64 `[4 · tokens, tokens]`."""
     group = _Q_HEADS // _KV_HEADS
     queries = q[0, :, head * group : (head + 1) * group].double().flatten(0, 1)
     return queries @ k[0, :, head].double().T
 
 
 def _usual_tables(case: _Case, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 `[seq, 1, 128]`: they broadcast over heads."""
+    """Compute cos and sin of the usual code, float32 `[seq, 1, 128]`, which broadcast over heads."""
     cos, sin = hugging_face_tables(case.usual_inv_freq, positions[None])
     return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
 
-def _usual_turn(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
+def _rotate_usual(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
     return hugging_face(*_usual_tables(case, case.positions + shift))(case.q, case.k)

@@ -1,4 +1,7 @@
-"""Ours against a copy, the usual code and other libraries, in one process and in turn; only what is right is timed."""
+"""Benchmark ropewalk against a copy, the usual code and other libraries, alternately in one process.
+
+Every contender's result is checked first. Contenders with wrong results are not timed.
+"""
 
 from ropewalk.programs.bench.decode import DecodeSettings as DecodeSettings
 from ropewalk.programs.bench.decode import run_decode as run_decode

@@ -1,6 +1,6 @@
-"""What every contender is given, and what must come back: the rotation written out by hand in float64.
+"""Inputs of the benchmark, and the check of results against a rotation written out in float64.
 
-Nothing here is computed by ropewalk, so ropewalk is a contender like the others.
+Nothing here is computed by ropewalk, so ropewalk is checked like the other contenders.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 BASE, HEAD_DIM, Q_HEADS, KV_HEADS = 500_000.0, 128, 32, 8  # Llama 3 without scaling
-LONGEST = 100_000  # tokens: one that is decoded stands before that
-FAR = 1_048_576  # the last position of the case that asks for cos and sin far away
+LONGEST = 100_000  # tokens: positions of decoded tokens are smaller
+FAR = 1_048_576  # the last position of the case that measures cos and sin at large positions
 Layout = Literal["bshd", "bhsd"]
 Passes = Literal["forward", "forward + backward", "backward"]
-"""What is timed. "backward" is the backward pass alone, whose forward pass has run."""
-Does = Literal["half", "interleaved", "copy", "negate", "tables"]
-"""What comes of q and k: turned with a pairing, as they were, with the other sign; or only cos and sin."""
+"""What is timed. "backward" is the backward pass alone, after an untimed forward pass."""
+Effect = Literal["half", "interleaved", "copy", "negate", "tables"]
+"""The effect on q and k: rotated with a pairing, copied, or negated. "tables" computes only cos and sin."""
 Inputs = tuple[Tensor, ...]
-"""q and k, with a backward pass also the incoming gradients of both."""
+"""q and k. With a backward pass, also the incoming gradients of both."""
 
-_CHUNK = 512  # tokens checked at a time: float64 takes memory
+_CHUNK = 512  # tokens checked at a time, to limit the memory of float64 tensors
 
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and keys of one size, where they stand, and what is timed.
+    """Size, dtype and positions of queries and keys, and what is timed.
 
-    q and its gradient: `[batch, tokens, 32, 128]`, k and its gradient: `[batch, tokens, 8, 128]`, in layout "bshd";
-    heads before tokens in "bhsd". first: position of the first token; at 0 nothing turns, and a single token would
-    prove nothing. decode: each row of the batch stands at a position of its own, drawn from 0 to LONGEST.
+    In layout "bshd", q and its gradient are `[batch, tokens, 32, 128]`, k and its gradient `[batch, tokens, 8, 128]`.
+    In "bhsd" heads precede tokens. first is the position of the first token. It is not 0, because position 0 is not
+    rotated and a single token there would test nothing. With decode, each row has a random position below LONGEST.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class Case:
     device: str = "cpu"
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Normal numbers, the same for the same seed."""
+        """Draw normally distributed inputs, reproducible by seed."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(heads: int) -> Tensor:
@@ -59,7 +59,7 @@ class Case:
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 `[tokens]`; decoding, `[batch, tokens]`."""
+        """int64 `[tokens]`, or `[batch, tokens]` for decoding."""
         if self.decode:
             generator = torch.Generator(self.device).manual_seed(0)
             shape = (self.batch, self.tokens)
@@ -68,7 +68,7 @@ class Case:
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin: float32, the shape of positions and then `[64]`, exact but for that rounding."""
+        """cos and sin, float32 `[*positions.shape, 64]`, exact up to rounding."""
         return tables(self.positions)
 
     @property
@@ -77,53 +77,55 @@ class Case:
 
     @property
     def is_far(self) -> bool:
-        """Up to position FAR."""
+        """Whether the positions extend to FAR."""
         return self.first + self.tokens > FAR
 
     @property
     def title(self) -> str:
-        """Size, dtype and what is timed, in words."""
+        """Size, dtype and passes in words."""
         rows = f"{self.batch} x " if self.batch > 1 else ""
         tokens = f"{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
         return f"{rows}{tokens}, {self.dtype_name}, {'decoding' if self.decode else self.passes}"
 
     @property
     def bytes_moved(self) -> int:
-        """q and k, or their gradients, read once and written once, twice that with both; tables are not counted."""
+        """Bytes for reading and writing q and k once in each timed pass. Tables are not counted."""
         elements = self.batch * self.tokens * (Q_HEADS + KV_HEADS) * HEAD_DIM
         return (4 if self.passes == "forward + backward" else 2) * elements * self.dtype.itemsize
 
-    def beside_heads(self, table: Tensor) -> Tensor:
-        """`[tokens, n]` or `[batch, tokens, n]`, as it broadcasts with q and k."""
+    def add_head_axis(self, table: Tensor) -> Tensor:
+        """Add an axis to `[tokens, n]` or `[batch, tokens, n]`, so that it broadcasts over the heads of q and k."""
         return table.unsqueeze(-2 if self.layout == "bshd" else -3)
 
-    def tolerance(self, does: Does, *, own_angles: bool) -> float:
-        """Largest error allowed, relative to the length of a pair; of tables, absolute.
+    def tolerance(self, does: Effect, *, own_angles: bool) -> float:
+        """Largest allowed error, relative to the length of a pair. For tables it is absolute.
 
-        4 eps: 2⁻²¹ in float32, 2⁻⁵ in bfloat16. The usual code rounds cos and sin, two products and a sum, which makes
-        at most 2.7 eps. Who computes angles in float32 may be wrong by 2⁻²² radians more for each position.
+        It is 4 eps: 2⁻²¹ in float32, 2⁻⁵ in bfloat16. The usual code rounds cos and sin, two products and a sum, with
+        an error of at most 2.7 eps. Contenders that compute angles in float32 are allowed 2⁻²² radians more for each
+        position.
         """
         rounding = 2.0**-24 if does == "tables" else 4 * torch.finfo(self.dtype).eps
         return rounding + (int(self.positions.max()) + 1) * 2.0**-22 * own_angles
 
-    def error(self, does: Does, inputs: Inputs, results: Sequence[Tensor]) -> float:
-        """Largest error of the results: of q and k, with a backward pass also of their gradients; NaN if there is one.
+    def error(self, does: Effect, inputs: Inputs, results: Sequence[Tensor]) -> float:
+        """Largest error of rotated q and k and, with a backward pass, of their gradients. NaN if a result has NaN.
 
-        Source: q and k are turned by position · base^(−2i/head_dim), gradients back by as much.
+        q and k must be rotated by position · base^(−2i/head_dim), and gradients by the negative angle.
         """
         if does == "tables":
             exact = exact_angle(self.positions)
             gaps = [t.double() - e for t, e in zip(results, (exact.cos(), exact.sin()), strict=True)]
             return torch.stack(gaps).abs().max().item()
-        ways = (1, 1, -1, -1)[: len(inputs)]
-        worst = [
+        signs = (1, 1, -1, -1)[: len(inputs)]
+        gaps = [
             gap
-            for x, result, way in zip(inputs, results, ways, strict=True)
-            for gap in self._gaps(does, x, result, way)
+            for x, result, sign in zip(inputs, results, signs, strict=True)
+            for gap in self._gaps(does, x, result, sign)
         ]
-        return torch.stack(worst).max().item()  # of torch, since it does not lose NaN
+        return torch.stack(gaps).max().item()  # torch's max propagates NaN, Python's does not
 
-    def _gaps(self, does: Does, x: Tensor, result: Tensor, way: int) -> Iterator[Tensor]:
+    def _gaps(self, does: Effect, x: Tensor, result: Tensor, sign: int) -> Iterator[Tensor]:
+        """Yield the error of each chunk of tokens. sign: of the angle."""
         if result.shape != x.shape or result.dtype != x.dtype:
             yield torch.tensor(torch.inf, dtype=torch.float64, device=self.device)
             return
@@ -132,14 +134,14 @@ class Case:
             length = min(_CHUNK, self.tokens - start)
             before, after = (t.narrow(self.layout.index("s"), start, length) for t in (x, result))
             if does == pairing:
-                angle = way * self.beside_heads(exact_angle(self.positions[..., start : start + length]))
+                angle = sign * self.add_head_axis(exact_angle(self.positions[..., start : start + length]))
                 yield rotation_error(before, after, torch.polar(torch.ones_like(angle), angle), pairing)
             else:
                 yield _gap(_pairs(after, pairing), (1 if does == "copy" else -1) * _pairs(before, pairing))
 
 
 def exact_angle(positions: Tensor) -> Tensor:
-    """position · base^(−2i/head_dim), radians: float64, the shape of positions and then `[64]`, on their device."""
+    """position · base^(−2i/head_dim) in radians, float64 `[*positions.shape, 64]` on the device of positions."""
     inv_freq = BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64, device=positions.device) / HEAD_DIM)
     return positions.double().unsqueeze(-1) * inv_freq
 
@@ -150,22 +152,22 @@ def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
     return angle.cos().float(), angle.sin().float()
 
 
-def rotation_error(before: Tensor, after: Tensor, turn: Tensor, pairing: str) -> Tensor:
-    """Largest error of a pair of after, relative to its length: a scalar in float64, NaN if there is one.
+def rotation_error(before: Tensor, after: Tensor, factor: Tensor, pairing: str) -> Tensor:
+    """Largest error of a pair of after, relative to its length: a float64 scalar, NaN if after has NaN.
 
-    before, after: `[…, 2 · pairs]`. turn: complex128 of length 1 that broadcasts with `[…, pairs]`. pairing: "half" or
-    "interleaved".
+    before, after: `[…, 2 · pairs]`. factor: exact cos + i sin, complex128, broadcastable to `[…, pairs]`. pairing:
+    "half" or "interleaved".
     """
-    return _gap(_pairs(after, pairing), _pairs(before, pairing) * turn)
+    return _gap(_pairs(after, pairing), _pairs(before, pairing) * factor)
 
 
-def _gap(found: Tensor, wanted: Tensor) -> Tensor:
-    """Of pairs; one of length 0, which must stay so, is divided by a tiny number instead."""
-    return ((found - wanted).abs() / wanted.abs().clamp_min(1e-30)).max()
+def _gap(result: Tensor, exact: Tensor) -> Tensor:
+    """Largest relative error of pairs. For an exact pair of length 0, the divisor is 1e-30."""
+    return ((result - exact).abs() / exact.abs().clamp_min(1e-30)).max()
 
 
 def _pairs(x: Tensor, pairing: str) -> Tensor:
-    """`[…, 2n]` as complex128 `[…, n]`: channels i and i + n, or 2i and 2i + 1."""
+    """View `[…, 2n]` as complex128 `[…, n]`, pairing channels i and i + n, or 2i and 2i + 1."""
     x = x.detach().double()
     first, second = x.chunk(2, dim=-1) if pairing == "half" else (x[..., 0::2], x[..., 1::2])
     return torch.complex(first, second)

@@ -1,4 +1,4 @@
-"""How a call is timed on a CPU and on a GPU."""
+"""Time calls on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,50 +12,53 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 Calls = Sequence[Callable[[], Any]]
-"""The same call for different inputs, which are taken in turn."""
+"""The same call for several sets of inputs, called one after another."""
 
-_SAMPLE = 2e-3  # seconds: calls on a CPU that are shorter are repeated, and their mean is one sample
-_MOST_REPEATS = 1000
-_MOST_SETS = 64
-_HOST = 8  # calls: many fill the queue of the device, and the host waits
+_SAMPLE = 2e-3  # seconds: shorter calls on a CPU are repeated, and their mean is one sample
+_MAX_REPEATS = 1000
+_MAX_SETS = 64
+_HOST = 8  # calls: with many more, the queue of the device is full and the host waits
 
 
 class Timed(NamedTuple):
-    """sample: takes one sample, seconds of one call. host: seconds until a call on a GPU comes back, None on a CPU."""
+    """A prepared call.
+
+    sample returns the seconds of one call. host is the seconds until a call on a GPU returns, None on a CPU.
+    """
 
     sample: Callable[[], float]
     host: float | None = None
 
 
 class Clock(Protocol):
-    """What `measure.rows` needs of a device."""
+    """The interface of a device for `measure.rows`."""
 
     def sets(self, moved: int) -> int:
-        """How many sets of inputs are taken in turn, when a call reads and writes so many bytes."""
+        """Number of sets of inputs for calls that read and write `moved` bytes."""
 
     def prepare(self, calls: Calls) -> Timed:
-        """Everything that comes before the first sample; the calls are made."""
+        """Warm up the calls, and prepare to time them."""
 
 
 class OnCpu:
-    """Calls shorter than 2 ms are repeated, and the mean is one sample."""
+    """A clock for the CPU. Calls shorter than 2 ms are repeated, and the mean is one sample."""
 
     def sets(self, moved: int) -> int:
-        """One: what is in the caches is the same for all."""
+        """Return 1: all contenders find the same inputs in the CPU caches."""
         return 1
 
     def prepare(self, calls: Calls) -> Timed:
         (call,) = calls
         once = min(_sample(call, 1) for _ in range(3))
-        repeats = min(_MOST_REPEATS, math.ceil(_SAMPLE / once))
+        repeats = min(_MAX_REPEATS, math.ceil(_SAMPLE / once))
         return Timed(lambda: _sample(call, repeats))
 
 
 def _sample(call: Callable[[], object], repeats: int) -> float:
-    """Mean seconds of one call, after one that is not timed: caches and threads are then this contender's own.
+    """Mean seconds of one call. A first untimed call warms up caches and threads for this contender.
 
-    The result before is dropped before each call, so a new result is new memory. Where a call is not repeated, giving
-    memory back is not in the time.
+    The previous result is freed before each call, so every result is allocated anew. If a call is not repeated, the
+    time does not include freeing memory.
     """
     call()
     kept: list[object] = []
@@ -68,17 +71,19 @@ def _sample(call: Callable[[], object], repeats: int) -> float:
 
 @dataclass(frozen=True)
 class OnGpu:
-    """All calls between two events of the device, while the host is far ahead: a kernel that only waits goes first.
+    """A clock for the GPU: it times all calls between two events of the device.
 
-    replay: the calls are one CUDA graph, which is replayed.
+    A waiting kernel is launched first, so that the host runs ahead and launch overhead is hidden.
+
+    replay: whether to capture the calls in one CUDA graph, and time its replay.
     """
 
     replay: bool
 
     def sets(self, moved: int) -> int:
-        """Together three times the second-level cache or more, but for the smallest."""
+        """Return enough sets to exceed three times the L2 cache, at least 4 and at most 64."""
         cache: int = torch.cuda.get_device_properties().L2_cache_size
-        return min(_MOST_SETS, max(4, 1 + 3 * cache // moved))
+        return min(_MAX_SETS, max(4, 1 + 3 * cache // moved))
 
     def prepare(self, calls: Calls) -> Timed:
         _seconds(calls)
@@ -91,11 +96,11 @@ class OnGpu:
 
 
 def _seconds(calls: Calls) -> tuple[float, float]:
-    """Seconds of one call: of the device, and of the host meanwhile."""
+    """Seconds of one call on the device and on the host."""
     event: Any = torch.cuda.Event
     wait: Any = torch.cuda._sleep
     begin, end = event(enable_timing=True), event(enable_timing=True)
-    wait(4_000_000 + 400_000 * len(calls))  # cycles: some milliseconds, in which the host runs ahead
+    wait(4_000_000 + 400_000 * len(calls))  # cycles: a few milliseconds, during which the host runs ahead
     begin.record()
     start = time.perf_counter()
     for call in calls:
@@ -107,7 +112,10 @@ def _seconds(calls: Calls) -> tuple[float, float]:
 
 
 def _graph(calls: Calls) -> Callable[[], None]:
-    """One replay in the place of all calls. Their results live as long, or the next would be written over them."""
+    """Capture all calls in a CUDA graph and return its replay, which keeps their results alive.
+
+    Otherwise later allocations in the graph's memory could overwrite the results.
+    """
     stream: Any = torch.cuda.Stream
     side = stream()
     side.wait_stream(torch.cuda.current_stream())

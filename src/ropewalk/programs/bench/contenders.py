@@ -1,4 +1,4 @@
-"""Who is measured, in PyTorch: the floors, ropewalk, and the code most projects use. Other libraries are in `peers`."""
+"""The contenders written in PyTorch: memory copies, ropewalk, and the usual code. Other libraries are in `peers`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import ropewalk
-from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case, Does, Inputs, Passes
-from ropewalk.programs.bench.usual import Turn, hugging_face, hugging_face_tables, meta
+from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case, Effect, Inputs, Passes
+from ropewalk.programs.bench.usual import Rotate, hugging_face, hugging_face_tables, meta
 
 Pairing = Literal["half", "interleaved"]
 FLOOR = "copy_"
@@ -20,27 +20,27 @@ FLOOR = "copy_"
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed, and how its result becomes tensors for the check: q, k (and their gradients), or cos and sin."""
+    """A call to time, and the conversion of its result for the check: q and k (and gradients), or cos and sin."""
 
     run: Callable[[], Any]
     tensors: Callable[[Any], tuple[Tensor, ...]] = tuple
 
 
 Bind = Callable[[Inputs], Call]
-"""Inputs to a call that takes them. Inputs are never changed: who works in place does so in a copy."""
+"""Bind a contender to inputs. Inputs are never modified: in-place contenders work on a copy."""
 
 
 @dataclass(frozen=True)
 class Contender:
     """One line of the table.
 
-    name: unique on a device. does: what must come out. make: everything that is not timed, given a case.
-    own_angles: it computes angles itself in float32, instead of taking tables. backward: it can be measured with a
-    backward pass. in_place: results stand where q and k stood.
+    name is unique on a device. does is the effect that its result is checked for. make does all the untimed preparation
+    for a case. own_angles: whether it computes angles itself in float32 instead of receiving tables. backward: whether
+    it supports a backward pass. in_place: whether it overwrites q and k.
     """
 
     name: str
-    does: Does
+    does: Effect
     make: Callable[[Case], Bind]
     own_angles: bool = False
     backward: bool = True
@@ -57,29 +57,29 @@ def rope(pairing: Pairing) -> ropewalk.Rope:
 
 
 def _copy(case: Case, inputs: Inputs) -> Call:
-    """Into memory that is there already; with a backward pass, the gradients too."""
+    """Copy q and k, and in a backward pass their gradients, into allocated memory."""
     pairs = [(torch.empty_like(x), x) for x in inputs]
     return Call(lambda: [to.copy_(x) for to, x in pairs])
 
 
 def _copy_at_once(case: Case, inputs: Inputs) -> Call:
-    """q and k, in a backward pass their gradients, as the two parts of one tensor: one launch on a GPU."""
-    kept, (a, b) = inputs[:-2], inputs[-2:]
+    """Copy q and k, or in a backward pass their gradients, as one tensor: a single launch on a GPU."""
+    unchanged, (a, b) = inputs[:-2], inputs[-2:]
     source = torch.cat((a.flatten(), b.flatten()))
     target = torch.empty_like(source)
-    found = (*kept, target[: a.numel()].view_as(a), target[a.numel() :].view_as(b))
-    return Call(lambda: target.copy_(source), lambda _: found)
+    result = (*unchanged, target[: a.numel()].view_as(a), target[a.numel() :].view_as(b))
+    return Call(lambda: target.copy_(source), lambda _: result)
 
 
-def _clone(case: Case) -> Turn:
+def _clone(case: Case) -> Rotate:
     return lambda q, k: (q.clone(), k.clone())
 
 
-def _multiply(case: Case) -> Turn:
+def _multiply(case: Case) -> Rotate:
     return lambda q, k: (q.mul_(-1.0), k.mul_(-1.0))
 
 
-def _ours(pairing: Pairing, case: Case) -> Turn:
+def _ours(pairing: Pairing, case: Case) -> Rotate:
     rotation, layout = rope(pairing).at(case.positions), case.layout
     return lambda q, k: rotation(q, k, layout=layout)
 
@@ -90,7 +90,7 @@ def _ours_in_place(pairing: Pairing, case: Case, inputs: Inputs) -> Call:
     return Call(lambda: rotation.apply_(q, k, layout=layout), lambda _: (q, k))
 
 
-def _ours_with_angles(pairing: Pairing, case: Case) -> Turn:
+def _ours_with_angles(pairing: Pairing, case: Case) -> Rotate:
     ours, positions, layout = rope(pairing), case.positions, case.layout
     return lambda q, k: ours.at(positions)(q, k, layout=layout)
 
@@ -100,9 +100,9 @@ def _ours_table(case: Case, inputs: Inputs) -> Call:
     return Call(lambda: ours.at(positions), lambda rotation: (rotation.cos, rotation.sin))
 
 
-def _hugging_face(case: Case) -> Turn:
-    """With tables in the dtype of q and k."""
-    return hugging_face(*(case.beside_heads(t) for t in full_width(case)))
+def _hugging_face(case: Case) -> Rotate:
+    """Hugging Face's formula with tables in the dtype of q and k."""
+    return hugging_face(*(case.add_head_axis(t) for t in full_width(case)))
 
 
 def full_width(case: Case) -> tuple[Tensor, Tensor]:
@@ -121,38 +121,38 @@ def _hugging_face_table(case: Case, inputs: Inputs) -> Call:
     return Call(lambda: hugging_face_tables(inv_freq, positions), tensors)
 
 
-def _meta(case: Case) -> Turn:
-    return meta(case.beside_heads(torch.complex(*case.tables)))
+def _meta(case: Case) -> Rotate:
+    return meta(case.add_head_axis(torch.complex(*case.tables)))
 
 
 def each(make: Callable[[Case, Inputs], Call]) -> Callable[[Case], Bind]:
-    """For those who prepare nothing that all inputs of a case could share."""
+    """Wrap a contender whose preparation depends on the inputs."""
     return partial(partial, make)
 
 
-def eager(turn: Callable[[Case], Turn], *, in_place: bool = False) -> Callable[[Case], Bind]:
-    """A call, with its backward pass where the case has one."""
-    return lambda case: partial(_call, turn(case), case.passes, in_place)
+def eager(rotate: Callable[[Case], Rotate], *, in_place: bool = False) -> Callable[[Case], Bind]:
+    """Wrap a rotation in PyTorch, with a backward pass if the case has one."""
+    return lambda case: partial(_call, rotate(case), case.passes, in_place)
 
 
-def _compiled(turn: Callable[[Case], Turn]) -> Callable[[Case], Bind]:
-    return eager(lambda case: torch.compile(turn(case), fullgraph=True, dynamic=False))
+def _compiled(rotate: Callable[[Case], Rotate]) -> Callable[[Case], Bind]:
+    return eager(lambda case: torch.compile(rotate(case), fullgraph=True, dynamic=False))
 
 
-def _call(turn: Turn, passes: Passes, in_place: bool, inputs: Inputs) -> Call:
+def _call(rotate: Rotate, passes: Passes, in_place: bool, inputs: Inputs) -> Call:
     q, k, *grads = (x.clone() for x in inputs) if in_place else inputs
     if passes == "forward":
-        return Call(lambda: turn(q, k))
+        return Call(lambda: rotate(q, k))
     q, k = q.detach().requires_grad_(), k.detach().requires_grad_()
     if passes == "backward":
-        # Some write over what they are given, so it is no leaf. The way back through clone launches nothing.
-        turned = turn(q.clone(), k.clone())
-        back = partial(torch.autograd.grad, turned, (q, k), grads, retain_graph=True)
-        return Call(back, lambda found: (*turned, *found))
+        # In-place contenders must not overwrite leaves, hence the clones. Their backward pass launches no kernel.
+        rotated = rotate(q.clone(), k.clone())
+        backward = partial(torch.autograd.grad, rotated, (q, k), grads, retain_graph=True)
+        return Call(backward, lambda gradients: (*rotated, *gradients))
 
     def forward_and_backward() -> tuple[Tensor, ...]:
-        turned = turn(q, k)
-        return *turned, *torch.autograd.grad(turned, (q, k), grads)
+        rotated = rotate(q, k)
+        return *rotated, *torch.autograd.grad(rotated, (q, k), grads)
 
     return Call(forward_and_backward)
 
@@ -168,12 +168,12 @@ _USUAL = (
 
 
 def _all_of_ours(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
-    turn, in_place = partial(_ours, pairing), each(partial(_ours_in_place, pairing))
+    rotate, in_place = partial(_ours, pairing), each(partial(_ours_in_place, pairing))
     angles_too = eager(partial(_ours_with_angles, pairing))
     return (
-        Contender(f"ropewalk{suffix}", pairing, eager(turn)),
+        Contender(f"ropewalk{suffix}", pairing, eager(rotate)),
         Contender(f"ropewalk, in place{suffix}", pairing, in_place, backward=False, in_place=True),
-        Contender(f"ropewalk, compiled{suffix}", pairing, _compiled(turn)),
+        Contender(f"ropewalk, compiled{suffix}", pairing, _compiled(rotate)),
         Contender(f"ropewalk, angles too{suffix}", pairing, angles_too, backward=False),
     )
 

@@ -1,4 +1,4 @@
-"""Tokens per second of a whole small model while it decodes: ropewalk's cache against those of transformers."""
+"""Benchmark the decoding of a small model with ropewalk's cache and those of transformers, in tokens per second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ropewalk.programs.bench.report import Report, Say, check_files
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the model: those of Qwen 3 with 0.6 billion parameters, with fewer layers and a small vocabulary."""
+    """Sizes of the model: Qwen 3 0.6B with fewer layers and a small vocabulary."""
 
     hidden: int = 1024
     heads: int = 16
@@ -33,10 +33,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """What to measure.
+    """Settings of the decoding benchmark.
 
-    batches: rows that are decoded together. dtypes: of model and caches. rounds: decode steps of each contender that
-    are timed. threads: PyTorch's; None leaves them. geometry: of the model.
+    batches: numbers of rows decoded together. dtypes: dtypes of model and caches. rounds: number of timed decode steps
+    of each contender. threads: number of PyTorch's threads, None to leave it unchanged. geometry: sizes of the model.
     """
 
     batches: Sequence[int] = (1, 8)
@@ -47,7 +47,7 @@ class DecodeSettings:
 
 
 class Layer(torch.nn.Module):
-    """A layer of Qwen 3, with the names of its parameters."""
+    """A layer of Qwen 3, with the parameter names of transformers."""
 
     def __init__(self, size: Geometry) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """Qwen 3 on ropewalk's attention."""
+    """Qwen 3 built with ropewalk's attention."""
 
     def __init__(self, size: Geometry) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(size.hidden, eps=1e-6)
 
     def forward(self, tokens: Tensor, rotation: Any, step: Any) -> Tensor:
-        """Logits of the last token, `[batch, vocabulary]`; the embedding is the output too."""
+        """Compute the logits of the last token, `[batch, vocabulary]`. The output projection is the embedding."""
         x = self.embed_tokens(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotation, step.layer(i))
@@ -89,23 +89,24 @@ class Model(torch.nn.Module):
 
 
 Step = Callable[[Tensor], Tensor]
-"""One decode step: tokens `[batch, 1]` to logits `[batch, vocabulary]`."""
+"""One decode step, from tokens `[batch, 1]` to logits `[batch, vocabulary]`."""
 
 
 def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = None) -> dict[str, Any]:
-    """Measure and report.
+    """Run the benchmark and report the results.
 
-    The caches are filled with the same random keys and values for `context` tokens. Then each contender decodes one
-    token in turn, and the medians of many such steps are compared. Only who gives the same logits is timed.
+    The caches are filled with the same random keys and values for `context` tokens. Then the contenders alternate in
+    decoding single tokens, and medians over many steps are compared. Contenders with different logits are not timed.
 
     Args:
         settings: what to measure.
-        say: takes the lines of the report.
-        json_file: gets everything as JSON.
+        say: called with each line of the report.
+        json_file: file for the results as JSON.
 
     Returns:
-        What JSON gets: date, machine, versions, settings, and rows with contender, dtype, batch and state. Those that
-        are timed have seconds (median of a step), tokens_per_second, and ahead: their seconds over those of ropewalk.
+        The content of the JSON file: date, machine, versions, settings, and rows with contender, dtype, batch and
+        state. Timed rows have seconds (median of a step), tokens_per_second, and ahead (their seconds divided by those
+        of ropewalk).
 
     Raises:
         RopeError: transformers is missing, or the file cannot be written.
@@ -113,7 +114,7 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     try:
         import transformers
     except ImportError as e:
-        must, cure = "--decode compares with transformers", "pip install transformers, or leave --decode out."
+        must, cure = "--decode needs transformers", "Run pip install transformers, or omit --decode."
         raise error("bench", must, f"no transformers ({e})", cure) from e
     check_files(json_file)
     threads = torch.get_num_threads()
@@ -123,16 +124,17 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     out.introduce(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads",
         f"{size.layers} layers of hidden {size.hidden}, {size.heads} query heads, {size.kv_heads} key heads of "
-        f"{size.head_dim}, MLP {size.mlp}; {size.context} tokens held",
+        f"{size.head_dim}, MLP {size.mlp}; {size.context} cached tokens",
     )
     try:
         with torch.no_grad():
             for dtype in settings.dtypes:
-                model, theirs = models(size, getattr(torch, dtype))
+                model, reference = build_models(size, getattr(torch, dtype))
                 for batch in settings.batches:
-                    steps = contenders(size, model, theirs, batch, getattr(torch, dtype))
+                    steps = build_steps(size, model, reference, batch, getattr(torch, dtype))
                     rows = [
-                        {"dtype": dtype, "batch": batch, **row} for row in measured(steps, size, batch, settings.rounds)
+                        {"dtype": dtype, "batch": batch, **row}
+                        for row in time_steps(steps, size, batch, settings.rounds)
                     ]
                     out.found["rows"] += rows
                     _show(rows, say)
@@ -142,8 +144,8 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     return out.found
 
 
-def models(size: Geometry, dtype: torch.dtype) -> tuple[Model, Any]:
-    """Ours, and transformers' Qwen 3 with the same weights, seeded."""
+def build_models(size: Geometry, dtype: torch.dtype) -> tuple[Model, Any]:
+    """Build ropewalk's model and transformers' Qwen 3 with the same seeded weights."""
     import transformers
 
     config = transformers.Qwen3Config(
@@ -159,22 +161,22 @@ def models(size: Geometry, dtype: torch.dtype) -> tuple[Model, Any]:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # Not .to(dtype), which would cast their inverse frequencies too.
+        # Not .to(dtype), which would also cast the inverse frequencies of transformers.
         auto: Any = transformers.AutoModelForCausalLM
-        theirs = auto.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        reference = auto.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
     ours = Model(size).to(dtype).eval()
-    ours.load_state_dict(theirs.model.state_dict(), assign=True)
-    return ours, theirs
+    ours.load_state_dict(reference.model.state_dict(), assign=True)
+    return ours, reference
 
 
-def contenders(size: Geometry, model: Model, theirs: Any, batch: int, dtype: torch.dtype) -> dict[str, Step]:
-    """Each a decode step on a cache that holds `context` tokens: the same keys and values in all of them."""
+def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype: torch.dtype) -> dict[str, Step]:
+    """Build a decode step for each cache. All caches hold the same keys and values of `context` tokens."""
     import transformers
 
     draw = torch.Generator().manual_seed(batch)
     shape = (batch, size.context, size.kv_heads, size.head_dim)
     held = [[torch.randn(shape, generator=draw).to(dtype) for _ in range(2)] for _ in range(size.layers)]
-    rope = ropewalk.from_config(theirs.config.to_dict()).rope
+    rope = ropewalk.from_config(reference.config.to_dict()).rope
     cache = ropewalk.KVCache(size.layers, batch, size.kv_heads, size.head_dim, capacity=2 * size.context, dtype=dtype)
     first = cache.step(size.context)
     for i, (k, v) in enumerate(held):
@@ -190,40 +192,40 @@ def contenders(size: Geometry, model: Model, theirs: Any, batch: int, dtype: tor
             cache.update(k.transpose(1, 2), v.transpose(1, 2), i)
 
         def step(tokens: Tensor) -> Tensor:
-            logits: Tensor = theirs(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits: Tensor = reference(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
             return logits
 
         return step
 
     return {
         "ropewalk, KVCache": ours,
-        "transformers, DynamicCache": of_transformers(transformers.DynamicCache(config=theirs.config)),
+        "transformers, DynamicCache": of_transformers(transformers.DynamicCache(config=reference.config)),
         "transformers, StaticCache": of_transformers(
-            transformers.StaticCache(config=theirs.config, max_cache_len=2 * size.context)
+            transformers.StaticCache(config=reference.config, max_cache_len=2 * size.context)
         ),
     }
 
 
-def measured(steps: dict[str, Step], size: Geometry, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each contender, in turn; the first step of each is compared and not timed."""
+def time_steps(steps: dict[str, Step], size: Geometry, batch: int, rounds: int) -> list[dict[str, Any]]:
+    """Time the steps alternately and return a row for each contender. The first step is only compared, not timed."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocabulary, (rounds + 1, batch, 1), generator=draw)
     logits = {name: step(tokens[0]).double() for name, step in steps.items()}
-    theirs = logits["transformers, DynamicCache"]
-    spread = float(theirs.std())
+    expected = logits["transformers, DynamicCache"]
+    spread = float(expected.std())
     allowed = 1e-4 if next(iter(logits.values())).dtype == torch.float32 else 0.2
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    errors = {name: float((one - theirs).abs().max()) / spread for name, one in logits.items()}
-    right = [name for name in steps if errors[name] <= allowed]
+    errors = {name: float((result - expected).abs().max()) / spread for name, result in logits.items()}
+    correct = [name for name in steps if errors[name] <= allowed]
     for i in range(1, rounds + 1):
-        for name in right:
+        for name in correct:
             start = time.perf_counter()
             steps[name](tokens[i])
             seconds[name].append(time.perf_counter() - start)
     ours = statistics.median(seconds["ropewalk, KVCache"]) if seconds["ropewalk, KVCache"] else None
     rows: list[dict[str, Any]] = []
     for name in steps:
-        if name not in right:
+        if name not in correct:
             rows.append({"contender": name, "state": "wrong", "error": errors[name], "allowed": allowed})
             continue
         median = statistics.median(seconds[name])
@@ -243,4 +245,4 @@ def _show(rows: Sequence[dict[str, Any]], say: Say) -> None:
             say(f"  {row['contender']:<28} wrong: error {row['error']:.1e}, allowed {row['allowed']:.1e}; not timed")
             continue
         line = f"  {row['contender']:<28} {row['tokens_per_second']:>8.1f} tokens/s  {1e3 * row['seconds']:>8.2f} ms"
-        say(line if row["ahead"] is None else f"{line}  {row['ahead']:.2f} of ropewalk's time")
+        say(line if row["ahead"] is None else f"{line}  {row['ahead']:.2f} x ropewalk's time")

@@ -1,4 +1,4 @@
-"""One decode step before attention: norm, rotation and the writes to a cache, in one call and as separate calls."""
+"""Benchmark norm, rotation and cache writes of one decode step: the fused call against separate calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 import ropewalk
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, tables
 from ropewalk.programs.bench.clocks import OnCpu
-from ropewalk.programs.bench.measure import in_turn
+from ropewalk.programs.bench.measure import sample_alternately
 
 Q_HEADS, KV_HEADS, EPS = 16, 8, 1e-6  # Qwen 3, 0.6 B
-CAPACITY, BLOCK = 1024, 16  # tokens of each row, and of a page
+CAPACITY, BLOCK = 1024, 16  # tokens in each row, and in a page
 
 Step = tuple[Tensor, Tensor, Tensor]
-"""q, and the new keys and values as they stand in the cache."""
+"""Rotated q, and the new keys and values as stored in the cache."""
 
 
 def rows(
@@ -29,25 +29,26 @@ def rows(
     rounds: int = 30,
     seconds: float = 10.0,
 ) -> list[dict[str, Any]]:
-    """Time one token for each row of the batch, in turn, by itself and in shares of the separate calls' time.
+    """Time one token for each row of the batch, in seconds and relative to separate calls.
 
-    Separate are two `torch.nn.RMSNorm`, the rotation of q and k, and `index_put_` of k and of v. "copies" only clones
-    q, k and v, which bounds the others from below.
+    The separate calls are two `torch.nn.RMSNorm`, the rotation of q and k, and `index_put_` of k and of v. "copies"
+    only clones q, k and v, as a lower bound.
 
     Args:
-        batches, dtypes: a case for each pair of them.
+        batches, dtypes: every combination is measured.
         rounds, seconds: as in `measure.rows`.
 
     Returns:
-        A row for JSON for each case and contender: batch, dtype, threads, contender; median and least in seconds,
-        of_separate, a ratio of medians; state: "timed", or "wrong" with error and allowed.
+        A row for JSON for each case and contender: batch, dtype, threads, contender, and state, which is "timed" or
+        "wrong". Timed rows have median and least in seconds, and of_separate, the ratio of medians. Wrong rows have
+        error and allowed.
     """
-    found = []
+    results = []
     for dtype in dtypes:
         for batch in batches:
             with torch.inference_mode():
-                found += _case(batch, dtype, rounds, seconds)
-    return found
+                results += _case(batch, dtype, rounds, seconds)
+    return results
 
 
 def _case(batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> list[dict[str, Any]]:
@@ -59,19 +60,19 @@ def _case(batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> list[d
     positions = torch.randint(0, CAPACITY, (batch, 1), generator=generator)
     contenders = _contenders(q, k, v, weights, positions)
     truth = _exact(q, k, v, weights, positions)
-    allowed = 4 * torch.finfo(dtype).eps * max(float(x.abs().max()) for x in truth)  # of the norm, and of the rotation
+    allowed = 4 * torch.finfo(dtype).eps * max(float(x.abs().max()) for x in truth)  # rounding of norm and rotation
     samplers: dict[str, Callable[[], float]] = {}
     states: dict[str, dict[str, Any]] = {}
     for name, (call, result) in contenders.items():
         call()
-        made = result()
-        errors = [] if made is None else [float((x.double() - y).abs().max()) for x, y in zip(made, truth, strict=True)]
+        got = result()
+        errors = [] if got is None else [float((x.double() - y).abs().max()) for x, y in zip(got, truth, strict=True)]
         states[name] = {"state": "timed"}
         if not all(error <= allowed for error in errors):
             states[name] = {"state": "wrong", "error": str(max(errors)), "allowed": allowed}
             continue
         samplers[name] = OnCpu().prepare([call]).sample
-    samples = in_turn(samplers, rounds, seconds)
+    samples = sample_alternately(samplers, rounds, seconds)
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     about = {"batch": batch, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
     separate = medians.get("separate calls")
@@ -90,65 +91,65 @@ def _case(batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> list[d
 def _contenders(
     q: Tensor, k: Tensor, v: Tensor, weights: list[Tensor], positions: Tensor
 ) -> dict[str, tuple[Callable[[], object], Callable[[], Step | None]]]:
-    """By name: the call, and what it made."""
+    """Return for each name the call, and a function that returns its result."""
     batch, row = len(q), torch.arange(len(q))[:, None]
     rotation = ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="half").at(positions)
     norm = ropewalk.QKNorm(weights[0], weights[1], eps=EPS)
     modules = [torch.nn.RMSNorm(HEAD_DIM, eps=EPS, dtype=q.dtype) for _ in weights]
     for module, weight in zip(modules, weights, strict=True):
         module.weight.data.copy_(weight)
-    of_q, of_k = modules
-    made: list[Tensor] = []
+    q_norm, k_norm = modules
+    outputs: list[Tensor] = []
 
-    def memory() -> tuple[Tensor, Tensor]:
+    def allocate() -> tuple[Tensor, Tensor]:
         shape = (batch, CAPACITY, KV_HEADS, HEAD_DIM)
         return torch.zeros(shape, dtype=q.dtype), torch.zeros(shape, dtype=q.dtype)
 
     def separate(k_cache: Tensor, v_cache: Tensor) -> None:
-        turned, keys = rotation(of_q(q), of_k(k), layout="bshd")
+        rotated, keys = rotation(q_norm(q), k_norm(k), layout="bshd")
         k_cache.index_put_((row, positions), keys)
         v_cache.index_put_((row, positions), v)
-        made[:] = [turned]
+        outputs[:] = [rotated]
 
-    def at_once(k_cache: Tensor, v_cache: Tensor) -> None:
-        made[:] = [
+    def fused(k_cache: Tensor, v_cache: Tensor) -> None:
+        outputs[:] = [
             ropewalk.rotate_and_store(
                 q, k, v, rotation=rotation, k_cache=k_cache, v_cache=v_cache, slot_mapping=slots, norm=norm
             )
         ]
 
     slots = row * CAPACITY + positions
-    found: dict[str, tuple[Callable[[], object], Callable[[], Step | None]]] = {}
+    contenders: dict[str, tuple[Callable[[], object], Callable[[], Step | None]]] = {}
     for name, call, pages in (
         ("separate calls", separate, False),
-        ("one call", at_once, False),
-        ("one call, pages", at_once, True),
+        ("one call", fused, False),
+        ("one call, pages", fused, True),
     ):
-        flat = memory()
+        flat = allocate()
         caches = tuple(x.view(-1, BLOCK, KV_HEADS, HEAD_DIM) for x in flat) if pages else flat
 
         def result(flat: tuple[Tensor, Tensor] = flat) -> Step:
-            return made[0], flat[0][row, positions], flat[1][row, positions]
+            return outputs[0], flat[0][row, positions], flat[1][row, positions]
 
-        found[name] = partial(call, *caches), result
+        contenders[name] = partial(call, *caches), result
 
     def copies() -> None:
-        made[:] = [q.clone(), k.clone(), v.clone()]
+        outputs[:] = [q.clone(), k.clone(), v.clone()]
 
-    def nothing() -> None:
-        """There is nothing to compare."""
+    def no_result() -> None:
+        """Return None: copies have no result to compare."""
 
-    found["copies"] = copies, nothing
-    return found
+    contenders["copies"] = copies, no_result
+    return contenders
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, weights: list[Tensor], positions: Tensor) -> Step:
-    """The same written out in float64, rounded to the dtype after the norm."""
+    """Compute the step in float64, rounded to the dtype after the norm."""
     cos, sin = (table.double()[:, :, None] for table in tables(positions))
-    turned = []
+    rotated = []
     for x, weight in zip((q, k), weights, strict=True):
         wide = x.double()
         normed = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
         a, b = normed.to(q.dtype).double().chunk(2, dim=-1)
-        turned.append(torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1))
-    return turned[0], turned[1], v.double()
+        rotated.append(torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1))
+    return rotated[0], rotated[1], v.double()

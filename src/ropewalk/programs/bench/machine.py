@@ -1,4 +1,4 @@
-"""Where a run was made: what one must know before comparing two. No name of the machine, no path."""
+"""Describe the machine and software of a run, for comparing runs. Host names and paths are left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
 
 
 def describe() -> dict[str, Any]:
-    """For JSON. None stands for what the system does not say; sizes of caches as it says them."""
+    """Describe machine, environment and versions for JSON. Unknown values are None; cache sizes are as in sysfs."""
     return {
         "machine": {
             "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ENVIRONMENT)},
         "versions": {
             "python": platform.python_version(),
-            "ropewalk": ropewalk.__version__,  # which need not be installed
+            "ropewalk": ropewalk.__version__,  # not from the metadata: the package need not be installed
             **{name: _version(name) for name in _PACKAGES},
         },
         "backends": ropewalk.backends(),
@@ -47,7 +47,7 @@ def describe() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The current GPU and what drives it; sizes in bytes."""
+    """Describe the current GPU and its driver libraries for JSON. Sizes are in bytes."""
     about = torch.cuda.get_device_properties()
     return {
         "name": about.name,
@@ -60,10 +60,10 @@ def gpu() -> dict[str, Any]:
 
 
 def load() -> float | None:
-    """Mean number of processes that ran or waited in the last minute."""
+    """Load average of the last minute, or None if the system has none."""
     try:
         return os.getloadavg()[0]
-    except (AttributeError, OSError):  # Windows has none
+    except (AttributeError, OSError):  # as on Windows
         return None
 
 
@@ -83,7 +83,7 @@ def _cpuinfo(key: str) -> str | None:
 
 
 def _caches() -> list[str]:
-    """Those of the first core: "L2 Unified 1024K"."""
+    """List the caches of the first core, such as "L2 Unified 1024K"."""
     folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
     return [" ".join([f"L{_read(f / 'level')}", *(_read(f / n) or "?" for n in ("type", "size"))]) for f in folders]
 
@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the clone that this file is tracked in, with "+" if something tracked was changed."""
+    """Commit of the repository that tracks this file, with "+" if tracked files have changed; None without one."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

@@ -1,4 +1,4 @@
-"""First the check, then the time: all contenders in turn within each round, so that a busy moment hits them alike."""
+"""Check the results of contenders, then time them alternately, so that a busy moment affects all of them."""
 
 from __future__ import annotations
 
@@ -24,37 +24,40 @@ from ropewalk.programs.bench.contenders import FLOOR, Contender, rope
 def rows(
     case: Case, contenders: Sequence[Contender], clock: Clock, *, rounds: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """One row for each contender that can do this case, in the order given.
+    """Measure each contender that supports this case, in the given order.
 
     Args:
-        rounds: how many samples of each contender.
-        seconds: no round begins after so long, once there are three.
+        case: the inputs and passes.
+        contenders: the contenders, unique by name.
+        clock: the clock of the device.
+        rounds: number of samples of each contender.
+        seconds: time limit. After it, no further round begins once there are three.
 
     Returns:
-        Rows for JSON. state is "timed", "wrong", "failed" or "not installed"; times are in seconds for one call.
+        Rows for JSON. state is "timed", "wrong", "failed" or "not installed". Times are in seconds for one call.
     """
-    able = [one for one in contenders if one.backward or case.passes == "forward"]
-    if any(one.compiled for one in able):
-        torch.compiler.reset()  # each case anew: sizes are constants, and none counts against the recompile limit
+    supported = [contender for contender in contenders if contender.backward or case.passes == "forward"]
+    if any(contender.compiled for contender in supported):
+        torch.compiler.reset()  # compile each case with constant sizes, without reaching the recompile limit
     sets = [case.inputs(seed) for seed in range(clock.sets(case.bytes_moved))]
-    found, samplers = [], {}
-    for contender in able:
-        row, timed = _checked(contender, case, sets, clock)
-        found.append(row)
+    results, samplers = [], {}
+    for contender in supported:
+        row, timed = _check(contender, case, sets, clock)
+        results.append(row)
         if timed is not None:
             samplers[contender.name] = partial(_sample_or_fail, row, timed.sample)
             row.update({} if timed.host is None else {"host": timed.host})
-    samples = in_turn(samplers, rounds, seconds)
-    in_time = {row["contender"]: samples[row["contender"]] for row in found if row["state"] == "timed"}
-    floor = statistics.median(in_time[FLOOR]) if FLOOR in in_time else None
-    for row in found:
+    samples = sample_alternately(samplers, rounds, seconds)
+    valid = {row["contender"]: samples[row["contender"]] for row in results if row["state"] == "timed"}
+    floor = statistics.median(valid[FLOOR]) if FLOOR in valid else None
+    for row in results:
         if row["state"] == "timed":
-            row.update(_times(in_time[row["contender"]], floor, case.bytes_moved if row["does"] != "tables" else None))
-    return found
+            row.update(_times(valid[row["contender"]], floor, case.bytes_moved if row["does"] != "tables" else None))
+    return results
 
 
 def _sample_or_fail(row: dict[str, Any], sample: Callable[[], float]) -> float:
-    """A sample; NaN once it has failed, for want of memory for example, which the row then says."""
+    """Take a sample. If it raises, for example because memory runs out, mark the row as failed and return NaN."""
     if row["state"] == "timed":
         try:
             return sample()
@@ -67,10 +70,10 @@ def _failed(e: Exception) -> dict[str, Any]:
     return {"state": "failed", "reason": f"{type(e).__name__}: {e}".split("\n")[0][:200]}
 
 
-def _checked(
+def _check(
     contender: Contender, case: Case, sets: Sequence[Inputs], clock: Clock
 ) -> tuple[dict[str, Any], Timed | None]:
-    """The row without times, and how to time it if the result for the first inputs is right."""
+    """Check the result for the first inputs. Return the row without times, and the prepared call if it is correct."""
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "dtype": case.dtype_name,
@@ -81,7 +84,7 @@ def _checked(
     }
     allowed = case.tolerance(contender.does, own_angles=contender.own_angles)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of peers and of compilation
+        with warnings.catch_warnings(action="ignore"):  # from peers and from compilation
             bind = contender.make(case)
             call = bind(sets[0])
             error = case.error(contender.does, sets[0], call.tensors(call.run()))
@@ -91,20 +94,22 @@ def _checked(
             timed = clock.prepare([call.run, *(bind(inputs).run for inputs in sets[1:])])
     except ModuleNotFoundError as e:
         return {**row, "state": "not installed", "reason": f"no module {e.name}"}, None
-    except Exception as e:  # whatever a peer raises is a line of the table
+    except Exception as e:  # an error of a peer becomes a line of the table
         return row | _failed(e), None
     return {**row, "state": "timed"}, timed
 
 
-def in_turn(samplers: Mapping[str, Callable[[], float]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Take a sample of each in every round.
+def sample_alternately(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Take one sample of each contender in every round.
 
     Args:
-        samplers: by name, `Timed.sample` of a clock.
+        samplers: name → `Timed.sample` of a clock.
         rounds, seconds: as in `rows`.
 
     Returns:
-        Seconds of one call, a sample of each round, by name.
+        Name → samples, one for each round, in seconds of one call.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     gc.collect()
@@ -135,23 +140,23 @@ def _times(samples: list[float], floor: float | None, moved: int | None) -> dict
 
 
 def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> dict[str, Any]:
-    """A long sequence in chunks, two at least: the angles of each chunk, then q and k turned into new tensors.
+    """Rotate a long sequence in at least two chunks, computing the angles of each chunk and rotating out of place.
 
     Returns:
-        A row for JSON: seconds per token of the first and of the last chunks (medians of 16, fewer if there are few);
-        growth_bytes, how much more memory the process held after these first chunks than within them, None where the
-        system does not say; error and allowed, of the last chunk.
+        A row for JSON: seconds per token of the first and of the last chunks (medians of up to 16); growth_bytes, the
+        peak memory of the process after these first chunks minus the peak during them, None if unknown; error and
+        allowed, for the last chunk.
     """
     case = Case(chunk, dtype, layout)
     q, k = inputs = case.inputs()
     starts = range(case.first, case.first + max(tokens, 2 * chunk), chunk)
     ours = rope("half")
     times, held = [], []
-    turned: tuple[Tensor, ...] = ()
+    rotated: tuple[Tensor, ...] = ()
     for first in starts:
-        turned = ()
+        rotated = ()
         began = time.perf_counter()
-        turned = ours.at(torch.arange(first, first + chunk))(q, k, layout=layout)
+        rotated = ours.at(torch.arange(first, first + chunk))(q, k, layout=layout)
         times.append((time.perf_counter() - began) / chunk)
         held.append(_resident_bytes())
     last = Case(chunk, dtype, layout, first=starts[-1])
@@ -164,18 +169,18 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
         "first_per_token": statistics.median(times[:some]),
         "last_per_token": statistics.median(times[-some:]),
         "growth_bytes": max(held[some:]) - max(held[:some]) if held[0] else None,
-        "error": _in_json(last.error("half", inputs, turned)),
+        "error": _in_json(last.error("half", inputs, rotated)),
         "allowed": last.tolerance("half", own_angles=False),
     }
 
 
 def _in_json(error: float) -> float | str:
-    """JSON has neither NaN nor infinity: they become words, which `float` reads."""
+    """Convert NaN and infinity, which JSON lacks, to strings that `float` parses."""
     return error if math.isfinite(error) else str(error)
 
 
 def _resident_bytes() -> int:
-    """What this process holds in memory; 0 where there is no /proc."""
+    """Resident memory of this process in bytes, 0 without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

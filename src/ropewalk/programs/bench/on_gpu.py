@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: fixed cases, then ours against the copy and against the fastest other."""
+"""The benchmark on a GPU: fixed cases, then ropewalk compared with the copy and with the fastest other contender."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ropewalk.programs.bench.case import FAR, Case, Passes
 from ropewalk.programs.bench.clocks import OnCpu, OnGpu
 from ropewalk.programs.bench.contenders import CONTENDERS_ON_GPU
 from ropewalk.programs.bench.peers_gpu import PEERS_ON_GPU
-from ropewalk.programs.bench.report import HEADS, Report, Say, check_files, chosen
+from ropewalk.programs.bench.report import HEADS, Report, Say, check_files, select_contenders
 
-_BATCHES = (1, 8, 64, 256)  # rows of which one token each is decoded
+_BATCHES = (1, 8, 64, 256)  # rows that decode one token each
 
 
 @dataclass(frozen=True)
 class GpuSettings:
-    """What to measure.
+    """Settings of the benchmark on a GPU.
 
-    backward: the backward pass as well as the forward pass. compiled, only, rounds, seconds: as in `Settings`.
-    rehearse: small cases on the CPU, which show that all of it works; the times mean nothing.
+    backward: whether to measure the backward pass as well. compiled, only, rounds, seconds: as in `Settings`. rehearse:
+    whether to run small cases on the CPU instead, to check that everything works. Their times are meaningless.
     """
 
     backward: bool = True
@@ -39,32 +39,33 @@ class GpuSettings:
 
 
 def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None) -> dict[str, Any]:
-    """Measure and report, as `run`.
+    """Run the benchmark and report the results, like `run`.
 
     Returns:
-        What JSON gets: as of `run`, with gpu instead of threads and stream. Rows also say case, its title; batch;
-        in_place; far, up to position FAR; and host, seconds until an eager call comes back.
+        The content of the JSON file: as for `run`, with gpu instead of threads and stream. Rows also have case (its
+        title), batch, in_place, far (whether positions extend to FAR), and host (seconds until an eager call returns).
 
     Raises:
-        RopeError: as `run`; or there is no GPU that the kernels can use, and it is no rehearsal.
+        RopeError: as `run`; or there is no GPU that the kernels can use, and rehearse is False.
     """
-    contenders = chosen([*CONTENDERS_ON_GPU, *PEERS_ON_GPU], settings.only, settings.compiled)
-    kernel = "A rehearsal on the CPU: times mean nothing" if settings.rehearse else ropewalk.backends()["gpu kernel"]
+    contenders = select_contenders([*CONTENDERS_ON_GPU, *PEERS_ON_GPU], settings.only, settings.compiled)
+    rehearsal = "Rehearsal on the CPU: times are meaningless"
+    kernel = rehearsal if settings.rehearse else ropewalk.backends()["gpu kernel"]
     if kernel.startswith("not usable"):
-        must, got = "--device cuda must find a GPU that the kernels can use", kernel.removeprefix("not usable: ")
-        cure = "Run it on a machine with one, or pass --rehearse: the same, small, on the CPU, to see that it works."
+        must, got = "--device cuda needs a GPU that the kernels can use", kernel.removeprefix("not usable: ")
+        cure = "Run it on a machine with a GPU, or pass --rehearse to run small cases on the CPU."
         raise error("bench", must, got, cure)
     parts: dict[str, Any] = {"gpu": None if settings.rehearse else machine.gpu(), "rows": []}
     check_files(json_file)
     out = Report(asdict(settings), parts, say, json_file)
     out.introduce(f"{kernel.removeprefix('usable: ')}, torch {torch.__version__}", f"{HEADS}, layout bshd")
-    in_place = {one.name: one.in_place for one in contenders}
+    in_place = {contender.name: contender.in_place for contender in contenders}
     for case in cases(settings):
-        # Far away only cos and sin are of interest.
-        able = [one for one in contenders if one.does == "tables" or not case.is_far]
-        if able:
+        # At large positions only cos and sin are measured.
+        supported = [contender for contender in contenders if contender.does == "tables" or not case.is_far]
+        if supported:
             clock = OnCpu() if settings.rehearse else OnGpu(replay=case.decode)
-            rows = measure.rows(case, able, clock, rounds=settings.rounds, seconds=settings.seconds)
+            rows = measure.rows(case, supported, clock, rounds=settings.rounds, seconds=settings.seconds)
             more = {"case": case.title, "batch": case.batch, "far": case.is_far}
             out.add(case, [{**more, **row, "in_place": in_place[row["contender"]]} for row in rows])
         if case.device == "cuda":
@@ -75,7 +76,7 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
 
 
 def cases(settings: GpuSettings) -> Iterator[Case]:
-    """What is measured: a batch forward and backward, long and short prompts, decoding, tables far away."""
+    """Yield the cases: a batch forward and backward, long and short prompts, decoding, tables at large positions."""
     device = "cpu" if settings.rehearse else "cuda"
     batch, tokens, prompts, rows = (2, 64, (32,), (4,)) if settings.rehearse else (4, 4096, (32_768, 1024), _BATCHES)
     passes: tuple[Passes, ...] = ("forward", "backward") if settings.backward else ("forward",)
@@ -90,22 +91,23 @@ def cases(settings: GpuSettings) -> Iterator[Case]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Ours against the copy, and against the fastest other that does the same: new tensors, or in place.
+    """Yield lines that compare ropewalk with the copy, and with the fastest other contender of the same kind.
 
-    Then the error of cos and sin far away.
+    Kinds differ in the case, the effect, and whether they work in place. Then report the error of cos and sin at large
+    positions.
     """
     yield ""
-    yield "ropewalk: its time over that of copy_; the time of the fastest other over its own"
-    same = itemgetter("case", "does", "in_place")
+    yield "ropewalk: its time / time of copy_, then time of the fastest other contender / its time"
+    kind = itemgetter("case", "does", "in_place")
     timed = [row for row in rows if row["state"] == "timed"]
-    for mine in timed:
-        if mine["contender"].removesuffix(", interleaved") not in ("ropewalk", "ropewalk, in place"):
+    for ours in timed:
+        if ours["contender"].removesuffix(", interleaved") not in ("ropewalk", "ropewalk, in place"):
             continue
-        others = [row for row in timed if same(row) == same(mine) and not row["contender"].startswith("ropewalk")]
-        best = min(others, key=lambda row: float(row["median"]), default=None)
-        against = f"{best['median'] / mine['median']:.2f} ({best['contender']})" if best else "no other"
-        copy = f"{mine['times_copy']:.2f}" if mine["times_copy"] else "-"
-        yield f"  {mine['case']:<38} {mine['contender']:<32} {copy:>7}  {against}"
+        peers = [row for row in timed if kind(row) == kind(ours) and not row["contender"].startswith("ropewalk")]
+        best = min(peers, key=lambda row: float(row["median"]), default=None)
+        speedup = f"{best['median'] / ours['median']:.2f} ({best['contender']})" if best else "no other contender"
+        copy = f"{ours['times_copy']:.2f}" if ours["times_copy"] else "-"
+        yield f"  {ours['case']:<38} {ours['contender']:<32} {copy:>7}  {speedup}"
     for row in rows:
         if row["far"] and "error" in row:
             yield f"{row['contender']}: error of cos and sin up to position {FAR:,}: {float(row['error']):.1e}"

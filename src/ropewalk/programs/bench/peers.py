@@ -1,4 +1,4 @@
-"""Who is measured, of other libraries, each imported when its turn comes; `pip install "ropewalk[bench]"` has them."""
+"""Contenders from other libraries, each imported only when it runs. `pip install "ropewalk[bench]"` installs them."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor
 
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, Case, Inputs, tables
 from ropewalk.programs.bench.contenders import Call, Contender, each, eager, full_width
-from ropewalk.programs.bench.usual import Turn
+from ropewalk.programs.bench.usual import Rotate
 
 
-def _rotary_embedding_torch(case: Case) -> Turn:
-    """As its README says; it finds positions, angles, cos and sin in every call."""
+def _rotary_embedding_torch(case: Case) -> Rotate:
+    """Call it as its README shows. Every call computes positions, angles, cos and sin."""
     module = import_module("rotary_embedding_torch").RotaryEmbedding(HEAD_DIM, theta=BASE)
     axis = case.layout.index("s") - 4
 
-    def one(x: Tensor) -> Tensor:
-        turned: Tensor = module.rotate_queries_or_keys(x, seq_dim=axis, offset=case.first)
-        return turned
+    def rotate(x: Tensor) -> Tensor:
+        rotated: Tensor = module.rotate_queries_or_keys(x, seq_dim=axis, offset=case.first)
+        return rotated
 
-    return lambda q, k: (one(q), one(k))
+    return lambda q, k: (rotate(q), rotate(k))
 
 
 def _onnx_runtime(case: Case, inputs: Inputs) -> Call:
-    """One graph of two RotaryEmbedding nodes; inputs are shared, outputs come from the arena of ONNX Runtime.
+    """Run a graph of two RotaryEmbedding nodes. Inputs are shared, outputs come from the arena of ONNX Runtime.
 
-    Its threads must not spin while the next contender runs.
+    Spinning is disabled, because its threads must not slow down the next contender.
     """
     ort = import_module("onnxruntime")
     options = ort.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = ort.InferenceSession(_onnx_model(case), options, providers=["CPUExecutionProvider"])
-    # Three axes stand for [batch, seq, heads · head_dim], four for [batch, heads, seq, head_dim].
+    # Three axes mean [batch, seq, heads · head_dim], four mean [batch, heads, seq, head_dim].
     q, k = (x.flatten(2) if case.layout == "bshd" else x for x in inputs)
     cos, sin = case.tables
-    given = {"q": q, "k": k, "positions": torch.arange(case.tokens)[None], "cos": cos, "sin": sin}
-    feeds = {name: ort.OrtValue.ortvalue_from_numpy(x.numpy()) for name, x in given.items()}
+    tensors = {"q": q, "k": k, "positions": torch.arange(case.tokens)[None], "cos": cos, "sin": sin}
+    feeds = {name: ort.OrtValue.ortvalue_from_numpy(x.numpy()) for name, x in tensors.items()}
     return Call(
         lambda: session.run_with_ort_values(["q1", "k1"], feeds),
         lambda out: tuple(torch.from_numpy(x.numpy()).view_as(like) for x, like in zip(out, inputs, strict=True)),
@@ -69,7 +69,7 @@ def _onnx_model(case: Case) -> bytes:
 
 
 def _mlx(case: Case, inputs: Inputs) -> Call:
-    """mx.fast.rope on the CPU, which wants heads before tokens: "bshd" is given as a view."""
+    """Run mx.fast.rope on the CPU. It needs heads before tokens, so "bshd" is passed as a view."""
     mx = import_module("mlx.core")
     mx.set_default_device(mx.cpu)
     q, k, *grads = (mx.array(x) for x in inputs)
@@ -77,16 +77,16 @@ def _mlx(case: Case, inputs: Inputs) -> Call:
     def heads_first(x: Any) -> Any:
         return x.swapaxes(1, 2) if case.layout == "bshd" else x
 
-    def turn(*xs: Any) -> list[Any]:
+    def rotate_both(*xs: Any) -> list[Any]:
         keys = {"traditional": False, "base": BASE, "scale": 1.0, "offset": case.first}
         return [heads_first(mx.fast.rope(heads_first(x), HEAD_DIM, **keys)) for x in xs]
 
     def run() -> list[Any]:
         if grads:
-            turned, back = mx.vjp(turn, [q, k], grads)
-            out = [*turned, *back]
+            rotated, gradients = mx.vjp(rotate_both, [q, k], grads)
+            out = [*rotated, *gradients]
         else:
-            out = turn(q, k)
+            out = rotate_both(q, k)
         mx.eval(out)
         return out
 
@@ -97,21 +97,21 @@ def _mlx(case: Case, inputs: Inputs) -> Call:
 
 
 def _jax(case: Case, inputs: Inputs) -> Call:
-    """Hugging Face's formula, jitted for the CPU."""
+    """Run Hugging Face's formula, jitted for the CPU."""
     jax = import_module("jax")
     jnp = jax.numpy
-    tables = [jnp.from_dlpack(case.beside_heads(t).contiguous()) for t in full_width(case)]
+    tables = [jnp.from_dlpack(case.add_head_axis(t).contiguous()) for t in full_width(case)]
     q, k, *grads = (jnp.from_dlpack(x) for x in inputs)
 
-    def one(x: Any, cos: Any, sin: Any) -> Any:
+    def rotate(x: Any, cos: Any, sin: Any) -> Any:
         a, b = jnp.split(x, 2, axis=-1)
         return x * cos + jnp.concatenate((-b, a), axis=-1) * sin
 
-    def turn(q: Any, k: Any, cos: Any, sin: Any, *grads: Any) -> tuple[Any, ...]:
-        turned, back = jax.vjp(lambda q, k: (one(q, cos, sin), one(k, cos, sin)), q, k)
-        return *turned, *(back(grads) if grads else ())
+    def rotate_both(q: Any, k: Any, cos: Any, sin: Any, *grads: Any) -> tuple[Any, ...]:
+        rotated, vjp = jax.vjp(lambda q, k: (rotate(q, cos, sin), rotate(k, cos, sin)), q, k)
+        return *rotated, *(vjp(grads) if grads else ())
 
-    jitted = jax.jit(turn)
+    jitted = jax.jit(rotate_both)
     return Call(
         lambda: jax.block_until_ready(jitted(q, k, *tables, *grads)),
         lambda out: tuple(torch.utils.dlpack.from_dlpack(x) for x in out),
@@ -119,10 +119,10 @@ def _jax(case: Case, inputs: Inputs) -> Call:
 
 
 def _vllm(case: Case, inputs: Inputs) -> Call:
-    """Its C++ operator for CPUs, in place, on `[tokens, heads · head_dim]`; cos and sin in the dtype of q and k."""
+    """Run vLLM's C++ CPU operator in place on `[tokens, heads · head_dim]`, with tables in the dtype of q and k."""
     import_module("vllm._C")
     if case.layout != "bshd":
-        raise NotImplementedError("it takes tokens before heads only")
+        raise NotImplementedError("it supports only tokens before heads")
     operator = torch.ops._C.rotary_embedding.default
     q, k = (x.clone() for x in inputs)
     flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)

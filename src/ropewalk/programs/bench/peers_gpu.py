@@ -1,7 +1,7 @@
-"""Who is measured on a GPU, of other libraries, each imported when its turn comes; none of them comes with ropewalk.
+"""Contenders on a GPU from other libraries, each imported only when it runs. No extra of ropewalk installs them.
 
-Liger needs its wheel `liger-kernel` and nothing more for the one file that is used; flash-attention's Triton rotary
-`flash_attn` with einops; FlashInfer `flashinfer-python` and its own requirements.
+Liger needs only its wheel `liger-kernel` for the file used here. The Triton rotary of flash-attention needs
+`flash_attn` and einops, and FlashInfer needs `flashinfer-python` with its requirements.
 """
 
 from __future__ import annotations
@@ -14,57 +14,57 @@ from torch import Tensor
 
 from ropewalk.programs.bench.case import HEAD_DIM, KV_HEADS, LONGEST, Q_HEADS, Case, tables
 from ropewalk.programs.bench.contenders import Contender, Pairing, eager, full_width
-from ropewalk.programs.bench.usual import Turn
+from ropewalk.programs.bench.usual import Rotate
 
 
-def _liger(case: Case) -> Turn:
-    """It wants heads before tokens and gives back what it was given, turned."""
+def _liger(case: Case) -> Rotate:
+    """Liger needs heads before tokens, and rotates in place."""
     function = import_module("liger_kernel.ops.rope").LigerRopeFunction
     cos, sin = full_width(case)
 
-    def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        turned_q, turned_k = function.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)[:2]
-        return turned_q.transpose(1, 2), turned_k.transpose(1, 2)
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        rotated_q, rotated_k = function.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)[:2]
+        return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
 
-    return turn
+    return rotate
 
 
-def _flash_attention(pairing: Pairing, in_place: bool, case: Case) -> Turn:
-    """Its tables begin at the first token; decoding, each row says where in them it stands."""
+def _flash_attention(pairing: Pairing, in_place: bool, case: Case) -> Rotate:
+    """flash-attention's tables begin at the first token. For decoding, each row passes its offset in a full table."""
     function = import_module("flash_attn.layers.rotary").apply_rotary_emb
     cos, sin = _all_tables(case) if case.decode else case.tables
-    how = (cos.to(case.dtype), sin.to(case.dtype), pairing == "interleaved", in_place)
+    options = (cos.to(case.dtype), sin.to(case.dtype), pairing == "interleaved", in_place)
     first = case.positions[:, 0].to(torch.int32) if case.decode else 0
-    return lambda q, k: (function(q, *how, seqlen_offsets=first), function(k, *how, seqlen_offsets=first))
+    return lambda q, k: (function(q, *options, seqlen_offsets=first), function(k, *options, seqlen_offsets=first))
 
 
-def _flashinfer(pairing: Pairing, case: Case) -> Turn:
+def _flashinfer(pairing: Pairing, case: Case) -> Rotate:
     function = import_module("flashinfer").apply_rope_with_cos_sin_cache_inplace
     if case.dtype not in (torch.float16, torch.bfloat16):
-        raise NotImplementedError("it has 16 bits only")
+        raise NotImplementedError("it supports only float16 and bfloat16")
     cache = torch.cat(_all_tables(case), dim=-1)
     positions = case.positions.expand(case.batch, case.tokens).reshape(-1).contiguous()
 
-    def turn(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         flat_q, flat_k = q.view(-1, Q_HEADS * HEAD_DIM), k.view(-1, KV_HEADS * HEAD_DIM)
         function(positions, flat_q, flat_k, HEAD_DIM, cache, pairing == "half")
         return q, k
 
-    return turn
+    return rotate
 
 
 def _all_tables(case: Case) -> tuple[Tensor, Tensor]:
-    """A row for every position."""
+    """Compute cos and sin for every position below LONGEST."""
     return tables(torch.arange(LONGEST, device=case.device))
 
 
 def _both(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
-    """Those who know both pairings."""
-    new, over = (eager(partial(_flash_attention, pairing, x), in_place=x) for x in (False, True))
+    """Contenders that support both pairings."""
+    out_of_place, in_place = (eager(partial(_flash_attention, pairing, x), in_place=x) for x in (False, True))
     flashinfer = eager(partial(_flashinfer, pairing), in_place=True)
     return (
-        Contender(f"flash-attention{suffix}", pairing, new),
-        Contender(f"flash-attention, in place{suffix}", pairing, over, in_place=True),
+        Contender(f"flash-attention{suffix}", pairing, out_of_place),
+        Contender(f"flash-attention, in place{suffix}", pairing, in_place, in_place=True),
         Contender(f"FlashInfer{suffix}", pairing, flashinfer, backward=False, in_place=True),
     )
 

@@ -1,4 +1,4 @@
-"""What the benchmark says and writes, whatever device it ran on."""
+"""Print and write the results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ Say = Callable[[str], None]
 HEADS = f"{Q_HEADS} query heads, {KV_HEADS} key heads, head_dim {HEAD_DIM}"
 
 
-def chosen(every: Sequence[Contender], only: Sequence[str], compiled: bool) -> list[Contender]:
-    """The contenders with one of the parts `only` in their names, all if it is empty; the floor is always there.
+def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled: bool) -> list[Contender]:
+    """Select contenders by name. The floor is always included.
 
     Args:
-        every: the floor and the others.
-        only: parts of names.
-        compiled: whether those under torch.compile are among them.
+        every: all contenders, including the floor.
+        only: parts of names. A contender is selected if its name contains one of them. If empty, all are selected.
+        compiled: whether to include contenders under torch.compile.
 
     Raises:
-        RopeError: no other than the floor has such a name.
+        RopeError: only the floor is selected.
     """
-    able = [one for one in every if compiled or not one.compiled]
-    found = [one for one in able if one.name == FLOOR or not only or any(part in one.name for part in only)]
-    if only and len(found) == 1:
-        must = f"only must name a contender beside {FLOOR}, which is always measured"
-        names = ", ".join(repr(one.name) for one in able if one.name != FLOOR)
-        raise error("bench", must, ", ".join(map(shown, only)), f"There are: {names}.")
-    return found
+    available = [contender for contender in every if compiled or not contender.compiled]
+    selected = [
+        contender
+        for contender in available
+        if contender.name == FLOOR or not only or any(part in contender.name for part in only)
+    ]
+    if only and len(selected) == 1:
+        must = f"only must name a contender other than {FLOOR}, which is always measured"
+        names = ", ".join(repr(contender.name) for contender in available if contender.name != FLOOR)
+        raise error("bench", must, ", ".join(map(shown, only)), f"The contenders are {names}.")
+    return selected
 
 
 def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Raise a RopeError if one of the files cannot be written; neither is there afterwards if it was not before."""
+    """Raise a RopeError if one of the files cannot be written. Files that did not exist are not left behind."""
     if plot_file is not None:
         plots.check_path(plot_file)
     for what, path in (("JSON file", json_file), ("picture", plot_file)):
@@ -55,14 +59,14 @@ def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
 
 
 def _unwritable(what: str, path: Path, e: OSError) -> RopeError:
-    return error("bench", f"the {what} must be writable", f"{str(path)!r} ({e.strerror})", "Pass another.")
+    return error("bench", f"the {what} must be writable", f"{str(path)!r} ({e.strerror})", "Pass another path.")
 
 
 class Report:
-    """What is found, in `found`: said line by line, and written at the start and after each table."""
+    """Collect results in `found`, print them line by line, and write the JSON file at the start and after tables."""
 
     def __init__(self, settings: dict[str, Any], parts: dict[str, Any], say: Say, json_file: Path | None) -> None:
-        """parts: what the report has beside date, machine, versions, commit, settings and rows.
+        """Create the report. parts are its entries in addition to date, machine, versions, commit and settings.
 
         Raises:
             RopeError: the file cannot be written.
@@ -81,21 +85,21 @@ class Report:
             raise _unwritable("JSON file", self._json_file, e) from e
 
     def introduce(self, *lines: str) -> None:
-        """Says lines about the run, and whether the machine is busy."""
+        """Print lines about the run, and a warning if the machine is busy."""
         for line in lines:
             self._say(line)
         load = self.found["machine"]["load"] or 0.0
         if load > 0.5:
-            self._say(f"Warning: the machine is busy (load {load:.1f}). Only ratios within one table mean something.")
+            self._say(f"Warning: the machine is busy (load {load:.1f}). Compare only times within the same table.")
 
     def add(self, case: Case, rows: Sequence[dict[str, Any]]) -> None:
-        """The table of one case."""
+        """Add and print the table of one case."""
         self.found["rows"] += rows
         _show(case, rows, self._say)
         self.write()
 
     def add_stream(self, row: dict[str, Any]) -> None:
-        """The long sequence in chunks."""
+        """Add and print the result of the long sequence in chunks."""
         self.found["stream"].append(row)
         _show_stream(row, self._say)
         self.write()
@@ -110,12 +114,12 @@ def _show(case: Case, rows: Sequence[dict[str, Any]], say: Say) -> None:
     say(heading + (f"  {'host':>10}" if host else ""))
     for row in rows:
         say(f"  {row['contender']:<{width}} {_line(row)}")
-    table, turned = (
+    table, rotated = (
         next((r.get("median") for r in rows if r["contender"] == name), None)
         for name in ("ropewalk, table", "ropewalk")
     )
-    if table and turned:
-        say(f"  Building the table takes {table / turned:.2f} of rotating with it.")
+    if table and rotated:
+        say(f"  Computing cos and sin takes {table / rotated:.2f} x the time of the rotation.")
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The benchmark on a CPU: every case, then a long sequence in chunks; lines to read, JSON to keep, a picture."""
+"""The benchmark on a CPU: all cases, then a long sequence in chunks, reported as text, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ropewalk.programs.bench.case import Case, Layout, Passes
 from ropewalk.programs.bench.clocks import OnCpu
 from ropewalk.programs.bench.contenders import CONTENDERS
 from ropewalk.programs.bench.peers import PEERS
-from ropewalk.programs.bench.report import HEADS, Report, Say, check_files, chosen
+from ropewalk.programs.bench.report import HEADS, Report, Say, check_files, select_contenders
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Settings of the benchmark on a CPU.
 
-    tokens: sizes. dtypes: names of DTYPES. layout: "bshd" or "bhsd". backward: forward + backward as well as forward.
-    compiled: torch.compile too. only: parts of the names of contenders, all if empty; copy_ is always there. threads:
-    of PyTorch and ONNX Runtime, None for what PyTorch has. rounds, seconds: as in `measure.rows`. stream: tokens of
-    the long sequence, 0 for none.
+    tokens: numbers of tokens. dtypes: names in DTYPES. layout: "bshd" or "bhsd". backward: whether to measure forward +
+    backward as well. compiled: whether to include torch.compile. only: parts of the names of contenders, all if empty;
+    copy_ is always included. threads: number of threads of PyTorch and ONNX Runtime, None for PyTorch's current number.
+    rounds, seconds: as in `measure.rows`. stream: tokens of the long sequence, 0 to skip it.
     """
 
     tokens: Sequence[int] = (1, 128, 1024, 4096)
@@ -45,21 +45,22 @@ class Settings:
 def run(
     settings: Settings, say: Say, *, json_file: Path | None = None, plot_file: Path | None = None
 ) -> dict[str, Any]:
-    """Measure and report.
+    """Run the benchmark and report the results.
 
     Args:
+        settings: what to measure.
         say: called with each line of the report.
-        json_file, plot_file: written at the start already, so that a long run does not end in vain; neither if one of
-            them cannot be.
+        json_file, plot_file: files for the results. Both are first written at the start, so that an unwritable path
+            raises before the long run.
 
     Returns:
-        What JSON gets: date, machine, versions, commit, settings, threads, rows (`measure.rows`) and stream
-        (`measure.stream`).
+        The content of the JSON file: date, machine, versions, commit, settings, threads, rows (`measure.rows`) and
+        stream (`measure.stream`).
 
     Raises:
-        RopeError: no contender has a name like those of `only`; a file cannot be written; matplotlib is missing.
+        RopeError: `only` matches no contender, a file cannot be written, or matplotlib is missing.
     """
-    contenders = chosen([*CONTENDERS, *PEERS], settings.only, settings.compiled)
+    contenders = select_contenders([*CONTENDERS, *PEERS], settings.only, settings.compiled)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""The code that most projects use, written once for the benchmark on every device and for the demo."""
+"""The RoPE code that most projects use, for the benchmarks and the demo."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Turn = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Queries and keys to rotated queries and keys, of the same shapes and dtypes."""
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""A function from queries and keys to rotated queries and keys of the same shapes and dtypes."""
 
 
 def hugging_face_tables(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama's LlamaRotaryEmbedding: angles in float32, cos and sin of full width.
+    """Compute cos and sin as in LlamaRotaryEmbedding: angles in float32, tables of full width.
 
     Args:
         inv_freq: float32 `[pairs]`, radians per token.
         positions: `[batch, seq]`, in tokens.
 
     Returns:
-        cos and sin, float32 `[batch, seq, 2 · pairs]`; both halves are the same.
+        cos and sin, float32 `[batch, seq, 2 · pairs]`, with two equal halves.
 
     Source: transformers, models/llama/modeling_llama.py.
     """
@@ -28,8 +28,8 @@ def hugging_face_tables(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Te
     return angle.cos(), angle.sin()
 
 
-def hugging_face(cos: Tensor, sin: Tensor) -> Turn:
-    """Llama's apply_rotary_pos_emb, for tables of full width that broadcast with q and k.
+def hugging_face(cos: Tensor, sin: Tensor) -> Rotate:
+    """Llama's apply_rotary_pos_emb, for tables of full width that are broadcastable to q and k.
 
     Source: transformers, models/llama/modeling_llama.py.
     """
@@ -41,14 +41,14 @@ def hugging_face(cos: Tensor, sin: Tensor) -> Turn:
     return lambda q, k: (q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin)
 
 
-def meta(turn: Tensor) -> Turn:
-    """Meta's apply_rotary_emb: pairs as complex numbers, in float32, for cos + i sin that broadcasts with them.
+def meta(factor: Tensor) -> Rotate:
+    """Meta's apply_rotary_emb: multiply pairs, as complex numbers in float32, by factor = cos + i sin.
 
     Source: llama, llama/model.py.
     """
 
-    def one(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * turn).flatten(-2).type_as(x)
+        return torch.view_as_real(pairs * factor).flatten(-2).type_as(x)
 
-    return lambda q, k: (one(q), one(k))
+    return lambda q, k: (rotate(q), rotate(k))
