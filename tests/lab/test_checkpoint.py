@@ -178,15 +178,15 @@ IDENTITIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "rope a list": (lambda said: {**said, "rope": []}, r"its rope must be a JSON object, got \[\]"),
     "rope with another key": (in_rope(x=1), "its rope must have the keys head_dim, base, pairing"),
     "head_dim of other heads": (in_rope(head_dim=8, rotary_dim=8), "head_dim of its rope must be that of its size, 4"),
-    "base 10**400": (in_rope(base=10**400), "its rope must be one, got Rope: base must be a finite number"),
+    "base 10**400": (in_rope(base=10**400), "its rope must be valid, got Rope: base must be a finite number"),
     "scaling a list": (in_rope(scaling=[]), r"its scaling must be a JSON object, got \[\]"),
     "scaling empty": (in_rope(scaling={}), "the scheme of its scaling must be one of .*YaRN.*, got None"),
     "unknown scheme": (in_scaling(scheme="Nope"), "the scheme of its scaling must be one of .*, got 'Nope'"),
     "scheme a base class": (in_scaling(scheme="Scheme"), "the scheme of its scaling must be one of .*, got 'Scheme'"),
     "scheme a name of the module": (in_scaling(scheme="SCHEMES"), "the scheme of its scaling must be one of"),
     "scheme a list": (in_scaling(scheme=["YaRN"]), "the scheme of its scaling must be one of"),
-    "factor a string": (in_scaling(factor="x"), "its rope must be one, got YaRN: factor must be"),
-    "another key of the scheme": (in_scaling(more=1), "its rope must be one, got .*more"),
+    "factor a string": (in_scaling(factor="x"), "its rope must be valid, got YaRN: factor must be"),
+    "another key of the scheme": (in_scaling(more=1), "its rope must be valid, got .*more"),
 }
 
 

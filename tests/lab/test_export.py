@@ -224,7 +224,7 @@ def test_llama2c_refuses_what_run_c_cannot_run(tmp_path: Path) -> None:
     ):
         with pytest.raises(RopeError, match="to_llama2c: the rope must have base 10000, no scaling"):
             export.to_llama2c(random_model(), rope, file, max_positions=8)
-    with pytest.raises(RopeError, match=r"norm_eps must be 1e-05, which run\.c has built in, got 1e-06"):
+    with pytest.raises(RopeError, match=r"norm_eps must be 1e-05, as in run\.c, got 1e-06"):
         export.to_llama2c(random_model(replace(SIZE, norm_eps=1e-6)), PLAIN, file, max_positions=8)
     with pytest.raises(RopeError, match="max_positions must be an integer from 1 to 16777216, got 0"):
         export.to_llama2c(random_model(), PLAIN, file, max_positions=0)
@@ -251,7 +251,7 @@ def test_refusals_of_both(tmp_path: Path) -> None:
     ids=["partial", "dynamic with another length"],
 )
 def test_hugging_face_refuses_what_its_config_cannot_say(rope: Rope, length: int, tmp_path: Path) -> None:
-    with pytest.raises(RopeError, match="to_hugging_face: a config of Llama must be able to say the rope, got Rope"):
+    with pytest.raises(RopeError, match="to_hugging_face: a Llama config must be able to represent the rope, got Rope"):
         export.to_hugging_face(random_model(), rope, tmp_path, max_positions=length)
     assert not list(tmp_path.iterdir())
 
@@ -286,7 +286,7 @@ def test_an_export_replaces_another_only_with_force(form: str, tmp_path: Path) -
         "hf": "a folder with config.json, model.safetensors, tokenizer.json, tokenizer_config.json",
         "llama2.c": f"a file of {target.stat().st_size:,} bytes",
     }[form]
-    assert f"{target} must not exist yet, got {there}. Name another, or replace it with --force.\n" in ran.stderr
+    assert f"{target} must not exist yet, got {there}. Pass another path, or replace it with --force.\n" in ran.stderr
     assert contents(tmp_path) == before
     assert command(other, target, form, "--force").exit_code == 0
     assert contents(tmp_path).keys() == before.keys()
@@ -310,10 +310,10 @@ def test_an_export_never_replaces_its_checkpoint(force: list[str], tmp_path: Pat
         (source.parent, "hf"),
     ):
         ran = command(source, target, form, *force)
-        assert "export: the export must not take the place of its own checkpoint, got " in ran.stderr, target
+        assert "export: the export must not replace its own checkpoint, got " in ran.stderr, target
         assert (ran.exit_code, ran.stderr.count("\n")) == (1, 1)
     ran = command(tmp_path / "folder" / "tokenizer.bin", tmp_path / "folder" / "model.bin", "llama2.c", *force)
-    assert "export: the export must not take the place of its own checkpoint, got " in ran.stderr
+    assert "export: the export must not replace its own checkpoint, got " in ran.stderr
     assert contents(tmp_path) == before
 
 
@@ -331,8 +331,12 @@ def test_what_force_does_not_replace(tmp_path: Path) -> None:
         ("folder", "hf", r"a folder that --force replaces must hold nothing but config\.json, .* got .* notes\.txt\."),
         ("file", "hf", "must be a folder, got a file"),
         ("folder", "llama2.c", "must be a file, got something else"),
-        ("export", "hf", r"export\.old must not exist: what is in .*export now is kept there for a moment, got one th"),
-        ("tokenizer.bin", "llama2.c", "the model must have another name than the tokenizer that is written beside it"),
+        (
+            "export",
+            "hf",
+            r"export\.old must not exist, because .*export is renamed to it for a moment, got an existing folder",
+        ),
+        ("tokenizer.bin", "llama2.c", "the model file must not have the name of the tokenizer file in the same folder"),
     ):
         ran = command(source, tmp_path / target, form, "--force")
         assert re.search(message, ran.stderr), ran.stderr
@@ -394,7 +398,7 @@ def test_a_folder_that_does_not_fit_is_refused(keys: dict[str, Any], message: st
 def test_weights_of_integers_are_refused(tmp_path: Path) -> None:
     file = change(tmp_path) / "model.safetensors"
     save_file({name: value.int() for name, value in load_file(file).items()}, file)
-    with pytest.raises(RopeError, match=r"weight must be of floating point, got I32"):
+    with pytest.raises(RopeError, match=r"weight must have a floating-point dtype, got I32"):
         export.from_hugging_face(tmp_path)
 
 
@@ -414,8 +418,8 @@ def test_folders_that_no_other_can_replace(tmp_path: Path, monkeypatch: pytest.M
     before = contents(tmp_path)
     for target, got in ((Path("."), "the current folder"), (tmp_path / "mounted", "a mount point")):
         ran = command(source, target, "hf")
-        must = f"{target.resolve()} must be a folder that another can take the place of"
-        assert ran.stderr == f"Error: to_hugging_face: {must}, got {got}. Name a new folder in it.\n"
+        must = f"{target.resolve()} must be a folder that can be replaced"
+        assert ran.stderr == f"Error: to_hugging_face: {must}, got {got}. Pass a new folder inside of it.\n"
         assert ran.exit_code == 1
     assert contents(tmp_path) == before
     assert command(source, Path("new"), "hf").exit_code == 0
@@ -438,7 +442,7 @@ def test_the_slower_of_two_exports_says_what_is_there(tmp_path: Path) -> None:
             (tmp_path / "model").mkdir()
             (tmp_path / "model" / "config.json").write_text("fast")
 
-    with pytest.raises(RopeError, match=r"model must not exist yet, got a folder with config\.json\. Name another"):
+    with pytest.raises(RopeError, match=r"model must not exist yet, got a folder with config\.json\. Pass another"):
         overtaken()
     assert (tmp_path / "model" / "config.json").read_text() == "fast"
     assert list(tmp_path.rglob("*.unfinished")) == []

@@ -69,9 +69,7 @@ def disk_with(size: int) -> Iterator[None]:
 def one_line(ran, target: Path) -> None:
     assert ran.exit_code == 1
     files = (target, target.with_name("tokenizer.bin"))
-    assert ran.stderr.startswith(
-        tuple(f"Error: lab: {file} must be a place where files can be written" for file in files)
-    )
+    assert ran.stderr.startswith(tuple(f"Error: lab: {file} must be writable" for file in files))
     assert ran.stderr.count("\n") == 1
     assert ran.stdout == ""
 
@@ -100,7 +98,7 @@ def test_a_training_on_a_full_disk(source: Path, tmp_path: Path) -> None:
         return batch(step)
 
     try:
-        with pytest.raises(RopeError, match=r"x\.safetensors must be a place where files can be written, got "):
+        with pytest.raises(RopeError, match=r"x\.safetensors must be writable, got "):
             trained(file, filling)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -114,7 +112,7 @@ def test_a_training_on_a_full_disk(source: Path, tmp_path: Path) -> None:
 def test_rows_on_a_full_disk(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     parts.write_json(file, [1])
-    with disk_with(100), pytest.raises(RopeError, match=r"rows\.json must be a place where files can be written"):
+    with disk_with(100), pytest.raises(RopeError, match=r"rows\.json must be writable"):
         parts.write_json(file, list(range(1000)))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"rows.json": "[\n 1\n]\n"}
 

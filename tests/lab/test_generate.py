@@ -168,7 +168,7 @@ def test_learned_positions_end_before_the_text_begins() -> None:
 
 def test_command_refuses(trained: Path, tmp_path: Path) -> None:
     for model, file, message in (
-        (LanguageModel(replace(SIZE, vocab_size=300)), tmp_path / "x", "one of bytes, with 256 tokens, got 300 tokens"),
+        (LanguageModel(replace(SIZE, vocab_size=300)), tmp_path / "x", "a byte model with 256 tokens, got 300 tokens"),
         (None, trained, "prompt must be tokens from 0 to 255, at least one"),
     ):
         if model is not None:
@@ -218,4 +218,4 @@ def test_export_commands(trained: Path, tmp_path: Path) -> None:
     train(LanguageModel(SIZE), None, counting, Recipe(1, 1e-3), file=tmp_path / "x", about={})
     ran = CliRunner().invoke(main, ["export", str(tmp_path / "x"), "y", "--format", "hf", "--max-positions", "64"])
     assert ran.exit_code == 1
-    assert "export: the model must have a rope, got one without in" in ran.stderr
+    assert "export: the model must have a rope, got a model without one in" in ran.stderr

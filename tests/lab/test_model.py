@@ -150,7 +150,7 @@ def test_impossible_sizes(keys: dict[str, Any], message: str) -> None:
 
 
 def test_positions_are_given_where_they_are_wanted() -> None:
-    with pytest.raises(RopeError, match=r"positions must be given exactly where .*absolute='sinusoidal'\), got None"):
+    with pytest.raises(RopeError, match=r"positions must be passed if and only if .*absolute='sinusoidal'\), got None"):
         LanguageModel(Size(**SIZE, absolute="sinusoidal"))(TOKENS, None)
     with pytest.raises(RopeError, match=r"\(absolute=None\), got a tensor of shape \(4,\)"):
         LanguageModel(Size(**SIZE))(TOKENS, None, positions=torch.arange(4))

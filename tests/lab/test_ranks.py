@@ -90,7 +90,7 @@ def test_resumed_by_other_numbers_of_processes(worked: tuple[Path, Outcomes]) ->
 def test_an_error_of_one_process_ends_all(worked: tuple[Path, Outcomes]) -> None:
     for who, (ends, steps, _) in zip((1, 0), worked[1]["error"], strict=True):
         assert "MemoryError: this process has no memory left" in ends[who]
-        lost = f"RopeError: lab: all processes must go on until the end, got process {1 - who} has lost another one. "
+        lost = f"RopeError: lab: all processes must run until the end, got process {1 - who} has lost another one. "
         assert ends[1 - who].startswith(lost)
         assert steps == [0, 3]
 
@@ -211,9 +211,7 @@ class TestJoined:
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        message = (
-            "each process must have a GPU of its own, got 4 processes on a machine with 2. Pass --nproc-per-node 2"
-        )
+        message = "each process must have its own GPU, got 4 processes on a machine with 2. Pass --nproc-per-node 2"
         with pytest.raises(RopeError, match=message), ranks.joined():
             pass
 
@@ -235,7 +233,7 @@ class TestCommand:
         assert process.stdout.startswith("2 processes, 1 threads in each, 6 of 6 parts to do, kept in ")
         text = (folder / "report.txt").read_text()
         assert process.stdout.count(text) == 1
-        assert process.stdout.count("Report, JSON and pictures are in") == 1
+        assert process.stdout.count("The report, JSON and plots are in") == 1
         assert json.loads((folder / "report.json").read_text())["processes"] == 2
 
     def test_rows_are_those_of_one_process(

@@ -127,7 +127,7 @@ def test_what_is_on_disk(ran):
     text = (folder / "report.txt").read_text().rstrip("\n").split("\n")
     start = said.index("  measuring no positions", said.index("[36/36] text-4-no-positions")) + 1
     assert said[start : start + len(text)] == text
-    assert said[-2:] == [f"Report, JSON and pictures are in {folder}.", said[-1]]
+    assert said[-2:] == [f"The report, JSON and plots are in {folder}.", said[-1]]
     assert said[-1].startswith("This run took ")
     pictures = {"copy-accuracy", "copy-loss", "text-perplexity", "text-last", "text-positions"}
     assert {path.stem for path in folder.glob("*.png")} == pictures
@@ -248,7 +248,7 @@ def test_rows_that_are_broken_are_named(tmp_path, content):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ropewalk.RopeError, match="lab: the folder must be one that can be made"):
+    with pytest.raises(ropewalk.RopeError, match="lab: it must be possible to create the folder"):
         study.run(Study([COPY], [0]), tmp_path / "file", print)
 
 

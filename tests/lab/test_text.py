@@ -64,7 +64,7 @@ def test_which_files(tmp_path: Path) -> None:
 
 def test_without_sources(tmp_path: Path) -> None:
     (tmp_path / "ast.pyc").write_bytes(b"x" * 50_000)
-    with pytest.raises(RopeError, match=r"text\.corpus: the folder must hold the sources .*, got 0 files of use in"):
+    with pytest.raises(RopeError, match=r"text\.corpus: the folder must hold the sources .*, got 0 usable files in"):
         text.corpus(tmp_path)
 
 

@@ -1,1 +1,1 @@
-"""The lab: a language model small enough for a laptop, and what long-context scaling does to it."""
+"""The lab: train small language models on a laptop, and measure what long-context scaling does to them."""

@@ -1,7 +1,6 @@
-"""A training on disk: weights, optimizer, losses, and which training it is. One safetensors file, replaced whole.
+"""Checkpoints of a training: weights, optimizer, losses and identity in one safetensors file, replaced atomically.
 
-Whatever reads it goes through `read`, which checks everything before it is used: a file may be broken, or made by
-somebody else.
+All reading goes through `read`, which checks the whole content before use, because a file may be broken or untrusted.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from ropewalk.lab.files import Kind
 from ropewalk.lab.model import LanguageModel, Size, shapes
 
 VERSION = "2"
-"""Of the format. Version 1 had neither this nor a checksum."""
+"""Version of the format. Version 1 had neither a version number nor a checksum."""
 
 LARGEST_IDENTITY = 2**20
-"""Characters of JSON."""
+"""Maximum number of characters of the identity's JSON."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCHEMES = ropewalk.schemes.BY_NAME  # every scheme that a file may name
@@ -39,14 +38,14 @@ _METADATA = ("identity", "seconds", "version", "sha256")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a file holds.
+    """The content of a checkpoint file.
 
     Args:
-        identity: which training it is of, as `identity` made it.
-        size, rope, about: the same, as objects.
-        tensors: float32 `weights.*`, `exp_avg.*` and `exp_avg_sq.*`, each as `shapes(size)` says, all finite.
-        losses: of each step that is done, in nats; at least one.
-        seconds: that these steps took.
+        identity: identity of the training, as returned by `identity`.
+        size, rope, about: parts of the identity as objects.
+        tensors: float32 `weights.*`, `exp_avg.*` and `exp_avg_sq.*` with the shapes of `shapes(size)`, all finite.
+        losses: loss of each completed step in nats, at least one.
+        seconds: duration of these steps.
     """
 
     identity: dict[str, Any]
@@ -61,23 +60,23 @@ class Checkpoint:
 def identity(
     model: LanguageModel, rope: ropewalk.Rope | None, recipe: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that decides how a training ends, as plain JSON; two trainings with the same are the same."""
+    """Return everything that determines the result of a training, as plain JSON. Equal trainings have equal values."""
     start = hashlib.sha256()
     for parameter in model.parameters():
         start.update(parameter.detach().numpy().tobytes())
-    said = {
+    values = {
         "size": asdict(model.size),
         "rope": None if rope is None else _rope_to_json(rope),
         "recipe": recipe,
         "about": about,
         "initial weights": start.hexdigest(),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(said))
+    plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain
 
 
 def state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of a training by the names that they have in a file; zeros for moments before the first step."""
+    """Return the tensors of a training by their names in a file. Moments are zero before the first step."""
     tensors = {f"weights.{name}": value.detach() for name, value in parameters.items()}
     for name, parameter in parameters.items():
         kept = optimizer.state[parameter]
@@ -91,17 +90,16 @@ def state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) ->
 def save(
     file: Path, identity: Mapping[str, Any], state: Mapping[str, Tensor], losses: list[float], seconds: float
 ) -> None:
-    """Write the state after a step; a process killed meanwhile leaves the file of the step before.
+    """Write the state after a step. If the process is killed while writing, the previous file remains.
 
-    os.replace is atomic, and what was written survives the process that wrote it. It need not survive a power cut:
-    that would take an fsync for each step.
+    os.replace is atomic, and the file survives the death of the process. It may not survive a power failure, which
+    would need an fsync for each step.
 
     Raises:
-        RopeError: a loss, weight or moment is not finite, or the file cannot be written; that of the step before is
-            still there.
+        RopeError: a loss, weight or moment is not finite, or the file cannot be written. The previous file remains.
     """
     tensors = {**state, "losses": torch.tensor(losses, dtype=torch.float64)}
-    if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():  # a pass over each: cheaper than isfinite
+    if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():  # one pass over each tensor, unlike isfinite
         must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
         raise _checks.error("lab", must, came, f"Take a lower learning rate; {file} has the steps before.")
     metadata = {"identity": json.dumps(identity), "seconds": repr(seconds), "version": VERSION}
@@ -112,11 +110,13 @@ def save(
 def restore(
     parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], steps: int
 ) -> None:
-    """Set parameters and optimizer to a state, after so many steps.
+    """Set parameters and optimizer to a saved state.
 
     Args:
-        parameters: plain, or DTensors: then each process takes its shards.
-        tensors: as of `state`; plain, or DTensors placed as the parameters are.
+        parameters: plain tensors, or DTensors, of which each process sets its shards.
+        optimizer: the optimizer of the parameters.
+        tensors: as returned by `state`; plain tensors, or DTensors with the placements of the parameters.
+        steps: number of completed steps.
     """
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -126,7 +126,7 @@ def restore(
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """value, split over the processes as the parameter is."""
+    """Shard value over the processes like the parameter."""
     if ranks.count() == 1:
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -138,10 +138,10 @@ def _placed(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def check_same(place: Path, found: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that what was found there is of this training.
+    """Check that a checkpoint belongs to this training.
 
     Raises:
-        RopeError: it is of another; the message says what differs.
+        RopeError: it belongs to another training. The message names the differences.
     """
     different = [key for key in identity if found.get(key) != identity[key]]
     if different:
@@ -149,15 +149,15 @@ def check_same(place: Path, found: Mapping[str, Any], identity: Mapping[str, Any
             "lab",
             f"{place} must be a checkpoint of this training",
             f"one that differs in {', '.join(different)}",
-            "Name another folder, or delete the file to start anew.",
+            "Pass another folder, or delete the file to start again.",
         )
 
 
 def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any]]:
-    """The model of a checkpoint, its rope, and what `about` said of it.
+    """Load the model of a checkpoint, its rope, and the `about` of its training.
 
     Raises:
-        RopeError: the file is no checkpoint.
+        RopeError: the file is not a valid checkpoint.
     """
     found = read(file)
     model = LanguageModel(found.size)
@@ -170,17 +170,17 @@ def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any
 def read(file: Path) -> Checkpoint:
     """Read a checkpoint and check all of it.
 
-    The header is checked first, so no tensor is read, and no memory taken, for a model that is not in the file.
+    The header is checked first, so that no memory is allocated for tensors that are not in the file.
 
     Raises:
-        RopeError: it is no checkpoint, or a broken one; the message says what is wrong.
-        OSError: it cannot be opened.
+        RopeError: the file is no checkpoint, or is broken. The message names the defect.
+        OSError: the file cannot be opened.
     """
     with files.reading(file) as (opened, metadata, kinds):
         for key in _METADATA[:2]:
             if key not in metadata:
                 raise _checks.error(
-                    "lab", f"{file} must be a checkpoint of the lab", f"one without {key!r}", "Name another file."
+                    "lab", f"{file} must be a checkpoint of the lab", f"one without {key!r}", "Pass another file."
                 )
         if metadata.get("version") != VERSION or metadata.keys() != set(_METADATA):
             must = f"{file} must be a checkpoint of version {VERSION}"
@@ -188,10 +188,10 @@ def read(file: Path) -> Checkpoint:
             raise _checks.error(
                 "lab", must, came, "Train again, or read it with the release of ropewalk that wrote it."
             )
-        said = _identity_from(file, metadata["identity"])
-        size = _size_from(file, said["size"])
-        rope = None if said["rope"] is None else _rope_from(file, said["rope"], size)
-        steps = _object(file, "recipe", said["recipe"]).get("steps")
+        stated = _identity_from(file, metadata["identity"])
+        size = _size_from(file, stated["size"])
+        rope = None if stated["rope"] is None else _rope_from(file, stated["rope"], size)
+        steps = _object(file, "recipe", stated["recipe"]).get("steps")
         if not isinstance(steps, int) or isinstance(steps, bool):
             raise _broken(file, "steps of its recipe must be an integer", _checks.shown(steps))
         seconds = _seconds(file, metadata["seconds"])
@@ -202,11 +202,11 @@ def read(file: Path) -> Checkpoint:
     if _digest(tensors, metadata) != digest:
         raise _broken(file, "its contents must have the SHA-256 that it states", "another: it was changed or damaged")
     losses: list[float] = tensors.pop("losses").tolist()
-    return Checkpoint(said, size, rope, _object(file, "about", said["about"]), tensors, losses, seconds)
+    return Checkpoint(stated, size, rope, _object(file, "about", stated["about"]), tensors, losses, seconds)
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of everything in the file, in an order of its own: metadata, then names, kinds and bytes of tensors."""
+    """SHA-256 of the whole content in a fixed order: metadata, then names, kinds and bytes of the sorted tensors."""
     whole = hashlib.sha256(json.dumps([metadata[key] for key in _METADATA[:3]]).encode())
     for name in sorted(tensors):
         value = tensors[name].contiguous().numpy()
@@ -222,14 +222,14 @@ def _identity_from(file: Path, text: str) -> dict[str, Any]:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise _broken(file, "its identity must be JSON", f"{type(e).__name__}: {e!s:.80}") from e
-    said = _object(file, "identity", value, _IDENTITY)
-    if not isinstance(said["initial weights"], str):
-        raise _broken(file, "its initial weights must be a digest", _checks.shown(said["initial weights"]))
-    return said
+    stated = _object(file, "identity", value, _IDENTITY)
+    if not isinstance(stated["initial weights"], str):
+        raise _broken(file, "its initial weights must be a digest", _checks.shown(stated["initial weights"]))
+    return stated
 
 
 def _object(file: Path, what: str, value: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """A JSON object with exactly these keys; any when None."""
+    """Check that value is a JSON object with exactly these keys, or any keys if None."""
     if not isinstance(value, dict):
         raise _broken(file, f"its {what} must be a JSON object", _checks.shown(value))
     if keys is not None and value.keys() != set(keys):
@@ -247,19 +247,19 @@ def _size_from(file: Path, value: Any) -> Size:
 
 
 def _rope_from(file: Path, value: Any, size: Size) -> ropewalk.Rope:
-    said = dict(_object(file, "rope", value, _ROPE))
-    if said["head_dim"] != size.head_dim:
+    fields = dict(_object(file, "rope", value, _ROPE))
+    if fields["head_dim"] != size.head_dim:
         must = f"head_dim of its rope must be that of its size, {size.head_dim}"
-        raise _broken(file, must, _checks.shown(said["head_dim"]))
-    scaling = said["scaling"] if said["scaling"] is None else dict(_object(file, "scaling", said["scaling"]))
+        raise _broken(file, must, _checks.shown(fields["head_dim"]))
+    scaling = fields["scaling"] if fields["scaling"] is None else dict(_object(file, "scaling", fields["scaling"]))
     name = None if scaling is None else scaling.pop("scheme", None)
     if scaling is not None and (not isinstance(name, str) or name not in _SCHEMES):
         raise _broken(file, f"the scheme of its scaling must be one of {', '.join(_SCHEMES)}", _checks.shown(name))
     try:
-        said["scaling"] = None if scaling is None else _SCHEMES[str(name)](**scaling)
-        return ropewalk.Rope(**said)
+        fields["scaling"] = None if scaling is None else _SCHEMES[str(name)](**scaling)
+        return ropewalk.Rope(**fields)
     except (ValueError, TypeError, OverflowError) as e:
-        raise _broken(file, "its rope must be one", f"{e!s:.300}") from e
+        raise _broken(file, "its rope must be valid", f"{e!s:.300}") from e
 
 
 def _seconds(file: Path, text: str) -> float:
@@ -273,18 +273,18 @@ def _seconds(file: Path, text: str) -> float:
 
 
 def _check_kinds(file: Path, kinds: Mapping[str, Kind], size: Size, steps: int) -> None:
-    """Exactly the tensors of such a model, and from 1 to `steps` losses."""
-    wanted = {
+    """Check that the file has exactly the tensors of such a model, and from 1 to `steps` losses."""
+    expected = {
         f"{kind}.{name}": Kind("F32", shape) for name, shape in shapes(size).items() for kind in ("weights", *_MOMENTS)
     }
     losses = kinds.get("losses")
     if losses is None or losses.dtype != "F64" or len(losses.shape) != 1 or not 1 <= losses.shape[0] <= steps:
         came = "none" if losses is None else f"{losses.dtype} {list(losses.shape)}"
         raise _broken(file, f"its losses must be F64 [from 1 to {_checks.shown(steps)}]", came)
-    if different := sorted(kinds.keys() - {"losses"} ^ wanted.keys()):
+    if different := sorted(kinds.keys() - {"losses"} ^ expected.keys()):
         came = f"missing or unknown: {', '.join(different[:4])}"
         raise _broken(file, "it must hold exactly the tensors of a model of its size", came)
-    for name, kind in wanted.items():
+    for name, kind in expected.items():
         if kinds[name] != kind:
             came = f"{kinds[name].dtype} {list(kinds[name].shape)}"
             raise _broken(file, f"{name} must be {kind.dtype} {list(kind.shape)}", came)
@@ -299,8 +299,8 @@ def _check_values(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _broken(file: Path, must: str, came: str) -> ropewalk.RopeError:
-    """It is a checkpoint by its look, and cannot be used."""
-    cure = "The file is damaged, or was not written by the lab. Delete it to start anew."
+    """Build the error for a file that looks like a checkpoint but cannot be used."""
+    cure = "The file is damaged, or was not written by the lab. Delete it to start again."
     return _checks.error("lab", f"{file}: {must}", came, cure)
 
 

@@ -1,7 +1,7 @@
-"""The copy task: BOS w BOS w. A model that has learned it attends to where the same symbol stood before.
+"""The copy task: BOS w BOS w. A model that has learned it attends to the previous occurrence of a symbol.
 
-Nothing is read: w is drawn from a generator. Only the second w can be known, so only it counts. How far apart the two
-are is how far the model must see, which makes the task a sharp test of positions beyond the trained ones.
+The sequence w is random, so only the second w can be predicted, and only it counts. The model must attend over exactly
+the distance between the two, which makes the task a sharp test of positions beyond the trained ones.
 
 Source: repeated random tokens as in Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895.
 """
@@ -20,20 +20,20 @@ SYMBOLS = 64
 BOS = SYMBOLS
 VOCAB_SIZE = SYMBOLS + 1
 
-# Streams of random numbers: what is tested must not be what was trained on.
+# Separate random streams, so that test sequences differ from training sequences.
 _TRAINING, _TEST = 0, 1
 
 
 def batches(*, seed: int, sequences: int, shortest: int, longest: int) -> Callable[[int], Batch]:
-    """Sequences to train on, from (seed, step) alone.
+    """Return a function that draws training batches from (seed, step) alone.
 
     Args:
-        seed: a number of at least 0.
-        sequences: of a batch.
-        shortest, longest: bounds of |w|, in symbols, both included. All w of a batch are of one length.
+        seed: an integer of at least 0.
+        sequences: number of sequences in a batch.
+        shortest, longest: inclusive bounds of |w| in symbols. All w of a batch have the same length.
 
     Returns:
-        step → a `Batch` as of `batch`.
+        A function from a step to a `Batch`, as returned by `batch`.
     """
 
     def at(step: int) -> Batch:
@@ -44,18 +44,19 @@ def batches(*, seed: int, sequences: int, shortest: int, longest: int) -> Callab
 
 
 def test_batch(symbols: int, *, sequences: int) -> Batch:
-    """The sequences that every model is tested on: |w| = symbols, the same for every seed of a training."""
+    """Draw the test sequences with |w| = symbols. They do not depend on the seed of the training."""
     return batch(_words(np.random.default_rng((_TEST, symbols)), sequences, symbols))
 
 
 def batch(words: Tensor) -> Batch:
-    """BOS w BOS w: what a model reads, what comes next, and what of it counts.
+    """Build the inputs, targets and mask of BOS w BOS w.
 
     Args:
         words: int64 `[sequences, |w|]`, symbols from 0 to 63.
 
     Returns:
-        A `Batch` of `[sequences, 2·|w| + 1]`: all but the last symbol, all but the first, True in the second w.
+        A `Batch` of `[sequences, 2·|w| + 1]`. The tokens omit the last symbol and the targets omit the first one. The
+        mask is True in the second w.
     """
     bos = torch.full_like(words[:, :1], BOS)
     whole = torch.cat([bos, words, bos, words], dim=1)

@@ -1,6 +1,6 @@
-"""A lab model as others keep it: a folder of Hugging Face's Llama, there and back, and llama2.c's binary file.
+"""Export a lab model to Hugging Face's Llama or to llama2.c's binary file, and import Hugging Face's Llama.
 
-Nothing that exists is replaced without `force`, and what was there stays whole until the new files are.
+Existing files are replaced only with `force`, and only after the new files are complete.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from ropewalk.lab import checkpoint, files, tokenizer
 from ropewalk.lab.model import LanguageModel, Size, shapes
 
 _PREFIX = "model."
-"""Hugging Face's LlamaForCausalLM has it before every name but that of the head."""
+"""Prefix of every parameter name of Hugging Face's LlamaForCausalLM except that of the head."""
 _HEAD = "lm_head.weight"
 
 _BYTES = 256
-"""Tokens of a model of bytes, which has a tokenizer."""
+"""Vocabulary size of a byte model, for which a tokenizer is exported."""
 
 _FOLDER = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _LONGEST = 2**24
-"""Tokens: far more than any model of the lab reads, and no table of cos and sin fills the memory."""
+"""Maximum number of tokens. It exceeds every lab model, and limits the memory of cos and sin tables."""
 
 
 def to_hugging_face(
     model: LanguageModel, rope: ropewalk.Rope, folder: Path, *, max_positions: int, force: bool = False
 ) -> None:
-    """Write config.json and model.safetensors, which `LlamaForCausalLM.from_pretrained(folder)` reads.
+    """Write config.json and model.safetensors for `LlamaForCausalLM.from_pretrained(folder)`.
 
-    For a model of 256 tokens, which are bytes, tokenizer.json and tokenizer_config.json are written as well:
-    `AutoTokenizer.from_pretrained(folder)` turns text into its UTF-8 bytes and back.
+    For a byte model (256 tokens), tokenizer.json and tokenizer_config.json are written as well.
+    `AutoTokenizer.from_pretrained(folder)` then converts text to its UTF-8 bytes and back.
 
     Args:
-        model: without absolute positions.
-        rope: what turns its q and k; with pairing "interleaved", the rows of q and k are sorted anew. A scheme that
-            depends on the length is written as it is, NTK as the larger base that it is.
-        folder: new or empty. All files appear in it together.
-        max_positions: `max_position_embeddings` of the config, in tokens: the length the model is for.
-        force: replace a folder that holds nothing but files of these names.
+        model: a model without absolute positions.
+        rope: the rope of the model. With pairing "interleaved", the rows of q_proj and k_proj are reordered. NTK is
+            written as the larger base that it is equal to; schemes that depend on the length are written as they are.
+        folder: a new or empty folder. All files appear in it at once.
+        max_positions: `max_position_embeddings` of the config, in tokens: the length that the model is made for.
+        force: whether to replace a folder that contains only files with these names.
 
     Raises:
-        RopeError: a Llama of Hugging Face cannot be this model; the folder holds something; it cannot be written.
+        RopeError: Hugging Face's Llama cannot represent this model, the folder is not empty, or it cannot be written.
     """
     size = model.size
     _check_exportable("to_hugging_face", model, rope)
@@ -82,9 +82,9 @@ def to_hugging_face(
     if ropewalk.from_config(config).layers != layers:
         raise _checks.error(
             "to_hugging_face",
-            "a config of Llama must be able to say the rope",
+            "a Llama config must be able to represent the rope",
             repr(rope),
-            "Partial rotation cannot be said there, and dynamic NTK only with max_positions as its own length.",
+            "It cannot express partial rotation, and dynamic NTK only if max_positions is its original length.",
         )
     weights = dict(_paired(model, rope.pairing, "half"))
     if size.tied:
@@ -100,27 +100,27 @@ def to_hugging_face(
 
 
 def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
-    """Read a Llama of Hugging Face: config.json and model.safetensors; the weights become float32.
+    """Read config.json and model.safetensors of Hugging Face's Llama, and convert the weights to float32.
 
     Returns:
-        The model, and the rope of every layer: perhaps one whose length is to be said (`Rope.at_length`).
+        The model, and the rope of every layer. If the rope depends on the length, call `Rope.at_length`.
 
     Raises:
-        RopeError: it has what a `LanguageModel` has not (biases, another activation), or a key or tensor is missing.
-        FileNotFoundError: one of the two files is not there.
+        RopeError: the model has features that a `LanguageModel` lacks (biases, another activation), or a key or tensor
+            is missing.
+        FileNotFoundError: one of the two files is missing.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
     except (ValueError, RecursionError) as e:
         must = f"{folder / 'config.json'} must be JSON"
-        raise _checks.error("from_hugging_face", must, str(e), "Write the folder anew.") from e
+        raise _checks.error("from_hugging_face", must, str(e), "Export the model again.") from e
     rope = ropewalk.from_config(config).rope
-    same = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, wanted in same.items():
-        if config.get(key, wanted) != wanted:
-            raise _checks.error(
-                "from_hugging_face", f"{key} must be {wanted!r}", repr(config[key]), "A LanguageModel has nothing else."
-            )
+    required = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    for key, value in required.items():
+        if config.get(key, value) != value:
+            fix = "A LanguageModel supports nothing else."
+            raise _checks.error("from_hugging_face", f"{key} must be {value!r}", repr(config[key]), fix)
     try:
         size = Size(
             vocab_size=config["vocab_size"],
@@ -139,7 +139,7 @@ def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
             "from_hugging_face",
             f"head_dim must be hidden_size / num_attention_heads = {size.head_dim}",
             str(rope.head_dim),
-            "A LanguageModel has no other heads.",
+            "A LanguageModel supports no other head_dim.",
         )
     weights = _weights(folder / "model.safetensors", size)
     model = LanguageModel(size)
@@ -152,24 +152,24 @@ def from_hugging_face(folder: Path) -> tuple[LanguageModel, ropewalk.Rope]:
 def to_llama2c(
     model: LanguageModel, rope: ropewalk.Rope, file: Path, *, max_positions: int, force: bool = False
 ) -> None:
-    """Write the file that llama2.c's `run.c` reads: "version 0" of its export.py, float32, little-endian.
+    """Write the file for llama2.c's `run.c`: "version 0" of its export.py, float32, little-endian.
 
-    Seven int32: width, width inside the SwiGLU, layers, heads, key heads, vocabulary (negative where the head is not
-    the embedding), longest sequence. Then the weights, kind by kind and each kind layer by layer: embedding, norms
-    before attention, q, k, v, o, norms before the SwiGLU, gate, down, up, the last norm; cos and sin of every position
-    (today's run.c skips them); the head. q and k are sorted for the pairing "interleaved". The tokens are not in it.
-    For a model of 256 tokens, which are bytes, `tokenizer.bin` is written beside the file; one that is there already
-    and has these contents stays.
+    The file begins with seven int32: hidden size, intermediate size of the SwiGLU, layers, heads, key heads, vocabulary
+    size (negative if the head is not the embedding), longest sequence. The weights follow, each kind for all layers:
+    embedding, norms before attention, q, k, v, o, norms before the SwiGLU, gate, down, up, the last norm; then cos and
+    sin of every position (which the current run.c skips), and the head. The rows of q and k are in the order of the
+    pairing "interleaved". For a byte model (256 tokens), `tokenizer.bin` is written to the same folder, unless a file
+    with the same content exists.
 
     Args:
-        model: without absolute positions; its eps must be 1e-5, which run.c has built in.
-        rope: base 10000, no scaling, the whole head: run.c computes these angles itself.
-        file: new; its folder is made.
-        max_positions: the longest sequence run.c will make, in tokens.
-        force: replace files that exist.
+        model: a model without absolute positions, with an eps of 1e-5, which is built into run.c.
+        rope: must have base 10000 and no scaling, and rotate the whole head: run.c computes these angles itself.
+        file: a new file. Its folder is created.
+        max_positions: the longest sequence that run.c will generate, in tokens.
+        force: whether to replace existing files.
 
     Raises:
-        RopeError: run.c could not run it (the message says why); a file is there already; it cannot be written.
+        RopeError: run.c could not run the model (the message says why), a file exists, or it cannot be written.
     """
     size = model.size
     _check_exportable("to_llama2c", model, rope)
@@ -177,13 +177,13 @@ def to_llama2c(
     if replace(rope, pairing="half") != ropewalk.Rope(size.head_dim, 10_000.0, "half"):
         raise _checks.error(
             "to_llama2c",
-            "the rope must have base 10000, no scaling, and turn the whole head, since run.c computes these angles",
+            "the rope must have base 10000, no scaling, and rotate the whole head, because run.c computes these angles",
             repr(rope),
             "Export it to Hugging Face instead.",
         )
     if size.norm_eps != 1e-5:
         raise _checks.error(
-            "to_llama2c", "norm_eps must be 1e-05, which run.c has built in", repr(size.norm_eps), "Train with it."
+            "to_llama2c", "norm_eps must be 1e-05, as in run.c", repr(size.norm_eps), "Train with norm_eps=1e-5."
         )
     weights = dict(_paired(model, rope.pairing, "interleaved"))
     table = rope.at(torch.arange(max_positions))
@@ -209,43 +209,44 @@ def to_llama2c(
         table.sin,
         *([] if size.tied else [weights[_HEAD]]),
     ]
-    with ExitStack() as both:  # neither takes its place before both are written
+    with ExitStack() as stack:  # both files are complete before either is renamed
         if size.vocab_size == _BYTES:
-            _add_tokenizer(both, file, force)
-        new = both.enter_context(files.new_file("to_llama2c", file, force=force))
+            _add_tokenizer(stack, file, force)
+        new = stack.enter_context(files.new_file("to_llama2c", file, force=force))
         with new.open("wb") as out:
             out.write(header)
             for tensor in tensors:
                 out.write(tensor.numpy().astype("<f4").tobytes())
 
 
-def _add_tokenizer(both: ExitStack, file: Path, force: bool) -> None:
-    beside, content = _tokenizer_beside(file), tokenizer.llama2c()
-    if beside.is_file() and beside.stat().st_size == len(content) and beside.read_bytes() == content:
+def _add_tokenizer(stack: ExitStack, file: Path, force: bool) -> None:
+    path, content = _tokenizer_path(file), tokenizer.llama2c()
+    if path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content:
         return
-    if beside.name == file.name:
-        must = "the model must have another name than the tokenizer that is written beside it"
+    if path.name == file.name:
+        must = "the model file must not have the name of the tokenizer file in the same folder"
         raise _checks.error("to_llama2c", must, str(file), "Name it model.bin, for example.")
-    both.enter_context(files.new_file("to_llama2c", beside, force=force)).write_bytes(content)
+    stack.enter_context(files.new_file("to_llama2c", path, force=force)).write_bytes(content)
 
 
-def _tokenizer_beside(file: Path) -> Path:
-    """The name by which run.c looks for it, in the folder of the model."""
+def _tokenizer_path(file: Path) -> Path:
+    """Path of the tokenizer file that run.c reads, in the folder of the model."""
     return file.with_name("tokenizer.bin")
 
 
 def run(file: Path, target: Path, form: str, *, max_positions: int, force: bool = False) -> None:
-    """Write the model of a checkpoint of the lab in the form "hf" or "llama2.c"; errors as above.
+    """Export the model of a lab checkpoint in the format "hf" or "llama2.c". Errors are as above.
 
-    The checkpoint itself is never replaced, whatever `force` says.
+    The checkpoint itself is never replaced, even with `force`.
     """
-    touched = [target, *(target / name for name in _FOLDER)] if form == "hf" else [target, _tokenizer_beside(target)]
-    if any(path.exists() and path.samefile(file) for path in touched):
-        must = "the export must not take the place of its own checkpoint"
-        raise _checks.error("export", must, f"{target} for {file}", "Name another target.")
+    written = [target, *(target / name for name in _FOLDER)] if form == "hf" else [target, _tokenizer_path(target)]
+    if any(path.exists() and path.samefile(file) for path in written):
+        must = "the export must not replace its own checkpoint"
+        raise _checks.error("export", must, f"{target} for {file}", "Pass another target.")
     model, rope, _ = checkpoint.load(file)
     if rope is None:
-        raise _checks.error("export", "the model must have a rope", f"one without in {file}", "A Llama has one.")
+        fix = "Export a model that was trained with rotation."
+        raise _checks.error("export", "the model must have a rope", f"a model without one in {file}", fix)
     to = {"hf": to_hugging_face, "llama2.c": to_llama2c}[form]
     to(model, rope, target, max_positions=max_positions, force=force)
 
@@ -260,20 +261,23 @@ def _check_exportable(who: str, model: LanguageModel, rope: ropewalk.Rope) -> No
 
 
 def _as_base(rope: ropewalk.Rope) -> ropewalk.Rope:
-    """A scheme that is a larger base (NTK) as that: a config of Llama cannot say it otherwise."""
+    """Replace a scheme that equals a larger base (NTK) by that base, because a Llama config cannot express NTK."""
     base = None if rope.scaling is None else rope.scaling.as_base(rope.base, rope.rotary_dim)
     return rope if base is None else replace(rope, base=base, scaling=None)
 
 
 def _paired(model: LanguageModel, before: str, after: str) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by name; the rows of q and k in the order of another pairing."""
+    """Yield every weight by name, with the rows of q_proj and k_proj reordered for another pairing."""
     for name, weight in model.state_dict().items():
         rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
         yield name, _sorted_rows(weight, model.size.head_dim, before, after) if rotated else weight
 
 
 def _sorted_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tensor:
-    """[heads · head_dim, width]: "half" has the first channels of all pairs, then the second; the other, by pairs."""
+    """Reorder the rows of `[heads · head_dim, width]` from one pairing to the other.
+
+    In "half", each head has the first channels of all pairs, then the second ones. In "interleaved", pairs adjoin.
+    """
     if before == after:
         return weight
     shape = (-1, 2, head_dim // 2) if before == "half" else (-1, head_dim // 2, 2)
@@ -281,23 +285,23 @@ def _sorted_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tens
 
 
 def _weights(file: Path, size: Size) -> dict[str, Tensor]:
-    """The weights of a Llama of that size, under our names; none is read before all have the right shape."""
-    wanted, cure = shapes(size), "Is it the file that belongs to config.json?"
+    """Read the weights of a Llama of that size under the lab's names. All shapes are checked before any is read."""
+    expected, cure = shapes(size), "Use the model.safetensors that belongs to config.json."
     with files.reading(file) as (opened, _, kinds):
-        # Old files hold what can be computed, and some the head that is the embedding.
-        given = {name.removeprefix(_PREFIX): name for name in kinds if not name.endswith("rotary_emb.inv_freq")}
+        # Old files contain inv_freq, and some contain the head although it is the embedding.
+        stored = {name.removeprefix(_PREFIX): name for name in kinds if not name.endswith("rotary_emb.inv_freq")}
         if size.tied:
-            given.pop(_HEAD, None)
-        if different := sorted(given.keys() ^ wanted.keys()):
+            stored.pop(_HEAD, None)
+        if different := sorted(stored.keys() ^ expected.keys()):
             must = "model.safetensors must hold exactly the weights of this Llama"
             came = f"missing or unknown: {', '.join(different[:4])}"
             raise _checks.error("from_hugging_face", must, came, cure)
-        for name, shape in wanted.items():
-            kind = kinds[given[name]]
+        for name, shape in expected.items():
+            kind = kinds[stored[name]]
             if kind.shape != shape:
                 must = f"{name} must have the shape {shape}"
                 raise _checks.error("from_hugging_face", must, str(kind.shape), cure)
             if kind.dtype not in ("F64", "F32", "F16", "BF16"):
-                must = f"{name} must be of floating point"
+                must = f"{name} must have a floating-point dtype"
                 raise _checks.error("from_hugging_face", must, kind.dtype, cure)
-        return {name: files.tensor(opened, given[name]) for name in wanted}
+        return {name: files.tensor(opened, stored[name]) for name in expected}

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and safetensors files whose header is read before their tensors."""
+"""Replace files and folders atomically, and read safetensors files with a check of the header before the tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from ropewalk import _checks
 
 LARGEST_HEADER = 2**22
-"""Bytes. A model of the lab has some tens of thousands; one with a thousand layers stays below."""
+"""Maximum size of a header in bytes. Lab models need tens of thousands; a thousand layers still fit."""
 
-_UNREADABLE = "Name another; one that a training has left may be deleted."
+_UNREADABLE = "Pass another file. A broken file of a training may be deleted."
 
 
 class Kind(NamedTuple):
-    """dtype (in the words of safetensors, "F32") and shape of a tensor in a file."""
+    """dtype (as named by safetensors, such as "F32") and shape of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,20 +30,21 @@ class Kind(NamedTuple):
 
 @contextmanager
 def writing(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
-    """Give a path to write to; what was written there then takes the place of `file` in one step.
+    """Yield a temporary path to write to, and then replace `file` by it atomically.
 
-    Whatever goes wrong, `file` stays as it was, and what was written so far is removed. A process that is killed
-    leaves it behind.
+    If an error occurs, `file` is unchanged and the temporary file is removed. If the process is killed, the temporary
+    file remains.
 
     Args:
-        file: its folder is made.
-        unfinished: the path to give; `file` with the suffix `.unfinished` when None, which suits one writer at a time.
+        file: the file to replace. Its folder is created.
+        unfinished: the temporary path. None means `file` with the suffix `.unfinished`, which allows one writer at a
+            time.
 
     Raises:
         RopeError: the file cannot be written: the disk is full, the folder is read-only.
     """
     unfinished = unfinished or file.with_name(f"{file.name}.unfinished")
-    with _told(file):
+    with _raise_readable(file):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             yield unfinished
@@ -56,33 +57,33 @@ def writing(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def new_file(who: str, file: Path, *, force: bool) -> Iterator[Path]:
-    """As `writing`, for a file of the user's: one that exists is replaced only with `force`.
+    """Like `writing`, but replace an existing file only with `force`.
 
     Raises:
-        RopeError: something is there, or the file cannot be written.
+        RopeError: the file exists, or cannot be written.
     """
     file = file.resolve()
     if file.exists() and not file.is_file():
-        raise _checks.error(who, f"{file} must be a file", "something else", "Name another.")
+        raise _checks.error(who, f"{file} must be a file", "something else", "Pass another path.")
     if file.exists() and not force:
         raise _occupied(who, file, f"a file of {file.stat().st_size:,} bytes")
-    with writing(file, _beside(file)) as unfinished:
+    with writing(file, _temporary_path(file)) as unfinished:
         yield unfinished
 
 
 @contextmanager
 def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[str]) -> Iterator[Path]:
-    """Give a folder to write to, which then becomes `folder` in one step.
+    """Yield a temporary folder to write to, and then rename it to `folder`.
 
-    Where a folder is replaced there are two steps: the old one is renamed to `<name>.old`, then the new one takes its
-    place and the old one is deleted. A process killed between the two leaves the old folder whole under that name.
+    An existing folder is replaced in two steps: it is renamed to `<name>.old`, then the new folder is renamed and the
+    old one deleted. If the process is killed between the two, the old folder remains complete under that name.
 
     Args:
-        folder: may exist if it is empty, and with `force` if it holds nothing but files named in `replaceable`. It
-            cannot be the current folder, which would be replaced under the feet of the shell, or a mount point.
+        folder: the folder. It may exist if it is empty or, with `force`, if it contains only files named in
+            `replaceable`. It must not be the current folder of the shell, or a mount point.
 
     Raises:
-        RopeError: something else is there, or the folder cannot be written.
+        RopeError: the folder has other content, or cannot be written.
     """
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old")
@@ -90,17 +91,19 @@ def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[s
     if there and not force:
         raise _occupied(who, folder, f"a folder with {_listed(there)}")
     if folder.exists() and (folder == Path.cwd() or os.path.ismount(folder)):
-        must = f"{folder} must be a folder that another can take the place of"
+        must = f"{folder} must be a folder that can be replaced"
         came = "the current folder" if folder == Path.cwd() else "a mount point"
-        raise _checks.error(who, must, came, "Name a new folder in it.")
-    if others := sorted(name for name in there if name not in replaceable or not (folder / name).is_file()):
+        raise _checks.error(who, must, came, "Pass a new folder inside of it.")
+    if unexpected := sorted(name for name in there if name not in replaceable or not (folder / name).is_file()):
         must = f"a folder that --force replaces must hold nothing but {', '.join(replaceable)}"
-        raise _checks.error(who, must, f"{folder} with {_listed(others)}", "Name another, or move those away.")
+        raise _checks.error(
+            who, must, f"{folder} with {_listed(unexpected)}", "Pass another folder, or move these files away."
+        )
     if there and old.exists():
-        must = f"{old} must not exist: what is in {folder} now is kept there for a moment"
-        raise _checks.error(who, must, "one that does", "Is it left of an export that was killed? Rename or delete it.")
-    unfinished = _beside(folder)
-    with _told(folder):
+        must = f"{old} must not exist, because {folder} is renamed to it for a moment"
+        raise _checks.error(who, must, "an existing folder", "A killed export may have left it. Rename or delete it.")
+    unfinished = _temporary_path(folder)
+    with _raise_readable(folder):
         try:
             unfinished.mkdir(parents=True)
             yield unfinished
@@ -113,7 +116,7 @@ def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[s
             except OSError as e:
                 if there:
                     os.rename(old, folder)
-                elif e.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                elif e.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process created it first
                     raise _occupied(who, folder, f"a folder with {_listed(_names(who, folder))}") from e
                 raise
         except BaseException:
@@ -124,22 +127,22 @@ def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[s
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, with the permissions that the umask gives to every new file."""
+    """Write a safetensors file with the usual permissions of a new file under the umask."""
     file.touch()
     mode = file.stat().st_mode
-    _safetensors().save_file(tensors, file, metadata)  # makes a file of its own, which only its owner can read
+    _safetensors().save_file(tensors, file, metadata)  # replaces the file by one that only its owner can read
     file.chmod(mode)
 
 
 @contextmanager
 def reading(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str, Kind]]]:
-    """Open a safetensors file and read its header: the open file, its metadata, and the kind of every tensor.
+    """Open a safetensors file, and yield the open file, its metadata, and the kind of every tensor.
 
-    No tensor is read yet: `tensor` does that, when its kind was found to be as it must.
+    Only the header is read. Read tensors with `tensor` after checking their kinds.
 
     Raises:
-        RopeError: it is no safetensors file, or its header is larger than LARGEST_HEADER.
-        OSError: it cannot be opened.
+        RopeError: the file is no safetensors file, or its header is larger than LARGEST_HEADER.
+        OSError: the file cannot be opened.
     """
     library = _safetensors()
     if file.exists() and not file.is_file():
@@ -161,32 +164,32 @@ def reading(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str, Kind]]]
 
 
 def tensor(opened: Any, name: str) -> Tensor:
-    """A copy of a tensor: what safetensors gives is the file itself, mapped, and Windows replaces no file that is."""
+    """Read a tensor as a copy: safetensors maps the file into memory, and Windows cannot replace a mapped file."""
     read: Tensor = opened.get_tensor(name).clone()
     return read
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """An error of the system becomes one line that names what was to be written."""
+def _raise_readable(path: Path) -> Iterator[None]:
+    """Convert errors of the system into a RopeError that names the path."""
     library = _safetensors()
     try:
         yield
     except (OSError, library.SafetensorError) as e:
         reason = getattr(e, "strerror", None) or str(e)
-        must = f"{path} must be a place where files can be written"
-        cure = "Make room, or name another place. What was there before is unchanged."
+        must = f"{path} must be writable"
+        cure = "Free disk space, or pass another path. Existing files are unchanged."
         raise _checks.error("lab", must, reason, cure) from e
 
 
-def _beside(path: Path) -> Path:
-    """A name that nothing has."""
+def _temporary_path(path: Path) -> Path:
+    """Return an unused name in the same folder."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
 
 
 def _names(who: str, folder: Path) -> list[str]:
     if folder.exists() and not folder.is_dir():
-        raise _checks.error(who, f"{folder} must be a folder", "a file", "Name another.")
+        raise _checks.error(who, f"{folder} must be a folder", "a file", "Pass another path.")
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -196,7 +199,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _occupied(who: str, path: Path, there: str) -> _checks.RopeError:
-    return _checks.error(who, f"{path} must not exist yet", there, "Name another, or replace it with --force.")
+    return _checks.error(who, f"{path} must not exist yet", there, "Pass another path, or replace it with --force.")
 
 
 class _Library(NamedTuple):

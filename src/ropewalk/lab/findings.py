@@ -1,6 +1,6 @@
-"""What a study found, in words: each claim of the literature is put to the numbers of every seed.
+"""Report the findings of a study in words: test claims of the literature on the numbers of every seed.
 
-A claim that holds on some seeds only is luck of the seed, and so is an order of two methods that changes with it.
+A claim that holds only on some seeds depends on chance, and so does an order of two methods that differs between seeds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ropewalk.lab.results import Results
 ZERO_SHOT, TUNED = "trained", "tuned"
 
 _Cell = tuple[str, str, str, float]
-"""model, method, measure, times the trained length."""
+"""Model, method, measure, and length as a multiple of the trained length."""
 
 
 @dataclass(frozen=True)
 class Claim:
     """A statement about the cells of one seed.
 
-    task: whose numbers. says: the statement; {steps} stands for the steps of a fine-tune. cells: what it is about.
-    holds: the numbers of these cells on one seed → whether it is so.
+    task: name of the task. says: the statement, in which {steps} is replaced by the steps of a fine-tune. cells: the
+    numbers that it is about. holds: function from the numbers of these cells on one seed to whether the claim is true.
     """
 
     task: str
@@ -105,7 +105,7 @@ _COPY = (
 )
 
 _TRIAL = ("none", "PI", "NTK", "by parts", "YaRN", "PI dynamic", "NTK dynamic")
-"""What YaRN dynamic was compared with where it was found to be the best."""
+"""The methods that YaRN dynamic was compared with when it was found to be the best."""
 
 _TEXT = (
     Claim(
@@ -192,18 +192,18 @@ _TEXT = (
 CLAIMS = (*_COPY, *_TEXT)
 
 _ORDERED = {"accuracy": True, "perplexity": False}
-"""Measures whose orders are told → whether more is better."""
+"""Measures by which methods are ordered → whether larger values are better."""
 
 
 def words(results: Results) -> list[str]:
-    """Paragraphs on one task: what held, what did not, what was luck, and the orders at 1, 2, 4 and 8 times."""
+    """Write paragraphs on one task: claims that held, failed, or depended on the seed, and the order of the methods."""
     count = len(results.seeds)
     several = {"every": f"all {count} seeds", "any": f"any of {count} seeds"}
     seeds = several if count > 1 else dict.fromkeys(several, "this seed")
     held_on: dict[Claim, list[bool]] = {}
     for claim in CLAIMS:
         if claim.task == results.about["name"]:
-            # A study of fewer methods or lengths says nothing about it.
+            # A study of fewer methods or lengths cannot test every claim.
             with contextlib.suppress(KeyError):
                 held_on[claim] = _held(claim, results)
     paragraphs = []
@@ -228,7 +228,7 @@ _VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
     "Expected, but not so on {any}:": lambda held: not any(held),
     "Luck of the seed:": lambda held: any(held) and not all(held),
 }
-"""What is written above the claims → which claims stand there, by whether they held on each seed."""
+"""Headings of groups of claims → which claims belong to the group, by whether they held on each seed."""
 
 
 def _held(claim: Claim, results: Results) -> list[bool]:
@@ -250,7 +250,7 @@ def _number(cell: _Cell, results: Results) -> str:
 
 
 def _orders(results: Results, model: str) -> list[str]:
-    """A line for each measure and length: the methods from best to worst."""
+    """Write a line for each measure and length, with the methods from best to worst."""
     lines = []
     for measure, more_is_better in _ORDERED.items():
         if measure not in results.about["measures"]:
@@ -269,7 +269,7 @@ def _orders(results: Results, model: str) -> list[str]:
 
 
 def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
-    """`a > b ≈ c`, from best to worst by the mean; equal on every seed are joined by =."""
+    """Format the order as `a > b ≈ c`, from best to worst mean. Methods equal on every seed are joined by =."""
     sign = -1 if more_is_better else 1
     names = sorted(values, key=lambda name: sign * sum(values[name]))
     text = names[0]
@@ -281,7 +281,7 @@ def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
 
 
 def decimals(value: float, measure: str) -> int:
-    """Digits after the point: two of shares, else as many as make three digits, at most four."""
+    """Number of decimals: two for accuracies, otherwise three significant digits with at most four decimals."""
     if measure == "accuracy" or value == 0:
         return 2
     return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))

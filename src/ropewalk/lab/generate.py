@@ -1,4 +1,4 @@
-"""Text from a prompt, byte by byte, with a KV cache."""
+"""Generate text from a prompt, byte by byte, with a KV cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ropewalk.lab import checkpoint
 from ropewalk.lab.model import LanguageModel
 
 LARGEST_CACHE = 2**31
-"""Bytes of keys and values: 524,288 tokens with the text model of the lab."""
+"""Maximum size of keys and values in bytes. It allows 524,288 tokens with the text model of the lab."""
 
 AT_ONCE = 128
-"""Tokens of the prompt in one pass: what it takes beside the cache grows with this times all tokens."""
+"""Tokens of the prompt in one pass. The memory for attention grows with this number times the number of tokens."""
 
 
 def generate(
@@ -30,18 +30,18 @@ def generate(
     temperature: float,
     seed: int,
 ) -> Iterator[int]:
-    """Tokens that follow a prompt, one at a time.
+    """Generate the tokens that follow a prompt, one at a time.
 
     Args:
         model: the model.
-        rope: turns q and k. A scheme that depends on the length is resolved for prompt and tokens together.
+        rope: the rope of the model. A scheme that depends on the length is resolved for prompt and tokens together.
         prompt: at least one token.
-        tokens: how many to make, at least 1.
-        temperature: divides the logits, at least 0; at 0 the likeliest token is taken.
-        seed: of what is drawn; the same seed draws the same.
+        tokens: number of tokens to generate, at least 1.
+        temperature: divisor of the logits, at least 0. 0 selects the most likely token.
+        seed: seed of the random draws. Equal seeds give equal tokens.
 
     Raises:
-        RopeError: an argument is none of these; there are too many tokens for learned positions, or for LARGEST_CACHE.
+        RopeError: an argument is out of range, or there are too many tokens for learned positions or LARGEST_CACHE.
     """
     _checks.integer("generate", "tokens", tokens, at_least=1)
     _checks.number("generate", "temperature", temperature, at_least=0.0)
@@ -51,15 +51,15 @@ def generate(
             "generate",
             f"prompt must be tokens from 0 to {model.size.vocab_size - 1}, at least one",
             _checks.shown(prompt),
-            "Say what to begin with.",
+            "Pass at least one token.",
         )
     longest = model.size.max_positions
     if longest is not None and len(prompt) + tokens > longest:
         raise _checks.error(
             "generate",
-            f"prompt and tokens together must be at most {longest}, since the positions of this model are learned",
+            f"prompt and tokens together must be at most {longest}, because the positions of this model are learned",
             f"{len(prompt)} and {tokens}",
-            "Make fewer.",
+            "Generate fewer tokens.",
         )
     for_each = 2 * model.size.num_layers * model.size.num_kv_heads * model.size.head_dim * 4  # keys, values; float32
     if (len(prompt) + tokens) * for_each > LARGEST_CACHE:
@@ -68,7 +68,7 @@ def generate(
             f"prompt and tokens together must be at most {LARGEST_CACHE // for_each:,}, whose keys and values take "
             f"{LARGEST_CACHE / 2**30:g} GiB",
             f"{len(prompt):,} and {_checks.shown(tokens)}",
-            "Make fewer.",
+            "Generate fewer tokens.",
         )
     return _generate(model, rope, prompt, tokens, temperature, torch.Generator().manual_seed(seed))
 
@@ -83,7 +83,7 @@ def _generate(
     chance: torch.Generator,
 ) -> Iterator[int]:
     size, length = model.size, len(prompt) + tokens
-    # The last token that is made is not read any more, so nothing is kept of it.
+    # The last generated token is never an input, so the cache needs no slot for it.
     cache = ropewalk.KVCache(size.num_layers, 1, size.num_kv_heads, size.head_dim, capacity=length - 1)
     rope = None if rope is None else rope.at_length(length)
     new = prompt
@@ -100,7 +100,7 @@ def _generate(
         if temperature == 0:
             token = int(logits.argmax())
         else:
-            # From the largest on, so that no temperature is too low to divide by.
+            # Subtract the largest logit first, so that small temperatures do not overflow.
             scaled = (logits.double() - logits.max()) / temperature
             token = int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=chance))
         yield token
@@ -108,31 +108,31 @@ def _generate(
 
 
 def run(file: Path, prompt: str, *, tokens: int, temperature: float, seed: int, write: Callable[[str], object]) -> str:
-    """Write the prompt and what follows it as text; bytes that are no UTF-8 become �.
+    """Write the prompt and the generated text. Bytes that are not valid UTF-8 become �.
 
     Args:
-        file: a checkpoint of a model of bytes.
+        file: a checkpoint of a byte model.
         prompt, tokens, temperature, seed: as for `generate`.
-        write: takes the text, piece by piece.
+        write: called with the text, piece by piece.
 
     Returns:
-        How many tokens there were and how fast, in words.
+        A line with the time to the first token and the tokens per second.
 
     Raises:
-        RopeError: the file is no checkpoint of a model of bytes, or an argument is out of range.
+        RopeError: the file is no checkpoint of a byte model, or an argument is out of range.
     """
     model, rope, _ = checkpoint.load(file)
     if model.size.vocab_size != 256:
         raise _checks.error(
             "generate",
-            "the model must be one of bytes, with 256 tokens",
+            "the model must be a byte model with 256 tokens",
             f"{model.size.vocab_size} tokens in {file}",
-            "Name the checkpoint of a text model.",
+            "Pass the checkpoint of a text model.",
         )
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    given = prompt.encode(errors="surrogateescape")  # what is no UTF-8, as the shell hands it on
-    following = generate(model, rope, list(given), tokens=tokens, temperature=temperature, seed=seed)
-    write(given.decode(errors="replace"))
+    encoded = prompt.encode(errors="surrogateescape")  # the shell may pass bytes that are not UTF-8
+    following = generate(model, rope, list(encoded), tokens=tokens, temperature=temperature, seed=seed)
+    write(encoded.decode(errors="replace"))
     times = [time.perf_counter()]
     for token in following:
         write(decoder.decode(bytes([token])))

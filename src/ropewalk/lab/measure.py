@@ -1,4 +1,4 @@
-"""What a model is worth: loss of every token, perplexity, loss by position, what was copied."""
+"""Measure a model: loss of each token, perplexity, loss by position, accuracy of copying."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ropewalk.lab.train import Batch
 _TOKENS_AT_ONCE = 4096
 
 LAST = 64
-"""Bytes at the end of a window that are also measured alone: they show what the far end of a long window is worth."""
+"""Number of bytes at the end of a window that are also measured separately, at the largest positions."""
 
 
 class Plan(Protocol):
-    """What q and k are turned by, before the tokens are known: a static `Rope`, or a `SelfExtend`."""
+    """The interface of a static `Rope` or a `SelfExtend`: it computes the rotation at given positions."""
 
     def at(self, positions: Tensor, /) -> Any:
-        """What a `LanguageModel` takes as rotation for the tokens at these positions."""
+        """Return the rotation of a `LanguageModel` for tokens at these positions."""
 
 
 def token_losses(model: LanguageModel, plan: Plan | None, batch: Batch) -> Tensor:
-    """Cross-entropy of every target, in nats, float64 `[batch, seq]`: the mask is not looked at."""
+    """Compute the cross-entropy of every target in nats, float64 `[batch, seq]`. The mask is ignored."""
     rows = [
         torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="none").view(
             targets.shape
@@ -37,41 +37,41 @@ def token_losses(model: LanguageModel, plan: Plan | None, batch: Batch) -> Tenso
 
 
 def perplexity(losses: Tensor) -> float:
-    """exp of the mean loss: 1 for a model that knows every byte, 256 for one that knows nothing. Dimensionless.
+    """Compute exp of the mean loss, dimensionless: 1 for perfect prediction, 256 for a uniform guess of bytes.
 
     Args:
-        losses: as of `token_losses`, or a slice of them.
+        losses: the result of `token_losses`, or a slice of it.
     """
     return math.exp(float(losses.mean()))
 
 
 def by_position(losses: Tensor, *, width: int) -> list[float]:
-    """Mean loss in nats of positions 0 … width − 1, of the next width ones, and so on; a shorter rest is left out."""
+    """Compute the mean loss in nats of each block of width positions. An incomplete last block is omitted."""
     whole = losses.shape[1] // width * width
     means: list[float] = losses[:, :whole].mean(0).view(-1, width).mean(1).tolist()
     return means
 
 
 def copied(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float, float]:
-    """Of the targets that count: the share of which the target is the most likely token, and the mean loss in nats."""
-    right = counted = 0
+    """Return the top-1 accuracy and the mean loss in nats, over the targets in the mask."""
+    correct = counted = 0
     loss = 0.0
     for logits, targets, mask in _forward(model, plan, batch):
-        at, wanted = logits[mask].double(), targets[mask]
-        right += int((at.argmax(dim=-1) == wanted).sum())
-        loss += float(torch.nn.functional.cross_entropy(at, wanted, reduction="sum"))
-        counted += len(wanted)
-    return right / counted, loss / counted
+        predicted, expected = logits[mask].double(), targets[mask]
+        correct += int((predicted.argmax(dim=-1) == expected).sum())
+        loss += float(torch.nn.functional.cross_entropy(predicted, expected, reduction="sum"))
+        counted += len(expected)
+    return correct / counted, loss / counted
 
 
 def ending(batch: Batch, tokens: int) -> Batch:
-    """The last so many tokens of each sequence: windows of every length end with the same text."""
+    """Return the last tokens of each sequence, so that windows of all lengths end with the same text."""
     mask = None if batch.mask is None else batch.mask[:, -tokens:]
     return Batch(batch.tokens[:, -tokens:], batch.targets[:, -tokens:], mask)
 
 
 def _forward(model: LanguageModel, plan: Plan | None, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits, targets and mask of a few sequences at a time, so that memory does not grow with their number."""
+    """Yield logits, targets and mask of a few sequences at a time, to limit memory."""
     seq = batch.tokens.shape[1]
     mask = torch.ones_like(batch.targets, dtype=torch.bool) if batch.mask is None else batch.mask
     positions = torch.arange(seq)

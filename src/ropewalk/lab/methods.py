@@ -1,7 +1,7 @@
-"""The methods that are compared: what a model trained on short sequences turns by when it reads n tokens.
+"""The compared methods: the rope that a model trained on short sequences uses for n tokens.
 
-A fixed method does the same at every length. A dynamic one takes the factor that the length needs, n / trained, and so
-leaves sequences of up to the trained length as they were.
+A fixed method uses the same rope at every length. A dynamic method uses the factor n / trained, and thus leaves
+sequences up to the trained length unchanged.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ropewalk import Rope, schemes
 from ropewalk.lab.measure import Plan
 
 FACTOR = 4.0
-"""Of every fixed method; and the fine-tunes train on sequences so many times longer than the model has seen."""
+"""Factor of every fixed method. Fine-tunes train on sequences longer than the trained length by this factor."""
 
 LARGER_BASE = 50.0
-"""By what the fine-tune with a larger base multiplies it: as Xiong et al. 2023, arXiv:2309.16039 (ABF)."""
+"""Factor of the base in the fine-tune with a larger base, as in Xiong et al. 2023, arXiv:2309.16039 (ABF)."""
 
 _Choose = Callable[[Rope, int, int], Plan]
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to read sequences longer than the trained ones.
+    """A method for sequences longer than the trained ones.
 
-    name: as it stands in tables. what: the same in words. plan: the trained rope, the trained length, and the length n
-    to be read (both in tokens) → what these n tokens turn by.
+    name: its name in tables. what: a description. plan: a function from the trained rope, the trained length and the
+    number n of tokens (both in tokens) to the rope of these n tokens.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Method:
 
 
 def _fixed(scheme: Callable[[int], schemes.Scheme | None]) -> _Choose:
-    """trained length → scheme, the same for every n."""
+    """Build a plan from a function of the trained length to a scheme, which is the same for every n."""
     return lambda rope, trained, n: dataclasses.replace(rope, scaling=scheme(trained))
 
 
 def _dynamic(scheme: Callable[[float, int], schemes.Scheme]) -> _Choose:
-    """Factor n / trained and trained length → scheme; none up to the trained length."""
+    """Build a plan from a function of n / trained and the trained length to a scheme. Short lengths are not scaled."""
 
     def plan(rope: Rope, trained: int, n: int) -> Rope:
         return rope if n <= trained else dataclasses.replace(rope, scaling=scheme(n / trained, trained))
@@ -55,7 +55,7 @@ def _ntk_dynamic(rope: Rope, trained: int, n: int) -> Rope:
 
 
 def _self_extend(rope: Rope, trained: int, n: int) -> Plan:
-    """Neighbours within a quarter of the trained length; the smallest group that leaves no distance untrained."""
+    """Use a window of a quarter of the trained length, and the smallest group that keeps all distances in training."""
     if n <= trained:
         return rope
     window = trained // 4
@@ -87,7 +87,7 @@ METHODS = (
         _self_extend,
     ),
 )
-"""For a trained model that is left as it is."""
+"""Methods for a trained model without fine-tuning."""
 
 
 def _larger_base(rope: Rope, trained: int, n: int) -> Rope:
@@ -102,4 +102,4 @@ TUNES = (
         _larger_base,
     ),
 )
-"""For fine-tunes, which train with what they are measured with; all fixed."""
+"""Methods for fine-tunes, which are trained and measured with the same rope. All are fixed."""

@@ -1,4 +1,4 @@
-"""A small language model as Llama is built: RMSNorm, attention with rotation, SwiGLU. Bytes, or any small alphabet."""
+"""A small language model like Llama, with RMSNorm, rotary attention and SwiGLU, for bytes or a small vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST = {
     "num_layers": 2**10,
     "max_positions": 2**24,
 }
-"""Far above any model of the lab; a size read from a broken file is refused before memory is taken for it."""
+"""Upper bounds far above any lab model. A size from a broken file is rejected before memory is allocated for it."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,19 @@ class Size:
     """Sizes of a `LanguageModel`.
 
     Args:
-        vocab_size: tokens of the alphabet; 256 for bytes.
+        vocab_size: number of tokens; 256 for bytes.
         hidden_size: channels of the model.
         intermediate_size: channels inside the SwiGLU.
-        num_layers: layers.
-        num_heads: query heads; `head_dim = hidden_size / num_heads` channels each, even.
-        num_kv_heads: key and value heads; as many as query heads when None (it reads so afterwards).
-        norm_eps: what RMSNorm adds to the mean square, greater than 0; 1e-5 in Llama 2 and 3 and in llama2.c.
-        tied: whether the head that makes the logits is the token embedding.
-        absolute: "learned" or "sinusoidal" adds a vector for each absolute position to the embedding; None adds none.
-        max_positions: rows of the learned positions, in tokens; for "learned" only.
+        num_layers: number of layers.
+        num_heads: number of query heads. Each has `head_dim = hidden_size / num_heads` channels, an even number.
+        num_kv_heads: number of key and value heads. None means num_heads, and is replaced by it.
+        norm_eps: ε of RMSNorm, greater than 0; 1e-5 in Llama 2 and 3 and in llama2.c.
+        tied: whether the output head shares the weight of the token embedding.
+        absolute: "learned" or "sinusoidal" adds a vector for each absolute position to the embedding. None adds none.
+        max_positions: number of learned positions, in tokens; only for "learned".
 
     Raises:
-        RopeError: a size is impossible; the message says which.
+        RopeError: a size is out of range or does not match another. The message names it.
     """
 
     vocab_size: int
@@ -57,7 +57,7 @@ class Size:
             if (value := getattr(self, name)) is not None:
                 _checks.integer("Size", name, value, at_least=0, at_most=largest)
         if not isinstance(self.tied, bool):
-            raise _checks.error("Size", "tied must be True or False", _checks.shown(self.tied), "Pass one of them.")
+            raise _checks.error("Size", "tied must be True or False", _checks.shown(self.tied), "Pass a bool.")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         kv_heads = _checks.integer("Size", "num_kv_heads", self.num_kv_heads, at_least=1)
@@ -74,7 +74,7 @@ class Size:
                 "Size",
                 f"num_heads={self.num_heads} must be a multiple of num_kv_heads",
                 str(kv_heads),
-                "Every key head serves the same number of query heads.",
+                "Pass a divisor of num_heads: all key heads have equally many query heads.",
             )
         if self.absolute is not None:
             _checks.choice("Size", "absolute", self.absolute, ("learned", "sinusoidal"))
@@ -82,7 +82,7 @@ class Size:
             _checks.length("Size", "max_positions", self.max_positions)
         elif self.max_positions is not None:
             raise _checks.error(
-                "Size", "max_positions must be None unless absolute is 'learned'", str(self.max_positions), "Drop it."
+                "Size", "max_positions must be None unless absolute is 'learned'", str(self.max_positions), "Omit it."
             )
 
     @property
@@ -92,7 +92,7 @@ class Size:
 
 
 def shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every parameter of a `LanguageModel` of that size, without making one."""
+    """Return name → shape of every parameter of a `LanguageModel` of that size, without building one."""
     width, inside, kv_width = size.hidden_size, size.intermediate_size, size.num_kv_heads * size.head_dim
     layer = {
         "input_layernorm": (width,),
@@ -151,10 +151,10 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens → logits of the next token.
+    """A language model from tokens to the logits of the next token.
 
-    Parameters have the names of Hugging Face's Llama without its prefix `model.`. The initial weights come from
-    torch's global generator: call `torch.manual_seed` first.
+    Parameters have the names of Hugging Face's Llama without the prefix `model.`. The initial weights are drawn from
+    torch's global generator; call `torch.manual_seed` first.
 
     Args:
         size: the sizes.
@@ -183,39 +183,39 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         cache: ropewalk.CacheStep | None = None,
     ) -> Tensor:
-        """Logits of the token after each token.
+        """Compute the logits of the token after each token.
 
         Args:
             tokens: int64 `[batch, seq]`.
-            rotation: of exactly these tokens, made once and handed to every layer: `rope.at(positions)`,
-                `SelfExtend.at(...)`, or `step.rotation(rope)` with a cache. None does not rotate.
-            positions: int64 `[seq]` or `[batch, seq]`, place of each token: where `size.absolute` is not None, and
-                only there.
-            cache: `KVCache.step(seq)`, for tokens that follow others.
+            rotation: the rotation of these tokens, which all layers share: `rope.at(positions)`,
+                `SelfExtend.at(...)`, or `step.rotation(rope)` with a cache. None disables rotation.
+            positions: absolute position of each token, int64 `[seq]` or `[batch, seq]`. Required if `size.absolute` is
+                set, and allowed only then.
+            cache: `KVCache.step(seq)`, for tokens that follow cached ones.
 
         Returns:
             `[batch, seq, vocab_size]`.
 
         Raises:
-            RopeError: positions are missing or not wanted, or beyond the learned ones.
+            RopeError: positions are missing, not allowed, or beyond the learned ones.
         """
         x = self.embed_tokens(tokens)
         if (positions is None) != (self.size.absolute is None):
             raise _checks.error(
                 "LanguageModel",
-                f"positions must be given exactly where absolute positions are added (absolute={self.size.absolute!r})",
+                f"positions must be passed if and only if absolute is set (absolute={self.size.absolute!r})",
                 "None" if positions is None else f"a tensor of shape {tuple(positions.shape)}",
-                "The rotation has places of its own.",
+                "Pass the positions of the rotation to rope.at instead.",
             )
         if positions is not None:
-            x = self._placed(x, positions)
+            x = self._add_positions(x, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotation, None if cache is None else cache.layer(i))
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
-    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x with its absolute positions added."""
+    def _add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Add the vectors of absolute positions to x."""
         if self.size.absolute == "learned":
             rows = self.embed_positions.num_embeddings
             if int(positions.max()) >= rows:

@@ -1,6 +1,6 @@
-"""The study cut into parts: each is one training and what is measured on it, and is kept when it is done.
+"""The parts of a study. Each is one training with its measurements, and its results are saved.
 
-A killed process loses the step it was in, or the row it was measuring.
+A killed process loses only its current training step or measurement.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ropewalk.lab.tasks import Task
 from ropewalk.lab.train import Recipe, train
 
 BASELINES = {
-    "learned": "a learned vector for each absolute position; beyond the trained ones they are as they began",
+    "learned": "a learned vector for each absolute position; those beyond the trained length keep their initial values",
     "sinusoidal": "the sines and cosines of the first Transformer, added to the embeddings",
     "no positions": "nothing but the causal mask",
 }
-"""Trainings of their own: name → what tells the model where a token is, instead of rotation."""
+"""Separate trainings without rotation: name → how the model gets positions."""
 
 Row = dict[str, Any]
 
@@ -50,28 +50,28 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Also the name of its files."""
+        """Name of the part and of its files."""
         words = [self.task.name, str(self.seed), self.model, *([self.method.name] if self.method else [])]
         return "-".join(words).replace(" ", "-")
 
     @property
     def recipe(self) -> Recipe:
-        """How it is trained."""
+        """Recipe of its training."""
         return self.task.tune_recipe if self.method else self.task.recipe
 
     @property
     def longest(self) -> int:
-        """The longest sequence that it trains on, in tokens."""
+        """Longest sequence of its training, in tokens."""
         return self.task.tuned if self.method else self.task.trained
 
     @property
     def sequences(self) -> int:
-        """Sequences in each of its steps."""
+        """Number of sequences in each training step."""
         return self.task.tune_sequences if self.method else self.task.sequences
 
     @property
     def plans(self) -> dict[str, Callable[[int], Plan | None]]:
-        """What is measured: the method's name → tokens to be read → what they turn by."""
+        """Measured methods: name → function from the number of tokens to their rope."""
         if self.model in BASELINES:
             return {self.model: lambda n: None}
         methods = METHODS if self.method is None else (self.method,)
@@ -81,15 +81,15 @@ class Part:
         }
 
     def files(self, folder: Path) -> tuple[Path, Path]:
-        """Where its checkpoint and its rows are kept."""
+        """Paths of its checkpoint and its rows."""
         parts = folder / "parts"
         return parts / f"{self.name}.safetensors", parts / f"{self.name}.json"
 
     def rows(self, folder: Path) -> list[Row]:
-        """What was measured so far, in the order of `plans`; nothing where something else was asked for.
+        """Read the rows measured so far, in the order of `plans`. Rows of other settings are ignored.
 
         Raises:
-            RopeError: the file holds something else.
+            RopeError: the file has other content.
         """
         file = self.files(folder)[1]
         if not file.exists():
@@ -102,18 +102,18 @@ class Part:
             raise _checks.error("lab", must, f"something else ({e!r})", "Delete it, and it is measured again.") from e
 
     def done(self, folder: Path) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the part is complete."""
         return self.files(folder)[0].exists() and len(self.rows(folder)) == len(self.plans)
 
     def run(
         self, folder: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
     ) -> list[Row]:
-        """Train, or go on; measure what is not measured yet. Of several processes, only the first measures.
+        """Train or resume training, then measure the missing rows. Of several processes, only the first measures.
 
         Args:
-            folder: what was done is kept in it.
-            progress: told of every step.
-            say: told when measuring begins.
+            folder: folder of checkpoints and rows.
+            progress: receives every training step.
+            say: called with a line when measuring begins.
 
         Returns:
             A row for each method: task, seed, model, method, and for each measure a list in the order of the task's
@@ -135,10 +135,10 @@ class Part:
             each = []
             for length in self.task.lengths:
                 key = (plan(self.task.tokens(length)), length)
-                if key not in seen:  # methods that do the same at a length are measured once
+                if key not in seen:  # methods with the same rope at a length are measured once
                     seen[key] = self.task.measure(model, *key)
                 each.append(seen[key])
-            values = {measure: [one[measure] for one in each] for measure in each[0]}
+            values = {measure: [measured[measure] for measured in each] for measure in each[0]}
             rows.append({"task": self.task.name, "seed": self.seed, "model": self.model, "method": method, **values})
             write_json(self.files(folder)[1], {"asked": self._asked(), "rows": rows})
         return rows
@@ -150,7 +150,7 @@ class Part:
         if self.method is not None:
             start = Part(self.task, self.seed, "trained")._trained(folder, None)
             model.load_state_dict(start.state_dict())
-        # A fine-tune sees other sequences than the training; all of a seed see the same.
+        # Fine-tunes use other sequences than the training. All fine-tunes of a seed use the same ones.
         stream = 2 * self.seed + (self.method is not None)
         batches = self.task.batches(stream, longest=self.longest, sequences=self.sequences)
         file = self.files(folder)[0]
@@ -158,7 +158,7 @@ class Part:
         return model
 
     def _rope(self) -> Rope | None:
-        """What it trains with: METHODS[0] is no scaling, and those of fine-tunes are plain ropes."""
+        """Rope of its training. METHODS[0] is no scaling, and the methods of fine-tunes are plain ropes."""
         if self.model in BASELINES:
             return None
         return cast(Rope, (self.method or METHODS[0]).plan(self.task.rope, self.task.trained, self.longest))
@@ -174,9 +174,9 @@ class Part:
         return {**self.task.about(), "seed": self.seed, "longest": self.longest, "sequences": self.sequences}
 
     def _asked(self) -> dict[str, Any]:
-        """What decides the rows, as JSON gives it back."""
+        """Return everything that determines the rows, after a round trip through JSON."""
         asked = {
-            # A fine-tune is one of the model that it began with.
+            # A fine-tune also depends on the model that it started from.
             "begins with": None if self.method is None else Part(self.task, self.seed, "trained")._training(),
             **self._training(),
             "lengths": list(self.task.lengths),
@@ -197,7 +197,7 @@ class Part:
 
 
 def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:
-    """Everything of one task and one seed, in the order in which it can run."""
+    """Return all parts of one task and one seed, in an order in which they can run."""
     return [
         Part(task, seed, "trained"),
         *(Part(task, seed, "tuned", method) for method in TUNES),
@@ -206,6 +206,6 @@ def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Replace the file as a whole: a killed process, or a full disk, leaves the old one."""
+    """Replace a JSON file atomically. If the process is killed or the disk is full, the old file remains."""
     with writing(file) as unfinished:
         unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""Pictures of a study: each measure by length, and loss by position, one line for each method."""
+"""Plot the results of a study: each measure by length, and the loss by position, with a line for each method."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def drawn(results: Results) -> dict[str, Figure]:
-    """Name of the file, without suffix → picture, above without fine-tuning, below fine-tuned.
+    """Return file name without suffix → figure, with fine-tuned models in the lower half.
 
-    A line is the mean over the seeds, the band about it reaches from the least to the most.
+    Lines are means over the seeds. Bands extend from the smallest to the largest value.
     """
     about = results.about
     figures = {}
@@ -54,7 +54,7 @@ def _figure(
     trained: int,
     logarithmic: bool,
 ) -> Figure:
-    """x is the axis of `line`, which gives the numbers of a model and a method; logarithmic: x, with its own ticks."""
+    """Plot the values that `line` returns for a model and a method over x, which may be logarithmic."""
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
     names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))

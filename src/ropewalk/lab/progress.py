@@ -1,4 +1,4 @@
-"""A line that moves while something long runs: how far, the loss, the time left."""
+"""Show the progress of a training: completed steps, loss, time left."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TextIO
 
 
 class Progress:
-    """Shows the steps of one training: one line that is drawn again on a terminal, a line now and then elsewhere.
+    """Show the progress of one training: a line that is updated on a terminal, or periodic lines otherwise.
 
     Args:
-        label: what is running, in a word or two.
-        stream: where it is written, as a rule `sys.stderr`.
-        every: seconds between two lines where stream is no terminal; a terminal is drawn at most 10 times a second.
+        label: a short name of the training.
+        stream: output stream, usually `sys.stderr`.
+        every: seconds between lines if stream is not a terminal. On a terminal, the line is updated at most 10 times
+            per second.
     """
 
     def __init__(self, label: str, stream: TextIO, *, every: float = 60.0) -> None:
@@ -23,10 +24,10 @@ class Progress:
         self._first: int | None = None
 
     def step(self, done: int, steps: int, loss: float) -> None:
-        """Say that `done` of `steps` are done, and the loss of the last, in nats."""
+        """Report the number of completed steps, and the loss of the last one in nats."""
         now = time.monotonic()
         if self._first is None:
-            self._first = done - 1  # what an earlier run did took none of our time
+            self._first = done - 1  # steps of an earlier run do not count for the time left
         if now - self._shown < self._every and done < steps:
             return
         self._shown = now

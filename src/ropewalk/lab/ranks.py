@@ -1,6 +1,6 @@
-"""The processes that train one model together: joining them, what the first one does alone, errors that all share.
+"""Coordinate the processes that train one model: join them, run code in the first one, share errors.
 
-Alone, a process is the first of one, and nothing here communicates.
+A single process is the first of one, and nothing here communicates.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 
 class FirstFailedError(RopeError):
-    """An error that the first process raises too, and reports: the others only end."""
+    """An error that the first process also raises and reports. Other processes end without a report."""
 
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Join the processes that torchrun has started, while the body runs. Without torchrun, the process is alone.
+    """Join the processes started by torchrun while the body runs. Without torchrun, there is a single process.
 
-    Each process gets a GPU of its own, and they communicate with NCCL; on a machine without GPUs, gloo and the CPU.
-    When a process ends with an error, the others lose their connection to it, and end too.
+    Each process uses its own GPU, and they communicate with NCCL. On a machine without GPUs they use gloo and the CPU.
+    If a process ends with an error, the others lose their connection to it and end as well.
 
     Raises:
         RopeError: the machine has GPUs, but fewer than processes.
@@ -40,7 +40,7 @@ def joined() -> Iterator[None]:
     if 0 < gpus < here:
         raise _checks.error(
             "lab",
-            "each process must have a GPU of its own",
+            "each process must have its own GPU",
             f"{here} processes on a machine with {gpus}",
             f"Pass --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU.",
         )
@@ -52,7 +52,7 @@ def joined() -> Iterator[None]:
         with reporting_lost_peers():
             yield
     except BaseException:
-        if not gpus:  # NCCL would wait for the others, who may wait for this process; gloo closes its connections
+        if not gpus:  # gloo closes its connections; NCCL would wait for processes that may wait for this one
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -60,7 +60,7 @@ def joined() -> Iterator[None]:
 
 @contextmanager
 def reporting_lost_peers() -> Iterator[None]:
-    """Say in one line that another process has ended, where PyTorch raises an error of its own.
+    """Convert PyTorch's errors about lost connections into a one-line error.
 
     Raises:
         RopeError: this process could no longer communicate.
@@ -70,36 +70,36 @@ def reporting_lost_peers() -> Iterator[None]:
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        must, came = "all processes must go on until the end", f"process {rank()} has lost another one"
-        cure = "Read what that one has said, and start all of them again: they go on from the last checkpoint."
+        must, came = "all processes must run until the end", f"process {rank()} has lost another one"
+        cure = "Read the error of that process, then start all of them again. They resume from the last checkpoint."
         raise _checks.error("lab", must, came, cure) from e
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """Rank of this process, from 0."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def device() -> torch.device:
-    """Where this process trains: on a GPU where `joined` gave it one, otherwise on the CPU."""
+    """Device on which this process trains: its GPU under `joined`, otherwise the CPU."""
     if count() > 1 and "nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def on_first(act: Callable[[], T]) -> T:
-    """Call `act` in the first process alone; return its result in every process.
+    """Call `act` only in the first process, and return its result in every process.
 
     Args:
-        act: the result must be picklable where there are several processes.
+        act: the function. With several processes, its result must be picklable.
 
     Raises:
-        Exception: what `act` raises, in the first process; in the others `FirstFailedError`, with the same message.
+        Exception: the exception of `act` in the first process, and `FirstFailedError` with its message in the others.
     """
     if count() == 1:
         return act()
@@ -108,7 +108,7 @@ def on_first(act: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             outcome[0] = act()
-        except Exception as e:  # the others wait for an answer
+        except Exception as e:  # the other processes wait for an answer
             error, outcome[1] = e, str(e) or type(e).__name__
     dist.broadcast_object_list(outcome, src=0)
     if error is not None:
@@ -120,10 +120,10 @@ def on_first(act: Callable[[], T]) -> T:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Raise an error that every process has found, so that the first one reports it.
+    """Raise an error that every process has detected, so that only the first one reports it.
 
     Raises:
-        Exception: `error` in the first process; in the others `FirstFailedError`, with the same message.
+        Exception: `error` in the first process, and `FirstFailedError` with its message in the others.
     """
     if rank() == 0:
         raise error
@@ -131,7 +131,7 @@ def fail(error: Exception) -> NoReturn:
 
 
 def from_all(value: T) -> list[T]:
-    """The values of all processes, by rank. They must be picklable."""
+    """Gather the values of all processes by rank. They must be picklable."""
     values: list[Any] = [value] * count()
     if count() > 1:
         dist.all_gather_object(values, value)
@@ -139,7 +139,7 @@ def from_all(value: T) -> list[T]:
 
 
 def total(value: torch.Tensor) -> float:
-    """The sum over all processes of a scalar on `device()`, as a number."""
+    """Sum a scalar on `device()` over all processes, and return it as a float."""
     value = value.detach()
     if count() > 1:
         dist.all_reduce(value)
@@ -148,10 +148,10 @@ def total(value: torch.Tensor) -> float:
 
 @contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
-    """`_lock.held` by the first process, for all of them.
+    """Hold the lock (`_lock.held`) in the first process on behalf of all of them.
 
     Raises:
-        RopeError: somebody else holds it.
+        RopeError: another run holds the lock.
     """
     with ExitStack() as stack:
         on_first(lambda: stack.enter_context(_lock.held("lab", file, what)))

@@ -1,4 +1,4 @@
-"""What is left of a study to read: tables, words and pictures, all from the same rows as `report.json`."""
+"""Write the report of a study: tables, findings and plots, all from the rows of `report.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromk
 
 
 def described(task: Task) -> dict[str, Any]:
-    """What `report.json` says of a task beside its rows; lengths in the unit `length_is`, the others in tokens."""
+    """Describe a task for `report.json`. lengths are in the unit `length_is`, all other lengths in tokens."""
     return {
         "name": task.name,
         "length_is": task.length_is,
@@ -34,11 +34,11 @@ def described(task: Task) -> dict[str, Any]:
 
 
 def written(result: dict[str, Any], folder: Path) -> list[str]:
-    """Write report.txt and the pictures; return the lines of the text.
+    """Write report.txt and the plots, and return the lines of the text.
 
     Args:
-        result: what `report.json` holds.
-        folder: where they go, beside it; must exist.
+        result: the content of `report.json`.
+        folder: folder of the report, which must exist.
     """
     lines: list[str] = []
     for about in result["tasks"]:
@@ -50,7 +50,7 @@ def written(result: dict[str, Any], folder: Path) -> list[str]:
     lines += ["", *_legend(result), ""]
     with writing(folder / "report.txt") as unfinished:
         unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return [*lines, f"Report, JSON and pictures are in {folder}."]
+    return [*lines, f"The report, JSON and plots are in {folder}."]
 
 
 def _tables(results: Results) -> list[str]:
@@ -79,7 +79,7 @@ def _cell(value: Spread, measure: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown whose columns stand below each other: the first to the left, numbers to the right."""
+    """Format a Markdown table with aligned columns: the first to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| "
@@ -92,7 +92,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _legend(result: dict[str, Any]) -> list[str]:
-    """What each method in the tables is."""
+    """Describe each method in the tables."""
     names = {row["method"] for row in result["rows"]}
     what = {method.name: method.what for method in (*METHODS, *TUNES)} | BASELINES
     return ["Methods:", *(f"- {name}: {text}" for name, text in what.items() if name in names)]

@@ -1,4 +1,4 @@
-"""The numbers of a study as reports ask for them: by task, model, method, measure and length, over seeds."""
+"""Look up the numbers of a study by task, model, method, measure and length, over seeds."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """One number on several seeds, in the order of the seeds."""
+    """The values of one number for all seeds, in the order of the seeds."""
 
     values: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        """Over the seeds."""
+        """Mean over the seeds."""
         return sum(self.values) / len(self.values)
 
     @property
     def half_range(self) -> float:
-        """Half the distance between the smallest and the largest; 0 for one seed."""
+        """Half the difference between the largest and the smallest value; 0 for one seed."""
         return (max(self.values) - min(self.values)) / 2
 
 
 class Results:
-    """Rows of one task.
+    """The rows of one task.
 
     Args:
-        about: what `report.described` says of the task.
-        rows: as `Part.run` returns them, of any task.
+        about: the description of the task by `report.described`.
+        rows: rows from `Part.run`. Rows of other tasks are ignored.
     """
 
     def __init__(self, about: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -40,12 +40,12 @@ class Results:
         self.seeds = sorted({seed for _, _, seed in self._rows})
 
     def methods(self, model: str) -> list[str]:
-        """Measured on every seed, in the order in which they ran."""
-        found = dict.fromkeys(method for kind, method, _ in self._rows if kind == model)
-        return [one for one in found if all((model, one, seed) in self._rows for seed in self.seeds)]
+        """Methods that were measured on every seed, in the order in which they ran."""
+        methods = dict.fromkeys(method for kind, method, _ in self._rows if kind == model)
+        return [method for method in methods if all((model, method, seed) in self._rows for seed in self.seeds)]
 
     def values(self, model: str, method: str, measure: str) -> list[Spread]:
-        """In the order of the lengths."""
+        """Values of a measure, in the order of the lengths."""
         by_seed = [self._rows[model, method, seed][measure] for seed in self.seeds]
         return [Spread(values) for values in zip(*by_seed, strict=True)]
 
@@ -55,7 +55,7 @@ class Results:
         return [Spread(values) for values in zip(*seeds, strict=True)]
 
     def value(self, model: str, method: str, measure: str, times: float) -> Spread:
-        """At so many times the trained length.
+        """Value of a measure at a multiple of the trained length.
 
         Raises:
             KeyError: that length, method or measure was not measured.
@@ -66,12 +66,12 @@ class Results:
         return self.values(model, method, measure)[place]
 
     def place(self, times: float) -> int:
-        """Which of the lengths is so many times the trained one.
+        """Index of the length that is this multiple of the trained length.
 
         Raises:
-            KeyError: none is.
+            KeyError: there is no such length.
         """
-        wanted = times * self.about["trained"]
-        if wanted not in self.about["tokens"]:
+        tokens = times * self.about["trained"]
+        if tokens not in self.about["tokens"]:
             raise KeyError(times)
-        return int(self.about["tokens"].index(wanted))
+        return int(self.about["tokens"].index(tokens))

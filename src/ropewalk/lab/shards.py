@@ -1,8 +1,8 @@
-"""A model split over processes by FSDP2, and its checkpoints on disk, which any number of processes can read.
+"""Shard a model over processes with FSDP2, and save checkpoints that any number of processes can load.
 
-Beside `x.safetensors` there is a folder `x.safetensors.shards` while several processes train. Each checkpoint is a
-folder in it, to which `torch.distributed.checkpoint` writes one safetensors file for each process; `last.json` names
-the last checkpoint that is whole, and is replaced after all of its files are written.
+While several processes train, there is a folder `x.safetensors.shards` next to `x.safetensors`. Each checkpoint is a
+folder in it, where `torch.distributed.checkpoint` writes one safetensors file for each process. `last.json` names the
+last complete checkpoint, and is replaced after all files of a checkpoint are written.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ropewalk.lab import files, ranks
 from ropewalk.lab.model import LanguageModel
 
 VERSION = "1"
-"""Of `last.json`."""
+"""Version of `last.json`."""
 
 
 @dataclass(frozen=True)
 class Last:
-    """What `last.json` says.
+    """The content of `last.json`.
 
     Args:
         version: VERSION.
-        identity: which training it is of, as `checkpoint.identity` makes it.
-        losses: of each step that is done, in nats; at least one.
-        seconds: that these steps took.
+        identity: identity of the training, as returned by `checkpoint.identity`.
+        losses: loss of each completed step in nats, at least one.
+        seconds: duration of these steps.
         folder: name of the folder with the tensors.
         sha256: name of each file in that folder → its digest.
     """
@@ -51,7 +51,7 @@ class Last:
 
 
 def split(model: LanguageModel) -> LanguageModel:
-    """A copy of the model on `ranks.device()` whose parameters are split over all processes: FSDP2, layer by layer."""
+    """Copy the model to `ranks.device()`, and shard its parameters over all processes with FSDP2, layer by layer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -65,7 +65,7 @@ def split(model: LanguageModel) -> LanguageModel:
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same with every DTensor gathered, on the CPU of every process."""
+    """Gather every DTensor, and return all tensors on the CPU of every process."""
     from torch.distributed.tensor import DTensor
 
     return {
@@ -76,17 +76,19 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def save(
     file: Path, identity: Mapping[str, Any], tensors: Mapping[str, Tensor], losses: list[float], seconds: float
 ) -> None:
-    """Write the state after a step: each process its own shards. All processes must call it.
+    """Write the state after a step. All processes must call it, and each writes its own shards.
 
-    A process killed meanwhile leaves the checkpoint before, which is deleted after the new one is whole.
+    If a process is killed while writing, the previous checkpoint remains. It is deleted once the new one is complete.
 
     Args:
-        file: of the training; the checkpoints are in the folder beside it.
-        tensors: as of `checkpoint.state`, of DTensors.
+        file: the file of the training. Checkpoints are in the folder next to it.
+        identity: identity of the training.
+        tensors: the result of `checkpoint.state` for DTensors.
+        losses: loss of each completed step in nats.
+        seconds: duration of these steps.
 
     Raises:
-        RopeError: a loss, weight or moment is not finite, or some process cannot write. The last checkpoint is still
-            there.
+        RopeError: a loss, weight or moment is not finite, or a process cannot write. The last checkpoint remains.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -100,11 +102,11 @@ def save(
         must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
         ranks.fail(_checks.error("lab", must, came, f"Take a lower learning rate; {folder.parent} has earlier steps."))
     try:
-        # The format without pickles: nothing in it is executed when it is read.
+        # This format contains no pickles, so reading it executes no code.
         save_shards(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as e:  # raised in every process
         ranks.fail(_unwritable(folder, e.failures))
-    # A process lists its own file alone: those of other machines may not be visible to it yet.
+    # Each process lists only its own file: files of other machines may not be visible yet.
     digests = ranks.from_all(_digests(folder, f"shard-{ranks.rank() + 1:05d}-*"))
     sha256 = {name: digest for of_rank in digests for name, digest in of_rank.items()}
     if len(sha256) != ranks.count():
@@ -114,10 +116,12 @@ def save(
 
 
 def read(file: Path) -> Last | None:
-    """What the last whole checkpoint beside `file` says, all of it checked but its tensors; None without one.
+    """Read and check the manifest of the last complete checkpoint of `file`, or return None if there is none.
+
+    The digests of its files are checked, but the tensors are not read.
 
     Raises:
-        RopeError: it is broken.
+        RopeError: the checkpoint is broken.
     """
     manifest = folder_of(file) / "last.json"
     if not manifest.exists():
@@ -146,7 +150,7 @@ def read(file: Path) -> Last | None:
 
 
 def load(file: Path, last: Last, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the tensors, plain or DTensors, from the checkpoint: each process reads its own part.
+    """Fill the tensors, plain or DTensors, from the checkpoint. Each process reads its own part.
 
     Raises:
         RopeError: a tensor is missing or has another shape.
@@ -157,7 +161,7 @@ def load(file: Path, last: Last, tensors: Mapping[str, Tensor]) -> None:
 
     folder = folder_of(file) / last.folder
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # told where a process is alone
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected for a single process
         try:
             load_shards(
                 dict(tensors),
@@ -169,10 +173,11 @@ def load(file: Path, last: Last, tensors: Mapping[str, Tensor]) -> None:
 
 
 def tidy(file: Path, keep: str | None) -> None:
-    """Delete all checkpoints of several processes but one: what a killed process has left, and older ones.
+    """Delete checkpoints of several processes: older ones, and incomplete ones of killed processes.
 
     Args:
-        keep: name of the folder that stays; None deletes all, and the manifest first.
+        file: the file of the training.
+        keep: name of the folder to keep. None deletes all of them, beginning with the manifest.
     """
     parent = folder_of(file)
     if keep is None:
@@ -185,7 +190,7 @@ def tidy(file: Path, keep: str | None) -> None:
 
 
 def folder_of(file: Path) -> Path:
-    """Where the checkpoints of several processes that train `file` are kept."""
+    """Folder of the checkpoints of several processes that train `file`."""
     return file.with_name(f"{file.name}.shards")
 
 
@@ -208,11 +213,16 @@ def _unwritable(folder: Path, failures: Mapping[int, Any]) -> _checks.RopeError:
     came = _first(failures)
     shutil.rmtree(folder, ignore_errors=True)
     must = f"{folder.parent} must be a folder that every process can write to"
-    return _checks.error("lab", must, came, "Make room, or name another. The last checkpoint is unchanged.")
+    return _checks.error(
+        "lab", must, came, "Free disk space, or pass another folder. The last checkpoint is unchanged."
+    )
 
 
 def _first(failures: Mapping[int, Any]) -> str:
-    """The first failure, as torch.distributed.checkpoint reports them: rank → (exception, traceback)."""
+    """Describe the failure of the lowest rank in the report of torch.distributed.checkpoint.
+
+    failures: rank → (exception, traceback).
+    """
     rank, (error, _) = min(failures.items())
     if isinstance(error, KeyboardInterrupt):  # Ctrl-C
         raise error
@@ -220,4 +230,4 @@ def _first(failures: Mapping[int, Any]) -> str:
 
 
 def _broken(path: Path, must: str, came: str) -> _checks.RopeError:
-    return _checks.error("lab", f"{path}: {must}", came, f"Delete {path.parent} to go on without it.")
+    return _checks.error("lab", f"{path}: {must}", came, f"Delete {path.parent} to continue without it.")

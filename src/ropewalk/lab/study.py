@@ -1,4 +1,4 @@
-"""The whole study: what runs in which order, how long it will take, and the report of what there is."""
+"""Run a study: order its parts, estimate the time, and write the report."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class Study:
-    """What to run.
+    """The settings of a study.
 
     Args:
-        tasks: in this order for each seed.
-        seeds: in this order.
-        baselines: also train models without rotation.
+        tasks: tasks, in the order in which they run for each seed.
+        seeds: seeds, in the order in which they run.
+        baselines: whether to also train models without rotation.
     """
 
     tasks: Sequence[Task]
@@ -46,45 +46,46 @@ class Study:
     baselines: bool = False
 
     def parts(self) -> list[Part]:
-        """In the order in which they run: a seed is finished before the next begins."""
+        """Return all parts in the order in which they run: each seed is completed before the next begins."""
         return [
             part for seed in self.seeds for task in self.tasks for part in parts(task, seed, baselines=self.baselines)
         ]
 
 
 def quick(seed: int, *, baselines: bool) -> Study:
-    """The copy task on one seed."""
+    """Study the copy task on one seed."""
     return Study([tasks.COPY], [seed], baselines)
 
 
 def text(seed: int, *, baselines: bool) -> Study:
-    """The text on one seed."""
+    """Study the text task on one seed."""
     return Study([tasks.TEXT], [seed], baselines)
 
 
 def full(seed: int, *, baselines: bool) -> Study:
-    """Both tasks on three seeds."""
+    """Study both tasks on three seeds."""
     return Study([tasks.COPY, tasks.TEXT], range(seed, seed + SEEDS), baselines)
 
 
 def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
-    """Run what is not done yet, and write the report: tables, words, JSON, pictures.
+    """Run the missing parts, and write the report: tables, findings, JSON, plots.
 
-    Several processes (`ranks.joined`) must all call this with the same arguments. They train each model together; the
-    first one decides what is left, measures, reports and writes.
+    Several processes (`ranks.joined`) must all call this with the same arguments. They train each model together. The
+    first one selects the missing parts, measures, and writes the report.
 
     Args:
-        folder: where everything is kept; made if it is not there. Running again with the same folder goes on where
-            the last run stopped, also after Ctrl-C or a kill.
-        say: called with each line for the reader, in the first process.
+        study: the settings.
+        folder: folder of all results. It is created if missing. Another run with the same folder resumes the last
+            one, even after Ctrl-C or a kill.
+        say: called with each line of output, in the first process.
 
     Returns:
-        What `report.json` holds: date, versions, processes, threads of each, tasks, rows (`Part.run`),
+        The content of `report.json`: date, versions, processes, threads of each process, tasks, rows (`Part.run`), and
         seconds of this run.
 
     Raises:
-        RopeError: matplotlib or safetensors is missing; the folder cannot be made or written, or holds another
-            training under the same name; another process works in it.
+        RopeError: matplotlib or safetensors is missing; the folder cannot be created or written, or has another
+            training with the same name; or another run uses the folder.
     """
     ranks.on_first(lambda: _prepare(folder))
     with ranks.locked(folder / "lock", f"in {folder}"):
@@ -140,13 +141,13 @@ def _report(result: dict[str, Any], folder: Path) -> list[str]:
 
 
 def estimate(left: Sequence[Part], folder: Path) -> float:
-    """Seconds that these parts will take on this machine: a few steps and measurements of each kind are timed.
+    """Estimate the seconds for these parts on this machine, by timing a few steps and measurements of each kind.
 
-    Steps of an interrupted training that are done already are counted again.
+    Completed steps of an interrupted training are counted again.
 
     Args:
         left: the parts.
-        folder: checkpoints of the timed steps are in a folder of it, which is deleted.
+        folder: folder for the checkpoints of the timed steps, which are deleted afterwards.
     """
     seconds: dict[tuple[Task, bool], tuple[float, float]] = {}
     total = 0.0
@@ -160,7 +161,7 @@ def estimate(left: Sequence[Part], folder: Path) -> float:
 
 
 def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
-    """A step of the training."""
+    """Time a training step of the part, in seconds."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same model in every process
         model = LanguageModel(part.task.size)
@@ -176,7 +177,7 @@ def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
 
 
 def _row_seconds(part: Part) -> float:
-    """All lengths of one method."""
+    """Time the measurement of one method at all lengths, in seconds."""
     task = part.task
     with torch.random.fork_rng(devices=[]):
         model = LanguageModel(task.size)
@@ -191,10 +192,10 @@ def _minutes(seconds: float) -> str:
 
 
 def _prepare(folder: Path) -> None:
-    plots.blank(height=1.0)  # so that a missing matplotlib is told now
+    plots.blank(height=1.0)  # raises now if matplotlib is missing
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise _checks.error(
-            "lab", "the folder must be one that can be made", f"{str(folder)!r} ({e.strerror})", "Name another."
+            "lab", "it must be possible to create the folder", f"{str(folder)!r} ({e.strerror})", "Pass another path."
         ) from e

@@ -1,6 +1,6 @@
-"""The two tasks: what each trains on, how long, and what is measured at each length.
+"""The two tasks: data, recipe, and measures of each.
 
-The recipes are what fits: both tasks on three seeds with all fine-tunes within an hour on two cores.
+The recipes are chosen so that both tasks on three seeds, with all fine-tunes, take less than an hour on two cores.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Task(ABC):
     """A task and its recipe.
 
     Args:
-        size: of the model.
-        trained: the longest sequence of the training, in tokens; fine-tunes have FACTOR times as many.
-        lengths: at which models are measured, ascending, the trained one among them; in the unit `length_is`.
-        recipe, sequences: of the training, and how many sequences each of its steps has.
-        tune_recipe, tune_sequences: of the fine-tunes.
-        test_sequences: how many are measured at each length.
+        size: size of the model.
+        trained: longest sequence of the training, in tokens. Fine-tunes use FACTOR times as many.
+        lengths: ascending lengths at which models are measured, including the trained length, in the unit `length_is`.
+        recipe, sequences: recipe of the training, and number of sequences in each step.
+        tune_recipe, tune_sequences: the same for fine-tunes.
+        test_sequences: number of sequences measured at each length.
     """
 
     name: ClassVar[str]
     length_is: ClassVar[str]
     measures: ClassVar[Mapping[str, str]]
-    """What `measure` gives for tables → the same in words, with the unit."""
+    """Measures in tables → description with the unit."""
     position_width: ClassVar[int | None] = None
-    """Of the loss by position, where `measure` gives one: tokens in each mean."""
+    """Number of tokens in each mean of the loss by position. None if the task has no loss by position."""
 
     size: Size
     trained: int
@@ -53,34 +53,34 @@ class Task(ABC):
 
     @property
     def rope(self) -> ropewalk.Rope:
-        """What the model is trained with."""
+        """Rope of the training."""
         return ropewalk.Rope(head_dim=self.size.head_dim, base=BASE, pairing="half")
 
     @property
     def tuned(self) -> int:
-        """The longest sequence of the fine-tunes, in tokens."""
+        """Longest sequence of fine-tunes, in tokens."""
         return round(FACTOR * self.trained)
 
     @abstractmethod
     def tokens(self, length: int) -> int:
-        """Tokens of a sequence of that length."""
+        """Number of tokens in a sequence of this length."""
 
     @abstractmethod
     def batches(self, seed: int, *, longest: int, sequences: int) -> Callable[[int], Batch]:
-        """step → a batch of so many sequences of at most `longest` tokens."""
+        """Return a function from a step to a batch of sequences with at most `longest` tokens."""
 
     @abstractmethod
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
-        """The measures at one length."""
+        """Measure a model at one length."""
 
     def about(self) -> dict[str, Any]:
-        """What beside size, rope and recipe decides a training: plain JSON."""
+        """Return what determines a training in addition to size, rope and recipe, as plain JSON."""
         return {"task": self.name, "trained": self.trained, "sequences": self.sequences}
 
 
 @dataclass(frozen=True)
 class Copy(Task):
-    """BOS w BOS w, with |w| from `shortest` to what fits."""
+    """The copy task: BOS w BOS w, with |w| from `shortest` to the longest that fits."""
 
     name: ClassVar[str] = "copy"
     length_is: ClassVar[str] = "symbols of w"
@@ -108,7 +108,7 @@ class Copy(Task):
 
 @dataclass(frozen=True)
 class Text(Task):
-    """The bytes of the standard library; measured on files that the training has not seen."""
+    """The text task: bytes of the standard library, measured on files held out from training."""
 
     name: ClassVar[str] = "text"
     length_is: ClassVar[str] = "tokens"

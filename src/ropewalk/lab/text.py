@@ -1,4 +1,4 @@
-"""The bytes of the text that every Python ships: the help topics of pydoc and the sources of the standard library."""
+"""A text corpus from files that every Python ships: the sources of the standard library and pydoc's help topics."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.lab.train import Batch
 
-# In every CPython from 3.11 on, and not in a package of their own in any distribution. Other modules of the standard
-# library are left out: tkinter, idlelib, venv, lib2to3 and test are often missing, and encodings is tables of numbers.
+# Packages in every CPython since 3.11 that no distribution ships separately. Other packages are omitted: tkinter,
+# idlelib, venv, lib2to3 and test are often missing, and encodings consists of tables of numbers.
 PACKAGES = (
     "asyncio", "collections", "concurrent", "ctypes", "email", "html", "http", "importlib", "json", "logging",
     "multiprocessing", "pydoc_data", "re", "sqlite3", "tomllib", "unittest", "urllib", "wsgiref", "xml", "xmlrpc",
     "zoneinfo",
 )  # fmt: skip
 SMALLEST = 8192
-"""Files with fewer bytes are left out, so that a held-out file holds a few long windows."""
+"""Minimum size of a file in bytes, so that a held-out file has a few long windows."""
 TENTH = 10
-"""One file of so many is held out."""
+"""One file in TENTH is held out."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Corpus:
     """Bytes to train on and, from other files, bytes to measure on.
 
     Args:
-        train: uint8 `[bytes]`: all training files, one behind the other.
+        train: all training files, concatenated, uint8 `[bytes]`.
         held_out: uint8 `[bytes]` for each held-out file.
-        train_files, held_out_files: their names, relative to the standard library, in this order.
-        digest: SHA-256 of names and bytes, in hexadecimal digits: another Python has another text.
+        train_files, held_out_files: their names relative to the standard library, in the same order.
+        digest: SHA-256 of names and bytes in hexadecimal digits. It differs between Python versions.
     """
 
     train: Tensor
@@ -48,16 +48,16 @@ class Corpus:
 
 
 def corpus(folder: Path | None = None) -> Corpus:
-    """Read it: about 8 MB in a second; nothing is downloaded.
+    """Read the corpus, about 8 MB in a second. Nothing is downloaded.
 
-    A file is held out by the digest of its name, so the split does not change when files come and go. The help topics
-    (`pydoc_data/topics.py`), the only long English text, are for training.
+    The digest of its name decides whether a file is held out, so the split does not change when files are added or
+    removed. The help topics (`pydoc_data/topics.py`), the only long English text, are in the training set.
 
     Args:
-        folder: of the standard library; that of the running Python when None.
+        folder: folder of the standard library. None means that of the running Python.
 
     Raises:
-        RopeError: the sources are not there (a Python without them, or zipped).
+        RopeError: the sources are missing (not installed, or zipped).
     """
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     names = sorted(_names(folder))
@@ -69,7 +69,7 @@ def corpus(folder: Path | None = None) -> Corpus:
         raise _checks.error(
             "text.corpus",
             "the folder must hold the sources of the standard library",
-            f"{len(texts)} files of use in {folder}",
+            f"{len(texts)} usable files in {folder}",
             "Use a Python that has them: some small images and zipped distributions do not.",
         )
     digest = hashlib.sha256()
@@ -85,16 +85,17 @@ def corpus(folder: Path | None = None) -> Corpus:
 
 
 def batches(text: Tensor, *, batch: int, seq: int, seed: int) -> Callable[[int], Batch]:
-    """Windows at random places, from (seed, step) alone: nothing else need be kept to go on where a training stopped.
+    """Return a function that draws random windows from (seed, step) alone, so a resumed training needs no other state.
 
     Args:
-        text: uint8 `[bytes]`, more than seq.
-        batch: windows at a step.
-        seq: tokens of a window.
-        seed: a number of at least 0.
+        text: uint8 `[bytes]`, with more than seq bytes.
+        batch: number of windows in a step.
+        seq: number of tokens in a window.
+        seed: an integer of at least 0.
 
     Returns:
-        step → a `Batch` of tokens and targets, int64 `[batch, seq]`: each target is the byte after the token.
+        A function from a step to a `Batch` of tokens and targets, int64 `[batch, seq]`. Each target is the byte after
+        its token.
     """
     _checks.integer("text.batches", "batch", batch, at_least=1)
     _checks.integer("text.batches", "seq", seq, at_least=1, at_most=len(text) - 1)
@@ -110,18 +111,18 @@ def batches(text: Tensor, *, batch: int, seq: int, seed: int) -> Callable[[int],
 
 
 def windows(texts: tuple[Tensor, ...], *, count: int, seq: int) -> Batch:
-    """Windows to measure on: spread evenly over the held-out files, none of them across two files.
+    """Return test windows, spread evenly over the held-out files. No window spans two files.
 
     Returns:
-        A `Batch` of tokens and targets, int64 `[count, seq]`; the windows overlap where the files are too short.
+        A `Batch` of tokens and targets, int64 `[count, seq]`. Windows overlap if the files are too short.
 
     Raises:
-        RopeError: no file is that long.
+        RopeError: no file has more than seq bytes.
     """
     long_enough = [text for text in texts if len(text) > seq]
     if not long_enough:
         raise _checks.error(
-            "text.windows", f"a held-out file must have more than seq={seq} bytes", "none", "Take shorter windows."
+            "text.windows", f"a held-out file must have more than seq={seq} bytes", "none", "Use shorter windows."
         )
     places = [len(text) - seq for text in long_enough]
     ends = np.cumsum(places)

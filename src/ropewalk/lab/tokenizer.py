@@ -1,4 +1,4 @@
-"""Tokenizers of a model of bytes, where token n is byte n: for llama2.c's `run.c`, and for transformers."""
+"""Tokenizer files of a byte model, in which token n is byte n, for llama2.c's `run.c` and for transformers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def llama2c() -> bytes:
-    """The tokenizer.bin of `run.c`: the longest piece in bytes (int32), then score (float32), length (int32), bytes.
+    """Build the tokenizer.bin of `run.c`: length of the longest piece, then score, length and bytes of each piece.
 
-    Every byte is a piece of its own, so looking it up gives its number, and no two pieces join to a third. Only byte 0,
-    which ends a string in C, is written as `<0x00>`.
+    Lengths are int32, in bytes, and scores float32. Each byte is one piece, so its index is its value, and no merges
+    are possible. Byte 0, which would end a C string, is written as `<0x00>`.
     """
     pieces = [b"<0x00>", *(bytes([byte]) for byte in range(1, 256))]
     longest = max(len(piece) for piece in pieces)
@@ -18,9 +18,9 @@ def llama2c() -> bytes:
 
 
 def hugging_face(max_positions: int) -> dict[str, dict[str, Any]]:
-    """File name → contents as JSON: what `AutoTokenizer.from_pretrained` reads. Text becomes its UTF-8 bytes.
+    """Return file name → JSON content for `AutoTokenizer.from_pretrained`. Text is encoded as its UTF-8 bytes.
 
-    It is a byte-level BPE without merges. Nothing is normalised, nothing is added, and no text is special.
+    It is a byte-level BPE without merges, normalization, added tokens or special tokens.
     """
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
     return {
@@ -59,9 +59,9 @@ def hugging_face(max_positions: int) -> dict[str, dict[str, Any]]:
 
 
 def _characters() -> list[str]:
-    """The character by which byte-level BPE writes each byte, as GPT-2 has it.
+    """Return the character for each byte in byte-level BPE, as in GPT-2.
 
-    Printable characters of Latin-1 stand for their own byte; the other bytes take the characters from U+0100 on.
+    Printable Latin-1 characters represent their own byte. The other bytes use the characters from U+0100 on.
     """
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -1,4 +1,4 @@
-"""Training that can be stopped at any moment and goes on there: AdamW, warm-up, cosine, clipped gradients."""
+"""Resumable training with AdamW, warm-up, a cosine schedule and gradient clipping."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.progress import Progress
 
 EVERY = 10
-"""Steps from one checkpoint of several processes to the next: writing one takes as long as a few small steps."""
+"""Steps between checkpoints of several processes: writing one takes as long as a few small steps."""
 
 
 class Batch(NamedTuple):
-    """What a step learns from.
+    """The data of one training step.
 
-    tokens and targets: int64 `[batch, seq]`; mask: bool `[batch, seq]`, True where the target counts, or None for all.
+    tokens and targets are int64 `[batch, seq]`. mask is bool `[batch, seq]`, True for targets that count, or None for
+    all.
     """
 
     tokens: Tensor
@@ -36,19 +37,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
+    """The hyperparameters of a training.
 
     Args:
-        steps: steps in all.
-        learning_rate: its peak, after the warm-up.
-        warmup: steps in which it grows from 0 in a straight line.
-        floor: where the cosine ends, as a share of the peak.
-        weight_decay: of matrices and embeddings, not of norms.
-        betas: of AdamW.
-        clip: the longest gradient, all parameters together.
+        steps: total number of steps.
+        learning_rate: peak learning rate, reached after the warm-up.
+        warmup: number of steps of the linear warm-up from 0.
+        floor: final learning rate of the cosine schedule, as a fraction of the peak.
+        weight_decay: weight decay of matrices and embeddings. Norms have none.
+        betas: betas of AdamW.
+        clip: maximum norm of the gradient of all parameters.
 
     Raises:
-        RopeError: a number is impossible; the message says which.
+        RopeError: a number is out of range. The message names it.
     """
 
     steps: int
@@ -76,7 +77,7 @@ class Recipe:
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Learning rate of a step, counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -85,18 +86,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training leaves beside the weights: the loss of every step, and the seconds all of them took."""
+    """The result of a training in addition to the weights: the loss of every step, and the total seconds."""
 
     losses: tuple[float, ...]
     seconds: float
 
 
 def loss_of(logits: Tensor, batch: Batch, targets: int | None = None) -> Tensor:
-    """Mean cross-entropy in nats for each target that counts.
+    """Compute the mean cross-entropy in nats over the targets that count.
 
     Args:
-        targets: what the sum is divided by: those that count in a whole batch of which this one is a part; those of
-            `batch` when None.
+        logits: `[batch, seq, vocab_size]`.
+        batch: the targets and the mask.
+        targets: divisor of the sum, if batch is a part of a larger batch: the number of targets that count in the
+            larger one. None means the number in batch.
     """
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
     counted = each if batch.mask is None else each[batch.mask.flatten()]
@@ -113,33 +116,34 @@ def train(
     about: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Trained:
-    """Train the model in place, keeping checkpoints.
+    """Train the model in place, and save checkpoints.
 
-    Where there is a checkpoint of the same training, go on from its step; of a finished one, only load it. The
-    weights in the end are bitwise those of an undisturbed training (same machine, same versions, same number of
-    processes and threads).
+    If there is a checkpoint of the same training, training resumes from it. A completed training is only loaded. The
+    final weights are bitwise equal to those of an uninterrupted training (with the same machine, versions, and numbers
+    of processes and threads).
 
-    One process keeps every step in `file`: if it is killed, the step it was in is lost and nothing more.
+    A single process saves every step in `file`. If it is killed, only the current step is lost.
 
-    Several processes (`ranks.joined`) must all call this with the same arguments. FSDP2 splits the model over them,
-    and each takes its share of the sequences of every batch. They keep every EVERY-th step in `shards.folder_of(file)`,
-    which all machines must see; in the end the first process writes `file` and deletes that folder. Any number of
-    processes goes on from either. The losses are those of one process but for the rounding of sums.
+    Several processes (`ranks.joined`) must all call this with the same arguments. FSDP2 shards the model over them, and
+    each processes a part of the sequences of every batch. They save a checkpoint every EVERY steps in
+    `shards.folder_of(file)`, which all machines must be able to access. At the end the first process writes `file` and
+    deletes that folder. Any number of processes can resume from either. The losses equal those of one process up to
+    the rounding of sums.
 
     Args:
-        model: with its initial weights: the same whenever the same training is called again.
-        rope: rotates q and k; static. None does not rotate.
-        batch: step, counted from 0 → what it learns from. Must depend on the step alone.
-        recipe: how.
-        file: of the checkpoint; its folder is made.
-        about: what else decides the outcome (the task, the digest of the text, the seed): plain JSON, kept in the
-            checkpoint and compared.
-        progress: told of every step.
+        model: the model with its initial weights, which must be the same each time the same training is called.
+        rope: a static rope, or None for no rotation.
+        batch: function from a step, counted from 0, to its data. It must depend only on the step.
+        recipe: hyperparameters.
+        file: file of the checkpoint. Its folder is created.
+        about: everything else that determines the result (task, digest of the text, seed), as plain JSON. It is stored
+            in the checkpoint and compared.
+        progress: receives every step.
 
     Raises:
-        RopeError: the file holds a checkpoint of another training, or is none; it cannot be written; another process
-            trains with it; loss or weights are no longer finite; the processes were given different trainings. What
-            was kept before stays as it was.
+        RopeError: the file is a checkpoint of another training, or no checkpoint; it cannot be written; another process
+            trains with it; a loss or weight is not finite; or the processes have different trainings. Existing
+            checkpoints are unchanged.
     """
     with ranks.locked(file.with_name(f"{file.name}.lock"), str(file)):
         return _train(model, rope, batch, recipe, file, about, progress)
@@ -184,7 +188,7 @@ def _train(
             optimizer.zero_grad()
             placed = positions if model.size.absolute else None
             loss = loss_of(trained(now.tokens, rotations[len(positions)], positions=placed), now, targets)
-            # FSDP2 takes the mean of the gradients of all processes; the gradient of the whole batch is their sum.
+            # FSDP2 averages the gradients of all processes, but the gradient of the whole batch is their sum.
             (loss * ranks.count()).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
             optimizer.step()
@@ -203,10 +207,10 @@ def _train(
 
 
 def _check_agreement(identity: Mapping[str, Any]) -> None:
-    """Check that all processes were given the same training: an initial weight or a text may differ by machine."""
+    """Check that all processes have the same training. Initial weights or texts may differ between machines."""
     identities = ranks.from_all(identity)
     if different := [key for key in identity if any(other[key] != identities[0][key] for other in identities)]:
-        cure = "Start all of them with the same command, and with the same versions of Python, PyTorch and ropewalk."
+        cure = "Start all of them with the same command and the same versions of Python, PyTorch and ropewalk."
         must = "every process must train the same model on the same data"
         ranks.fail(_checks.error("lab", must, f"processes that differ in {', '.join(different)}", cure))
 
@@ -214,7 +218,7 @@ def _check_agreement(identity: Mapping[str, Any]) -> None:
 def _resume(
     file: Path, identity: Mapping[str, Any], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[list[float], float]:
-    """Load the last checkpoint of this training, if there is one: the losses of its steps, and their seconds."""
+    """Load the last checkpoint of this training, if any, and return the losses of its steps and their seconds."""
 
     def latest() -> checkpoint.Checkpoint | shards.Last | None:
         whole = checkpoint.read(file) if file.exists() else None
@@ -252,7 +256,7 @@ def _gather(
     losses: list[float],
     seconds: float,
 ) -> None:
-    """Bring the trained weights into the whole model of every process; leave the file that one process leaves."""
+    """Copy the gathered weights to the model of every process, and write the file that a single process would write."""
     tensors = shards.whole(state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -260,7 +264,7 @@ def _gather(
 
     def keep() -> None:
         if not shards.folder_of(file).exists():
-            return  # the file was finished before
+            return  # an earlier run has written the file
         checkpoint.save(file, identity, tensors, losses, seconds)
         shards.tidy(file, keep=None)
 
@@ -268,7 +272,7 @@ def _gather(
 
 
 def _share(batch: Batch, device: torch.device) -> Batch:
-    """The sequences of this process. One for which none is left gets the first one, with no target that counts."""
+    """Select the sequences of this process. A process without any gets the first one with an all-False mask."""
     if ranks.count() == 1:
         return batch
     rows = torch.arange(len(batch.tokens)).tensor_split(ranks.count())[ranks.rank()]
@@ -280,7 +284,7 @@ def _share(batch: Batch, device: torch.device) -> Batch:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """PyTorch's deterministic algorithms, and afterwards what was set before."""
+    """Enable PyTorch's deterministic algorithms, and restore the previous setting afterwards."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
