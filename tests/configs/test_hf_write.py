@@ -24,7 +24,7 @@ CONFIGS = [
 def same(one: ModelRopes, other: ModelRopes) -> bool:
     names = (
         "layers",
-        "others",
+        "extra_ropes",
         "softmax_factor",
         "query_scale",
         "output_order",
