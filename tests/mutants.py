@@ -694,7 +694,7 @@ MUTANTS = [
     Mutant("kept whatever was asked", "lab/parts.py", ' if kept["asked"] == self._asked() else []', ""),
     Mutant("fine-tunes from nothing", "lab/parts.py", "model.load_state_dict(start.state_dict())", "pass"),
     Mutant("worst first", "lab/findings.py", "sign = -1 if more_is_better else 1", "sign = 1 if more_is_better else -1"),
-    Mutant("luck is certain", "lab/findings.py", '"Expected, and so on {every}:": all', '"Expected, and so on {every}:": any'),
+    Mutant("luck is certain", "lab/findings.py", '"Expected, and true on {every}:": all', '"Expected, and true on {every}:": any'),
     Mutant("whole range", "lab/results.py", "min(self.values)) / 2", "min(self.values))"),
     Mutant("torchtitan: unknown fields ignored", "integrations/torchtitan.py", "if names != _READ:", "if _READ - names:"),
     Mutant("torchtitan: SPMD types lost", "integrations/torchtitan.py", "if spmd.has_local_type(like):", "if False:"),

@@ -55,11 +55,11 @@ def paragraph(told, verdict):
 
 def test_what_held_on_every_seed():
     told = words()
-    held = paragraph(told, "Expected, and so on all 3 seeds:")
+    held = paragraph(told, "Expected, and true on all 3 seeds:")
     for says in (COLLAPSE, PI_TUNE, PI_OVER_NTK):
         assert says in held
     assert f"{PI_TUNE} (PI at 4x: accuracy 0.97, 0.97, 0.97)." in held
-    assert paragraph(told, "Luck of the seed:") == paragraph(told, "Expected, but not so") == ""
+    assert paragraph(told, "True on some seeds only:") == paragraph(told, "Expected, but not true") == ""
 
 
 def test_the_words_follow_a_reversed_ranking():
@@ -68,44 +68,44 @@ def test_the_words_follow_a_reversed_ranking():
         ("trained", "NTK dynamic"): ACCURACY["trained", "PI dynamic"],
     }
     everywhere = words(changed={0: swapped, 1: swapped, 2: swapped})
-    assert PI_OVER_NTK in paragraph(everywhere, "Expected, but not so on any of 3 seeds:")
-    assert PI_OVER_NTK not in paragraph(everywhere, "Expected, and so on all 3 seeds:")
+    assert PI_OVER_NTK in paragraph(everywhere, "Expected, but not true on any of 3 seeds:")
+    assert PI_OVER_NTK not in paragraph(everywhere, "Expected, and true on all 3 seeds:")
     once = words(changed={1: swapped})
-    assert PI_OVER_NTK not in paragraph(once, "Expected, and so on all") + paragraph(once, "Expected, but not so")
+    assert PI_OVER_NTK not in paragraph(once, "Expected, and true on all") + paragraph(once, "Expected, but not true")
     assert (
         f"{PI_OVER_NTK} on 2 of 3 seeds (PI dynamic at 2x: accuracy 0.90, 0.35, 0.90; "
-        "NTK dynamic at 2x: accuracy 0.35, 0.90, 0.35)." in paragraph(once, "Luck of the seed:")
+        "NTK dynamic at 2x: accuracy 0.35, 0.90, 0.35)." in paragraph(once, "True on some seeds only:")
     )
 
 
 def test_the_words_follow_a_collapse_that_does_not_come():
     good = {("trained", "none"): [1.0] * 7}
-    assert COLLAPSE in paragraph(words(changed=dict.fromkeys((0, 1, 2), good)), "Expected, but not so on any of 3")
+    assert COLLAPSE in paragraph(words(changed=dict.fromkeys((0, 1, 2), good)), "Expected, but not true on any of 3")
     bad = {("trained", "none"): [0.8, 0.8, 0.4, 0.3, 0.1, 0.05, 0.02]}
-    assert COLLAPSE in paragraph(words(changed={2: bad}), "Luck of the seed:")
+    assert COLLAPSE in paragraph(words(changed={2: bad}), "True on some seeds only:")
 
 
 @pytest.mark.parametrize("method", ["PI", "YaRN"])
 def test_the_words_follow_fine_tunes(method):
     worse = {("tuned", method): [0.99, 0.99, 0.99, 0.99, 0.9, 0.89, 0.1]}
     says = PI_TUNE.replace("with PI", f"with {method}")
-    assert says in paragraph(words(changed={0: worse}), "Luck of the seed:")
-    assert says in paragraph(words(changed=dict.fromkeys((0, 1, 2), worse)), "Expected, but not so on any of 3")
+    assert says in paragraph(words(changed={0: worse}), "True on some seeds only:")
+    assert says in paragraph(words(changed=dict.fromkeys((0, 1, 2), worse)), "Expected, but not true on any of 3")
 
 
 def test_a_dynamic_factor_that_hurts_is_told():
     hurt = {("trained", "YaRN dynamic"): [0.9] * 7}
     says = "a fixed YaRN factor hurts the trained range (more than twice the loss); a dynamic one"
-    assert says in paragraph(words(), "Expected, and so on all 3 seeds:")
-    assert says in paragraph(words(changed={0: hurt}), "Luck of the seed:")
+    assert says in paragraph(words(), "Expected, and true on all 3 seeds:")
+    assert says in paragraph(words(changed={0: hurt}), "True on some seeds only:")
 
 
 def test_one_seed_says_that_it_is_one():
     told = words(seeds=[5])
-    assert COLLAPSE in paragraph(told, "Expected, and so on this seed:")
-    assert paragraph(told, "Best first").startswith("Best first (one seed cannot tell luck from order")
+    assert COLLAPSE in paragraph(told, "Expected, and true on this seed:")
+    assert paragraph(told, "Best first").startswith("Best first (the order may differ with another seed")
     worse = {("tuned", "PI"): [0.5] * 7}
-    assert PI_TUNE in paragraph(words(seeds=[5], changed={5: worse}), "Expected, but not so on this seed:")
+    assert PI_TUNE in paragraph(words(seeds=[5], changed={5: worse}), "Expected, but not true on this seed:")
 
 
 def test_orders():
@@ -164,9 +164,9 @@ TEXT_ABOUT = report.described(tiny_lab.TEXT)
 
 def test_text_claims_hold_for_the_published_ranking():
     told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT)))
-    held = paragraph(told, "Expected, and so on all 2 seeds:")
+    held = paragraph(told, "Expected, and true on all 2 seeds:")
     assert held.count("\n- ") == sum(claim.task == "text" for claim in findings.CLAIMS) == 17
-    assert paragraph(told, "Luck of the seed:") == paragraph(told, "Expected, but not so") == ""
+    assert paragraph(told, "True on some seeds only:") == paragraph(told, "Expected, but not true") == ""
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_text_claims_hold_for_the_published_ranking():
     [
         (("trained", "none"), [3.5, 3.3, 4.0, 5.0, 6.0], "without scaling, perplexity explodes"),
         (("trained", "PI"), [16.0, 4.0, 16.0, 16.0, 20.0], "PI without fine-tuning is bad everywhere"),
-        (("trained", "NTK"), [3.8, 3.6, 5.0, 18.0, 30.0], "NTK holds to half its factor"),
+        (("trained", "NTK"), [3.8, 3.6, 5.0, 18.0, 30.0], "NTK works up to half its factor"),
         (("trained", "YaRN"), [4.3, 3.3, 4.4, 4.5, 8.3], "a fixed YaRN factor hurts the trained range"),
         (("trained", "by parts"), [4.3, 4.5, 4.6, 4.4, 8.9], "YaRN's attention factor helps at 4 times"),
         (("trained", "Self-Extend"), [3.5, 3.3, 3.3, 4.6, 5.4], f"{BEST} at 2 times"),
@@ -191,7 +191,7 @@ def test_text_claims_hold_for_the_published_ranking():
 )  # fmt: skip
 def test_each_text_claim_can_fail(cell, values, says):
     told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT | {cell: values})))
-    assert says in paragraph(told, "Expected, but not so on any of 2 seeds:")
+    assert says in paragraph(told, "Expected, but not true on any of 2 seeds:")
 
 
 def test_tables_by_hand(tmp_path):

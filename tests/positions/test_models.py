@@ -25,7 +25,7 @@ RECORDED = ROOT / "tests" / "golden" / "positions"
 
 def table() -> dict[str, str]:
     """The calls of the table on the page, by the first cell of their row."""
-    section = (ROOT / "docs" / "positions.md").read_text().split("## Which model has which")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "positions.md").read_text().split("## Positions of known models")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
     return {row[0].removeprefix("| ").replace("`", ""): row[1].strip("`") for row in rows if row[1].startswith("`")}
 

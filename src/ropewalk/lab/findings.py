@@ -56,8 +56,8 @@ _COPY = (
     *(
         Claim(
             "copy",
-            f"a fixed {method} factor hurts the trained range (more than twice the loss); a dynamic one, which is no "
-            "scaling there, does not",
+            f"a fixed {method} factor hurts the trained range (more than twice the loss); a dynamic one, which does "
+            "not scale there, does not",
             _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "loss", 1),
             lambda v: v[1] > 2 * v[0] and v[2] <= v[0],
         )
@@ -75,7 +75,7 @@ _COPY = (
     *(
         Claim(
             "copy",
-            f"fine-tuned at 4 times the trained length, {method} stays behind PI and YaRN there",
+            f"fine-tuned at 4 times the trained length, {method} copies less than PI and YaRN there",
             _column(TUNED, [method, "PI", "YaRN"], "accuracy", 4),
             lambda v: v[0] < min(v[1:]),
         )
@@ -83,7 +83,7 @@ _COPY = (
     ),
     Claim(
         "copy",
-        "no fine-tune at 4 times the trained length copies even half at 8 times",
+        "no fine-tune at 4 times the trained length reaches an accuracy of 0.5 at 8 times",
         _column(TUNED, ["none", "PI", "NTK", "YaRN", "larger base"], "accuracy", 8),
         lambda v: max(v) < 0.5,
     ),
@@ -124,8 +124,8 @@ _TEXT = (
     ),
     Claim(
         "text",
-        "NTK holds to half its factor and fails at the whole: perplexity of the last bytes is at most 1.25 times that "
-        "of no scaling at the trained length, then more than 1.5 times",
+        "NTK works up to half its factor and fails at the full factor: perplexity of the last bytes is at most 1.25 "
+        "times that of no scaling at the trained length, then more than 1.5 times",
         (*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)),
         lambda v: v[1] <= 1.25 * v[0] and v[2] > 1.5 * v[0],
     ),
@@ -133,7 +133,7 @@ _TEXT = (
         Claim(
             "text",
             f"a fixed {method} factor hurts the trained range (more than 1.05 times the perplexity); a dynamic one, "
-            "which is no scaling there, does not",
+            "which does not scale there, does not",
             _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "perplexity", 1),
             lambda v: v[1] > 1.05 * v[0] and v[2] <= v[0],
         )
@@ -214,19 +214,18 @@ def words(results: Results) -> list[str]:
     orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
     if orders:
         sign = (
-            "> has the same order on every seed, ≈ has not and is luck of the seed, = is the same to the digit"
+            "> is the same order on every seed, ≈ an order that depends on the seed, = equal in every digit shown"
             if count > 1
-            else "one seed cannot tell luck from order: neighbours may well change places on another; = is the same to "
-            "the digit"
+            else "the order may differ with another seed; = equal in every digit shown"
         )
         paragraphs.append(f"Best first ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
     return paragraphs
 
 
 _VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
-    "Expected, and so on {every}:": all,
-    "Expected, but not so on {any}:": lambda held: not any(held),
-    "Luck of the seed:": lambda held: any(held) and not all(held),
+    "Expected, and true on {every}:": all,
+    "Expected, but not true on {any}:": lambda held: not any(held),
+    "True on some seeds only:": lambda held: any(held) and not all(held),
 }
 """Headings of groups of claims → which claims belong to the group, by whether they held on each seed."""
 
