@@ -47,7 +47,7 @@ def pieces(folder: Path) -> list[Path]:
 
 
 def tensors_of(file: Path) -> dict[str, Stored]:
-    """Find the tensors of one file. PyTorch reads its pickle with weights_only, and maps the tensors without a read.
+    """Find the tensors of one file. PyTorch reads its pickle with weights_only and memory-maps the tensors.
 
     Raises:
         RopeError: the file holds something other than tensors, or one that is not contiguous or not floating point.

@@ -34,10 +34,10 @@ def blank(*, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, SVG or PDF, as the suffix of path says; an existing file is overwritten.
+    """Write a figure as PNG, SVG or PDF, according to the suffix of path. An existing file is overwritten.
 
     Raises:
-        RopeError: the folder does not exist, the suffix is another one, or the file cannot be written.
+        RopeError: the folder does not exist, the suffix is not supported, or the file cannot be written.
     """
     path = check_path(path)
     try:
@@ -48,7 +48,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def check_path(path: str | Path) -> Path:
-    """The path, if a picture can be written there.
+    """Return the path, after checking that a picture can be written there.
 
     Raises:
         RopeError: the folder does not exist, or the suffix is not one of `FORMATS`.
@@ -64,28 +64,28 @@ def check_path(path: str | Path) -> Path:
 
 
 def check_rope(who: str, rope: object) -> None:
-    """Raise unless it is a Rope."""
+    """Raise a RopeError unless `rope` is a Rope."""
     if not isinstance(rope, Rope):
-        fix = "plots.angle_field draws a LearnedRope; of a model, pass one of its ropes."
+        fix = "plots.angle_field draws a LearnedRope; for a model, pass one of its ropes."
         raise _checks.error(who, "rope must be a Rope", _checks.shown(rope), fix)
 
 
 def names_of(who: str, rope: Rope, axis_names: Sequence[str]) -> list[str]:
-    """What the axes of a rope are called: `axis_names`, or `axis 0` and so on."""
+    """Return the names of a rope's axes: `axis_names`, or "axis 0", "axis 1", ... if it is empty."""
     count = 0 if rope.axes is None else rope.axes.count
     if isinstance(axis_names, str) or len(axis_names) not in (0, count):
         must = f"axis_names must be a name for each of the {count} axes of the rope, or none"
-        raise _checks.error(who, must, _checks.shown(axis_names), "Pass .axis_names of what from_config returned.")
+        raise _checks.error(who, must, _checks.shown(axis_names), "Pass the .axis_names of from_config's result.")
     return list(axis_names) or [f"axis {a}" for a in range(count)]
 
 
 def scheme(rope: Rope) -> str:
-    """What a title says of the scaling."""
+    """Return the scheme as plot titles name it."""
     return "no scaling" if rope.scaling is None else rope.scaling.label
 
 
 def colours(count: int) -> np.ndarray:
-    """RGBA colours `[count, 4]` from dark to light, in the order of positions."""
+    """Return RGBA colours `[count, 4]` from dark to light."""
     import matplotlib
 
     spread: np.ndarray = matplotlib.colormaps["viridis"](np.linspace(0.0, 0.85, count))

@@ -184,7 +184,7 @@ class LengthDependent(Scaling):
         """Return the scheme for sequences of up to n tokens, or None for the default frequencies."""
 
     def frequencies(self, base: float, rotary_dim: int) -> None:
-        """Call `check` and return None."""
+        """Run `check`, then return None because the frequencies depend on a length that is not known here."""
         self.check(rotary_dim)
 
     def check(self, rotary_dim: int) -> None:

@@ -26,7 +26,7 @@ class OlmoHybrid(Architecture):
         return super().kinds_of_layers(c)
 
     def without_ropes(self, version: int) -> dict[str, object]:
-        """Return the base as null."""
+        """Return the keys of a config in which nothing rotates: a base of null."""
         return {"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}}
 
 

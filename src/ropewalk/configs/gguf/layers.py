@@ -43,7 +43,7 @@ def _drafting(keys: Keys, blocks: int) -> int:
 
 
 def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
-    """Whether all layers of the file are alike although those of its architecture may differ."""
+    """Whether all layers of the file have the same kind, although layers of its architecture may differ."""
     fields, key = keys.fields, keys.key(_WINDOW)
     slides = fields.get(key) not in (None, 0) and fields.size(key) > 0
     if layers.no_window and fields.has(key) and not slides:
@@ -83,7 +83,7 @@ def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | 
 
 
 def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
-    """Return the kinds if the file has no list."""
+    """Return the kinds of the layers of a file without a list of them."""
     pattern = layers.otherwise
     if isinstance(pattern, Every):
         key = keys.key(pattern.key)
@@ -98,7 +98,7 @@ def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
 
 
 def _every(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
-    """Return the kinds according to the pattern with the given n, and a description of the pattern."""
+    """Return the kinds of `count` layers if every nth is of `pattern.kind`, and a description of that."""
     at = 0 if pattern.first else n - 1
     kinds = [pattern.kind if i % n == at else pattern.rest for i in range(count)]
     return kinds, f"the {'first' if pattern.first else 'last'} of every {n} is {pattern.kind}"

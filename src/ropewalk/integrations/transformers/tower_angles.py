@@ -47,7 +47,7 @@ class TowerAngles(ModuleAngles):
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
-        """Whether this class replaces such a module."""
+        """Whether this class replaces modules like `module`."""
         raise NotImplementedError
 
     @classmethod
@@ -201,13 +201,13 @@ def _parameters(module: nn.Module) -> list[str]:
 
 
 def _of_centres(original: nn.Module) -> tuple[Any, Any]:
-    """The functions of the tower's file that compute the centres of patches, and augment them."""
+    """Return the functions of the tower's file that compute the centres of patches and augment them."""
     names = inspect.unwrap(type(original).forward).__globals__
     return names.get("get_patches_center_coordinates"), names.get("augment_patches_center_coordinates")
 
 
 def _sides(original: nn.Module) -> tuple[int, int]:
-    """Height and width of a patch, in pixels."""
+    """Return the height and width of a patch, in pixels."""
     patch: Any = original.config.patch_size  # type: ignore[union-attr]
     return (patch, patch) if isinstance(patch, int) else (patch[0], patch[1])
 

@@ -18,8 +18,15 @@ from ropewalk import _checks
     multiple=True,
     help="Number of tokens; may be repeated. [1 128 1024 4096]",
 )
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), multiple=True, help="May be repeated. [both]")
-@click.option("--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    multiple=True,
+    help="The dtype of q and k; may be repeated. [both]",
+)
+@click.option(
+    "--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True, help="The layout of q and k."
+)
 @click.option(
     "--backward/--no-backward", default=True, show_default=True, help="Also time forward and backward together."
 )
@@ -27,7 +34,7 @@ from ropewalk import _checks
 @click.option(
     "--only",
     multiple=True,
-    help="Time only contenders whose name contains this text, and copy_; may be repeated.",
+    help="Besides copy_, time only contenders whose name contains this text; may be repeated.",
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch and ONNX Runtime. [PyTorch's default]")
 @click.option(
@@ -38,7 +45,7 @@ from ropewalk import _checks
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="Start no new round after this time, except the first three.",
+    help="After this many seconds, start no new round beyond the third.",
 )
 @click.option(
     "--stream",
@@ -63,8 +70,8 @@ from ropewalk import _checks
 @click.option(
     "--decode",
     is_flag=True,
-    help="Instead, measure the tokens per second of a small Qwen 3 while it decodes, compared with the caches of "
-    "transformers. Of the options above it accepts --dtype, --threads, --rounds and --json.",
+    help="Measure instead how many tokens per second a small Qwen 3 decodes with ropewalk's cache and with "
+    "the caches of transformers. Of the options above it accepts --dtype, --threads, --rounds and --json.",
 )
 @click.option(
     "--rehearse", is_flag=True, help="With --device cuda: run small cases on the CPU, to test the benchmark itself."
@@ -89,7 +96,7 @@ def bench(
     decode: bool,
     rehearse: bool,
 ) -> None:
-    """Time the rotation, a copy, the usual code and other libraries.
+    """Time ropewalk's rotation, a plain copy, the code that most projects use, and other libraries.
 
     Every contender's result is checked before it is timed. The benchmark runs on the CPU unless --device cuda is given.
     """

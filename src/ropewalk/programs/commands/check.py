@@ -12,7 +12,7 @@ import click
 import ropewalk
 
 
-@click.command(short_help="Find the bug of a rotary embedding.")
+@click.command(short_help="Find the bug in a rotary embedding.")
 @click.argument("target")
 @click.option(
     "--config", help="The config that the code should implement: config.json, folder, params.json, GGUF file or hub id."
@@ -22,13 +22,11 @@ import ropewalk
 @click.option("--base", type=float, help="Without a config: the expected base.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="Without a config: the expected pairing.")
 @click.option(
-    "--layout", type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]), help="The layout of its tensors. [found by trying]"
+    "--layout", type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]), help="The layout of the tensors. [found by trying]"
 )
+@click.option("--call", metavar="ROLES", help='The roles of the parameters of TARGET, in order, such as "q,k,cos,sin".')
 @click.option(
-    "--call", metavar="ROLES", help='The roles of its parameters, in order, such as "q,k,cos,sin" or "x,positions".'
-)
-@click.option(
-    "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of its constructor; may be repeated."
+    "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="A constructor argument of TARGET; may be repeated."
 )
 @click.option("--compile", "compiled", is_flag=True, help="Also count graph breaks under torch.compile.")
 @click.option("--strict", is_flag=True, help="Treat cautions as errors.")

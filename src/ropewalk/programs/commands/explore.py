@@ -18,7 +18,7 @@ _NOTE = (
 _TRAINED, _LONGEST = 8192, 65_536
 
 
-@click.command()
+@click.command(short_help="Draw ropes on an interactive page.")
 @click.argument("sources", metavar="[SOURCE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -59,8 +59,8 @@ def explore(
     """Draw the ropes of every SOURCE on one interactive page, and open it in a browser.
 
     The page shows inverse frequencies before and after scaling, vectors that rotate with the position, all pairs over
-    positions, scores over distance, and the angles that a length meets and training did not. It is one file, which
-    needs no network.
+    positions, scores over distance, and the angles that occur at a length but did not occur in training. The
+    page is a single file and needs no network.
 
     A SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B. Without one, the page compares five scaling schemes on the rope of Llama 3.

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="Export a model of the lab.")
+@click.command(short_help="Export a model that `lab` trained.")
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
@@ -22,10 +22,10 @@ import click
 )
 @click.option("--force", is_flag=True, help="Replace an existing export.")
 def export(checkpoint: Path, target: Path, form: str, max_positions: int, force: bool) -> None:
-    """Export the model of a CHECKPOINT of the lab to TARGET, for Hugging Face or llama2.c.
+    """Export CHECKPOINT, a model that `ropewalk lab` trained, to TARGET for Hugging Face or llama2.c.
 
-    With hf, TARGET is a new or empty folder. It gets config.json, model.safetensors and, for a model of bytes,
-    tokenizer.json and tokenizer_config.json, all at once. With llama2.c, TARGET is a new file; for a model of bytes,
+    With hf, TARGET is a new or empty folder. It gets config.json, model.safetensors and, for a byte-level model,
+    tokenizer.json and tokenizer_config.json, all at once. With llama2.c, TARGET is a new file; for a byte-level model,
     tokenizer.bin is written next to it.
 
     Existing files are replaced only with --force, and then only the files named above. CHECKPOINT itself, and folders

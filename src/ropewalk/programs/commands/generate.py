@@ -1,4 +1,4 @@
-"""`ropewalk generate`: generate text with a model of the lab."""
+"""`ropewalk generate`: generate text with a model that `ropewalk lab` trained."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="Generate text with a model of the lab.")
+@click.command(short_help="Generate text with a model that `lab` trained.")
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--prompt", default="def ", show_default=True, help="The beginning of the text.")
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="The number of bytes to generate."
 )
 @click.option(
-    "--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 takes the most likely byte."
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.7,
+    show_default=True,
+    help="The temperature of sampling; 0 always takes the most likely byte.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="The seed for sampling.")
 def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Generate text with the CHECKPOINT of a text model of the lab, and report tokens per second."""
+    """Generate text with CHECKPOINT, a text model that `ropewalk lab` trained, and report tokens per second."""
     from ropewalk.lab import generate as the_generator
 
     def write(text: str) -> None:
