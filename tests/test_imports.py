@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "learned": BOTTOM | {"rope", "rotation"},
     "xpos": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"_dtensor", "rope", "rotation", "attention"},
-    "parallel": BOTTOM | {"attention", "nn", "positions", "rotation"},
+    "parallel": BOTTOM | {"_dtensor", "attention", "nn", "positions", "rotation"},
     # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
     "integrations": BOTTOM | {"axes", "configs", "conformance", "schemes", "rope", "rotation"},
     "checkpoints": BOTTOM | {"_lock", "configs", "rope", "rotation", "schemes"},

@@ -14,6 +14,7 @@ from ropewalk._checks import error
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -86,3 +87,13 @@ def local_weight(weight: Tensor, x: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         weight = weight.redistribute(placements=weight.placements)  # no-op forward; sums gradients backward
     return weight.to_local(grad_placements=[Partial()] * len(weight.placements))
+
+
+def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return x, a plain tensor that is the same on every rank. The backward pass sums its gradients over the ranks."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    everywhere = [Replicate()] * mesh.ndim
+    replicated = DTensor.from_local(x, mesh, everywhere, run_check=False).redistribute(placements=everywhere)
+    summed: Tensor = replicated.to_local(grad_placements=[Partial()] * mesh.ndim)
+    return summed

@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import attention_oracle as written_out
 import oracle
 from attention_oracle import Turn
-from ropewalk import KVCache, PagedKVCache, Rope, RopeError, RotaryAttention, SelfExtend
+from ropewalk import KVCache, LearnedRope, PagedKVCache, Rope, RopeError, RotaryAttention, Rotation, SelfExtend
 from ropewalk.kernels import backend
 from ropewalk.parallel import ContextParallel, HeadwiseParallel
 from ropewalk.positions import context_parallel
@@ -205,6 +205,78 @@ def self_extend(world: int) -> None:
     torch.testing.assert_close(out, right, **EXACT)
     (out * factor).sum().backward()
     same_gradients(attention, weights)
+
+
+class LearnedTurn:
+    """Like `Turn`, for speeds that are trained: `[1, pairs]`, or `[heads, pairs]` if each head has its own."""
+
+    def __init__(self, speeds: Tensor) -> None:
+        self.speeds = speeds
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions.double()[..., None, None] * self.speeds
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat(
+            (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1
+        )
+
+
+@check
+def learned_frequencies(world: int) -> None:
+    """Every rank has the gradient of all heads, whether they share the frequencies or each has its own."""
+    rank = dist.get_rank()
+    for heads, kv_heads, sequence_parallel in ((None, 4, False), (None, 1, True), (4, 4, False), (4, 4, True)):
+        attention = layer(kv_heads, qk_norm=EPS)
+        weights, (x, factor) = weights_of(attention), inputs()
+        sharded(attention, line(world), sequence_parallel=sequence_parallel)
+        learned = LearnedRope.from_rope(ROPE, heads=heads, dtype=torch.float64)
+        with torch.no_grad():
+            learned.inv_freq.mul_(1 + torch.rand_like(learned.inv_freq))
+        speeds = learned.inv_freq.detach()[0].clone().requires_grad_()
+        turn: Any = LearnedTurn(speeds if heads else speeds[None])
+        right = written_out.attention(
+            x, weights, heads=HEADS, kv_heads=kv_heads, turn=turn, at=PLACES, seen=CAUSAL, eps=EPS
+        )
+        (right * factor).sum().backward()
+
+        def own(whole: Tensor, cut: bool = sequence_parallel) -> Tensor:
+            return whole.chunk(world, 1)[rank] if cut else whole
+
+        of_x = own(x.detach()).clone().requires_grad_()
+        rotation = learned(torch.arange(SEQ), dtype=torch.float64)
+        out = attention(of_x, rotation) if heads else attention(of_x, rotation=rotation)
+        torch.testing.assert_close(out, own(right), **EXACT)
+        with CommDebugMode() as backward:
+            (out * own(factor)).sum().backward()
+        summed = 2 + (2 if kv_heads < world else 0) + 1  # norms; keys and values; cos and sin together
+        assert collectives(backward)["all_reduce"] == summed + (0 if sequence_parallel else 1)
+        torch.testing.assert_close(of_x.grad, own(x.grad), **EXACT)
+        torch.testing.assert_close(learned.inv_freq.grad[0], speeds.grad, rtol=0, atol=1e-12)
+        same_gradients(attention, weights)
+
+
+@check
+def tables_for_each_head(world: int) -> None:
+    """Tables of every head are cut to the heads of this rank; tables of this rank's heads are used directly."""
+    attention = layer(4)
+    weights, x = weights_of(attention), inputs()[0].detach()
+    sharded(attention, line(world))
+    speeds = torch.rand(HEADS, HEAD_DIM // 2, dtype=torch.float64)
+    turn: Any = LearnedTurn(speeds)
+    right = written_out.attention(x, weights, heads=HEADS, kv_heads=4, turn=turn, at=PLACES, seen=CAUSAL)
+    angle = torch.arange(SEQ).double()[:, None] * speeds[:, None]
+    for part in (angle, angle.chunk(world)[dist.get_rank()]):
+        of_part = Rotation(part.cos(), part.sin(), pairing="half", per_head=True)
+        torch.testing.assert_close(attention(x, of_part), right, **EXACT)
+
+
+@check
+def dtensor_tables_beside_plain_heads(world: int) -> None:
+    mesh, attention = line(world), sharded(layer(4), line(world))
+    tables = ROPE.at(distribute_tensor(torch.arange(SEQ), mesh, [Replicate()]), dtype=torch.float64)
+    message = "HeadwiseParallel: cos and sin must be plain tensors, as q and k are inside, got DTensors. Pass plain"
+    with pytest.raises(RopeError, match=message):
+        attention(inputs()[0], tables)
 
 
 @check

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ropewalk import _checks
+from ropewalk._dtensor import is_dtensor, sum_gradient
 from ropewalk.nn import RotaryAttention
+from ropewalk.rotation.api import Rotation
 
 _WHO = "HeadwiseParallel"
 
@@ -27,8 +31,13 @@ class HeadwiseParallel(ParallelStyle):
     q_norm and k_norm are replicated on every rank. With fewer key heads than ranks, k_proj and v_proj are replicated as
     well. The gradients of replicated weights are summed over the ranks.
 
-    Each layer needs one all-reduce of the output in the forward pass, and one of the gradient of x in the backward
-    pass. Each replicated weight adds a small all-reduce in the backward pass.
+    Learned tables, such as those of a `LearnedRope`, are the same on every rank. Their gradients are summed over the
+    ranks too, so the frequencies get the gradient of all heads on every rank. Do not sum it again. Tables with one row
+    for each head of the model are cut to the heads of this rank, which requires as many key heads as query heads.
+
+    For each layer, one all-reduce sums the output in the forward pass. In the backward pass, one all-reduce sums the
+    gradient of x. Further all-reduces are smaller: one for each replicated weight, that is two with `qk_norm` and two
+    with fewer key heads than ranks (twice that with biases), and one for learned tables.
 
     A cache holds the key heads of one rank: build it with `num_kv_heads=max(1, attention.num_kv_heads // ranks)`.
 
@@ -38,8 +47,8 @@ class HeadwiseParallel(ParallelStyle):
             the mask remain those of the whole sequence.
 
     Raises:
-        RopeError: on application, if the module is no RotaryAttention, the mesh has several axes, or the heads cannot
-            be divided among its ranks.
+        RopeError: when it is applied: the module is no RotaryAttention, the mesh has several axes, or the heads cannot
+            be divided among its ranks. When the module is called: cos and sin are DTensors.
 
     Example:
         >>> def shard(model, mesh):  # mesh of one axis; model.layers[i] has self_attn and mlp
@@ -77,15 +86,20 @@ class HeadwiseParallel(ParallelStyle):
             plan |= {"q_norm": _Replicated(), "k_norm": _Replicated()}
         parallelize_module(attention, device_mesh, plan, src_data_rank=self.src_data_rank)
 
-        def share_x(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            """Make x one DTensor for all three projections, so that their gradients are added before the all-reduce."""
-            if args:
-                return (_replicate_input(args[0], device_mesh, x_placement), *args[1:]), kwargs
-            if "x" in kwargs:
-                return args, {**kwargs, "x": _replicate_input(kwargs["x"], device_mesh, x_placement)}
-            return args, kwargs
+        gather = partial(_replicate_input, mesh=device_mesh, placement=x_placement)
+        of_own_heads = partial(_of_own_heads, attention=attention, mesh=device_mesh)
 
-        attention.register_forward_pre_hook(share_x, with_kwargs=True)
+        def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            """Gather x once for the three projections, so that its gradients are added before they are reduced."""
+            prepared, named = list(args), dict(kwargs)
+            for i, (name, convert) in enumerate((("x", gather), ("rotation", of_own_heads))):
+                if i < len(prepared):
+                    prepared[i] = convert(prepared[i])
+                elif name in named:
+                    named[name] = convert(named[name])
+            return tuple(prepared), named
+
+        attention.register_forward_pre_hook(prepare, with_kwargs=True)
         return attention
 
 
@@ -125,6 +139,25 @@ def _replicate_input(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) 
     """Replicate x on every rank. A plain tensor is this rank's part of x under the placement."""
     sharded = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
     return sharded.redistribute(placements=[Replicate()])
+
+
+def _of_own_heads(rotation: Any, attention: RotaryAttention, mesh: DeviceMesh) -> Any:
+    """The rotation of this rank's heads. The backward pass sums the gradients of learned tables over the ranks."""
+    if not isinstance(rotation, Rotation):
+        return rotation
+    cos, sin = rotation.cos, rotation.sin
+    if is_dtensor(cos):
+        fix = "Pass plain positions to rope.at: those of all tokens, on every rank."
+        raise _checks.error(_WHO, "cos and sin must be plain tensors, as q and k are inside", "DTensors", fix)
+    ranks, heads = mesh.size(), attention.num_heads
+    if rotation.per_head and cos.shape[-3] * ranks == heads:
+        return rotation  # these are already the tables of this rank's heads
+    if cos.requires_grad or sin.requires_grad:
+        cos, sin = sum_gradient(torch.stack((cos, sin)), mesh).unbind()  # one all-reduce for both
+    if rotation.per_head and cos.shape[-3] == heads == attention.num_kv_heads:
+        begin = mesh.get_local_rank() * (heads // ranks)
+        cos, sin = (table.narrow(-3, begin, heads // ranks) for table in (cos, sin))
+    return rotation if cos is rotation.cos else rotation._replace_tables(cos, sin)
 
 
 def _check_shardable(module: nn.Module, mesh: DeviceMesh) -> RotaryAttention:
