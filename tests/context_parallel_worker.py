@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import attention_oracle as written_out
 from cache_model import EXACT, HEADS, HIDDEN, KV_HEADS, MODEL, ROPES
+from ropewalk import RopeError
 from ropewalk.parallel import ContextParallel
 from ropewalk.positions import context_parallel
 
@@ -109,11 +112,35 @@ def checks(rank: int, size: int) -> dict[str, Callable[[], None]]:
     return found
 
 
+def refused(places: Tensor, message: str, documents: tuple[int, ...] | None = None) -> None:
+    """Every rank raises, so none waits for the others."""
+    with pytest.raises(RopeError, match=re.escape(f"ContextParallel: {message}")):
+        ContextParallel(places, cu_seqlens=None if documents is None else torch.tensor(documents))
+
+
+def refusals(rank: int, size: int) -> dict[str, Callable[[], None]]:
+    own, packed = context_parallel(SEQ, rank, size, "head-tail"), torch.tensor([0, 5, SEQ])
+    positions = context_parallel(SEQ, rank, size, "head-tail", packed)
+    counts = [SEQ // size - 1] + [SEQ // size] * (size - 1)
+    each_once = f"the places of all ranks together must be 0 to {SEQ - 1}, each once, got place"
+    return {
+        "the places of rank 0 on every rank": lambda: refused(
+            torch.arange(SEQ // size), f"{each_once} 0 more than once"
+        ),
+        "positions of packed documents": lambda: refused(positions, f"{each_once} 0 more than once", (0, 5, SEQ)),
+        "places outside the sequence": lambda: refused(own + 100, f"{each_once} 100.", (0, 5, SEQ)),
+        "negative places": lambda: refused(own - 1, f"{each_once} -1."),
+        "numbers of tokens": lambda: refused(
+            own[: counts[rank]], f"every rank must have the same number of tokens, got {counts} from rank 0 on."
+        ),
+    }
+
+
 def main(rank: int, size: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     wrong = {}
-    for name, run in checks(rank, size).items():
+    for name, run in {**checks(rank, size), **refusals(rank, size)}.items():
         try:
             run()
         except Exception as e:  # the others are still worth knowing

@@ -45,7 +45,7 @@ def test_equals_the_whole(size: int, tmp_path: Path) -> None:
     rows = [
         (f"rank {r}: {name}", wrong) for r in range(size) for name, wrong in json.loads(said[r].split("\n")[-2]).items()
     ]
-    assert len(rows) == (14 if size == 2 else 13) * size
+    assert len(rows) == (19 if size == 2 else 18) * size
 
     def check(wrong: str) -> None:
         assert not wrong, wrong

@@ -32,9 +32,11 @@ class ContextParallel:
     layer, and the mask needs a byte for each pair of a token of this rank and a token of the sequence.
 
     Args:
-        places: indices of this rank's tokens in the sequence, from 0: `positions.context_parallel(seq, rank, size,
-            order)`, or arange(seq) split in the same way as the tokens. int32 or int64 `[seq]`, on a device of the
-            group's backend. Every rank has the same number of tokens, and no index occurs twice in the group.
+        places: indices of this rank's tokens in the sequence: `positions.context_parallel(seq, rank, size, order)`, or
+            arange(seq) split in the same way as the tokens. int32 or int64 `[seq]`, on a device of the group's backend.
+            Every rank has the same number of tokens, and the ranks together have each index from 0 to keys - 1 once.
+            Both are checked on every rank if places are on the CPU. On a CUDA device, wrong places trigger the device's
+            own assertion. The numbers of tokens are not checked there, because that would wait for the device.
         group: the ranks that share the sequence, such as `mesh["cp"].get_group()`. None means the default group.
         cu_seqlens: boundaries of packed documents in the whole sequence, as in `positions.packed`, on the device of
             places. A token then attends only to its own document. None means a single document.
@@ -44,7 +46,8 @@ class ContextParallel:
         key_places: indices of the gathered keys in the sequence, rank by rank, int64 `[keys]`, keys = ranks · seq.
 
     Raises:
-        RopeError: places or cu_seqlens has a wrong type or shape, or this process does not belong to the group.
+        RopeError: places or cu_seqlens has a wrong type or shape, or this process does not belong to the group. On the
+            CPU also: the ranks have different numbers of tokens, or do not have each index of the sequence once.
 
     Example:
         >>> def forward(layers, x, rope, seq, rank, size):  # x [batch, seq / size, hidden]: the tokens of this rank
@@ -64,9 +67,10 @@ class ContextParallel:
             raise _checks.error(_WHO, must, _checks.described(places), fix)
         self._group = _resolve_group(group)
         self.places = places.to(torch.int64).contiguous()
-        gathered = [torch.empty_like(self.places) for _ in range(self._group.size())]
-        dist.all_gather(gathered, self.places, group=self._group)
-        self.key_places = torch.cat(gathered)
+        if self.places.is_cpu:
+            _check_counts(_all_gathered(torch.tensor([self.places.shape[0]], device="cpu"), self._group))
+        self.key_places = _all_gathered(self.places, self._group)
+        _check_places(self.key_places)
         visible = self.places[:, None] >= self.key_places
         if cu_seqlens is not None:
             place = positions.packed(cu_seqlens, self.key_places.shape[0])
@@ -129,6 +133,38 @@ class ContextParallel:
         """Gather `[batch, seq, kv_heads, head_dim]` of all ranks into `[batch, keys, kv_heads, head_dim]`."""
         gathered: Tensor = _gather(x.contiguous(), 1, self._group)
         return gathered
+
+
+def _all_gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors `[n]` of all ranks, one after the other."""
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(gathered, x, group=group)
+    return torch.cat(gathered)
+
+
+def _check_counts(counts: Tensor) -> None:
+    """Raise unless every rank has the same number of tokens."""
+    if (counts != counts[0]).any():
+        must, got = "every rank must have the same number of tokens", f"{counts.tolist()} from rank 0 on"
+        raise _checks.error(_WHO, must, got, "Pad the sequence, then split it with positions.context_parallel.")
+
+
+def _check_places(places: Tensor) -> None:
+    """Raise unless the places of all ranks are 0 to keys - 1, each once. On CUDA, the device asserts this later."""
+    keys = places.shape[0]
+    is_expected = places.sort().values == torch.arange(keys, device=places.device)
+    if places.is_cuda:
+        torch._assert_async(is_expected.all(), f"{_WHO}: the places of all ranks must be 0 to {keys - 1}, each once")
+    elif places.is_cpu and not is_expected.all():
+        outside = places[(places < 0) | (places >= keys)].tolist()
+        repeated = (torch.bincount(places, minlength=keys) > 1).nonzero().flatten().tolist() if not outside else []
+        raise _checks.error(
+            _WHO,
+            f"the places of all ranks together must be 0 to {keys - 1}, each once",
+            f"place {outside[0]}" if outside else f"place {repeated[0]} more than once",
+            "On each rank, pass positions.context_parallel(seq, rank, size, order) with that rank's number and without "
+            "cu_seqlens: positions that start again in each document are for the rotation.",
+        )
 
 
 def _resolve_group(group: object) -> dist.ProcessGroup:
