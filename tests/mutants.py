@@ -214,7 +214,7 @@ MUTANTS = [
     Mutant("inverse keeps the factor", API, "square = self.attention_factor * self.attention_factor", "square = 1.0"),
     Mutant("inverse applies the factor twice", API, "square = self.attention_factor * self.attention_factor", "square = self.attention_factor ** 3"),
     Mutant("inverse forgets its own factor", API, "attention_factor=1.0 / self.attention_factor", "attention_factor=self.attention_factor"),
-    Mutant("negative rows wrap", API, "torch.nn.functional.embedding(rows, self.cos), torch.nn.functional.embedding(rows, self.sin)", "self.cos[rows.long()], self.sin[rows.long()]"),
+    Mutant("negative rows wrap", API, "lookup(rows, cos), lookup(rows, sin)", "cos[rows.long()], sin[rows.long()]"),
     Mutant("immutable no more", API, 'raise AttributeError(f"Rotation', 'object.__setattr__(self, name, value)\n        return\n        raise AttributeError(f"Rotation'),
     Mutant("batch not checked", CHECKS, "cos.shape[0] != 1 and cos.shape[0] != batch", "False"),
     Mutant("tokens not checked", CHECKS, "if seq != cos.shape[-2]:", "if False:"),

@@ -74,6 +74,19 @@ def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
+def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor with all of x on every rank, where a plain x is the same on every rank. Sums gradients if they differ.
+
+    Communicates only if x is a sharded DTensor.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    everywhere = [Replicate()] * mesh.ndim
+    if not is_dtensor(x):
+        return DTensor.from_local(x, mesh, everywhere, run_check=False)
+    return x.redistribute(placements=everywhere)
+
+
 def local_weight(weight: Tensor, x: Tensor) -> Tensor:
     """Convert a replicated DTensor weight to a plain tensor if x is plain. Otherwise, return the weight unchanged.
 
@@ -91,9 +104,7 @@ def local_weight(weight: Tensor, x: Tensor) -> Tensor:
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return x, a plain tensor that is the same on every rank. The backward pass sums its gradients over the ranks."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import Partial
 
-    everywhere = [Replicate()] * mesh.ndim
-    replicated = DTensor.from_local(x, mesh, everywhere, run_check=False).redistribute(placements=everywhere)
-    summed: Tensor = replicated.to_local(grad_placements=[Partial()] * mesh.ndim)
+    summed: Tensor = replicated(x, mesh).to_local(grad_placements=[Partial()] * mesh.ndim)
     return summed

@@ -548,6 +548,34 @@ def positions(world: int) -> None:
 
 
 @check
+def rows_of_a_table(world: int) -> None:
+    """One of the table and the rows may be a plain tensor. The result is sharded like the rows."""
+    mesh, q, up = line(world), made("bshd"), made("bshd")
+    rows = torch.arange(4)[:, None] * 7 + torch.arange(SEQ)
+    table, heads = ROPE.at(torch.arange(32)), torch.randn(4, 32, 4)
+    of_heads = {"pairing": "half", "head_dim": HEAD_DIM, "rotary_offset": OFFSET, "per_head": True}
+    for placement in (Shard(0), Shard(1), Replicate()):
+        of_rows = spread(rows, mesh, placement)
+        with quiet():
+            taken = table[of_rows]
+        assert taken.cos.placements == (placement,)
+        right(taken(spread(q, mesh, placement), layout="bshd"), q, ROPE.at(rows), "bshd", placement)
+        learned = heads.clone().requires_grad_()
+        each_head = Rotation(learned, learned * 2, **of_heads)
+        each_head[of_rows](spread(q, mesh, placement), layout="bshd").backward(spread(up, mesh, placement))
+        alone = heads.clone().requires_grad_()
+        Rotation(alone, alone * 2, **of_heads)[rows](q, layout="bshd").backward(up)
+        torch.testing.assert_close(learned.grad, alone.grad, rtol=1e-4, atol=1e-5)
+    for placement in (Replicate(), Shard(0)):
+        tables = ROPE.at(spread(torch.arange(32), mesh, placement))
+        for of_rows in (rows, spread(rows, mesh, Shard(0))):
+            right(tables[of_rows](spread(q, mesh, Shard(0)), layout="bshd"), q, ROPE.at(rows), "bshd", placement)
+        raises(r"every row must be from 0 to 31", lambda tables=tables: tables[torch.tensor([32])])
+    other = spread(rows, plane(world), Replicate(), Replicate())
+    raises(r"rows must be on the mesh of the table", lambda: tables[other])
+
+
+@check
 def positions_with_axes(world: int) -> None:
     from ropewalk import Axes
 

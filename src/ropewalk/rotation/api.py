@@ -184,12 +184,14 @@ class Rotation:
                 slice.
 
         Returns:
-            A `Rotation` for tokens of the shape of rows. Gradients reach the table.
+            A `Rotation` for tokens of the shape of rows. Gradients reach the table. If rows or the table are a DTensor,
+            cos and sin are DTensors with the placements of rows; a sharded table is gathered. Plain rows are those of
+            all tokens.
 
         Raises:
             RopeError: the tables are not `[rows, pairs]` (per head `[heads, rows, pairs]`); rows is of another type or
-                shape; or, on the CPU, a row is outside the table. On other devices, such a row triggers the device's
-                own assertion, because checking would require reading values back.
+                shape, or on the mesh of another DTensor; or, on the CPU, a row is outside the table. On other devices,
+                such a row triggers the device's own assertion, because checking would require reading values back.
         """
         if len(self.tokens) != 1:
             raise error(
@@ -207,13 +209,15 @@ class Rotation:
                 described(rows),
                 "Pass the positions of the tokens.",
             )
+        cos, sin = self.cos, self.sin
+        if is_dtensor(rows) or is_dtensor(cos):
+            rows, cos, sin = sharded.for_lookup(rows, cos, sin)
         try:
             if self.per_head:
-                return self._replace_tables(_rows_per_head(rows, self.cos), _rows_per_head(rows, self.sin))
+                return self._replace_tables(_rows_per_head(rows, cos), _rows_per_head(rows, sin))
             # embedding, because cos[rows] would accept row -1 as the last one.
-            return self._replace_tables(
-                torch.nn.functional.embedding(rows, self.cos), torch.nn.functional.embedding(rows, self.sin)
-            )
+            lookup = torch.nn.functional.embedding
+            return self._replace_tables(lookup(rows, cos), lookup(rows, sin))
         except IndexError as e:
             raise error(
                 "Rotation[rows]",

@@ -174,6 +174,18 @@ def redistribute_tables(cos: Tensor, sin: Tensor, x: DTensor, layout: Layout) ->
     return _redistribute(cos, sin, x, _map_axes(layout, cos.shape, per_head=cos.ndim == 4))
 
 
+def for_lookup(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rows, cos and sin as DTensors, if one of them is. The tables are replicated, so that rows are found locally."""
+    meshes = {x.device_mesh for x in (rows, cos, sin) if is_dtensor(x)}
+    if len(meshes) > 1:
+        fix = "Distribute rows over that mesh."
+        raise error("Rotation[rows]", "rows must be on the mesh of the table", "DTensors of different meshes", fix)
+    (mesh,) = meshes
+    if not is_dtensor(rows):
+        rows = _dtensor.replicated(rows, mesh)
+    return rows, _dtensor.replicated(cos, mesh), _dtensor.replicated(sin, mesh)
+
+
 def can_share_tables(q: DTensor, k: DTensor) -> bool:
     """Whether the shards of q and k need the same tables."""
     return bool(q.placements == k.placements)
