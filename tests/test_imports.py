@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "configs": BOTTOM | {"axes", "engines", "rope", "schemes"},
     "diff": BOTTOM | {"configs", "engines", "rope"},
     "attention": BOTTOM | {"positions", "rope", "rotation"},
-    "learned": BOTTOM | {"rope", "rotation"},
+    "learned": BOTTOM | {"_dtensor", "rope", "rotation"},
     "xpos": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"_dtensor", "rope", "rotation", "attention"},
     "parallel": BOTTOM | {"_dtensor", "attention", "nn", "positions", "rotation"},

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk._dtensor import is_dtensor, replicated
 from ropewalk._layout import Pairing
 from ropewalk.rope import Rope
 from ropewalk.rotation import api
@@ -213,7 +214,9 @@ class LearnedRope(torch.nn.Module):
 
         Args:
             positions: int32, int64, float32 or float64, on the device of the frequencies: `[axes, seq]` or `[axes,
-                batch, seq]`. With one axis, `[seq]` or `[batch, seq]`, as for `Rope.at`.
+                batch, seq]`. With one axis, `[seq]` or `[batch, seq]`, as for `Rope.at`. If positions or frequencies
+                are DTensors, cos and sin are DTensors too, sharded like the positions. Plain ones are then the same on
+                every rank, and the backward pass sums the gradient of plain frequencies over the ranks.
             dtype: dtype of cos and sin, torch.float32 or torch.float64.
 
         Returns:
@@ -227,7 +230,12 @@ class LearnedRope(torch.nn.Module):
             gradients.
         """
         self._check(positions, dtype)
-        coordinates, frequencies = positions.to(torch.float64), self.inv_freq.to(torch.float64)
+        inv_freq: Tensor = self.inv_freq
+        if is_dtensor(positions) and not is_dtensor(inv_freq):
+            inv_freq = replicated(inv_freq, positions.device_mesh)
+        elif is_dtensor(inv_freq) and not is_dtensor(positions):
+            positions = replicated(positions, inv_freq.device_mesh)
+        coordinates, frequencies = positions.to(torch.float64), inv_freq.to(torch.float64)
         coordinates = coordinates.unsqueeze(0) if self.axes == 1 else coordinates
         if self.heads is not None:
             coordinates, frequencies = coordinates.unsqueeze(-2), frequencies.unsqueeze(-2)
@@ -266,6 +274,9 @@ class LearnedRope(torch.nn.Module):
         if positions.device != self.inv_freq.device:
             must = f"positions must be on {self.inv_freq.device}, where the frequencies are"
             raise _checks.error(_WHO, must, str(positions.device), "Move the positions or the module.")
+        if is_dtensor(positions) and is_dtensor(self.inv_freq) and positions.device_mesh != self.inv_freq.device_mesh:
+            fix = "Distribute both over one mesh."
+            raise _checks.error(_WHO, "positions must be on the mesh of the frequencies", "DTensors of two meshes", fix)
         if positions.device.type == "mps":
             raise _checks.error(_WHO, "the device must support float64", "mps", "Use the CPU or another GPU.")
 

@@ -636,3 +636,29 @@ def learned_rope(world: int) -> None:
         grads.append(rope.inv_freq.grad.clone())
     for grad in grads[1:]:
         torch.testing.assert_close(grad, grads[0], rtol=1e-4, atol=1e-5)
+
+
+@check
+def learned_rope_of_dtensors(world: int) -> None:
+    """DTensor positions, frequencies or both: sharded like the positions, with the gradient of the whole."""
+    mesh, q, up = line(world), made("bshd"), made("bshd")
+    positions = torch.arange(4)[:, None] * 7 + torch.arange(SEQ)
+    for heads in (None, 4):
+        alone, ours, spread_out = (LearnedRope.from_rope(Rope(HEAD_DIM, 1e4, "half"), heads=heads) for _ in range(3))
+        alone(positions)(q, layout="bshd").backward(up)
+        spread_out.inv_freq = torch.nn.Parameter(spread(spread_out.inv_freq.detach(), mesh, Replicate()))
+        for placement in (Shard(0), Shard(1), Replicate()):
+            for rope, of_positions in itertools.product(
+                (ours, spread_out), (positions, spread(positions, mesh, placement))
+            ):
+                if rope is ours and of_positions is positions:
+                    continue
+                rope.zero_grad()
+                rotated = rope(of_positions)(spread(q, mesh, placement), layout="bshd")
+                torch.testing.assert_close(rotated.full_tensor(), alone(positions)(q, layout="bshd"))
+                rotated.backward(spread(up, mesh, placement))
+                grad = rope.inv_freq.grad
+                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                torch.testing.assert_close(whole, alone.inv_freq.grad, rtol=1e-4, atol=1e-5)
+    other = spread(positions, plane(world), Replicate(), Replicate())
+    raises(r"LearnedRope: positions must be on the mesh of the frequencies", lambda: spread_out(other))

@@ -308,7 +308,7 @@ def _ambiguous(size: int) -> RopeError:
         _WHO,
         "the sizes of plain cos and sin must tell whether they hold all rows or this rank's rows",
         f"tables with 1 row for a sharded axis of size {size}",
-        "Pass DTensor positions to rope.at, or tables [seq, pairs], which all sequences share.",
+        "Pass DTensor positions to the rope, or tables [seq, pairs], which all sequences share.",
     )
 
 
