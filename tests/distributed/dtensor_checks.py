@@ -153,6 +153,9 @@ def a_pending_sum_stays_one(world: int) -> None:
         torch.testing.assert_close(turned.full_tensor(), torch.from_numpy(wanted).contiguous())
     largest = DTensor.from_local(parts[dist.get_rank()], mesh, [Partial("max")])  # not linear: reduced before
     right(rotation(largest, layout="bshd"), parts.amax(0), rotation, "bshd")
+    pending = r"Rotation.apply_: a pending reduction must be a sum or a mean, .*, got Partial\(max\)"
+    raises(pending, lambda: rotation.apply_(largest, layout="bshd"))
+    raises(pending, lambda: rotation.apply_(largest * 1, largest, layout="bshd"))
 
 
 @check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from ropewalk._checks import error
 from ropewalk._dtensor import is_dtensor
 from ropewalk.kernels.backend import PLAIN
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _WHO = "Rotation.apply_"
 
@@ -36,6 +39,8 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
                 "one created under torch.inference_mode()",
                 "Call the rotation, which returns a new tensor, or clone it first.",
             )
+        if is_dtensor(x):
+            _check_reduction(x)
         if x._is_zerotensor():
             raise error(_WHO, "each element must have memory", "a zero tensor of PyTorch", "Clone it first.")
         if recorded:
@@ -47,6 +52,18 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
             "tensors that overlap in memory",
             "Shared elements would be rotated twice. Call the rotation, which returns new tensors.",
         )
+
+
+def _check_reduction(x: DTensor) -> None:
+    """Raise if a reduction is pending that must precede the rotation, since a tensor keeps its placements in place."""
+    for placement in x.placements:
+        if placement.is_partial() and placement.reduce_op not in ("sum", "avg"):  # type: ignore[attr-defined]
+            raise error(
+                _WHO,
+                "a pending reduction must be a sum or a mean, because a rotation is linear",
+                f"Partial({placement.reduce_op})",  # type: ignore[attr-defined]
+                "Call the rotation, which reduces first and returns a new tensor.",
+            )
 
 
 def check_memory(tensors: list[Tensor]) -> None:
