@@ -189,6 +189,7 @@ def caches(world: int) -> None:
         step = KVCache(1, 2, 4, HEAD_DIM, capacity=1, dtype=torch.float64).step(1)  # the key heads of the whole model
         message = (
             rf"q must have shape \(2, 1, heads, 6\), with a multiple of 4 heads, got \(2, 1, {HEADS // world}, 6\)"
+            r".*num_kv_heads of the cache is the number of key heads of this rank\."
         )
         with pytest.raises(RopeError, match=message):
             attention(x[:, :1], step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))

@@ -16,6 +16,11 @@ from ropewalk.rotation import qk_norm
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm
 
+_FIX = (
+    "Build the cache for this model and batch, and call step with the length of these tokens. If the heads are sharded "
+    "(HeadwiseParallel), num_kv_heads of the cache is the number of key heads of this rank."
+)
+
 
 class Step(Protocol):
     """The interface of a step that its layers use. `CacheStep` implements it."""
@@ -179,7 +184,7 @@ class LayerCache:
                 self._who,
                 f"q must have shape ({batch}, {seq}, heads, {head_dim}), with a multiple of {kv_heads} heads",
                 f"{tuple(q.shape)}",
-                "Build the cache for this model and batch, and call step with the length of these tokens.",
+                _FIX,
             )
         if rotation is not None:
             self.step._check_rotation(rotation)
@@ -189,7 +194,7 @@ class LayerCache:
         wanted = (*self.step.order.shape, *self._keys.shape[2:])
         for name, new in (("k", k), ("v", v)):
             if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
-                fix = "Build the cache for this model and batch, and call step with the length of these tokens."
+                fix = _FIX
                 if new.shape == wanted and new.device == self._keys.device:
                     fix = f"Build the cache with dtype={new.dtype}, the dtype of the model's keys here (see autocast)."
                 raise _checks.error(
