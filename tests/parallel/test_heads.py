@@ -29,11 +29,15 @@ def ranks() -> Iterator[DeviceMesh]:
     ("module", "message"),
     [
         (nn.Linear(8, 8), "the module must be a RotaryAttention, got Linear. Name the attention in the plan, e.g."),
-        (RotaryAttention(24, 12), "the number of ranks must divide num_heads, got 8 ranks for 12 heads. Make the axis"),
+        (
+            RotaryAttention(24, 12),
+            "the number of ranks must divide num_heads, got 8 ranks for 12 heads. Numbers of "
+            "ranks that fit this attention: 1, 2, 3, 4, 6, 12.",
+        ),
         (
             RotaryAttention(48, 24, num_kv_heads=6),
             "the number of ranks must divide num_kv_heads or be a multiple of it, got 8 ranks for 6 key heads. "
-            "Use 2 ranks.",
+            "Numbers of ranks that fit this attention: 1, 2, 3, 6, 12, 24.",
         ),
     ],
 )

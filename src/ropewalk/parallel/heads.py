@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -169,13 +168,15 @@ def _check_shardable(module: nn.Module, mesh: DeviceMesh) -> RotaryAttention:
         fix = "Pass a single axis, e.g. mesh['tensor']."
         raise _checks.error(_WHO, "the mesh must have one axis", f"{mesh.ndim} axes", fix)
     ranks, heads, kv_heads = mesh.size(), module.num_heads, module.num_kv_heads
+    fits = [n for n in range(1, heads + 1) if not heads % n and (not kv_heads % n or not n % kv_heads)]
+    fix = f"Numbers of ranks that fit this attention: {', '.join(map(str, fits))}."
     if heads % ranks:
         must = "the number of ranks must divide num_heads"
-        raise _checks.error(_WHO, must, f"{ranks} ranks for {heads} heads", f"Use {math.gcd(ranks, heads)} ranks.")
+        raise _checks.error(_WHO, must, f"{ranks} ranks for {heads} heads", fix)
     if kv_heads % ranks and ranks % kv_heads:
         must = "the number of ranks must divide num_kv_heads or be a multiple of it"
         came = f"{ranks} ranks for {kv_heads} key heads"
-        raise _checks.error(_WHO, must, came, f"Use {math.gcd(ranks, kv_heads)} ranks.")
+        raise _checks.error(_WHO, must, came, fix)
     return module
 
 
