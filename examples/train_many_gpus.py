@@ -91,7 +91,9 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
         }
         parallelize_module(model, mesh["tensor"], plan)
     # A Rotation stays float32 under this policy. Ranks of one context have the same parameters.
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mesh.device_type == "cuda" else MixedPrecisionPolicy()
+    # Gradients are computed in bfloat16 and summed over the ranks in float32.
+    on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = on_gpu if mesh.device_type == "cuda" else MixedPrecisionPolicy()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["context", "data"], mp_policy=policy)
 
@@ -128,6 +130,7 @@ def train(options: argparse.Namespace) -> None:
         loss = model(inputs, labels, rotation, context)
         optimizer.zero_grad()
         loss.backward()
+        # With --tensor, PyTorch logs once that it sums the norm over one axis of the mesh after another.
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -139,6 +142,25 @@ def train(options: argparse.Namespace) -> None:
         of_model, of_optimizer = get_state_dict(model, optimizer)
         checkpoint.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=options.save)
     dist.destroy_process_group()
+
+
+def find_problem(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options for this number of processes, or None."""
+    ranks, shared = int(os.environ.get("WORLD_SIZE", "0")), options.tensor * options.context
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not ranks:
+        return "start it with torchrun, e.g. torchrun --nproc-per-node 8 examples/train_many_gpus.py"
+    if ranks % shared:
+        return f"--tensor {options.tensor} times --context {options.context} must divide the {ranks} processes"
+    if options.rows % (ranks // shared):
+        return f"--rows {options.rows} must be a multiple of {ranks // shared}, the processes along `data`"
+    if options.seq % (2 * shared):
+        return f"--seq {options.seq} must be a multiple of {2 * shared}, which is 2 times --tensor times --context"
+    if (size := Path(options.text).stat().st_size) <= options.seq:
+        return f"--text must have more bytes than --seq {options.seq}, got {size} in {options.text}"
+    if torch.cuda.is_available() and on_machine > torch.cuda.device_count():
+        return f"each process needs its own GPU, got {on_machine} processes for {torch.cuda.device_count()} GPUs"
+    return None
 
 
 def main() -> None:
@@ -154,14 +176,10 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--save", help="a folder for a checkpoint of torch.distributed.checkpoint at the end")
+    parser.add_argument("--save", help="a folder for a checkpoint, written after the last step only")
     options = parser.parse_args()
-    ranks, shared = int(os.environ.get("WORLD_SIZE", "0")), options.tensor * options.context
-    if not ranks or ranks % shared or options.rows % (ranks // shared) or options.seq % (2 * shared):
-        parser.error(
-            "start it with torchrun; tensor · context must divide the number of ranks, what remains of them must "
-            "divide --rows, and 2 · tensor · context must divide --seq"
-        )
+    if (problem := find_problem(options)) is not None:
+        parser.error(problem)
     train(options)
 
 

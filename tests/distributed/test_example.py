@@ -50,21 +50,40 @@ def test_losses(alone: list[float], processes: int, options: tuple[str, ...], tm
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("ranks", "options", "message"),
     [
-        (None, []),  # not started with torchrun
-        ("3", ["--tensor", "2"]),
-        ("3", []),  # for 16 rows
-        ("4", ["--context", "4", "--seq", "12"]),
+        (None, [], "start it with torchrun"),
+        ("3", ["--tensor", "2"], "--tensor 2 times --context 1 must divide the 3 processes"),
+        ("3", [], "--rows 16 must be a multiple of 3, the processes along `data`"),
+        ("4", ["--context", "4", "--seq", "12"], "--seq 12 must be a multiple of 8, which is 2 times"),
+        ("1", ["--text", "short.txt"], "--text must have more bytes than --seq 32, got 9 in short.txt"),
     ],
 )
-def test_refuses_what_does_not_divide(
-    ranks: str | None, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_refuses_options(
+    ranks: str | None,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("too short", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SIZE, *options])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     if ranks is not None:
         monkeypatch.setenv("WORLD_SIZE", ranks)
     with pytest.raises(SystemExit):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert "tensor · context must divide the number of ranks" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_refuses_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *SIZE])
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert "each process needs its own GPU, got 4 processes for 2 GPUs" in capsys.readouterr().err
