@@ -157,11 +157,11 @@ def a_plan_that_splits_a_head(world: int) -> None:
     attention = layer(1)
     plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
     parallelize_module(attention, line(world), plan)
-    with pytest.raises(RopeError, match="k_proj must yield whole heads, a multiple of head_dim=6 channels, got "):
+    with pytest.raises(RopeError, match="k_proj must return whole heads, a multiple of head_dim=6 channels, got "):
         attention(torch.ones(1, SEQ, HIDDEN).double(), rotation())
     attention = layer(2)
     parallelize_module(attention, line(world), {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
-    message = f"heads that belong together, 2 query heads for each key head, got {HEADS // world} query heads and 2 key"
+    message = f"matching heads, 2 query heads for each key head, got {HEADS // world} query heads and 2 key"
     with pytest.raises(RopeError, match=message):
         attention(torch.ones(1, SEQ, HIDDEN).double(), rotation())
 

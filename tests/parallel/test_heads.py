@@ -53,7 +53,7 @@ def test_refuses_modules(ranks: DeviceMesh, module: nn.Module, message: str) -> 
 def test_refuses_a_mesh_of_two_axes() -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "tensor"))
     with pytest.raises(
-        RopeError, match=r"the mesh must have one axis, got 2 axes\. Pass one of them, e\.g\. mesh\['te"
+        RopeError, match=r"the mesh must have one axis, got 2 axes\. Pass a single axis, e\.g\. mesh\['te"
     ):
         parallelize_module(RotaryAttention(16, 8), mesh, HeadwiseParallel())
 
