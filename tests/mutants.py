@@ -88,6 +88,7 @@ SUITE = [
     "tests/lab/test_ranks.py",
     "tests/test_explorer.py",
     "tests/programs/test_explore.py",
+    "tests/parallel/test_context.py",
     "tests/integrations/test_vllm.py",
     "tests/integrations/test_transformers.py",
     "tests/integrations/test_transformers_refused.py",
@@ -732,6 +733,10 @@ MUTANTS = [
     Mutant("explore forgets pairs", "programs/commands/explore.py", "page = plots.explorer(models, length=length, trained_length=trained_length, pairs=pairs or None)", "page = plots.explorer(models, length=length, trained_length=trained_length)"),
     Mutant("OpenMP never passed", "kernels/cpu.py", "    _cpu.use_openmp(*functions)", "    pass"),
     Mutant("OpenMP: another name", "kernels/cpu.py", '("GOMP_parallel", ', '("no_such_function", '),
+    Mutant("parallel: tables of the first heads", "parallel/heads.py", "begin = mesh.get_local_rank() * (heads // ranks)", "begin = 0"),
+    Mutant("context parallel: places not checked", "parallel/context.py", "elif places.is_cpu and not is_expected.all():", "elif False:"),
+    Mutant("context parallel: counts not checked", "parallel/context.py", "if (counts != counts[0]).any():", "if False:"),
+    Mutant("DTensor: pending maximum in place", "rotation/writable.py", 'if placement.is_partial() and placement.reduce_op not in ("sum", "avg"):', "if False:"),
 ]  # fmt: skip
 
 
