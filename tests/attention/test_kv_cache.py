@@ -477,7 +477,7 @@ def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
             [rope, Rope(HEAD_DIM + 2, 1e4, "half")],
             f"the head_dim of the cache, {HEAD_DIM}, got head_dim={HEAD_DIM + 2}",
         ),
-        ([rope, Rope(HEAD_DIM, 1e4, "half", scaling=DynamicNTK(2.0, 4))], "the length must be said"),
+        ([rope, Rope(HEAD_DIM, 1e4, "half", scaling=DynamicNTK(2.0, 4))], "the length must be resolved"),
     ):
         with pytest.raises(RopeError, match=message):
             cache.shift(ropes, 3)
