@@ -95,15 +95,15 @@ def local_weight(weight: Tensor, x: Tensor) -> Tensor:
     if not is_dtensor(weight) or is_dtensor(x) or not all(p.is_replicate() for p in weight.placements):
         return weight
     import torch
-    from torch.distributed.tensor import Partial
 
-    if torch.is_grad_enabled():
-        weight = weight.redistribute(placements=weight.placements)  # no-op forward; sums gradients backward
-    return weight.to_local(grad_placements=[Partial()] * len(weight.placements))
+    return sum_gradient(weight, weight.device_mesh) if torch.is_grad_enabled() else weight.to_local()
 
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return x, a plain tensor that is the same on every rank. The backward pass sums its gradients over the ranks."""
+    """Return x, the same on every rank, as a plain tensor. The backward pass sums its gradients over the ranks.
+
+    x is a plain tensor or a DTensor. Nothing is sent in the forward pass if it is plain or replicated.
+    """
     from torch.distributed.tensor import Partial
 
     summed: Tensor = replicated(x, mesh).to_local(grad_placements=[Partial()] * mesh.ndim)

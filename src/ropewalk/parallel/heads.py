@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ropewalk import _checks
@@ -202,9 +202,7 @@ class _SharedKeyHeads(_Replicated):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         begin = device_mesh.get_local_rank() * self._kv_heads // device_mesh.size() * self._head_dim
 
-        def own_head(_: nn.Module, output: Any, __: DeviceMesh) -> Any:
-            shared = output.redistribute(placements=[Replicate()])  # no-op in the forward pass, sums gradients backward
-            heads = shared.to_local(grad_placements=[Partial()])  # each rank only has the gradient of its own queries
-            return heads.narrow(-1, begin, self._head_dim)
+        def own_head(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return sum_gradient(output, mesh).narrow(-1, begin, self._head_dim)
 
         return distribute_module(module, device_mesh, self._replicate, output_fn=own_head)
