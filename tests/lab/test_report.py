@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import tiny_lab
-from ropewalk.lab import findings, pictures, report, tasks
+from ropewalk.lab import findings, methods, pictures, report, tasks
 from ropewalk.lab.results import Results
 
 # Shares copied and losses at |w| = 31, 63, 95, 127, 191, 255, 511: half to 8 times the trained length.
@@ -39,9 +41,9 @@ def rows(seeds=(0, 1, 2), changed=None, task="copy"):
 
 
 ABOUT = report.described(tasks.COPY)
-COLLAPSE = "without scaling, copying is nearly perfect within the trained length"
-PI_TUNE = "100 steps of fine-tuning with PI at 4 times the trained length give at least 0.9 there"
-PI_OVER_NTK = "at twice the trained length dynamic PI copies more than dynamic NTK"
+COLLAPSE = "Without scaling, copying is nearly perfect at the trained length"
+PI_TUNE = "100 steps of fine-tuning with PI at 4 times the trained length give an accuracy of at least 0.9 there"
+PI_OVER_NTK = "At twice the trained length, accuracy is higher with dynamic PI than with dynamic NTK"
 
 
 def words(*args, **kwargs):
@@ -58,7 +60,7 @@ def test_what_held_on_every_seed():
     held = paragraph(told, "Expected, and true on all 3 seeds:")
     for says in (COLLAPSE, PI_TUNE, PI_OVER_NTK):
         assert says in held
-    assert f"{PI_TUNE} (PI at 4x: accuracy 0.97, 0.97, 0.97)." in held
+    assert f"{PI_TUNE}. Accuracy: PI at 4x: 0.97, 0.97, 0.97." in held
     assert paragraph(told, "True on some seeds only:") == paragraph(told, "Expected, but not true") == ""
 
 
@@ -73,8 +75,8 @@ def test_the_words_follow_a_reversed_ranking():
     once = words(changed={1: swapped})
     assert PI_OVER_NTK not in paragraph(once, "Expected, and true on all") + paragraph(once, "Expected, but not true")
     assert (
-        f"{PI_OVER_NTK} on 2 of 3 seeds (PI dynamic at 2x: accuracy 0.90, 0.35, 0.90; "
-        "NTK dynamic at 2x: accuracy 0.35, 0.90, 0.35)." in paragraph(once, "True on some seeds only:")
+        f"{PI_OVER_NTK} (on 2 of 3 seeds). Accuracy: PI dynamic at 2x: 0.90, 0.35, 0.90; "
+        "NTK dynamic at 2x: 0.35, 0.90, 0.35." in paragraph(once, "True on some seeds only:")
     )
 
 
@@ -95,7 +97,7 @@ def test_the_words_follow_fine_tunes(method):
 
 def test_a_dynamic_factor_that_hurts_is_told():
     hurt = {("trained", "YaRN dynamic"): [0.9] * 7}
-    says = "a fixed YaRN factor hurts the trained range (more than twice the loss); a dynamic one"
+    says = "a fixed YaRN factor more than doubles the loss, but a dynamic YaRN factor does not increase it"
     assert says in paragraph(words(), "Expected, and true on all 3 seeds:")
     assert says in paragraph(words(changed={0: hurt}), "True on some seeds only:")
 
@@ -103,7 +105,9 @@ def test_a_dynamic_factor_that_hurts_is_told():
 def test_one_seed_says_that_it_is_one():
     told = words(seeds=[5])
     assert COLLAPSE in paragraph(told, "Expected, and true on this seed:")
-    assert paragraph(told, "Best first").startswith("Best first (the order may differ with another seed")
+    assert paragraph(told, "Methods from").startswith(
+        "Methods from best to worst (the order may differ with another seed"
+    )
     worse = {("tuned", "PI"): [0.5] * 7}
     assert PI_TUNE in paragraph(words(seeds=[5], changed={5: worse}), "Expected, but not true on this seed:")
 
@@ -114,20 +118,20 @@ def test_orders():
     assert order({"a": (1.0, 2.0), "b": (3.0, 4.0), "c": (2.0, 3.0)}, False) == "a > c > b"
     assert order({"a": (1.0, 5.0), "b": (2.0, 3.0)}, True) == "a ≈ b"
     assert order({"a": (1.0, 5.0), "b": (1.0, 5.0)}, True) == "a = b"
-    lines = paragraph(words(), "Best first").split("\n")
+    lines = paragraph(words(), "Methods from").split("\n")
     # |w| = 63 is once the trained length: 128 tokens.
     assert (
-        "- accuracy without fine-tuning, 63 (1x): none = PI dynamic = NTK dynamic = YaRN dynamic > YaRN > by parts > PI"
-        in lines
+        "- Accuracy at 63 symbols of w (1x) without fine-tuning: none = PI dynamic = NTK dynamic = YaRN dynamic > "
+        "YaRN > by parts > PI" in lines
     )
-    assert "- accuracy fine-tuned, 255 (4x): YaRN > PI > larger base > NTK > none" in lines
+    assert "- Accuracy at 255 symbols of w (4x) after fine-tuning: YaRN > PI > larger base > NTK > none" in lines
 
 
 def test_a_claim_about_what_was_not_measured_is_left_out():
     about = {**ABOUT, "lengths": ABOUT["lengths"][:2], "tokens": ABOUT["tokens"][:2]}
     told = "\n".join(findings.words(Results(about, rows())))
     assert COLLAPSE not in told
-    assert "a fixed PI factor hurts" in told
+    assert "a fixed PI factor more than doubles the loss" in told
     fewer = [row for row in rows() if row["method"] != "PI"]
     assert "fixed PI factor" not in "\n".join(findings.words(Results(ABOUT, fewer)))
 
@@ -158,7 +162,10 @@ TEXT = {
     ("tuned", "YaRN"): [3.6, 3.3, 3.2, 3.19, 21.0],
     ("tuned", "larger base"): [3.6, 3.4, 3.2, 3.23, 3.5],
 }
-BEST = "YaRN dynamic is the best without fine-tuning, or within 1 % of it,"
+BEST = (
+    "Without fine-tuning, at {} times the trained length, the perplexity of YaRN dynamic is the lowest of {}, or within"
+)
+OF_TRIAL = "all methods except Llama 3 and Self-Extend"
 TEXT_ABOUT = report.described(tiny_lab.TEXT)
 
 
@@ -172,26 +179,37 @@ def test_text_claims_hold_for_the_published_ranking():
 @pytest.mark.parametrize(
     ("cell", "values", "says"),
     [
-        (("trained", "none"), [3.5, 3.3, 4.0, 5.0, 6.0], "without scaling, perplexity explodes"),
-        (("trained", "PI"), [16.0, 4.0, 16.0, 16.0, 20.0], "PI without fine-tuning is bad everywhere"),
-        (("trained", "NTK"), [3.8, 3.6, 5.0, 18.0, 30.0], "NTK works up to half its factor"),
-        (("trained", "YaRN"), [4.3, 3.3, 4.4, 4.5, 8.3], "a fixed YaRN factor hurts the trained range"),
+        (("trained", "none"), [3.5, 3.3, 4.0, 5.0, 6.0], "Without scaling, perplexity explodes"),
+        (("trained", "PI"), [16.0, 4.0, 16.0, 16.0, 20.0], "PI without fine-tuning is bad at every length"),
+        (("trained", "NTK"), [3.8, 3.6, 5.0, 18.0, 30.0], "NTK with factor 4 works at twice the trained length"),
+        (("trained", "YaRN"), [4.3, 3.3, 4.4, 4.5, 8.3], "a fixed YaRN factor increases the perplexity"),
         (("trained", "by parts"), [4.3, 4.5, 4.6, 4.4, 8.9], "YaRN's attention factor helps at 4 times"),
-        (("trained", "Self-Extend"), [3.5, 3.3, 3.3, 4.6, 5.4], f"{BEST} at 2 times"),
-        (("trained", "Self-Extend"), [3.5, 3.3, 3.6, 4.4, 5.4], f"{BEST} at 4 times"),
-        (("trained", "Llama 3"), [5.0, 5.0, 5.0, 5.0, 5.1], f"{BEST} at 8 times"),
-        (("trained", "by parts"), [4.3, 4.5, 4.6, 4.8, 5.0], f"of PI, NTK, by parts and YaRN, {BEST} at 8 times"),
-        (("trained", "PI dynamic"), [3.5, 3.3, 3.5, 16.0, 26.0], "dynamic NTK has lower perplexity than dynamic PI"),
-        (("tuned", "YaRN"), [3.6, 3.3, 3.2, 3.25, 21.0], "YaRN has lower perplexity there than NTK"),
-        (("tuned", "NTK"), [3.6, 3.3, 3.2, 3.5, 7.8], "NTK has lower perplexity there than none"),
-        (("tuned", "PI"), [4.2, 4.0, 3.8, 3.2, 27.0], "none has lower perplexity there than PI"),
-        (("tuned", "none"), [3.6, 3.4, 3.25, 3.3, 3.3], "the larger base alone holds at 8 times"),
-        (("tuned", "larger base"), [3.6, 3.4, 3.2, 3.23, 9.0], "the larger base alone holds at 8 times"),
+        (("trained", "Self-Extend"), [3.5, 3.3, 3.3, 4.6, 5.4], BEST.format(2, "all methods")),
+        (("trained", "Self-Extend"), [3.5, 3.3, 3.6, 4.4, 5.4], BEST.format(4, "all methods")),
+        (("trained", "Llama 3"), [5.0, 5.0, 5.0, 5.0, 5.1], BEST.format(8, "all methods")),
+        (("trained", "by parts"), [4.3, 4.5, 4.6, 4.8, 5.0], BEST.format(8, OF_TRIAL)),
+        (("trained", "PI dynamic"), [3.5, 3.3, 3.5, 16.0, 26.0], "lower with dynamic NTK than with dynamic PI"),
+        (("tuned", "YaRN"), [3.6, 3.3, 3.2, 3.25, 21.0], "perplexity there is lower with YaRN than with NTK"),
+        (("tuned", "NTK"), [3.6, 3.3, 3.2, 3.5, 7.8], "perplexity there is lower with NTK than without scaling"),
+        (("tuned", "PI"), [4.2, 4.0, 3.8, 3.2, 27.0], "perplexity there is lower without scaling than with PI"),
+        (("tuned", "none"), [3.6, 3.4, 3.25, 3.3, 3.3], "only the one with the larger base still works"),
+        (("tuned", "larger base"), [3.6, 3.4, 3.2, 3.23, 9.0], "only the one with the larger base still works"),
     ],
 )  # fmt: skip
 def test_each_text_claim_can_fail(cell, values, says):
     told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT | {cell: values})))
     assert says in paragraph(told, "Expected, but not true on any of 2 seeds:")
+
+
+def test_the_page_of_results_has_the_sentences_of_the_program():
+    page = (Path(__file__).parents[2] / "docs" / "lab-results.md").read_text("utf-8")
+    for claim in findings.CLAIMS:
+        assert f"\n- {claim.says.format(steps=100)}" in page
+    for method in (*methods.METHODS, *methods.TUNES):
+        assert f"\n- {method.name}: {method.what}\n" in page
+    for task in (tasks.COPY, tasks.TEXT):
+        for what in task.measures.values():
+            assert f"\n### {task.name}: {what}; mean of 3 seeds" in page
 
 
 def test_tables_by_hand(tmp_path):
@@ -203,20 +221,20 @@ def test_tables_by_hand(tmp_path):
     ]
     lines = report._tables(Results(about, made))
     assert lines[1] == (
-        "copy: share of the second w that is right; mean of 3 seeds ± half of their range; trained to 128 tokens"
+        "copy: share of the second w that is right; mean of 3 seeds ± half of their range; trained on up to 128 tokens"
     )
     # Means 0.9 and 0.03; half ranges 0.1 and 0.015, which rounds to even.
     assert lines[3:8] == [
-        "| symbols of w        |         63 |        127 |",
-        "|---------------------|-----------:|-----------:|",
-        "| none                | 0.90 ±0.10 | 0.03 ±0.02 |",
-        "| PI, fine-tuned      | 0.90 ±0.10 | 0.03 ±0.02 |",
-        "| learned, trained so | 0.90 ±0.10 | 0.03 ±0.02 |",
+        "| symbols of w               |         63 |        127 |",
+        "|----------------------------|-----------:|-----------:|",
+        "| none                       | 0.90 ±0.10 | 0.03 ±0.02 |",
+        "| PI, fine-tuned             | 0.90 ±0.10 | 0.03 ±0.02 |",
+        "| learned, separate training | 0.90 ±0.10 | 0.03 ±0.02 |",
     ]
-    assert lines[9] == "copy: loss on the second w, nats for each symbol; mean of 3 seeds ± half of their range; " + (
-        "trained to 128 tokens"
+    assert lines[9] == "copy: loss on the second w in nats per symbol; mean of 3 seeds ± half of their range; " + (
+        "trained on up to 128 tokens"
     )
-    assert lines[13] == "| none                | 0.500 ±0.000 | 12.0 ±0.0 |"
+    assert lines[13] == "| none                       | 0.500 ±0.000 | 12.0 ±0.0 |"
 
 
 @pytest.mark.parametrize(
@@ -235,7 +253,7 @@ def test_report_of_one_seed(tmp_path):
     said = report.written(result, tmp_path)
     text = (tmp_path / "report.txt").read_text()
     assert said[:-1] == text.split("\n")[: len(said) - 1]
-    assert "share of the second w that is right; one seed; trained to 128 tokens" in text
+    assert "share of the second w that is right; one seed; trained on up to 128 tokens" in text
     assert "| PI dynamic              | 1.00 | 0.99 | 0.95 | 0.90 | 0.60 | 0.40 | 0.10 |" in text
     assert COLLAPSE in text
     assert "- larger base: base times 50" in text

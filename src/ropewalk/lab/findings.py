@@ -24,7 +24,8 @@ class Claim:
     """A statement about the cells of one seed.
 
     task: name of the task. says: the statement, in which {steps} is replaced by the steps of a fine-tune. cells: the
-    numbers that it is about. holds: function from the numbers of these cells on one seed to whether the claim is true.
+    numbers that it is about, all of one measure. holds: function from the numbers of these cells on one seed to whether
+    the claim is true.
     """
 
     task: str
@@ -48,16 +49,16 @@ def _lower(task: str, measure: str, model: str, better: str, worse: str, times: 
 _COPY = (
     Claim(
         "copy",
-        "without scaling, copying is nearly perfect within the trained length (at least 0.9) and falls below half at "
-        "twice that",
+        "Without scaling, copying is nearly perfect at the trained length (accuracy of at least 0.9), but accuracy "
+        "falls below 0.5 at twice that length",
         _row(ZERO_SHOT, "none", "accuracy", 1, 2),
         lambda v: v[0] >= 0.9 and v[1] < 0.5,
     ),
     *(
         Claim(
             "copy",
-            f"a fixed {method} factor hurts the trained range (more than twice the loss); a dynamic one, which does "
-            "not scale there, does not",
+            f"At the trained length, a fixed {method} factor more than doubles the loss, but a dynamic {method} factor "
+            "does not increase it",
             _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "loss", 1),
             lambda v: v[1] > 2 * v[0] and v[2] <= v[0],
         )
@@ -66,7 +67,8 @@ _COPY = (
     *(
         Claim(
             "copy",
-            f"{{steps}} steps of fine-tuning with {method} at 4 times the trained length give at least 0.9 there",
+            f"{{steps}} steps of fine-tuning with {method} at 4 times the trained length give an accuracy of at least "
+            "0.9 there",
             _row(TUNED, method, "accuracy", 4),
             lambda v: v[0] >= 0.9,
         )
@@ -75,21 +77,23 @@ _COPY = (
     *(
         Claim(
             "copy",
-            f"fine-tuned at 4 times the trained length, {method} copies less than PI and YaRN there",
+            f"After fine-tuning at 4 times the trained length, accuracy there is lower {how} than with PI and with "
+            "YaRN",
             _column(TUNED, [method, "PI", "YaRN"], "accuracy", 4),
             lambda v: v[0] < min(v[1:]),
         )
-        for method in ("none", "NTK")
+        for method, how in (("none", "without scaling"), ("NTK", "with NTK"))
     ),
     Claim(
         "copy",
-        "no fine-tune at 4 times the trained length reaches an accuracy of 0.5 at 8 times",
+        "No model that was fine-tuned at 4 times the trained length reaches an accuracy of 0.5 at 8 times that length",
         _column(TUNED, ["none", "PI", "NTK", "YaRN", "larger base"], "accuracy", 8),
         lambda v: max(v) < 0.5,
     ),
     Claim(
         "copy",
-        "YaRN's attention factor helps at 2 and 4 times the trained length: YaRN copies more than by parts",
+        "YaRN's attention factor helps at 2 and 4 times the trained length: accuracy is higher with YaRN than with by "
+        "parts, which is YaRN without this factor",
         (
             *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 2),
             *_column(ZERO_SHOT, ["YaRN", "by parts"], "accuracy", 4),
@@ -98,7 +102,7 @@ _COPY = (
     ),
     Claim(
         "copy",
-        "at twice the trained length dynamic PI copies more than dynamic NTK",
+        "At twice the trained length, accuracy is higher with dynamic PI than with dynamic NTK",
         _column(ZERO_SHOT, ["PI dynamic", "NTK dynamic"], "accuracy", 2),
         lambda v: v[0] > v[1],
     ),
@@ -110,30 +114,31 @@ _TRIAL = ("none", "PI", "NTK", "by parts", "YaRN", "PI dynamic", "NTK dynamic")
 _TEXT = (
     Claim(
         "text",
-        "without scaling, perplexity explodes past the trained length: that of the last bytes more than doubles at "
-        "twice the length",
+        "Without scaling, perplexity explodes beyond the trained length: at twice that length, the perplexity of the "
+        "last bytes is more than twice as high",
         _row(ZERO_SHOT, "none", "last", 1, 2),
         lambda v: v[1] > 2 * v[0],
     ),
     Claim(
         "text",
-        "PI without fine-tuning is bad everywhere: from half to 4 times the trained length at least 1.5 times the "
-        "perplexity of no scaling at the trained length",
+        "PI without fine-tuning is bad at every length: from half to 4 times the trained length, its perplexity is at "
+        "least 1.5 times the perplexity without scaling at the trained length",
         (*_row(ZERO_SHOT, "none", "perplexity", 1), *_row(ZERO_SHOT, "PI", "perplexity", 0.5, 1, 2, 4)),
         lambda v: min(v[1:]) >= 1.5 * v[0],
     ),
     Claim(
         "text",
-        "NTK works up to half its factor and fails at the full factor: perplexity of the last bytes is at most 1.25 "
-        "times that of no scaling at the trained length, then more than 1.5 times",
+        "NTK with factor 4 works at twice the trained length and fails at 4 times: compared with no scaling at the "
+        "trained length, its perplexity of the last bytes is at most 1.25 times as high in the first case, and more "
+        "than 1.5 times as high in the second",
         (*_row(ZERO_SHOT, "none", "last", 1), *_row(ZERO_SHOT, "NTK", "last", 2, 4)),
         lambda v: v[1] <= 1.25 * v[0] and v[2] > 1.5 * v[0],
     ),
     *(
         Claim(
             "text",
-            f"a fixed {method} factor hurts the trained range (more than 1.05 times the perplexity); a dynamic one, "
-            "which does not scale there, does not",
+            f"At the trained length, a fixed {method} factor increases the perplexity by more than 5 %, but a dynamic "
+            f"{method} factor does not increase it",
             _column(ZERO_SHOT, ["none", method, f"{method} dynamic"], "perplexity", 1),
             lambda v: v[1] > 1.05 * v[0] and v[2] <= v[0],
         )
@@ -146,17 +151,21 @@ _TEXT = (
         "YaRN",
         "by parts",
         4,
-        "YaRN's attention factor helps at 4 times the trained length: lower perplexity than by parts",
+        "YaRN's attention factor helps at 4 times the trained length: perplexity is lower with YaRN than with by "
+        "parts, which is YaRN without this factor",
     ),
     *(
         Claim(
             "text",
-            f"{among}YaRN dynamic is the best without fine-tuning, or within 1 % of it, at {times} times the trained "
-            "length",
+            f"Without fine-tuning, at {times} times the trained length, the perplexity of YaRN dynamic is the lowest "
+            f"of {among}, or within 1 % of it",
             _column(ZERO_SHOT, ["YaRN dynamic", *others], "perplexity", times),
             lambda v: v[0] <= 1.01 * min(v[1:]),
         )
-        for among, others in (("", (*_TRIAL, "Llama 3", "Self-Extend")), ("of PI, NTK, by parts and YaRN, ", _TRIAL))
+        for among, others in (
+            ("all methods", (*_TRIAL, "Llama 3", "Self-Extend")),
+            ("all methods except Llama 3 and Self-Extend", _TRIAL),
+        )
         for times in (2, 4, 8)
     ),
     _lower(
@@ -166,7 +175,7 @@ _TEXT = (
         "NTK dynamic",
         "PI dynamic",
         2,
-        "at twice the trained length dynamic NTK has lower perplexity than dynamic PI",
+        "At twice the trained length, perplexity is lower with dynamic NTK than with dynamic PI",
     ),
     *(
         _lower(
@@ -176,20 +185,32 @@ _TEXT = (
             better,
             worse,
             4,
-            f"fine-tuned at 4 times the trained length, {better} has lower perplexity there than {worse}",
+            f"After fine-tuning at 4 times the trained length, perplexity there is lower {how}",
         )
-        for better, worse in (("YaRN", "NTK"), ("NTK", "none"), ("none", "PI"))
+        for better, worse, how in (
+            ("YaRN", "NTK", "with YaRN than with NTK"),
+            ("NTK", "none", "with NTK than without scaling"),
+            ("none", "PI", "without scaling than with PI"),
+        )
     ),
     Claim(
         "text",
-        "of the fine-tunes, the larger base alone holds at 8 times the trained length: only its perplexity of the last "
-        "bytes is at most 1.2 times that at 4 times",
+        "Of the fine-tuned models, only the one with the larger base still works at 8 times the trained length: "
+        "only its perplexity of the last bytes is at most 1.2 times as high as at 4 times the trained length",
         tuple(c for m in ("larger base", "none", "PI", "NTK", "YaRN") for c in _row(TUNED, m, "last", 4, 8)),
         lambda v: v[1] <= 1.2 * v[0] and all(v[i + 1] > 1.2 * v[i] for i in range(2, len(v), 2)),
     ),
 )
 
 CLAIMS = (*_COPY, *_TEXT)
+
+_NAMES = {
+    "accuracy": "Accuracy",
+    "loss": "Loss",
+    "perplexity": "Perplexity",
+    "last": "Perplexity of the last bytes",
+}
+"""Measures → their names in sentences."""
 
 _ORDERED = {"accuracy": True, "perplexity": False}
 """Measures by which methods are ordered → whether larger values are better."""
@@ -207,6 +228,9 @@ def words(results: Results) -> list[str]:
             with contextlib.suppress(KeyError):
                 held_on[claim] = _held(claim, results)
     paragraphs = []
+    if held_on:
+        on_each = " on each seed" if count > 1 else ""
+        paragraphs.append(f"The claims below are followed by their numbers{on_each}. 1x is the trained length.")
     for verdict, belongs in _VERDICTS.items():
         found = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
         if found:
@@ -214,11 +238,11 @@ def words(results: Results) -> list[str]:
     orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
     if orders:
         sign = (
-            "> is the same order on every seed, ≈ an order that depends on the seed, = equal in every digit shown"
+            "> means the same order on every seed, ≈ an order that depends on the seed, = equal results on every seed"
             if count > 1
-            else "the order may differ with another seed; = equal in every digit shown"
+            else "the order may differ with another seed; = means equal results"
         )
-        paragraphs.append(f"Best first ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
+        paragraphs.append(f"Methods from best to worst ({sign}):\n" + "\n".join(f"- {line}" for line in orders))
     return paragraphs
 
 
@@ -237,15 +261,16 @@ def _held(claim: Claim, results: Results) -> list[bool]:
 
 def _sentence(claim: Claim, held: Sequence[bool], results: Results) -> str:
     says = claim.says.format(steps=results.about["tune_steps"])
-    some = f" on {sum(held)} of {len(held)} seeds" if 0 < sum(held) < len(held) else ""
+    some = f" (on {sum(held)} of {len(held)} seeds)" if 0 < sum(held) < len(held) else ""
+    (measure,) = {measure for _, _, measure, _ in claim.cells}
     shown = "; ".join(_number(cell, results) for cell in claim.cells)
-    return f"{says}{some} ({shown})."
+    return f"{says}{some}. {_NAMES[measure]}: {shown}."
 
 
 def _number(cell: _Cell, results: Results) -> str:
     _, method, measure, times = cell
     values = results.value(*cell).values
-    return f"{method} at {times:g}x: {measure} {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
+    return f"{method} at {times:g}x: {', '.join(f'{v:.{decimals(v, measure)}f}' for v in values)}"
 
 
 def _orders(results: Results, model: str) -> list[str]:
@@ -260,10 +285,11 @@ def _orders(results: Results, model: str) -> list[str]:
             except KeyError:
                 continue
             if len(spreads) > 1:
-                kind = "without fine-tuning" if model == ZERO_SHOT else "fine-tuned"
+                kind = "without" if model == ZERO_SHOT else "after"
                 length = results.lengths[results.place(times)]
                 order = _order({m: s.values for m, s in spreads.items()}, more_is_better)
-                lines.append(f"{measure} {kind}, {length:,} ({times}x): {order}")
+                at = f"at {length:,} {results.about['length_is']} ({times}x)"
+                lines.append(f"{_NAMES[measure]} {at} {kind} fine-tuning: {order}")
     return lines
 
 

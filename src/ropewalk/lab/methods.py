@@ -74,7 +74,7 @@ METHODS = (
     ),
     Method(
         "Llama 3",
-        "Llama 3's scaling, factor 4, blended between 1 and 4 turns: by parts with another ramp",
+        "Llama 3's scaling, factor 4, blended between 1 and 4 turns: like by parts, with another ramp",
         _fixed(lambda trained: schemes.Llama3(FACTOR, 1.0, 4.0, trained)),
     ),
     Method("YaRN", "YaRN, factor 4", _fixed(lambda trained: schemes.YaRN(FACTOR, trained))),

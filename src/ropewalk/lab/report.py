@@ -14,7 +14,7 @@ from ropewalk.lab.parts import BASELINES
 from ropewalk.lab.results import Results, Spread
 from ropewalk.lab.tasks import Task
 
-_MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "trained so")}
+_MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "separate training")}
 
 
 def described(task: Task) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _tables(results: Results) -> list[str]:
     spread = f"mean of {seeds} seeds ± half of their range" if seeds > 1 else "one seed"
     lines = []
     for measure, what in about["measures"].items():
-        lines += ["", f"{about['name']}: {what}; {spread}; trained to {about['trained']:,} tokens", ""]
+        lines += ["", f"{about['name']}: {what}; {spread}; trained on up to {about['trained']:,} tokens", ""]
         head = [about["length_is"], *(f"{length:,}" for length in results.lengths)]
         lines += _aligned([head, *_rows(results, measure)])
     return lines
@@ -95,4 +95,7 @@ def _legend(result: dict[str, Any]) -> list[str]:
     """Describe each method in the tables."""
     names = {row["method"] for row in result["rows"]}
     what = {method.name: method.what for method in (*METHODS, *TUNES)} | BASELINES
-    return ["Methods:", *(f"- {name}: {text}" for name, text in what.items() if name in names)]
+    return [
+        "Methods (n is the number of tokens, and trained is the trained length):",
+        *(f"- {name}: {text}" for name, text in what.items() if name in names),
+    ]

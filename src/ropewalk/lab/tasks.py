@@ -86,7 +86,7 @@ class Copy(Task):
     length_is: ClassVar[str] = "symbols of w"
     measures: ClassVar[Mapping[str, str]] = {
         "accuracy": "share of the second w that is right",
-        "loss": "loss on the second w, nats for each symbol",
+        "loss": "loss on the second w in nats per symbol",
     }
 
     shortest: int = 16
@@ -114,7 +114,7 @@ class Text(Task):
     length_is: ClassVar[str] = "tokens"
     measures: ClassVar[Mapping[str, str]] = {
         "perplexity": "perplexity per byte over the window",
-        "last": f"perplexity per byte over its last {measure.LAST} bytes",
+        "last": f"perplexity per byte over the last {measure.LAST} bytes of the window",
     }
     position_width: ClassVar[int | None] = _WIDTH
 
