@@ -32,24 +32,29 @@ COLUMNS = (
 )
 _HEAD = """# Which models of transformers are supported?
 
-The first table lists {count} model types of transformers 5.23, some of them with several schemes. Each is a small
-model with random weights in float32, measured before and after [`accelerate`](transformers.md).
+The first table lists {count} model types of transformers 5.23, some of them with several schemes. For each row, a small
+model with random weights in float32 was measured before and after [`accelerate`](transformers.md).
 `tools/transformers_table.py` writes this page, and `tests/integrations/test_transformers_table.py` measures every
-row again. Other model types work too, unless `accelerate` refuses them: it compares each model with its config
-before it changes anything.
+row again. Model types that are not in the table can work too: `accelerate` compares each model with its config
+before it changes anything, and raises an error if they do not match.
 
-- **difference**: the largest difference between the logits and those of transformers, divided by the largest logit,
-  at positions 0 to 63. For LongRoPE, the comparison is with transformers' function given its long frequencies.
-- **drift of transformers**: the same at positions 99,936 to 99,999, between transformers and its own function given
-  exact tables (60 digits, rounded once to float32).
-- **exact, bitwise**: whether ropewalk is bitwise identical to transformers' function with exact tables.
-- **theirs, bitwise**: whether `angles="theirs"` is bitwise identical to transformers at these positions.
-- **gradients**: the largest difference from transformers over all parameters. Each is divided by the norm of the
-  parameter's gradient, or by 1 % of the largest gradient norm of any parameter if that is larger.
-- **tokens**: whether 12 greedily generated tokens are the same; – for a model that does not generate.
+- **function**: the function of transformers that rotates q and k.
+- **rope**: the pairing and the scheme. "Of a part" means that only the first channels of each head are rotated, and
+  "of a slice" that the first channels are not rotated.
+- **difference**: the largest difference between the logits with ropewalk and those of transformers, divided by the
+  largest logit, at positions 0 to 63. For LongRoPE, transformers uses its long frequencies in this comparison.
+- **drift of transformers**: the same measure at positions 99,936 to 99,999, between the logits of transformers and
+  those of its own function with exact tables (cos and sin computed with 60 digits and rounded once to float32).
+- **exact, bitwise**: whether the logits with ropewalk are bitwise identical to those of transformers' function with
+  exact tables, at these positions.
+- **theirs, bitwise**: whether the logits with `angles="theirs"` are bitwise identical to those of transformers, at
+  these positions.
+- **gradients**: the largest difference of a parameter's gradient from that in transformers. The difference is
+  divided by the norm of the gradient, or by 1 % of the largest gradient norm of any parameter if that is larger.
+- **tokens**: whether 12 greedily generated tokens are the same. A dash stands for a model that does not generate.
 - **restored**: whether the logits after `restore` are bitwise identical to those before `accelerate`.
 
-Compiled with `fullgraph=True`, in a process that has not run the model before: {compiled}.
+These models were also compiled with `fullgraph=True`, in a process that had not run them before: {compiled}.
 
 """
 TOWER_COLUMNS = ("tower", "function", "rope", "difference", "theirs, bitwise", "gradients", "restored")
@@ -57,10 +62,10 @@ TOWERS_AT = "\n## Vision towers\n"
 _TOWERS_HEAD = (
     TOWERS_AT
     + """
-The second table lists {count} towers, each with random weights in float32. Their inputs are images of several
-sizes, several packed images, and videos for towers that accept them. The columns compare the last hidden states
-instead of the logits. **difference** is measured at the positions of these images, which go up to 8. The rope names
-the order of its axes as in `Axes`.
+The second table lists {count} towers, each with random weights in float32. Their inputs are images of several sizes,
+several packed images, and videos for towers that accept them. The columns compare the last hidden states instead of
+the logits. **difference** is measured at the positions of these images, which go up to 8. **rope** also names the
+pattern of the axes, which is the name of a constructor of [`Axes`](several-axes.md#which-pair-uses-which-axis).
 
 """
 )
