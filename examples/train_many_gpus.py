@@ -1,12 +1,13 @@
-"""Train a small language model on many GPUs: FSDP2, and where asked for, heads and sequences sharded too.
+"""Train a small language model on many GPUs with FSDP2 and, optionally, tensor and context parallelism.
 
     torchrun --nproc-per-node 8 examples/train_many_gpus.py --tensor 2 --context 2
 
-The ranks form a mesh of three axes, context × data × tensor. Along `data` they have rows of the batch, along `tensor`
-some of the heads of each layer, and along `context` some of the tokens of each row. `data` is what remains. Where there
-is no GPU the same runs on the CPU with gloo. The losses do not depend on the mesh, up to rounding.
+The ranks form a mesh with three axes, context × data × tensor. The axis `data` divides the rows of the batch over the
+ranks, `tensor` the heads of each layer, and `context` the tokens of each row. The size of `data` is the number of ranks
+divided by the sizes of the other two axes. Without a GPU, the script runs on the CPU with gloo. Up to rounding, the
+losses do not depend on the mesh.
 
-The text is any file, read as bytes.
+The model learns the bytes of any file (`--text`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, tokens: Tensor, labels: Tensor, rotation: ropewalk.Rotation, context: ContextParallel | None
     ) -> Tensor:
-        """The loss, a mean over the tokens of this rank."""
+        """The mean loss over the tokens of this rank."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, rotation, context)
@@ -76,7 +77,7 @@ class LanguageModel(nn.Module):
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Heads, hidden channels and, between them, the sequence over `tensor`; then the parameters over `data`."""
+    """Shard heads, hidden channels and, in the norms, the sequence over `tensor`; then all parameters by FSDP2."""
     if mesh["tensor"].size() > 1:
         plan = {
             "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -90,8 +91,8 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
         parallelize_module(model, mesh["tensor"], plan)
-    # A Rotation stays float32 under this policy. Ranks of one context have the same parameters.
-    # Gradients are computed in bfloat16 and summed over the ranks in float32.
+    # A Rotation stays float32 under this policy. FSDP2 shards over `context` as well, because these ranks use the same
+    # parameters. Gradients are computed in bfloat16 and summed over the ranks in float32.
     on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = on_gpu if mesh.device_type == "cuda" else MixedPrecisionPolicy()
     for module in (*model.blocks, model):
@@ -99,7 +100,7 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
 
 
 def batch(text: Tensor, step: int, rows: int, seq: int) -> Tensor:
-    """Rows of seq + 1 bytes: the same on every rank."""
+    """Random rows of seq + 1 bytes, `[rows, seq + 1]`, the same on every rank."""
     starts = torch.randint(len(text) - seq, (rows,), generator=torch.Generator().manual_seed(step))
     return torch.stack([text[start : start + seq + 1] for start in starts.tolist()])
 
@@ -125,12 +126,12 @@ def train(options: argparse.Namespace) -> None:
     for step in range(options.steps):
         tokens = batch(text, step, options.rows, options.seq).chunk(data)[mesh.get_local_rank("data")]
         inputs, labels = (tokens[:, places + shift].to(device) for shift in (0, 1))
-        rotation = rope.at(places, device=device)  # of all tokens that reach attention on this rank
+        rotation = rope.at(places, device=device)  # for all tokens that attention on this rank receives
         context = ContextParallel(places.to(device), group) if options.context > 1 else None
         loss = model(inputs, labels, rotation, context)
         optimizer.zero_grad()
         loss.backward()
-        # With --tensor, PyTorch logs once that it sums the norm over one axis of the mesh after another.
+        # With --tensor, PyTorch logs once that it reduces the norm over one axis of the mesh after another.
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -145,7 +146,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def find_problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options for this number of processes, or None."""
+    """Return the error message for options that do not fit the number of processes, or None."""
     ranks, shared = int(os.environ.get("WORLD_SIZE", "0")), options.tensor * options.context
     on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not ranks:
@@ -167,16 +168,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share the heads of each layer")
     parser.add_argument("--context", type=int, default=1, help="ranks that share the tokens of each row")
-    parser.add_argument("--text", default=__file__, help="a file to learn; this one if not given")
+    parser.add_argument("--text", default=__file__, help="a file to learn [this script]")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rows", type=int, default=16, help="rows of a batch, over all ranks")
-    parser.add_argument("--seq", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=16, help="rows of a batch, in total over all ranks")
+    parser.add_argument("--seq", type=int, default=512, help="tokens in a row")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--save", help="a folder for a checkpoint, written after the last step only")
+    parser.add_argument("--save", help="folder for a checkpoint, which is written after the last step")
     options = parser.parse_args()
     if (problem := find_problem(options)) is not None:
         parser.error(problem)
