@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -283,3 +285,17 @@ def test_a_full_disk_is_no_traceback(config: Path, monkeypatch: pytest.MonkeyPat
     ran = run("explain", config)
     assert ran.exit_code == 1
     assert isinstance(ran.exception, (SystemExit, OSError))
+
+
+@pytest.mark.parametrize("name", sorted(cli.main.commands))
+def test_the_examples_of_the_help_are_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command with arguments or several options shows examples, and their options and arguments are accepted."""
+    monkeypatch.chdir(tmp_path)
+    command = cli.main.commands[name]
+    examples = re.findall(rf"\bropewalk {name}\b(.*)", command.epilog or "")
+    assert examples or name in ("demo", "doctor")
+    for words in map(shlex.split, examples):
+        for file in (Path(word) for word in words if word.endswith(".safetensors")):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        command.make_context(name, words)

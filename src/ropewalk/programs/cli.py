@@ -45,7 +45,11 @@ class _Group(click.Group):
             raise click.ClickException(str(e)) from e
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Run `ropewalk COMMAND --help` for the options of a command, and for examples.",
+)
 @click.version_option(ropewalk.__version__, prog_name="ropewalk")
 def main() -> None:
     """Read, check, compare, convert and measure rotary position embeddings (RoPE)."""

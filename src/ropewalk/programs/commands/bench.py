@@ -11,18 +11,27 @@ from click.core import ParameterSource
 from ropewalk import _checks
 
 
-@click.command(short_help="Time the rotation on this machine.")
+@click.command(
+    short_help="Time the rotation on this machine.",
+    epilog="""\b
+Examples:
+  ropewalk bench --quick
+  ropewalk bench --tokens 4096 --dtype bfloat16 --json results.json
+  ropewalk bench --device cuda --json gpu.json
+  ropewalk bench --decode
+""",
+)
 @click.option(
     "--tokens",
     type=click.IntRange(1, 2**20),
     multiple=True,
-    help="Number of tokens; may be repeated. [1 128 1024 4096]",
+    help="Number of tokens. May be repeated. [default: 1, 128, 1024, 4096]",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     multiple=True,
-    help="The dtype of q and k; may be repeated. [both]",
+    help="The dtype of q and k. May be repeated. [default: both]",
 )
 @click.option(
     "--layout", type=click.Choice(["bshd", "bhsd"]), default="bshd", show_default=True, help="The layout of q and k."
@@ -34,44 +43,50 @@ from ropewalk import _checks
 @click.option(
     "--only",
     multiple=True,
-    help="Besides copy_, time only contenders whose name contains this text; may be repeated.",
+    help="Time only copy_ and the contenders whose name contains this text. May be repeated.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Threads of PyTorch and ONNX Runtime. [PyTorch's default]")
 @click.option(
-    "--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Number of samples of each contender."
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Number of threads of PyTorch and ONNX Runtime. [default: that of PyTorch]",
+)
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=30, show_default=True, help="Number of samples for each contender."
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="After this many seconds, start no new round beyond the third.",
+    help="Time limit of each table: after this many seconds, only the first three rounds still start.",
 )
 @click.option(
     "--stream",
     type=click.IntRange(min=0),
-    help="Length of a sequence that is rotated in chunks, in tokens; 0 skips it. [1000000; 0 with --quick]",
+    help="Also rotate a sequence of this many tokens in chunks; 0 skips it. [default: 1000000, or 0 with --quick]",
 )
 @click.option(
     "--quick",
     is_flag=True,
-    help="At most 5 rounds and 5 seconds for each table, and no long sequence unless --stream is given.",
+    help="Measure at most 5 rounds and 5 seconds for each table, and no long sequence unless --stream is given.",
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything as JSON.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Plot the times relative to copy_.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write all results to this file as JSON.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path), help="Plot the times relative to copy_ into this file."
+)
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="cuda: an NVIDIA or AMD GPU. Its cases are fixed; of the options above it accepts --backward, --compile, "
-    "--only, --rounds, --seconds and --json.",
+    help="Where to run. cuda is an NVIDIA or AMD GPU. It has fixed cases and accepts only --backward, --compile, "
+    "--only, --rounds, --seconds and --json of the options above.",
 )
 @click.option(
     "--decode",
     is_flag=True,
-    help="Measure instead how many tokens per second a small Qwen 3 decodes with ropewalk's cache and with "
-    "the caches of transformers. Of the options above it accepts --dtype, --threads, --rounds and --json.",
+    help="Instead of the rotation, measure how many tokens per second a small Qwen 3 decodes with ropewalk's cache and "
+    "with the caches of transformers. It accepts only --dtype, --threads, --rounds and --json of the options above.",
 )
 @click.option(
     "--rehearse", is_flag=True, help="With --device cuda: run small cases on the CPU, to test the benchmark itself."
@@ -96,9 +111,10 @@ def bench(
     decode: bool,
     rehearse: bool,
 ) -> None:
-    """Time ropewalk's rotation, a plain copy, the code that most projects use, and other libraries.
+    """Time ropewalk's rotation, and compare it with a plain copy, the code that most projects use, and other libraries.
 
-    Every contender's result is checked before it is timed. The benchmark runs on the CPU unless --device cuda is given.
+    The result of every contender is checked before it is timed. The benchmark runs on the CPU unless --device cuda is
+    given.
     """
     _refuse_what_has_no_effect(context, "--decode" if decode else f"--device {device}")
     from ropewalk.programs import bench as the_bench

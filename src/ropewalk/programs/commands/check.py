@@ -12,30 +12,51 @@ import click
 import ropewalk
 
 
-@click.command(short_help="Find the bug in a rotary embedding.")
+@click.command(
+    short_help="Find the bug in a rotary embedding.",
+    epilog="""\b
+Examples:
+  ropewalk check my_model.py:Rotary --config config.json
+  ropewalk check my_model.py:Rotary --pairing half --base 500000
+  ropewalk check my_model.py:Rotary,apply_rotary_pos_emb --config config.json
+  ropewalk check transformers:llama
+""",
+)
 @click.argument("target")
 @click.option(
     "--config", help="The config that the code should implement: config.json, folder, params.json, GGUF file or hub id."
 )
-@click.option("--layer", type=click.IntRange(min=0), help="The layer whose rope to compare with, if the layers differ.")
-@click.option("--head-dim", type=click.IntRange(min=2), help="Without a config: the number of channels of a head. [64]")
+@click.option("--layer", type=click.IntRange(min=0), help="Compare with the rope of this layer, if the layers differ.")
+@click.option(
+    "--head-dim", type=click.IntRange(min=2), help="Without a config: the number of channels of a head. [default: 64]"
+)
 @click.option("--base", type=float, help="Without a config: the expected base.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="Without a config: the expected pairing.")
 @click.option(
-    "--layout", type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]), help="The layout of the tensors. [found by trying]"
+    "--layout",
+    type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]),
+    help="The layout of the tensors. [default: found by trying]",
 )
-@click.option("--call", metavar="ROLES", help='The roles of the parameters of TARGET, in order, such as "q,k,cos,sin".')
 @click.option(
-    "--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="A constructor argument of TARGET; may be repeated."
+    "--call",
+    metavar="ROLES",
+    help='The roles of the parameters of TARGET, in order, such as "q,k,cos,sin"; _ omits a parameter.',
+)
+@click.option(
+    "--arg",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An argument for the constructor of TARGET. May be repeated.",
 )
 @click.option("--compile", "compiled", is_flag=True, help="Also count graph breaks under torch.compile.")
 @click.option("--strict", is_flag=True, help="Treat cautions as errors.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def check(
     ctx: click.Context, /, target: str, arguments: tuple[str, ...], as_json: bool, strict: bool, **options: Any
 ) -> None:
-    """Check what the rotary embedding TARGET computes, and name its bug.
+    """Measure what the rotary embedding TARGET computes, and name its bug.
 
     TARGET is a function or a class, given as module:name or file.py:name. Give two names, as in file.py:make,apply, if
     the first computes cos and sin for the second. transformers:MODEL checks the code of transformers for a model.

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 _Folder = click.Path(path_type=Path)
 
 
-@click.command(short_help="Convert weights between pairings and formats.")
+@click.command(
+    short_help="Convert weights between pairings and formats.",
+    epilog="""\b
+Examples:
+  ropewalk convert Llama-3.1-8B Llama-3.1-8B-interleaved --to interleaved --verify
+  ropewalk convert Llama-3.1-8B for-meta --to interleaved --format meta
+  ropewalk convert from-meta for-hf --to half --max-positions 131072 --factor 8
+""",
+)
 @click.argument("source", metavar="SRC", type=_Folder)
 @click.argument("target", metavar="DST", type=_Folder)
 @click.option("--to", type=click.Choice(["half", "interleaved"]), required=True, help="The pairing to write.")
@@ -22,22 +30,28 @@ _Folder = click.Path(path_type=Path)
     "--format", "form", type=click.Choice(["hf", "meta"]), default="hf", show_default=True, help="The format to write."
 )
 @click.option("--dry-run", is_flag=True, help="List the changes without writing anything.")
-@click.option("--verify", is_flag=True, help="Compare the attention scores of every layer before DST appears.")
 @click.option(
-    "--base-config", type=_Folder, help="For a LoRA adapter: the config of its model, if it is not in the same folder."
+    "--verify", is_flag=True, help="Check that the attention scores of every layer are unchanged, before DST appears."
+)
+@click.option(
+    "--base-config",
+    type=_Folder,
+    help="For a LoRA adapter: the config of its base model. [default: base_model_name_or_path]",
 )
 @click.option(
     "--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing of SRC, for an unknown model_type."
 )
 @click.option(
-    "--factor", type=float, help="The scaling factor for Meta's params.json, which does not contain it: 8 or 32."
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
 )
 @click.option(
     "--max-positions",
     type=click.IntRange(min=1),
-    help="The context length to write when converting from Meta's params.json.",
+    help="The context length of a model in Meta's format, whose params.json does not contain it.",
 )
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 def convert(
     source: Path,
     target: Path,

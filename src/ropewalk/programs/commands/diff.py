@@ -11,25 +11,35 @@ import click
 import ropewalk
 
 
-@click.command(short_help="Compare engines, or two configs.")
+@click.command(
+    short_help="Compare engines, or two configs.",
+    epilog="""\b
+Examples:
+  ropewalk diff path/to/config.json
+  ropewalk diff path/to/config.json --length 32768 --engine vllm --engine sglang
+  ropewalk diff path/to/base path/to/fine-tune
+""",
+)
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("source2", type=click.Path(path_type=Path), required=False)
 @click.option(
-    "--length", type=click.IntRange(min=1), help="The length of the longest sequence, in tokens. [from the config]"
+    "--length",
+    type=click.IntRange(min=1),
+    help="The length of the longest sequence, in tokens. [default: from the config]",
 )
 @click.option(
     "--engine",
     "engines",
     multiple=True,
     metavar="NAME",
-    help="Compare only these engines: transformers, vllm, sglang, llama.cpp, mlx-lm, exllamav3. May be repeated; the "
-    "others are compared with the first.",
+    help="Compare only this engine: transformers, vllm, sglang, llama.cpp, mlx-lm or exllamav3. May be repeated; the "
+    "first one is the reference.",
 )
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Plot the frequencies and scores into this file.")
 def diff(
     source: Path,
@@ -43,13 +53,13 @@ def diff(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Compare how engines read the config SOURCE, or compare SOURCE with SOURCE2.
+    """Compare how engines read the config SOURCE, or compare the configs SOURCE and SOURCE2.
 
     With one config, show the attention factor, the frequencies and the scores of transformers, vLLM, SGLang, llama.cpp,
     mlx-lm and exllamav3, how much they differ, and which engines do not support the config. With two configs, show what
     changed, and whether weights and KV caches are still valid.
 
-    A source is a config.json, the folder of a model, or a hub id such as meta-llama/Llama-3.1-8B. Two sources may
+    A source is a config.json, the folder of a model, or a hub id (owner/name). If you compare two sources, they can
     also be Meta's params.json or GGUF files. No model is run, and no weights are read.
     """
     if plot is not None:

@@ -10,22 +10,32 @@ import click
 import ropewalk
 
 
-@click.command(short_help="Show what a config means.")
+@click.command(
+    short_help="Show what a config means.",
+    epilog="""\b
+Examples:
+  ropewalk explain path/to/config.json --length 131072
+  ropewalk explain meta-llama/Llama-3.1-8B --download
+  ropewalk explain params.json --factor 8
+""",
+)
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--length", type=click.IntRange(min=1), help="Also show what happens at this sequence length, in tokens.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option(
-    "--factor", type=float, help="The scaling factor for Meta's params.json, which does not contain it: 8 or 32."
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
 )
 @click.option(
     "--text-only",
     is_flag=True,
-    help="Show only the rope of text tokens (M-RoPE), without the vision tower; no effect on text models of one axis.",
+    help="For multimodal models: show only the rope of text tokens; no effect on text models of one axis.",
 )
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @click.option(
     "--plot",
     type=click.Path(path_type=Path),

@@ -18,7 +18,15 @@ _NOTE = (
 _TRAINED, _LONGEST = 8192, 65_536
 
 
-@click.command(short_help="Draw ropes on an interactive page.")
+@click.command(
+    short_help="Draw ropes on an interactive page.",
+    epilog="""\b
+Examples:
+  ropewalk explore path/to/config.json
+  ropewalk explore path/to/base path/to/tuned -o both.html
+  ropewalk explore --no-open
+""",
+)
 @click.argument("sources", metavar="[SOURCE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "-o",
@@ -26,23 +34,23 @@ _TRAINED, _LONGEST = 8192, 65_536
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("ropewalk-explorer.html"),
     show_default=True,
-    help="Where to write the page. An existing file is overwritten.",
+    help="The file to write. An existing file is overwritten.",
 )
 @click.option("--open/--no-open", "opens", default=True, help="Open the page in a browser.  [default: open]")
 @click.option(
     "--length",
     type=click.IntRange(1, 2**31 - 1),
-    help="The length of the longest sequence, in tokens. [from the config]",
+    help="The length of the longest sequence, in tokens. [default: from the config]",
 )
 @click.option(
     "--trained-length",
     type=click.IntRange(1, 2**31 - 1),
     help="The length that the model was trained on, in tokens, for a config that does not state it.",
 )
-@click.option("--pair", "pairs", type=int, multiple=True, help="Draw the vector of this pair; may be repeated.")
+@click.option("--pair", "pairs", type=int, multiple=True, help="Draw the vector of this pair. May be repeated.")
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
-@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore a key of the config; may be repeated.")
+@click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 @click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 def explore(
     sources: tuple[Path, ...],
@@ -63,7 +71,7 @@ def explore(
     page is a single file and needs no network.
 
     A SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
-    meta-llama/Llama-3.1-8B. Without one, the page compares five scaling schemes on the rope of Llama 3.
+    meta-llama/Llama-3.1-8B. Without a SOURCE, the page compares five scaling schemes on the rope of Llama 3.
     """
     from ropewalk import plots
 

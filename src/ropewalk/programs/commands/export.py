@@ -7,7 +7,14 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="Export a model that `lab` trained.")
+@click.command(
+    short_help="Export a model that `lab` trained.",
+    epilog="""\b
+Examples:
+  ropewalk export ropewalk-lab/parts/text-0-trained.safetensors my-model --format hf --max-positions 256
+  ropewalk export ropewalk-lab/parts/text-0-trained.safetensors model.bin --format llama2.c --max-positions 256
+""",
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
@@ -15,7 +22,7 @@ import click
     "form",
     type=click.Choice(["hf", "llama2.c"]),
     required=True,
-    help="hf writes a folder, llama2.c one file.",
+    help="The format to write: hf is a folder, llama2.c is a file.",
 )
 @click.option(
     "--max-positions", type=click.IntRange(min=1), required=True, help="The context length to write, in tokens."

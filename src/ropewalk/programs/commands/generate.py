@@ -7,9 +7,18 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="Generate text with a model that `lab` trained.")
+@click.command(
+    short_help="Generate text with a model that `lab` trained.",
+    epilog="""\b
+Examples:
+  ropewalk generate ropewalk-lab/parts/text-0-trained.safetensors
+  ropewalk generate ropewalk-lab/parts/text-0-trained.safetensors --prompt "import " --temperature 0
+""",
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--prompt", default="def ", show_default=True, help="The beginning of the text.")
+@click.option(
+    "--prompt", default="def ", show_default=True, help="The beginning of the text, which the model continues."
+)
 @click.option(
     "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="The number of bytes to generate."
 )
@@ -18,7 +27,7 @@ import click
     type=click.FloatRange(min=0),
     default=0.7,
     show_default=True,
-    help="The temperature of sampling; 0 always takes the most likely byte.",
+    help="The temperature of sampling; 0 always selects the most likely byte.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="The seed for sampling.")
 def generate(checkpoint: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:

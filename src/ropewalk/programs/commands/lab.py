@@ -7,11 +7,21 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="Compare context-extension methods on small models.")
-@click.option(
-    "--task", type=click.Choice(["copy", "text"]), help="Run only this task, on one seed. text takes about 13 minutes."
+@click.command(
+    short_help="Compare context-extension methods on small models.",
+    epilog="""\b
+Examples:
+  ropewalk lab --quick
+  ropewalk lab --task text --out my-lab
+  torchrun --nproc-per-node 4 -m ropewalk lab
+""",
 )
-@click.option("--quick", is_flag=True, help="The same as --task copy. It takes a few minutes.")
+@click.option(
+    "--task",
+    type=click.Choice(["copy", "text"]),
+    help="Run only this task, with one seed. text takes about 13 minutes.",
+)
+@click.option("--quick", is_flag=True, help="The same as --task copy, which takes a few minutes.")
 @click.option("--baselines", is_flag=True, help="Also train models with learned, sinusoidal and no positions.")
 @click.option("--seed", type=click.IntRange(0, 2**28), default=0, show_default=True, help="The first seed.")
 @click.option(
@@ -19,23 +29,27 @@ import click
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("ropewalk-lab"),
     show_default=True,
-    help="The folder for all results. A run in the same folder continues the previous one.",
+    help="The folder for all results. A run with the same folder continues the previous run.",
 )
 def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) -> None:
     """Train small models on short sequences, and measure context-extension methods on long ones.
 
-    There are two tasks, copying and the text that ships with Python, each on three seeds. They take about an hour on
-    two cores. The command estimates the time before it starts. --quick takes less than 6 minutes.
+    There are two tasks: to copy a sequence, and to model the text that ships with Python. Both run with three seeds,
+    which takes about an hour on two cores; --quick takes less than 6 minutes. The command prints an estimate of the
+    time before it starts. At the end it writes tables, JSON, plots and a report.
 
-    The methods are no scaling, PI, NTK, by parts, Llama 3, YaRN, dynamic PI, NTK and YaRN, and Self-Extend. Fine-tunes
-    use no scaling, PI, NTK, YaRN and a larger base. At the end the command writes tables, JSON, plots and a report on
-    the requested tasks. To keep the results of an earlier command, use another --out.
+    The methods are no scaling, position interpolation (PI), NTK, NTK by parts, Llama 3, YaRN, the dynamic forms of PI,
+    NTK and YaRN, and Self-Extend. Models are also fine-tuned with no scaling, PI, NTK, YaRN and a larger base.
 
-    For a model that writes text, run `ropewalk lab --task text`. Its file is
-    ropewalk-lab/parts/text-0-trained.safetensors (under --out; 0 is the seed). It exists from the first step on, and it
-    is fully trained before anything else runs. Pass it to `ropewalk generate` and `ropewalk export`.
+    To get a model that writes text, run `ropewalk lab --task text`. Before anything else, this command trains the
+    model, which it saves from the first step on. With the default --out and --seed, the file is
 
-    Under torchrun, several processes train each model together: `torchrun --nproc-per-node 4 -m ropewalk lab`.
+    \b
+      ropewalk-lab/parts/text-0-trained.safetensors
+
+    Pass this file to `ropewalk generate` and `ropewalk export`.
+
+    Under torchrun, several processes train each model together.
     """
     from ropewalk.lab import ranks, study
 
