@@ -737,6 +737,9 @@ MUTANTS = [
     Mutant("context parallel: places not checked", "parallel/context.py", "elif places.is_cpu and not is_expected.all():", "elif False:"),
     Mutant("context parallel: counts not checked", "parallel/context.py", "if (counts != counts[0]).any():", "if False:"),
     Mutant("DTensor: pending maximum in place", "rotation/writable.py", 'if placement.is_partial() and placement.reduce_op not in ("sum", "avg"):', "if False:"),
+    Mutant("a claim of the lab that its page does not make", "lab/findings.py", "reaches an accuracy of 0.5 at 8 times that length", "reaches an accuracy of 0.9 at 8 times that length"),
+    Mutant("cli: an example with an unknown option", "programs/commands/bench.py", "ropewalk bench --decode", "ropewalk bench --decod"),
+    Mutant("cli: a command in no section of the help", "programs/cli.py", '    "Check and measure": (check, bench, doctor, demo),', '    "Check and measure": (check, bench, doctor),'),
 ]  # fmt: skip
 
 

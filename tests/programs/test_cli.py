@@ -249,6 +249,26 @@ def test_every_encoding_of_the_output(tmp_path: Path, encoding: str) -> None:
             assert rb"x\x1b[31mRED\x07\ud800" in both.replace(rb"\\", b"\\")
 
 
+def test_help_lists_every_command_in_one_section() -> None:
+    sections = re.split(r"\n\n(?=[A-Z].*:\n)", run("--help").stdout)[2:]  # after usage and options
+    listed = [line.split()[0] for section in sections for line in section.splitlines()[1:] if line.startswith("  ")]
+    commands = {
+        "bench",
+        "check",
+        "convert",
+        "demo",
+        "diff",
+        "doctor",
+        "explain",
+        "explore",
+        "export",
+        "generate",
+        "lab",
+    }
+    assert len(sections) == 3
+    assert sorted(word for word in listed if word in commands) == sorted(commands)
+
+
 @pytest.mark.parametrize("arguments", [["explain", "CONFIG"], ["explain", "CONFIG", "--json"], ["doctor"], ["--help"]])
 def test_nobody_reads_the_output(config: Path, arguments: list[str]) -> None:
     """As in `ropewalk doctor | true`: it ends without a word, with exit status 1, as click's commands do."""

@@ -24,9 +24,23 @@ from ropewalk.programs.commands.export import export
 from ropewalk.programs.commands.generate import generate
 from ropewalk.programs.commands.lab import lab
 
+# The sections of `ropewalk --help`, and the commands of each.
+_SECTIONS = {
+    "Read, compare and convert models": (explain, diff, explore, convert),
+    "Check and measure": (check, bench, doctor, demo),
+    "Train and use small models": (lab, generate, export),
+}
+
 
 class _Group(click.Group):
     """Handles errors for all commands: no arguments, files or terminals cause a traceback."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands with their summaries in sections."""
+        for title, commands in _SECTIONS.items():
+            with formatter.section(title):
+                width = formatter.width - 6 - max(len(name) for name in self.commands)
+                formatter.write_dl([(str(c.name), c.get_short_help_str(width)) for c in commands])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run a command. Characters that the encoding of the terminal does not have are written as escapes."""
@@ -55,5 +69,6 @@ def main() -> None:
     """Read, check, compare, convert and measure rotary position embeddings (RoPE)."""
 
 
-for command in (bench, check, convert, demo, diff, doctor, explain, explore, export, generate, lab):
-    main.add_command(command)
+for section in _SECTIONS.values():
+    for command in section:
+        main.add_command(command)
