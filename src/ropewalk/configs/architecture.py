@@ -1,6 +1,7 @@
-"""Architecture: the facts that a model_type implies about rotation, and the steps that read a config with them.
+"""`Architecture`: what a model_type of Hugging Face implies about rotation, and the methods that read its config.
 
-A model with an exception overrides the one step that differs, in a file of `families/`.
+`models.py` has one `Architecture` for each model_type, which is called its row. A model that needs other code has a
+subclass in `families/`, which overrides one method. Layers of the same kind, such as "sliding_attention", share a rope.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Kind:
-    """How the layers of one kind get their rope.
+    """What a model_type implies about one kind of layer that rotates.
 
     Args:
-        bases: top-level keys that state the base. If several are present, they must agree.
-        implied_base: the base of a config that states none. None makes a missing base an error.
-        scaled: whether a scaling of the whole model applies to this kind.
-        head_dim_key: key of this kind's own head size, which precedes the architecture's keys; "" for none.
-        section: name of this kind's part of nested `rope_parameters`. "" means the name of the kind.
+        bases: top-level keys of the base. If a config has several of them, their values must be equal.
+        implied_base: the base if the config has none of these keys. None means that a missing base is an error.
+        scaled: whether the scaling of the model applies to this kind of layer.
+        head_dim_key: key of the head size of this kind, which is looked up before `Architecture.head_dim_keys`; "" if
+            there is none.
+        section: key of this kind in nested `rope_parameters`; "" if the key is the name of the kind.
     """
 
     bases: tuple[str, ...] = ("rope_theta",)
@@ -41,27 +43,28 @@ class Kind:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The row of a model_type: the facts that it implies, and the steps that read its config.
+    """What a model_type implies about rotation, and the methods that read its config.
 
     Args:
-        source: the code that shows these facts.
+        source: the code from which these facts were taken.
         pairing: "half" or "interleaved".
         head_dim_keys: keys of the head size. The first one with a value is used.
-        head_dim_divides: whether the head size is hidden / heads if no key states it. If not, a key is required.
+        head_dim_divides: whether the head size is hidden / heads if the config has no key for it. If False, a missing
+            key is an error.
         hidden, heads, layers: keys of the width, the number of heads and the number of layers.
-        partial_keys: top-level keys of the share of the head that rotates.
-        partial: that share if no key states it. None means that the whole head rotates and no other share is valid.
-        dim_key: key of the number of channels that rotate, for models that state it instead of a share.
-        kinds: maps the name of each kind of layer to how it gets its rope, or to None if it does not rotate.
-        pattern: assigns kinds to layers if the config has no `layer_types`.
-        flat: whether `rope_parameters` are flat although the layers differ.
-        switch: a key and the values with which the model rotates. With other values nothing rotates.
-        null_window: kind of every layer if `sliding_window` is null; "" if a null has no effect.
-        output_order: "half" if pairs are read interleaved and written in half order (DeepSeek-V3).
-        query_beta: whether q is scaled by position with `llama_4_scaling_beta`.
-        axes: how the pairs are assigned to the positions of a token if it has several; None if it has one.
-        idle: maps keys that only look like rotation to the reason why they have no effect.
-        fixed: maps a key to the only value that this row describes, and to what another value would mean.
+        partial_keys: top-level keys of the fraction of the head that rotates.
+        partial: that fraction if the config has no key for it. None means that the whole head always rotates.
+        dim_key: key of the number of channels that rotate, for models that state it instead of a fraction.
+        kinds: maps the name of each kind of layer to a `Kind`, or to None if layers of this kind do not rotate.
+        pattern: assigns a kind to each layer if the config has no `layer_types`.
+        flat: whether `rope_parameters` is one object for all kinds of layers. If False, it has an object for each kind.
+        switch: a key, and its values for which the model rotates. For any other value, no layer rotates.
+        null_window: the kind of every layer if `sliding_window` is null; "" if a null has no effect.
+        output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
+        query_beta: whether the key `llama_4_scaling_beta` makes the model scale q by its position.
+        axes: which axis of the positions each pair uses, if tokens have several positions (M-RoPE); else None.
+        idle: maps keys that seem to be about rotation, but have no effect in the model's code, to the reason.
+        fixed: maps a key to the only supported value, and to a description of what other values mean.
         in_transformers: whether transformers contains the model's code.
     """
 
@@ -88,20 +91,20 @@ class Architecture:
     in_transformers: bool = True
 
     known = True
-    """Whether ropewalk knows the model_type. If not, the caller passed its pairing."""
+    """Whether the model_type is in the table. False for the rows that are built from a passed pairing."""
 
     describes = True
-    """Whether the row reads configs. The row of a refused model_type does not."""
+    """Whether `Rope` can describe the model. False for the rows of model_types that ropewalk refuses."""
 
     rotates_values = False
-    """Whether the values are rotated like the keys and the output is rotated back (DeepSeek-V4)."""
+    """Whether the model also rotates the values, and rotates the attention's output back (DeepSeek-V4)."""
 
     def name_and_source(self, c: Reader) -> str:
         """Return "model_type (source)" for messages."""
         return f"{c.fields.get('model_type')} ({self.source})"
 
     def read(self, c: Reader) -> LayerRopes:
-        """Return the ropes of a config.
+        """Read the ropes of all layers from a config.
 
         Raises:
             RopeError: the config lacks a required value, has an invalid one, or contradicts itself.
@@ -147,7 +150,7 @@ class Architecture:
         )
 
     def check(self, c: Reader) -> None:
-        """Raise a RopeError if the config asks for a variant that this row does not describe."""
+        """Raise a RopeError if a key in `fixed` has an unsupported value."""
         for key, (value, otherwise) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 stated = shown(c.fields.get(key))
@@ -158,12 +161,12 @@ class Architecture:
             c.warnings.append(self.axes.warning)
 
     def other_keys(self) -> frozenset[str]:
-        """Return the keys of the sections that are not parameters of the scheme."""
+        """Return the keys in `rope_scaling` and `rope_parameters` that are not parameters of the scheme."""
         beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
         return beta | (frozenset() if self.axes is None else self.axes.other_keys)
 
     def axes_of(self, c: Reader, collected: dict[str, ConfigValue], rotary_dim: int) -> Axes | None:
-        """Return the axes of a kind of layer, or None if tokens have one position."""
+        """Return the axis of each pair of a kind of layer, or None if tokens have one position."""
         if self.axes is None or c.text_only:
             return None
         axes, where = self.axes.read(c.fields, collected, rotary_dim // 2, self.name_and_source(c))
@@ -171,7 +174,7 @@ class Architecture:
         return axes
 
     def axis_names(self, ropes: Mapping[str, Rope | None]) -> tuple[str, ...]:
-        """Return the names of the rows of positions; () if tokens have one position."""
+        """Return the names of the axes of the positions; () if tokens have one position."""
         counts = [rope.axes.count for rope in ropes.values() if rope is not None and rope.axes is not None]
         return self.axes.names[-max(counts) :] if self.axes is not None and counts else ()
 
@@ -211,12 +214,19 @@ class Architecture:
         return stated
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Return the rope keys of a kind of layer. Keys for the same value must agree.
+        """Collect the keys that define the rope of a kind of layer, from the top level and from the sections.
 
         Args:
-            c: the reader.
-            name, kind: the kind of layer.
-            layers: the kind of each layer of the model.
+            c: the reader of the config.
+            name: the name of the kind in `kinds`.
+            kind: the value for this name.
+            layers: the name of the kind of each layer of the model.
+
+        Returns:
+            A dict from the names in transformers 5 (`rope_theta`, `rope_type`, ...) to the values.
+
+        Raises:
+            RopeError: two keys state different values for the same parameter.
         """
         collected: dict[str, ConfigValue] = {}
         for key in kind.bases:
@@ -237,7 +247,7 @@ class Architecture:
                 c.add_flat(collected, section, scaled=kind.scaled, based="rope_theta" in kind.bases)
 
     def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
-        """Return the base of a kind of layer."""
+        """Return the base of a kind of layer, stated by the config, passed by the caller, or implied."""
         implied = None if kind.implied_base is None else (kind.implied_base, self.name_and_source(c))
         if kind.bases:
             key = kind.bases[0]
@@ -272,7 +282,7 @@ class Architecture:
         return c.head_dim(keys, self.hidden, self.heads, needed=needed)
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return further ropes of a kind of layer, by name."""
+        """Return the ropes that a kind of layer has in addition to that of q and k, by name."""
         return {}
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
@@ -282,11 +292,11 @@ class Architecture:
         return c.longest if not lengths else min(stated) if len(stated) == len(lengths) else None
 
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
-        """Return the factor of the softmax scale of the attention, dimensionless."""
+        """Return the factor that multiplies the softmax scale of the attention, dimensionless."""
         return 1.0
 
     def query_scale(self, c: Reader) -> QueryScale | None:
-        """Return the factor that multiplies q in addition to the rotation, or None."""
+        """Return the factor by which the model multiplies q in addition to the rotation, or None if there is none."""
         found = c.section_value("llama_4_scaling_beta") if self.query_beta else None
         if found is None:
             return None
@@ -299,28 +309,28 @@ class Architecture:
             original_max_position_embeddings=checked_length(c.fields.source, f"{section}.{TRAINED}", length),
         )
 
-    # writing
+    # for to_hf_config
 
     def base_keys(self) -> set[str]:
-        """Return the top-level keys of bases, which a writer replaces."""
+        """Return the top-level keys of bases, which `to_hf_config` replaces."""
         return {base for kind in self.kinds.values() if kind is not None for base in kind.bases}
 
     def needs_share(self, config: Mapping[str, object]) -> bool:
-        """Whether a written config must state the share of the head that rotates."""
+        """Whether a written config must state the fraction of the head that rotates."""
         return self.partial is not None and not (self.dim_key and config.get(self.dim_key) is not None)
 
     def keys(self) -> set[str]:
-        """Return the keys about rotation that this row may read, even if no layer of a config needs them."""
+        """Return the keys about rotation that are valid for this model_type, even if a config does not need them."""
         own = {kind.head_dim_key for kind in self.kinds.values() if kind is not None}
         own |= {self.dim_key, *self.head_dim_keys, *self.partial_keys, *self.fixed}
         return (self.base_keys() | own | (set() if self.pattern is None else self.pattern.keys())) - {""}
 
     def without_ropes(self, version: int) -> dict[str, object]:
-        """Return what a written config needs if nothing rotates."""
+        """Return the keys to add to a written config in which no layer rotates."""
         return {}
 
     def unwritable(self, version: int) -> str:
-        """Return why the model's code could not read a config in the schema of this version; "" if it can."""
+        """Return why the model's code cannot read a config in the schema of transformers 4 or 5; "" if it can."""
         if not self.in_transformers and version == 5:
             return "Pass version=4: the model's own code reads those keys only."
         return ""

@@ -1,6 +1,7 @@
-"""Rules that assign the pairs of a head to the axes of tokens, and the config keys that they read.
+"""`AxesRule`: how a model assigns the pairs of a head to the axes of the positions, such as time, height and width.
 
-The patterns are those of `Axes`. The sections come from the config or from the defaults of the model's class.
+A section is the number of pairs of one axis. The sections come from the config (`mrope_section`) or from the defaults
+of the model's class. A pattern is one of the orders of axes that `Axes` defines.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TEXT_ONLY = "text only: the several axes of the positions of images and video ar
 
 
 def interleaved(sections: tuple[int, ...], pairs: int) -> Axes:
-    """Return `Axes.interleaved`. Pairs after the sections (only with class defaults) take the first axis."""
+    """Return `Axes.interleaved`. Pairs beyond the sum of the sections (only with class defaults) use the first axis."""
     if sum(sections) == pairs:
         return Axes.interleaved(sections)
     n = len(sections)
@@ -29,7 +30,7 @@ def interleaved(sections: tuple[int, ...], pairs: int) -> Axes:
 
 
 def in_halves(_: tuple[int, ...], pairs: int) -> Axes:
-    """Return `Axes.interleaved` of two axes with half of the pairs each (NeoMME)."""
+    """Return `Axes.interleaved` of two axes, each with half of the pairs (NeoMME)."""
     return Axes.interleaved((pairs - pairs // 2, pairs // 2))
 
 
@@ -41,16 +42,16 @@ def time_last(sections: tuple[int, ...], _: int) -> Axes:
 
 @dataclass(frozen=True)
 class AxesRule:
-    """How a model gets its `Axes` from the sections of its config.
+    """How to compute the `Axes` of a model from its config.
 
     Args:
         default: the sections of the model's class, for configs that state none. None makes them required.
-        names: the axes in the order of the rows of positions. With fewer sections, the last ones are used.
-        pattern: a function from sections and the number of pairs to `Axes`.
-        is_interleaved: whether the axes alternate. `mrope_interleaved` must agree if it is given.
-        order: the axis of each section; () if the sections are in the order of the axes.
+        names: the names of the axes, in the order of the positions. If there are fewer sections, the last names apply.
+        pattern: a function from the sections and the number of pairs to `Axes`.
+        is_interleaved: whether the axes alternate. The key `mrope_interleaved`, if present, must be equal.
+        order: the index of the axis of each section; () if the sections are in the order of the axes.
         fewest: the minimum number of sections. None means one for each of `names`.
-        keys: keys of the sections; () if the number of pairs determines them.
+        keys: config keys of the sections; () if the number of pairs determines them.
         warning: a warning for the user, or "".
     """
 
@@ -69,16 +70,16 @@ class AxesRule:
         return frozenset((*self.keys, *_FLAGS))
 
     def read(self, fields: Fields, collected: Mapping[str, ConfigValue], pairs: int, source: str) -> tuple[Axes, str]:
-        """Return the axes of a kind of layer, and where they came from.
+        """Return the axes of a kind of layer, and the key that they came from.
 
         Args:
             fields: the config, for messages.
-            collected: the rope keys of these layers.
+            collected: the rope keys of this kind of layer.
             pairs: the number of pairs that rotate.
             source: model_type and source of the row.
 
         Raises:
-            RopeError: the sections are missing, are invalid, or do not add up to the pairs.
+            RopeError: the sections are missing or invalid, or their sum is not the number of pairs.
         """
         if not self.keys:
             return self.pattern((), pairs), f"implied by model_type {source}"

@@ -1,6 +1,7 @@
-"""Read configs of diffusers' transformers, which denoise images and video and are identified by `_class_name`.
+"""Read configs of diffusers' transformers, which denoise images and video. `_class_name` identifies their class.
 
-They rotate one block of channels for each axis. Pairs are interleaved, and each block has its own progression.
+Their heads have one block of channels for each axis of the positions. The pairs are interleaved, and each block has its
+own progression of frequencies.
 
 Source: models/transformers of diffusers 0.42.1, whose position classes were run.
 """
@@ -27,19 +28,20 @@ _GRID = "integers: frame, row and column of each patch, from 0; text is not rota
 
 @dataclass(frozen=True)
 class Denoiser:
-    """How a class of diffusers rotates.
+    """The row of a transformer class of diffusers: what the class implies about rotation.
 
     Args:
-        axis_names: the names of the rows of positions.
-        positions: the content of the rows, in words.
-        channels: channels of each axis if the config does not state them, or a function from head_dim to them.
-        key: key of the channels of each axis; "" if head_dim determines them.
-        head: maps the key of head_dim to the default of the class, or the keys of the width of the model and of its
-            number of heads to theirs.
-        base: the default of the class, and the key of the base or "".
-        layers: maps the keys of the numbers of layers, which are added up, to the defaults of the class.
-        switch: key that must be true for anything to rotate; "" if there is none.
-        position_keys: other keys about rotation, which only concern positions.
+        axis_names: the names of the axes of the positions.
+        positions: what the positions on these axes are, in words.
+        channels: the number of channels of each axis for configs that do not state it, or a function that computes
+            these numbers from head_dim.
+        key: config key of the number of channels of each axis; "" if head_dim determines it.
+        head: maps config keys to the defaults of the class: either the key of head_dim, or first the key of the width
+            of the model and then that of its number of heads.
+        base: the default of the class, and the config key of the base or "".
+        layers: maps the config keys of the numbers of layers, which are added, to the defaults of the class.
+        switch: config key that must be true, because otherwise nothing rotates; "" if there is none.
+        position_keys: other keys about rotation, which do not change the rope but only the positions.
     """
 
     axis_names: tuple[str, ...]
@@ -54,13 +56,13 @@ class Denoiser:
 
 
 def _wan(head_dim: int) -> tuple[int, ...]:
-    """A third of the channels, rounded down to even, for each of height and width, and the rest for time."""
+    """Return the channels of time, height and width: a third, rounded down to even, for height and for width."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 def _cogvideox(head_dim: int) -> tuple[int, ...]:
-    """A quarter of the channels for time, and three eighths for each of height and width."""
+    """Return the channels of time, height and width: a quarter for time, and three eighths for each of the others."""
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
 
@@ -182,7 +184,7 @@ def is_denoiser(values: Mapping[str, Any]) -> bool:
 
 
 def read(values: Mapping[str, Any], source: str) -> ModelRopes:
-    """Return the ropes of a diffusers transformer. See `from_config` for errors."""
+    """Read the ropes of a diffusers transformer. See `from_config` for errors."""
     fields = Fields(values, source)
     name = fields.get("_class_name")
     row = CLASSES.get(name)
@@ -217,7 +219,7 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
 
 
 def _hint(name: str, values: Mapping[str, Any]) -> str:
-    """Return what to pass instead of a pipeline, or the likely class of a misspelt name with the same digits."""
+    """Return a fix for an unknown class: what to pass instead of a pipeline, or a known class with a similar name."""
     if name.endswith("Pipeline") or "transformer" in values:
         return "It is a pipeline: pass the folder of its transformer, transformer/ next to model_index.json."
     stem = _stem(name)
@@ -235,7 +237,7 @@ def _digits(name: str) -> str:
 
 
 def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
-    """Return head_dim and the keys that it came from."""
+    """Return head_dim, and the keys that it came from, as text."""
     sizes = {key: fields.size(key) if fields.has(key) else default for key, default in row.head.items()}
     if len(sizes) == 1:
         ((key, size),) = sizes.items()
@@ -248,7 +250,7 @@ def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
 
 
 def _channels(fields: Fields, row: Denoiser, head_dim: int) -> tuple[int, ...]:
-    """Return the channels of each axis."""
+    """Return the number of channels of each axis."""
     if not isinstance(row.channels, tuple):
         return row.channels(head_dim)
     stated = fields.get(row.key)

@@ -1,4 +1,4 @@
-"""Apply the rules of an engine to the ropes of a config and to the keys that the config states for them."""
+"""Compute the ropes of a config as an inference engine does, by the rules in `ropewalk.engines`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ _LENGTH = {
 
 
 def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
-    """Return the keys in rope sections that only engines read: a dict from their paths, as "a.b", to their values."""
+    """Find the keys in `rope_scaling` and `rope_parameters` that only engines read, also in nested configs.
+
+    Args:
+        values: the config, or an object in it.
+        path, depth: the path of this object in the config, e.g. "text_config.rope_scaling", and its depth.
+
+    Returns:
+        A dict from the paths of the keys, e.g. "rope_scaling.attn_factor", to their values.
+    """
     found = {}
     inside = any(section in path.split(".") for section in SECTIONS)
     for key, value in values.items():
@@ -35,7 +43,7 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
 
 
 def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tuple[ConfigRope, list[int]]]:
-    """Return each distinct rope with the config's keys for it, and its layers. Layers that do not rotate are omitted.
+    """Return each distinct rope with the config keys for it and the indices of its layers. Omit unrotated layers.
 
     Args:
         ropes: the ropes of a config.
@@ -64,7 +72,7 @@ def _section(model_type: str, kind: str) -> str:
 
 
 def _stated(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
-    """Return the keys of the sections of the config for a kind of layer, and whether the sections are nested."""
+    """Return the rope keys that the config has for a kind of layer, and whether they are in an object of this kind."""
     stated: dict[str, Any] = {}
     nested = False
     for name in SECTIONS:
@@ -79,10 +87,10 @@ def _stated(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
 
 
 def with_numbers_of(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> ModelRopes:
-    """Return the ropes with the engine's numbers, and notes about them among the warnings.
+    """Replace the ropes by those that the engine computes, and add its notes to the warnings.
 
     Raises:
-        RopeError: the engine does not run the config.
+        RopeError: the engine cannot run the config.
     """
     layers, notes = list(ropes.layers), list(ropes.warnings)
     for question, indices in distinct_ropes(ropes, engine_keys):

@@ -16,7 +16,7 @@ from ropewalk.rope import Rope
 
 
 def facts(ropes: LayerRopes, length: int | None) -> dict[str, Any]:
-    """Return the facts about a model's ropes as plain data, ready for JSON."""
+    """Return the facts about the ropes of a model as a dict of JSON values. See `ModelRopes.facts`."""
     if length is not None:
         length = checked_length("explain", "length", length)
     return {
@@ -76,7 +76,7 @@ def _rope_facts(rope: Rope, trained: int | None, length: int | None) -> dict[str
 
 
 def _axes_facts(axes: Axes) -> dict[str, Any]:
-    """Return the number of axes, the pattern, and the axis and frequency index of each pair."""
+    """Return the number of axes, their order as text, and the axis and frequency index of each pair."""
     return {
         "count": axes.count,
         "pattern": repr(axes),
@@ -86,7 +86,7 @@ def _axes_facts(axes: Axes) -> dict[str, Any]:
 
 
 def _ratio(before: float, after: float) -> float | None:
-    """Return the factor by which a pair is slowed, or None if it does not rotate or the factor overflows float64."""
+    """Return the factor by which a scheme slows a pair. None if the pair does not rotate or the factor is infinite."""
     ratio = before / after if after else math.inf
     return ratio if math.isfinite(ratio) else None
 
@@ -127,7 +127,7 @@ def _vision_lines(vision: dict[str, Any]) -> list[str]:
 
 
 def _other_lines(info: dict[str, Any]) -> list[str]:
-    """Describe what the architecture does in addition to the rotation."""
+    """Describe what an architecture does in addition to the rotation of q and k, such as scaling q."""
     lines = []
     if info["softmax_factor"] != 1.0:
         lines.append(f"  the softmax scale of the attention is multiplied by {info['softmax_factor']:.6g}")
@@ -177,14 +177,14 @@ def _rope_lines(rope: dict[str, Any], info: dict[str, Any]) -> list[str]:
 
 
 def _format_axes(axes: dict[str, Any], names: list[str]) -> str:
-    """Describe which pairs use which row of positions."""
+    """Describe which pairs use the positions of which axis."""
     of_axis = [[i for i, a in enumerate(axes["axis"]) if a == row] for row in range(axes["count"])]
     rows = [f"{names[a] if a < len(names) else a}: {_format_pairs(rows)}" for a, rows in enumerate(of_axis)]
     return f"{axes['count']} positions for each token; {'; '.join(rows)}"
 
 
 def _format_pairs(rows: list[int]) -> str:
-    """Format the numbers of pairs: a first run in equal steps by its ends, and the rest as ranges."""
+    """Format indices of pairs: "every third pair from 0 to 57, and 60-63" for a run in equal steps and other pairs."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     run = next((i for i, (a, b) in enumerate(pairwise(rows), 1) if b - a != step), len(rows))
     if run < 4 or step == 1:
@@ -204,7 +204,7 @@ def _format_wavelengths(rotating: list[float], of_text: bool) -> str:
 
 
 def _format_parameter(value: Any) -> str:
-    """Format a parameter of a scheme; a list by its ends and its length."""
+    """Format a parameter of a scheme: a list as its first value, its last value and its length."""
     if isinstance(value, list | tuple) and value:
         first, last = (math.inf if value[i] is None else value[i] for i in (0, -1))
         return f"{first:g} … {last:g} ({len(value)})"
@@ -231,7 +231,7 @@ def _format_length(rope: dict[str, Any], info: dict[str, Any]) -> str:
         return words
     if info["length"] <= trained:
         return f"{words}; within the trained length"
-    # A pair that did not complete a turn in training reaches unseen angles as soon as it rotates further than it did.
+    # A pair that did not complete a turn in training reaches unseen angles if it now rotates further than in training.
     reach = [trained / (2 * math.pi) * w * slow for w, slow in zip(rope["inv_freq"], _divisors(rope), strict=True)]
     now = [info["length"] / (2 * math.pi) * w for w in rope["inv_freq"]]
     unseen = [i for i, (a, b) in enumerate(zip(reach, now, strict=True)) if a < 1 and b > a * (1 + 1e-9)]

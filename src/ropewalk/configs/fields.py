@@ -1,4 +1,4 @@
-"""Typed access to the fields of a config. Errors name the file and the key."""
+"""`Fields`: typed access to the keys of a config. Errors name the file and the key, and every read is recorded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ropewalk._checks import RopeError, error, integer, number, shown, within
 
 # The deepest models have about a hundred layers. The bound keeps a corrupt file from exhausting memory.
 MAX_LAYERS = 10_000
-# Far above any size of a model. The bound keeps float arithmetic from overflowing.
+# Larger than any size in a model. The bound keeps float arithmetic from overflowing.
 _MAX_SIZE = 2**53
 
 
@@ -21,13 +21,13 @@ ROPE_WORDS = frozenset({"rope", "rotary", "theta", "yarn", "ntk"})
 
 @dataclass(frozen=True)
 class ConfigValue:
-    """A value and the key that it came from.
+    """A value in a config, and the key that it was read from.
 
     Attributes:
         value: the value.
-        where: the key, with its section.
-        own: False for a flat key of `rope_parameters` if that has nested sections too. Such a key applies to every kind
-            of layer whose scheme reads it.
+        where: the key with its section, e.g. "rope_scaling.factor".
+        own: False for a flat key of `rope_parameters` next to nested objects for kinds of layers. Such a key applies to
+            every kind whose scheme reads it, and is no error for the others.
     """
 
     value: Any
@@ -36,12 +36,14 @@ class ConfigValue:
 
 
 class Fields:
-    """A config and its name for messages. A null value counts as missing, and "a.b" is the key b inside a.
+    """A config with typed access to its keys.
+
+    A null value counts as missing. "a.b" names the key b inside the object a, unless the config has a key "a.b".
 
     Attributes:
         config: the config.
         source: the name of the config, with which every message begins.
-        path: the prefix of this config's keys in the names that `from_config(ignore=...)` accepts.
+        path: the prefix of this config's keys in `from_config(ignore=...)`, e.g. "text_config."; "" at the top level.
         read: the keys that have been requested so far.
     """
 
@@ -52,7 +54,7 @@ class Fields:
         self.read: set[str] = set()
 
     def error(self, key: str, must: str, got: str, cure: str) -> RopeError:
-        """Return an error about `key`. `must` is the predicate, e.g. "must be an object"."""
+        """Return an error about a key. `must` is what its value must fulfil, e.g. "must be an object"."""
         return error(self.source, f"{key} {must}", got, cure)
 
     def has(self, key: str) -> bool:
@@ -90,7 +92,7 @@ class Fields:
         return value
 
     def head_width(self, widths: tuple[str, ...], heads: tuple[str, ...], own: str, *, cure: str = "") -> int:
-        """Return width / number of heads, which is the head_dim of a config without the key `own`."""
+        """Return width / number of heads, the head_dim of a config that does not have the key `own`."""
         width, count = self.size(widths, cure=cure), self.size(heads, cure=cure)
         if width % count:
             must = f"must be a multiple of {self.first(heads)}={count} if {own} is not given"
@@ -98,7 +100,13 @@ class Fields:
         return width // count
 
     def base(self, where: str, value: Any, passed: float | None) -> float:
-        """Return the base that the config states at `where`. A base passed to from_config must agree with it."""
+        """Return a base from the config as a number. If the caller passed a base, both must be equal.
+
+        Args:
+            where: the key of the base, for messages.
+            value: the value of the key.
+            passed: the argument `base` of from_config, or None.
+        """
         base = number(self.source, where, value, above=1.0)
         if passed not in (None, base):
             must = f"is {base:g}, and base must agree with it"
@@ -132,9 +140,9 @@ class Fields:
         return integer(self.source, key, self.get(key), at_least=0, at_most=at_most) if self.has(key) else 0
 
     def listed(self, key: str, length: int) -> list[Any] | None:
-        """Return the value of the key as a list with one entry for each layer, or None if it is missing.
+        """Return the value of the key as a list with one entry for each of `length` layers, or None if it is missing.
 
-        Additional entries for the layers that predict further tokens (`num_nextn_predict_layers`) are dropped.
+        Entries for the `num_nextn_predict_layers` layers after them, which predict further tokens, are dropped.
         """
         value = self.get(key)
         if value is None:

@@ -1,6 +1,6 @@
 """Read Hugging Face's config.json in the schemas of transformers 4 (`rope_scaling`) and 5 (`rope_parameters`).
 
-Every value keeps its origin, so that messages and `explain` can name it.
+The row of the model_type in `models.py` reads the config. Then any key about rotation that was not read is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(
     base: float | None,
     text_only: bool,
 ) -> ModelRopes:
-    """Return the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
+    """Read the ropes of a Hugging Face config. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
     tower = vision.standalone_tower(fields)
     if tower is not None:
@@ -48,7 +48,7 @@ def read(
 
 
 def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_only: bool) -> ModelRopes:
-    """Return the ropes of a text model, or of the text model inside a config of several models."""
+    """Read the ropes of a text model, or of the text model inside the config of a multimodal model."""
     inner = text_part(fields, ARCHITECTURES, pairing is not None)
     if inner is not None:
         text = Fields(inner.config, inner.source, inner.path)
@@ -63,13 +63,14 @@ def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_
         if row.describes:
             strays.refuse_misspelt(fields, vocabulary())
         raise
-    if any(row.kinds.values()):  # if nothing rotates, no key can be misread
+    if any(row.kinds.values()):  # in a model that never rotates, such keys have no effect
         reader.warnings += strays.refuse(fields, row.idle, row.keys())
     values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
     return ModelRopes(**{**values, "origins": reader.origins, "warnings": tuple(reader.warnings)})
 
 
 def _architecture(c: Reader) -> Architecture:
+    """Look up the row of the config's model_type. If the caller passed a pairing, an unknown one gets a general row."""
     model_type = c.fields.get("model_type")
     if not isinstance(model_type, str):
         cure = "Pass a model's config.json as transformers writes it; other programs use other keys."
@@ -91,7 +92,7 @@ def _architecture(c: Reader) -> Architecture:
 
 
 def _class_hint(c: Reader) -> str:
-    """Return a hint if `architectures` names the class of a known model, or ""."""
+    """Return a hint if the key `architectures` names the class of a known model, else ""."""
     classes = c.fields.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else None
     match = (

@@ -1,4 +1,4 @@
-"""Build the scheme that the collected rope keys describe. The fields of each scheme are its schema."""
+"""Build a scheme from the rope keys of a config. The dataclass fields of a scheme name the keys that it reads."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def read(
     warnings: list[str],
     other_keys: frozenset[str],
 ) -> Scaling | None:
-    """Return the scheme, or None for the default.
+    """Return the scheme of a kind of layer, or None for rope_type "default".
 
     Args:
         fields: the config, for messages.
-        collected: the rope keys of a kind of layer.
+        collected: the rope keys of this kind of layer.
         longest: max_position_embeddings, in tokens, or None.
-        origins, warnings: extended by this function.
-        other_keys: keys of the sections that have another meaning and are read elsewhere.
+        origins: extended by the key that each parameter came from.
+        warnings: extended by a sentence for each key without an effect.
+        other_keys: keys of `rope_scaling` and `rope_parameters` that are not parameters of a scheme.
 
     Raises:
-        RopeError: the scheme is unknown, lacks a parameter, or has one that it does not read or that is invalid.
+        RopeError: the scheme is unknown, a parameter is missing or invalid, or the scheme does not read a key.
     """
     rope_type = collected.get("rope_type", ConfigValue("default", "rope_type"))
     name = rope_type.value
@@ -68,7 +69,11 @@ def _parameters(
     warnings: list[str],
     other_keys: frozenset[str],
 ) -> dict[str, ConfigValue]:
-    """Return the keys that the scheme reads. Any other key is an error."""
+    """Return the keys that the scheme reads.
+
+    Raises:
+        RopeError: another key in a section has no known meaning.
+    """
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
     idle = {} if scheme is None else scheme.idle
     parameters = {}

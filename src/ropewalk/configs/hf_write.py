@@ -1,4 +1,4 @@
-"""Write ModelRopes as a Hugging Face config: the config that was read, with its rope keys in another schema."""
+"""`to_hf_config`: write the rope keys of a Hugging Face config in the schema of transformers 4 or 5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHO = "ModelRopes.to_hf_config"
 
 
 def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
-    """Return the config in the schema of transformers 4 or 5. See `ModelRopes.to_hf_config`."""
+    """Return the config in the schema of a version of transformers. See `ModelRopes.to_hf_config`."""
     if type(version) is not int or version not in (4, 5):
         raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
     if not ropes.layers:
@@ -50,7 +50,10 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
 
 
 def _nested(row: Architecture) -> bool:
-    """Whether the parameters are nested by kind of layer: if several kinds rotate, or no other key states the base."""
+    """Whether `rope_parameters` must have an object for each kind of layer.
+
+    This is the case if several kinds rotate, or if no top-level key states the base of the only one that does.
+    """
     rotating = [kind for kind in row.kinds.values() if kind is not None]
     return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)
 
@@ -61,7 +64,7 @@ def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
 
 
 def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
-    """Return the `rope_parameters` of one kind of layer."""
+    """Return the parameters of one kind of layer in the schema of transformers 5."""
     if rope.axes is not None and row.axes is None:
         raise error(
             _WHO,
@@ -102,7 +105,11 @@ def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
 
 
 def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
-    """Return the top-level keys of bases and shares, and one `rope_scaling` for all layers to which it applies."""
+    """Return the rope keys in the schema of transformers 4: top-level keys and one `rope_scaling`.
+
+    Raises:
+        RopeError: the layers differ in a way that this schema cannot express.
+    """
     config: dict[str, Any] = {}
     scalings = []
     for name, (kind, rope) in rotating.items():

@@ -1,4 +1,4 @@
-"""Resolve a hub id, `owner/name`, to its config.json in the local cache of `huggingface_hub`, or download that."""
+"""Find the config.json of a hub id (`owner/name`) in the local cache of `huggingface_hub`, or download the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain data that readers return: the ropes of a model, layer by layer, and the origin of each number."""
+"""The result of reading a config, as dataclasses: the rope of each layer, and the key that each number came from."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class QueryScale:
 
 @dataclass(frozen=True)
 class VisionRopes:
-    """How a vision tower rotates. All its layers are alike.
+    """The ropes of a vision tower, which all its layers share.
 
     Args:
-        ropes: applied to q and k one after another at the same positions. There is one rope, except in Gemma 4, which
-            rotates each half of the head separately.
-        axis_names: the names of the rows of positions, in the order that `Rope.at` expects.
-        positions: the content of the rows in words, including the tokens that are not rotated.
+        ropes: the ropes that are applied to q and k one after another, at the same positions. There is one, except in
+            Gemma 4, which rotates each half of the head separately.
+        axis_names: the names of the axes of the positions, in the order that `Rope.at` expects.
+        positions: what the positions on these axes are, in words, and which tokens are not rotated.
         model_type: the model_type of the tower, from its config or implied by the whole config.
         source: the file or object that was read.
-        origins: maps the name of a value to where it came from, in words.
+        origins: maps the name of a value, such as "base", to where it came from, in words.
     """
 
     ropes: tuple[Rope, ...]
@@ -58,7 +58,7 @@ class VisionRopes:
 
 @dataclass(frozen=True)
 class LayerRopes:
-    """The fields of `ModelRopes`, which documents them."""
+    """The fields of `ModelRopes`, without the methods that need other modules. `ModelRopes` documents the fields."""
 
     layers: tuple[Rope | None, ...]
     model_type: str
@@ -79,7 +79,7 @@ class LayerRopes:
 
     @property
     def others(self) -> Mapping[str, Rope]:
-        """The old name of `extra_ropes`, for one release."""
+        """The deprecated name of `extra_ropes`."""
         warnings.warn("ModelRopes.others is now ModelRopes.extra_ropes", DeprecationWarning, stacklevel=2)
         return self.extra_ropes
 

@@ -1,4 +1,7 @@
-"""Patterns that assign kinds to layers. A pattern that only one model uses is in the file of its family."""
+"""Patterns, which decide from a config which layers are of which kind. All layers of a kind share one rope.
+
+A pattern that only one model uses is in the model's file in `families/`.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,20 @@ from ropewalk._checks import shown
 from ropewalk.configs.fields import Fields
 
 ALL = "all"
+"""The kind of all layers that rotate, in a model that has only one such kind."""
 NO_ROPE = "no rope"
+"""The kind of layers that do not rotate, in a model whose configs have no other name for it."""
 
 
 class Pattern(Protocol):
-    """Assigns a kind to each layer."""
+    """The interface of a rule that assigns a kind to each layer."""
 
     @property
     def decides(self) -> bool:
-        """Whether the pattern takes precedence over `layer_types`. If not, it applies only if those are missing."""
+        """Whether the pattern applies even if the config has `layer_types`."""
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """Return the kind of each of `count` layers, or None if the config does not define them."""
+        """Return the kind of each of `count` layers, or None if the config does not define the kinds."""
 
     def keys(self) -> set[str]:
         """Return the keys that the pattern may read."""
@@ -29,7 +34,15 @@ class Pattern(Protocol):
 
 @dataclass(frozen=True)
 class Every:
-    """One of every n layers (the last, or the first) is `kind`, and the others are `rest`. A key may override n."""
+    """A pattern that repeats every n layers: one layer is of kind `kind`, and the others are of kind `rest`.
+
+    Args:
+        n: the number of layers after which the pattern repeats.
+        kind, rest: the kinds.
+        key: config key that overrides n; "" if there is none.
+        first: whether the first of every n layers is of kind `kind`. If False, it is the last.
+        decides: as in `Pattern`.
+    """
 
     n: int
     kind: str
@@ -54,9 +67,14 @@ class Every:
 
 @dataclass(frozen=True)
 class NoRopeLayers:
-    """A list with an entry of 0 for each layer that does not rotate.
+    """A config key with a list that has an entry for each layer, which is 0 if the layer does not rotate.
 
-    Without the list, every interval-th layer does not rotate. Without `interval_key`, the list is required.
+    Args:
+        key: key of the list.
+        interval_key: key of an interval that applies if the list is missing: the last of every so many layers does not
+            rotate. "" makes the list required.
+        interval: the interval if neither key has a value.
+        decides: as in `Pattern`.
     """
 
     key: str = "no_rope_layers"
@@ -81,7 +99,7 @@ class NoRopeLayers:
         return self.without_list(fields, count, origins)
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kinds if the config has no list."""
+        """Return the kind of each layer of a config without the list."""
         if not self.interval_key:
             raise fields.error(self.key, "must be given, since some layers do not rotate", "none", "Add it.")
         stated = fields.has(self.interval_key)
@@ -94,9 +112,13 @@ class NoRopeLayers:
 
 @dataclass(frozen=True)
 class Indices:
-    """A list of the numbers of the layers that are `kind`. The other layers are `rest`.
+    """A config key with a list of the indices of the layers of kind `kind`. The other layers are of kind `rest`.
 
-    `without` says what holds if the list is missing: "kind" or "rest" for all layers, or None if it is not known.
+    Args:
+        key: key of the list.
+        kind, rest: the kinds.
+        without: what a missing list means: "kind" or "rest" for the kind of all layers, or None if it is not known.
+        decides: as in `Pattern`.
     """
 
     key: str
@@ -125,7 +147,7 @@ class Indices:
 
 @dataclass(frozen=True)
 class Coded:
-    """A list with a number for each layer that encodes its kind."""
+    """A config key with a list that has a number for each layer. `names` maps these numbers to kinds."""
 
     key: str
     names: Mapping[int, str]
@@ -151,7 +173,13 @@ class Coded:
 
 @dataclass(frozen=True)
 class Named:
-    """A list of kinds under another key than `layer_types`."""
+    """A config key that has the same meaning as `layer_types`: a list with the kind of each layer.
+
+    Args:
+        key: key of the list.
+        known: the valid kinds.
+        decides: as in `Pattern`.
+    """
 
     key: str
     known: tuple[str, ...]
@@ -173,7 +201,11 @@ class Named:
 def read_kinds(
     fields: Fields, key: str, known: Mapping[str, object], count: int, origins: dict[str, str]
 ) -> list[str] | None:
-    """Return the kinds from a list of their names under `key`, or None if the list is missing."""
+    """Return the value of `key` as a list with the kind of each layer, or None if it is missing.
+
+    Raises:
+        RopeError: the list has another length than `count`, or a kind is not in `known`.
+    """
     names = fields.listed(key, count)
     return None if names is None else check_kinds(fields, key, names, known, origins)
 
@@ -181,7 +213,11 @@ def read_kinds(
 def check_kinds(
     fields: Fields, key: str, names: Sequence[object], known: Mapping[str, object], origins: dict[str, str]
 ) -> list[str]:
-    """Return a list of kinds, each of which must be in `known`."""
+    """Return the names as a list of kinds, and record their key in `origins`.
+
+    Raises:
+        RopeError: a name is not in `known`.
+    """
     for kind in names:
         if not isinstance(kind, str) or kind not in known:
             must = f"must contain only {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Read Meta's params.json (Llama 1 to 3.2): interleaved pairs, and a scaling whose factor the format lacks."""
+"""Read Meta's params.json (Llama 1 to 3.2). Pairs are interleaved, and the caller passes the factor of the scaling."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_params(config: Mapping[str, Any]) -> bool:
 
 
 def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: float | None) -> ModelRopes:
-    """Return the ropes of a params.json. See `from_config` for arguments and errors."""
+    """Read the ropes of a params.json. See `from_config` for arguments and errors."""
     fields = Fields(config, source)
     _refuse_other_formats(fields)
     origins = {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
@@ -42,7 +42,7 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
 
 
 def _refuse_other_formats(fields: Fields) -> None:
-    """Refuse formats that use Meta's names for sizes but define rotation differently."""
+    """Raise a RopeError for formats that name sizes as Meta does, but define rotation differently."""
     if fields.has("sinusoidal_pos_embds") or fields.has("initializer_range"):
         must, cure = (
             "must be given in a config.json of Hugging Face",

@@ -23,20 +23,20 @@ class ModelRopes(LayerRopes):
         source: the file or object that was read.
         trained_length: the length in tokens that the model was trained on before scaling; None if it is not known.
         max_position_embeddings: the length in tokens that the config states, or None.
-        extra_ropes: further ropes of the layers, by name (DeepSeek-V3.2's "indexer").
+        extra_ropes: the ropes that layers have in addition, by name (DeepSeek-V3.2's "indexer").
         softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
-        output_order: "half" if pairs are read interleaved and written in half order (DeepSeek-V3). None means that they
-            are written in place.
-        rotates_values: whether the values are rotated like the keys, and the attention's output is rotated back by the
-            inverse at the query's position (DeepSeek-V4, in which keys and values are the same).
+        output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
+            None if it writes them where it read them.
+        rotates_values: whether the model rotates the values like the keys, and the attention's output by the inverse
+            rotation of the query (DeepSeek-V4, in which keys and values are the same).
         layer_kinds: the kind of each layer as the config names it ("sliding_attention"); () if all layers are alike.
-        axis_names: the names of the rows of positions ("time", "height", "width"), in the order that `Rope.at` expects;
-            () if tokens have one position. A text token has the same position in every row.
-        vision: the ropes of the vision tower; None if there is none or ropewalk does not describe it. If the config is
+        axis_names: the names of the axes of the positions ("time", "height", "width"), in the order that `Rope.at`
+            expects; () if tokens have one position. A text token has the same position on every axis.
+        vision: the ropes of the vision tower; None if there is none or ropewalk does not know it. If the config is only
             that of a tower, `layers` is ().
         config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
-        origins: maps the name of a value to where it came from, in words.
+        origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
     """
 
@@ -56,10 +56,11 @@ class ModelRopes(LayerRopes):
         raise error(self.source, "rope must be the same in all layers", listed, "Use .layers[i].")
 
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
-        """Return the Hugging Face config that was read, with its rope keys rewritten in another schema.
+        """Return the Hugging Face config that was read, with its rope keys in the schema of transformers 4 or 5.
 
         Args:
-            version: 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`, by layer type if layers differ).
+            version: 4 for `rope_theta` and `rope_scaling`, or 5 for `rope_parameters`, which has an object for each
+                layer type if layers differ.
 
         Returns:
             A new dict, from which `from_config` reads the same ropes.
@@ -78,9 +79,9 @@ class ModelRopes(LayerRopes):
         return explain.facts(self, length)
 
     def explain(self, length: int | None = None) -> str:
-        """Describe in words how fast each pair rotates, which pairs a scheme slows, and where each value came from.
+        """Describe in words how fast the pairs rotate, which pairs a scheme slows, and where each value came from.
 
         Args:
-            length: a length in tokens, at least 1. Adds what holds at that length.
+            length: a length in tokens, at least 1. If it is passed, the text also describes sequences of that length.
         """
         return explain.text(self.facts(length))

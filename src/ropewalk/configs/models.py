@@ -1,7 +1,8 @@
-"""The table of models: maps a model_type to the facts that it implies. Models with exceptions are in `families/`.
+"""The table of models: `ARCHITECTURES` maps a model_type to its row, an `Architecture`.
 
 A row states facts about deployed code and names its source. The rows of transformers 5.23 were checked by running that
-code: the frequencies of its rotary classes, and the channels that its attention pairs.
+code: the frequencies of its rotary classes, and the channels that its attention pairs. The rows of models that need
+other code than `Architecture` are in `families/`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from ropewalk.configs.several_axes import SEVERAL_AXES
 
 _BY_SHARE = "transformers uses partial_rotary_factor instead"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# Every sixth layer is full and rotates slowly. The others are local, and no scaling applies to them.
+# Gemma 3: full layers have a large base and the scaling. Sliding layers have a base of their own and no scaling.
 _GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False)}
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
@@ -125,7 +126,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         kinds={ALL: Kind(bases=("attn_config.rope_theta", "rope_theta"))},
     ),
     "hrm_text": row("hrm_text", head_dim_divides=False, layers=("num_layers_per_stack", "num_hidden_layers")),
-    # A part of the head rotates.
+    # Some of the channels of each head rotate.
     **{
         name: row(
             name,
@@ -208,7 +209,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         indexer="interleaved",
         prefixes={_SLIDING: "swa_"},
     ),
-    # Layers that differ in their frequencies.
+    # The frequencies depend on the kind of layer.
     **{
         name: row(folder, head_dim_divides=False, kinds=_GEMMA_KINDS, pattern=_GEMMA_PATTERN)
         for name, folder in (("gemma3_text", "gemma3"), ("t5gemma2_text", "t5gemma2"), ("t5gemma2_decoder", "t5gemma2"))
@@ -253,7 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         pattern=Indices("rope_scaling_layers", kind="scaled", rest="unscaled", without="kind"),
         flat=True,
     ),
-    # Layers that do not rotate.
+    # Some layers do not rotate.
     "llama4_text": row("llama4", pairing="interleaved", head_dim_divides=False, pattern=NoRopeLayers()),
     "smollm3": row("smollm3", pattern=NoRopeLayers()),
     "cohere2": local_only(
@@ -292,15 +293,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     **REMOTE,
     **NO_ROPES,
 }
-"""Maps a model_type to its row."""
 
 
 def register(model_type: str, row: Architecture) -> None:
     """Register a row for a model_type in this process, replacing any existing one.
 
     Args:
-        model_type: the name in configs.
-        row: the facts that it implies.
+        model_type: the value of `model_type` in configs.
+        row: what it implies about rotation.
 
     Raises:
         RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
@@ -311,7 +311,7 @@ def register(model_type: str, row: Architecture) -> None:
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """Return the keys about rotation that at least one model reads."""
+    """Return all keys about rotation that are valid for at least one model."""
     keys: set[str] = set()
     for model in ARCHITECTURES.values():
         keys |= model.keys() | model.idle.keys()

@@ -1,4 +1,4 @@
-"""Models that no Rope describes, with the reason, and models that rotate nothing despite rope keys in their configs."""
+"""The rows of models that no `Rope` describes, with the reason, and of models that rotate nothing despite rope keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ropewalk.configs.rows import refused, without_rope
 
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
 _BY_HEAD = "transformers rotates each head by the index of the head, not by the position of the token."
-# What models use instead of a rope.
+# Maps the positions that models use instead of a rope to their model_types.
 _INSTEAD = {
     "learned absolute positions": (
         "albert align_text_model bart beit bert bert-generation big_bird bigbird_pegasus biogpt blip blip_text_model "

@@ -45,22 +45,24 @@ def from_config(
         base: the base, for a config that states none.
         factor: the factor of Llama 3's scaling, which Meta's params.json does not contain (8 in Llama 3.1 and 3.2
             Vision, 32 in 3.2 1B and 3B).
-        text_only: for a model whose tokens have several axes (M-RoPE), return the rope of text tokens and omit the
-            vision tower. It has no effect on a text model with one axis. It is an error for the config of a vision
-            tower or of diffusers, of which nothing would remain.
+        text_only: for a model whose tokens have several positions (M-RoPE), return the rope of text tokens and omit the
+            vision tower. It has no effect on a text model whose tokens have one position. It is an error for the config
+            of a vision tower or of a diffusers transformer, because they have no text tokens.
         ignore: keys to ignore, as if the config did not have them. Use it for a key about rotation that ropewalk does
-            not know and that the model's own code does not read. "a.b" is the key b inside a. Each becomes a warning.
+            not know and that the model's own code does not read. "a.b" is the key b inside a. A warning names each
+            ignored key.
         download: whether to download the config.json of a hub id that is not in the cache.
-        engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3" returns the ropes with the
-            numbers that this engine computes from a Hugging Face config, even if the model means others. The warnings
-            list what the engine ignores. The pairing is that of the config's own weights, which llama.cpp's converter
-            permutes for some models. None returns what the config means.
+        engine: the name of an inference engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3".
+            The ropes then have the numbers that this engine computes from a Hugging Face config, even if the model's
+            own code computes others, and the warnings list the keys that the engine ignores. The pairing is that of the
+            config's own weights, which llama.cpp's converter permutes for some models. With None, the ropes are those
+            of the model's own code.
 
     Returns:
         `ModelRopes`, with `.rope`, `.layers`, `.vision` and `.explain()`.
 
     Raises:
-        RopeError: the config cannot be read, is ambiguous or incomplete, or `engine` does not run it.
+        RopeError: the config cannot be read, is ambiguous or incomplete, or `engine` cannot run it.
 
     Example:
         >>> ropes = from_config(
@@ -105,12 +107,13 @@ def ropes_for_engines(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> tuple[ModelRopes, list[tuple[ConfigRope, list[int]]]]:
-    """Read the text ropes of a Hugging Face config in the form that the rules of engines need.
+    """Read the text ropes of a Hugging Face config, and the config keys that engines read for each rope.
 
     Arguments and errors are those of `from_config`.
 
     Returns:
-        The ropes, and a list of the distinct ropes, each with the config's keys for it and its layers.
+        The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
+        `engines`, and the indices of the layers that have this rope.
     """
     ropes, engine_keys = _for_engines(config, pairing, base, True, _keys(ignore), download)
     return ropes, engine_ropes.distinct_ropes(ropes, engine_keys)
@@ -119,7 +122,7 @@ def ropes_for_engines(
 def _for_engines(
     config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
 ) -> tuple[ModelRopes, dict[str, Any]]:
-    """Return the ropes of a config without the keys that only engines read, and those keys with their values."""
+    """Read the ropes of a config without the keys that only engines read. Return the ropes and these keys."""
     who, must = "from_config", "engine needs a Hugging Face config"
     if source.gguf_path(config) is not None:
         raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")

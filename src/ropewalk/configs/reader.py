@@ -1,6 +1,7 @@
-"""Reader: the operations with which rows read one Hugging Face config. Each records where its value came from.
+"""`Reader`: the methods with which an `Architecture` reads one Hugging Face config.
 
-`Fields` records every requested key, so that a key about rotation that nothing requested is found without a list.
+Each method records which key its value came from. `Fields` records every key that is requested, so that
+`strays.py` can find keys about rotation that nothing requested.
 """
 
 from __future__ import annotations
@@ -8,29 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, check_pairing, number, short, shown, within
+from ropewalk._checks import RopeError, check_pairing, number, short, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
 from ropewalk.configs.fields import ConfigValue, Fields
-from ropewalk.rope import Pairing, Rope
+from ropewalk.rope import Pairing
 from ropewalk.schemes import ALIASES, Scaling
 
 SECTIONS = ("rope_scaling", "rope_parameters")
+"""Keys of the objects with rope parameters: of transformers 4 and of transformers 5."""
 TRAINED = "original_max_position_embeddings"
 MARK = "ropewalk_pairing"
-"""Key that `ropewalk convert` writes if the rows of q and k have another pairing than the model's own code expects."""
+"""Key that `ropewalk convert` writes if the converted weights have another pairing than the model's code expects."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
 
 class Reader:
-    """Reads one config, using the arguments of `from_config`, and collects origins and warnings.
+    """A config with the arguments of `from_config`, and the origins and warnings collected while it is read.
 
     Attributes:
         fields: the config.
-        origins: maps the name of a value to the key that it came from.
+        origins: maps the name of a value, such as "base", to the key that it came from.
         warnings: sentences for the user.
-        longest: max_position_embeddings or an equivalent key, in tokens, or None.
-        sections: those of `rope_scaling` and `rope_parameters` that the config has.
+        longest: the value of max_position_embeddings or of an equivalent key, in tokens, or None.
+        sections: the objects `rope_scaling` and `rope_parameters`, by name, if the config has them.
+        nested: whether `rope_parameters` contains an object for each kind of layer.
     """
 
     def __init__(
@@ -54,14 +57,14 @@ class Reader:
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return a section of rope parameters, which must be an object."""
+        """Return the value of a key, which must be an object with rope parameters."""
         values = self.fields.get(name)
         if not isinstance(values, Mapping):
             raise self.fields.error(name, "must be an object or null", shown(values), "Write null for no scaling.")
         return values
 
     def note(self, name: str, where: str) -> None:
-        """Record where a value came from. Origins of different kinds of layers are joined by "and"."""
+        """Record the key that a value came from. If kinds of layers have different origins, "and" joins them."""
         previous = self.origins.get(name)
         known = previous is not None and where in previous.split(" and ")
         self.origins[name] = where if previous is None else previous if known else f"{previous} and {where}"
@@ -69,16 +72,16 @@ class Reader:
     # pairing
 
     def pairing(self, implied: str, source: str | None) -> Pairing:
-        """Return the pairing that the architecture implies.
+        """Return the pairing of the weights: the implied one, unless `ropewalk convert` has written another.
 
         Args:
-            implied: "half" or "interleaved".
-            source: the code that shows this, or None if the caller passed the pairing.
+            implied: the pairing of the architecture, "half" or "interleaved".
+            source: the code from which it was taken, or None if the caller passed the pairing.
 
         Raises:
             RopeError: the config or the caller states another pairing.
         """
-        # SmolLM2's files have rope_interleaved, which no engine reads. Rows that use rope_interleave read it earlier.
+        # No engine reads rope_interleaved, which is in SmolLM2's files. Rows that use rope_interleave read it earlier.
         for key in ("rope_interleaved", "rope_interleave"):
             flag = None if key in self.fields.read else self.fields.get(key)
             if flag is not None and flag is not (implied == "interleaved"):
@@ -106,7 +109,14 @@ class Reader:
         return self.nested and section in parameters and parameters[section] is None
 
     def add(self, collected: dict[str, ConfigValue], key: str, value: Any, where: str) -> None:
-        """Add a key to the collected ones. Two keys for the same value must agree."""
+        """Add a value to the collected rope keys, unless it is None. A value that the key already has must be equal.
+
+        Args:
+            collected: the keys collected so far, which this method extends.
+            key: the name of the key in transformers 4 or 5.
+            value: its value.
+            where: the key with its section, for messages.
+        """
         if value is None:
             return
         key = "rope_type" if key == "type" else key
@@ -123,7 +133,7 @@ class Reader:
             raise self.fields.error(where, must, shown(value), cure)
 
     def not_flat(self, where: str) -> RopeError:
-        """Return the error for a parameter that is an object."""
+        """Return the error for a rope parameter that is an object, although the layers of this model_type are alike."""
         cure = "Only architectures whose layers differ have an object for each layer type."
         return self.fields.error(where, "must not be an object for this model_type", "an object", cure)
 
@@ -132,9 +142,9 @@ class Reader:
 
         Args:
             collected: the keys collected so far, which this method extends.
-            section: the name of the section.
-            scaled: whether its scaling applies to these layers.
-            based: whether its base applies to these layers if its scaling does not.
+            section: "rope_scaling" or "rope_parameters".
+            scaled: whether its scaling applies to this kind of layer.
+            based: whether its base applies to this kind of layer, even if its scaling does not.
         """
         for key, value in self.sections[section].items():
             where = f"{section}.{short(key)}"
@@ -144,7 +154,13 @@ class Reader:
                 raise self.not_flat(where)
 
     def add_nested(self, collected: dict[str, ConfigValue], name: str, names: Iterable[str]) -> None:
-        """Add the keys of the part of `rope_parameters` called `name`. `names` are the names of all parts."""
+        """Add the keys that nested `rope_parameters` have for one kind of layer.
+
+        Args:
+            collected: the keys collected so far, which this method extends.
+            name: the key of this kind in `rope_parameters`.
+            names: the keys of all kinds.
+        """
         names = list(dict.fromkeys(names))
         values = self.sections["rope_parameters"]
         for key, value in values.items():
@@ -165,7 +181,7 @@ class Reader:
                 del collected[str(key)]
             self.add(collected, str(key), value, where)
         for key, value in values.items():
-            # Some files have flat parameters next to the nested ones. Both must then agree.
+            # Some files have flat parameters next to the nested ones. The values of both must be equal.
             if key in names or value is None:
                 continue
             where = f"rope_parameters.{short(key)}"
@@ -177,7 +193,13 @@ class Reader:
     # sizes and numbers
 
     def own_size(self, name: str, layers: list[str], size: str) -> int | None:
-        """Return the size that `per_layer_config` (of transformers 5) states for layers of kind `name`, or None."""
+        """Return a size that `per_layer_config` (transformers 5) states for the layers of one kind, or None.
+
+        Args:
+            name: the kind of layer.
+            layers: the kind of each layer of the model.
+            size: the key of the size, e.g. "head_dim".
+        """
         entries = self.fields.get("per_layer_config")
         if entries is None:
             return None
@@ -204,12 +226,12 @@ class Reader:
     def head_dim(
         self, keys: tuple[str, ...], hidden: tuple[str, ...], heads: tuple[str, ...], *, needed: str = ""
     ) -> int:
-        """Return the number of channels of a head: the first of `keys` that has a value, else hidden / heads.
+        """Return the number of channels of a head: the value of one of its keys, or width / number of heads.
 
         Args:
-            keys: keys that state it.
+            keys: keys of the head size. The first one with a value is used.
             hidden, heads: keys of the width of the model and of its number of heads.
-            needed: the model_type, if its head_dim is not hidden / heads and must therefore be given; else "".
+            needed: the model_type, if one of `keys` is required because head_dim is not width / heads; else "".
         """
         key = self.fields.first(keys) if keys else ""
         if key and self.fields.has(key):
@@ -225,13 +247,14 @@ class Reader:
     def base(
         self, collected: dict[str, ConfigValue], implied: tuple[float, str] | None, *, key: str, newer: bool
     ) -> float:
-        """Return the base that the config states, the one passed by the caller, or the implied one.
+        """Return the base that the config states, else the one that the caller passed, else the implied one.
 
         Args:
             collected: the rope keys of this kind of layer.
-            implied: the base of a config that states none, with its source; None if the base is required.
+            implied: the base of a config that states none, and the source of this rule; None if the base is required.
             key: the name of the base in messages.
-            newer: whether current models of this type state the base, so that a file without it may have lost it.
+            newer: whether newer configs of this model_type state the base. An implied base then adds a warning, because
+                the key may have been lost.
 
         Raises:
             RopeError: the base is required but missing, or the passed base contradicts the config.
@@ -244,7 +267,7 @@ class Reader:
         if self.passed_base is not None:
             self.origins["base"] = "passed by the caller"
             return self.passed_base
-        # transformers 5 always writes rope_theta into rope_parameters. If they lack it, it was lost.
+        # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if implied is None or self.fields.has("rope_parameters"):
             cure = f"Add {key}, or pass base=... to from_config."
             raise self.fields.error(key, "must be given, since it is the base", "none", cure)
@@ -265,8 +288,9 @@ class Reader:
         Args:
             collected: the rope keys of this kind of layer.
             head_dim: channels of a head.
-            share: the share of the head if no key states it. None means the whole head, and no other share is valid.
-            dim_key: key of the number of rotated channels, or "".
+            share: the fraction of the head that rotates if no key states it. None means that the whole head always
+                rotates.
+            dim_key: key of the number of rotated channels; "" if there is none.
             source: model_type and source of the architecture.
         """
         stated = collected.get("partial_rotary_factor")
@@ -284,7 +308,9 @@ class Reader:
         if value > 1.0 or (value < 1.0 and share is None):
             whole = f"must be 1, since {source.split(' (')[0]} rotates the whole head"
             must = "must be at most 1" if share is not None else whole
-            cure = "It is a share of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
+            cure = (
+                "It is a fraction of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
+            )
             raise self.fields.error(stated.where, must, shown(stated.value), cure)
         if by_number and self.fields.size(dim_key) != int(head_dim * value):
             must = f"must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
@@ -293,7 +319,10 @@ class Reader:
         return int(head_dim * value)
 
     def scheme(self, collected: dict[str, ConfigValue], other_keys: frozenset[str]) -> Scaling | None:
-        """Return the scheme that the keys describe. `other_keys` are keys of the sections with another meaning."""
+        """Return the scheme that the collected keys describe, or None if there is none.
+
+        `other_keys` are keys of `rope_scaling` and `rope_parameters` that are not parameters of a scheme.
+        """
         origins: dict[str, str] = {}
         scheme = hf_scheme.read(self.fields, collected, self.longest, origins, self.warnings, other_keys)
         if scheme is not None and not self._scaled:
@@ -305,41 +334,8 @@ class Reader:
         return scheme
 
     def section_value(self, key: str) -> tuple[str, Any] | None:
-        """Return the name of the first section that has a key, and the value; None if no section has it."""
+        """Return the name of the first section that has the key, and its value. Return None if no section has it."""
         for section, values in self.sections.items():
             if values.get(key) is not None:
                 return section, values[key]
         return None
-
-    def indexer(self, rope: Rope, pairing: str, *, rotates_tail: bool, source: str) -> dict[str, Rope]:
-        """Return the rope of the indexer (DeepSeek-V3.2), which rotates as many channels as the rope of the layer.
-
-        Args:
-            rope: the rope of the layer.
-            pairing: the indexer's pairing in the model's own code. `indexer_rope_interleave` overrides it.
-            rotates_tail: whether the last channels of the indexer's head rotate instead of the first.
-            source: model_type and source of the architecture.
-
-        Returns:
-            {"indexer": rope}, or an empty dict if the config has no index_head_dim.
-        """
-        if not self.fields.has("index_head_dim"):
-            return {}
-        width = self.fields.size("index_head_dim")
-        self.origins["indexer"] = f"index_head_dim and model_type {source}"
-        key = "indexer_rope_interleave"
-        if self.fields.has(key):
-            stated = "interleaved" if self.fields.boolean(key, True) else "half"
-            self.origins["indexer"] = f"index_head_dim and {key}"
-            if stated != pairing:
-                self.warnings.append(
-                    f"{key} sets the pairing of the indexer to {stated!r}, but it is {pairing!r} in {source}."
-                )
-            pairing = stated
-        offset = max(width - rope.rotary_dim, 0) if rotates_tail else 0
-        try:
-            sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset}
-            indexer = Rope(width, rope.base, cast(Pairing, pairing), scaling=rope.scaling, **sizes)
-        except RopeError as e:
-            raise within(f"{self.fields.source}: index_head_dim", e) from None
-        return {"indexer": indexer}

@@ -1,6 +1,6 @@
-"""Models whose code is not in transformers but comes with the checkpoint or with another engine.
+"""The rows of models whose code is not in transformers but comes with the checkpoint or with an inference engine.
 
-They rotate as Llama does, or nearly so. Models with exceptions are in `families/`.
+Models that need other code than `Architecture` are in `families/` instead.
 """
 
 from __future__ import annotations

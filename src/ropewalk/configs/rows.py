@@ -1,4 +1,4 @@
-"""Constructors of common rows of the architecture table."""
+"""Functions that build common rows of the table of models, in `models.py` and the files that it imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from ropewalk.configs.layers import ALL, Pattern
 
 
 def check_row(model_type: object, row: object) -> Architecture:
-    """Return the row, or raise a RopeError if `models.register` cannot accept it."""
+    """Check the arguments of `models.register`, and return the row.
+
+    Raises:
+        RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
+    """
     who = "models.register"
     if not isinstance(model_type, str) or not model_type:
         raise error(
@@ -26,19 +30,25 @@ def check_row(model_type: object, row: object) -> Architecture:
 
 
 def source(folder: str) -> str:
-    """The source of a row: a folder of transformers."""
+    """Return the source of a row: a folder of models in transformers."""
     return f"transformers 5.23 models/{folder}"
 
 
-def row(folder: str, **more: Any) -> Architecture:
-    """A model of transformers, with the fields of `Architecture` that differ from Llama."""
-    return Architecture(source=source(folder), **more)
+def row(folder: str, **fields: Any) -> Architecture:
+    """Build the row of a model of transformers. `fields` are the fields of `Architecture` that differ from Llama."""
+    return Architecture(source=source(folder), **fields)
 
 
 def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
-    """Rows of models in which the whole head of every layer rotates, as in Llama.
+    """Build the rows of models of transformers in which the whole head of every layer rotates, as in Llama.
 
-    `names` lists model_types. Write `model_type@folder` if the folder has another name.
+    Args:
+        names: the model_types, separated by spaces. `model_type@folder` names the folder if it is not the model_type.
+        head_dim_divides: as in `Architecture`.
+        pairing: as in `Architecture`.
+
+    Returns:
+        A dict from each model_type to its row.
     """
     rows = {}
     for name in names.split():
@@ -48,46 +58,54 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
 
 
 def partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
-    """A share of the head rotates, in every layer."""
+    """Build the row of a model in which a fraction of the head rotates in every layer."""
     return row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
 
 
-def remote(where: str, **more: Any) -> Architecture:
-    """A model whose code is not in transformers."""
-    return Architecture(source=where, in_transformers=False, **more)
+def remote(code: str, **fields: Any) -> Architecture:
+    """Build the row of a model whose code is not in transformers. `code` names the file with its code."""
+    return Architecture(source=code, in_transformers=False, **fields)
 
 
 def latent(
-    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **more: Any
+    folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **fields: Any
 ) -> Architecture:
-    """Multi-head latent attention: the last qk_rope_head_dim channels of the head rotate."""
-    return Latent(source=source(folder), pairing=pairing, output_order=output_order, **more)
+    """Build the row of a model with multi-head latent attention, in which qk_rope_head_dim channels rotate."""
+    return Latent(source=source(folder), pairing=pairing, output_order=output_order, **fields)
 
 
 def hybrid(
-    folder: str, attention: str, unrotated: tuple[str, ...], pattern: Pattern | None, **more: Any
+    folder: str, attention: str, unrotated: tuple[str, ...], pattern: Pattern | None, **fields: Any
 ) -> Architecture:
-    """Only the attention layers rotate. The other kinds of layers have no attention, or attention without a rope."""
+    """Build the row of a model in which only one kind of layer rotates.
+
+    Args:
+        folder: the folder of the model in transformers.
+        attention: the kind of layer that rotates.
+        unrotated: the other kinds, which have no attention or attention without a rope.
+        pattern: as in `Architecture`.
+        fields: other fields of `Architecture`.
+    """
     kinds = {attention: Kind(), **dict.fromkeys(unrotated)}
-    return row(folder, kinds=kinds, pattern=pattern, **more)
+    return row(folder, kinds=kinds, pattern=pattern, **fields)
 
 
-def local_only(folder: str, pattern: Pattern | None, **more: Any) -> Architecture:
-    """Sliding layers rotate, and full ones do not."""
+def local_only(folder: str, pattern: Pattern | None, **fields: Any) -> Architecture:
+    """Build the row of a model in which layers with a sliding window rotate and layers with full attention do not."""
     kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
-    return row(folder, kinds=kinds, pattern=pattern, flat=True, **more)
+    return row(folder, kinds=kinds, pattern=pattern, flat=True, **fields)
 
 
-def several_axes(folder: str, axes: AxesRule, *, share: float | None = None, **more: Any) -> Architecture:
-    """Tokens with several positions: images, video and multimodal text."""
-    return row(folder, axes=axes, partial=share, **more)
+def several_axes(folder: str, axes: AxesRule, *, share: float | None = None, **fields: Any) -> Architecture:
+    """Build the row of a model whose tokens have several positions, such as time, height and width."""
+    return row(folder, axes=axes, partial=share, **fields)
 
 
 def without_rope(folder: str) -> Architecture:
-    """The model rotates nothing, although its config may have rope_theta."""
+    """Build the row of a model that rotates nothing, although its config may have rope_theta."""
     return row(folder, kinds={ALL: None})
 
 
 def refused(folder: str, why: str) -> Architecture:
-    """No Rope describes the model. `why` gives the reason."""
+    """Build the row of a model that no `Rope` describes. Reading its config raises an error with the reason `why`."""
     return Refused(source=source(folder), why=why)

@@ -1,4 +1,4 @@
-"""Text models whose tokens have several positions, e.g. the time, height and width of images and video."""
+"""The rows of text models whose tokens have several positions, e.g. time, height and width in images and video."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ _NOT_A_CONFIG = "Pass a model's config.json."
 _CONFIG_NAMES = (
     "config.json",
     "params.json",
-    "model_index.json",  # the config of a pipeline, for which an error says what to pass
+    "model_index.json",  # of a pipeline of diffusers, which is refused with a hint
 )
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
-    """Return a config and its name for messages.
+    """Load a config. Return it as a dict, with its name for messages.
 
     Args:
         source: a dict, an object with `to_dict()` (a transformers config), a path to a JSON file, a path to a folder
@@ -34,7 +34,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
         download: whether the config of a hub id may be downloaded.
 
     Raises:
-        RopeError: there is nothing to read, or the content is not a JSON object.
+        RopeError: the source does not exist, cannot be read, or does not contain a JSON object.
     """
     if isinstance(source, Mapping):
         return _object(source, "config"), "config"
@@ -67,7 +67,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
 
 
 def gguf_path(source: Any) -> Path | None:
-    """Return the path if its suffix or its first four bytes are those of a GGUF file, else None."""
+    """Return the source as a path if its suffix or its first four bytes are those of a GGUF file, else None."""
     if not isinstance(source, str | os.PathLike):
         return None
     try:
@@ -85,9 +85,9 @@ def gguf_path(source: Any) -> Path | None:
 
 
 def plain(value: Any, name: str) -> Any:
-    """Return a copy of a config's value with dicts for mappings, and lists for lists, tuples, arrays and tensors.
+    """Copy a value of a config, with mappings as dicts, and tuples, arrays and tensors as lists.
 
-    Values of other types are kept, since a config may have some that do not affect rotation.
+    Values of other types are kept as they are, since a config may have some that do not affect rotation.
 
     Raises:
         RopeError: the value is nested too deep, holds too many values, or has a key that JSON does not allow.
@@ -115,7 +115,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
-    """Return a copy of a config without some keys. "a.b" is the key b inside a, unless there is a key "a.b".
+    """Return a copy of a config without the keys in `ignore`. "a.b" is the key b inside a, unless there is a key "a.b".
 
     Raises:
         RopeError: the config does not have one of the keys.
@@ -138,7 +138,7 @@ def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> di
 
 
 def _section_hint(key: str, config: Mapping[str, Any]) -> str:
-    """Return a hint if the key is inside a section, or ""."""
+    """Return a hint if an object in the config has the key, else ""."""
     places = [f"{name}.{key}" for name, values in config.items() if isinstance(values, Mapping) and key in values]
     return f" Did you mean {shown(places[0])}?" if places else ""
 
@@ -151,17 +151,17 @@ def _to_list(value: Any, name: str) -> Any:
 
 
 def _key(key: object, name: str) -> object:
-    """Return a key that is a string or a number: labels have numbers as keys, which json.dump writes as strings."""
+    """Return the key if it is a string, a number or None. json.dump writes numbers, the keys of labels, as strings."""
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key
     raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove the key.")
 
 
 def _path(source: str | os.PathLike[Any]) -> Path:
-    """Return the path. `__fspath__` of the object may return bytes.
+    """Convert a path-like object, whose `__fspath__` may return bytes, to a Path.
 
     Raises:
-        RopeError: the object is not a path.
+        RopeError: `__fspath__` raises or returns something else.
     """
     try:
         return Path(os.fsdecode(source))

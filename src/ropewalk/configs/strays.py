@@ -1,4 +1,7 @@
-"""Refuse keys about rotation that nothing read. They are found by tracking reads, without a list of allowed keys."""
+"""Refuse config keys about rotation that were not read.
+
+`Fields` records which keys are read, so no list of allowed keys is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ _MISPLACED = frozenset(
 )  # fmt: skip
 # Keys that are likely to be misspelt.
 _LIKELY = (*SECTIONS, "rope_theta", "partial_rotary_factor", "head_dim", "max_position_embeddings", TRAINED)
-# Valid size keys that resemble misspelt ones: sizes of the heads of v, and of whole heads of which a part rotates.
+# Valid keys that resemble misspelt ones: the head size of v, and that of whole heads of which a part rotates.
 _SIZES = frozenset({"head_dim", "v_head_dim", "qk_head_dim", "max_position_embeddings"})
-# Far above any config. The bound limits the comparisons of unknown keys with likely ones.
+# More than any config has. The bound limits the time to compare unknown keys with likely ones.
 _MAX_KEYS = 4096
 
 
@@ -32,9 +35,9 @@ def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> l
     """Raise a RopeError if a key about rotation was not read.
 
     Args:
-        fields: the config, after everything that defines rotation was read.
+        fields: the config, from which everything that defines rotation has been read.
         idle: maps keys that have no effect in the model's own code to the reason.
-        known: keys that the model may read although no layer of this config needed them.
+        known: keys that are valid for the model_type even if they were not read.
 
     Returns:
         A warning for each key of `idle` in the config.
@@ -51,13 +54,13 @@ def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> l
 
 
 def refuse_misspelt(fields: Fields, known: Iterable[str]) -> None:
-    """Raise a RopeError if an unread key looks misspelt.
+    """Raise a RopeError if a key that was not read looks misspelt.
 
-    Called after reading failed, since a misspelt key is then the likely cause.
+    This function is called after reading has failed, because a misspelt key is a likely cause.
 
     Args:
         fields: the config.
-        known: keys that some model reads. They may be unread because reading stopped early.
+        known: keys that some model reads, which are never reported as misspelt.
     """
     valid = {*known, *_SIZES, *_LIKELY}
     for key, value in fields.config.items():

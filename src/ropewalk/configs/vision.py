@@ -1,4 +1,4 @@
-"""Find the vision tower in a config, and read its ropes by the row of its model_type."""
+"""Find the vision tower in a config, and read its ropes as its row in `vision_towers.py` says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ropewalk.configs.layer_ropes import VisionRopes
 from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS, Tower
 
 _PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a tower, or of a part that contains one
-_TOWER_ONLY = ("sam3", "sam3_vision_model")  # models in which only the tower rotates
+_TOWER_ONLY = ("sam3", "sam3_vision_model")  # models of which only the tower rotates
 _BASES = ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta")
 _SECTIONS = ("rope_scaling", "rope_parameters")
 _LEARNED = (
@@ -22,7 +22,7 @@ _TYPES = ("axial", "default", None)
 
 
 def standalone_tower(fields: Fields) -> VisionRopes | None:
-    """Return the ropes of a config that is only a vision tower, or None if it is another model."""
+    """Read the ropes of the config of a vision tower. Return None if the config is that of another model."""
     model_type = fields.get("model_type")
     if model_type in _TOWER_ONLY:
         return nested_tower(fields)
@@ -31,11 +31,11 @@ def standalone_tower(fields: Fields) -> VisionRopes | None:
 
 
 def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRopes | None:
-    """Return the ropes of the tower in a config of several models, or None if ropewalk knows no tower in it.
+    """Read the ropes of the vision tower inside the config of a multimodal model. Return None if it has no known tower.
 
     Args:
-        fields: the config.
-        warnings: if given, extended by a warning for each unknown tower that has keys about rotation.
+        fields: the config of the whole model.
+        warnings: a list to extend by a warning for each unknown tower with keys about rotation, or None.
 
     Raises:
         RopeError: the config of a tower is not an object, or a known tower has keys that it does not support.
@@ -49,7 +49,7 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
             raise fields.error(key, "must be an object or null", shown(part), "Pass text_only=True to omit the tower.")
         inner = Fields(part, f"{fields.source}: {key}", f"{fields.path}{key}.")
         stated = inner.get("model_type")
-        # Files of Qwen-VL give the tower the model_type of the whole model, or none.
+        # In files of Qwen-VL, the config of the tower has no model_type, or that of the whole model.
         model_type = TOWER_OF_MODEL.get(outer, f"{outer}_vision") if stated in (None, "", outer) else stated
         row = TOWERS.get(model_type) if isinstance(model_type, str) else None
         found = nested_tower(inner, warnings) if row is None else _read(inner, row, model_type, inside=True)
@@ -76,7 +76,7 @@ def _read(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> Visio
 
 
 def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple[int, str]:
-    """Return head_dim, from the config or the defaults of the class, and where it came from."""
+    """Return head_dim from the config or from the defaults of the tower's class, and where it came from."""
     width, heads, own = row.sizes
     if fields.has("head_dim"):
         return fields.size("head_dim"), "head_dim"
@@ -103,7 +103,7 @@ def _with_defaults(fields: Fields, more: Mapping[str, object]) -> Fields:
 
 
 def _base(fields: Fields, row: Tower, model_type: str) -> tuple[float, str]:
-    """Return the base, from the config or the class (most towers have no key for it), and where it came from."""
+    """Return the base from the config, or else from the row, and where it came from. Most towers have no key for it."""
     found = None
     for where in _BASES:
         if not fields.has(where):
@@ -117,7 +117,7 @@ def _base(fields: Fields, row: Tower, model_type: str) -> tuple[float, str]:
 
 
 def _check_section(fields: Fields, name: str, model_type: str) -> None:
-    """Raise a RopeError if a section has other keys than the base, since towers read nothing else of it."""
+    """Raise a RopeError if a section has other keys than the base, because the code of towers reads no others."""
     section = fields.get(name)
     if section is None:
         return

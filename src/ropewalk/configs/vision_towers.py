@@ -1,4 +1,4 @@
-"""The table of vision towers: maps a model_type to its ropes and its positions.
+"""The table of vision towers: `TOWERS` maps the model_type of a tower to its row, a `Tower`.
 
 Each row was checked by running the rotary class and the rotation of the tower in transformers 5.23.
 """
@@ -23,18 +23,19 @@ _MEMORY = "integers: column and row of each cell of the feature map, from 0; tok
 
 @dataclass(frozen=True)
 class Tower:
-    """How a vision tower rotates.
+    """What the model_type of a vision tower implies about rotation.
 
     Args:
-        source: the code that shows these facts.
+        source: the code from which these facts were taken.
         ropes: a function from head_dim and the base to the ropes, which are applied one after another.
-        axis_names: the names of the rows of positions.
-        positions: the content of the rows, in words.
-        base: the default of its class, for configs that state none.
-        width, heads: keys of the width of the tower and of its number of heads.
-        sizes: the width, number of heads and head_dim (or None) of its class, which transformers omits from configs.
-        divided_by: key of a divisor of the head size; "" for none.
-        position_keys: other keys about rotation, which only concern positions.
+        axis_names: the names of the axes of the positions.
+        positions: what the positions on these axes are, in words.
+        base: the base for configs that state none.
+        width, heads: config keys of the width of the tower and of its number of heads.
+        sizes: the defaults of the tower's class: width, number of heads, and head_dim or None. Nested configs that
+            transformers wrote omit values that equal the defaults.
+        divided_by: config key of a divisor of the head size; "" if there is none.
+        position_keys: other keys about rotation, which do not change the rope but only the positions.
     """
 
     source: str
@@ -50,7 +51,7 @@ class Tower:
 
 
 def _axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) -> Callable[..., tuple[Rope, ...]]:
-    """Half of the head for each axis."""
+    """Return a function that builds one rope with half of the channels of a head for each of two axes."""
 
     def ropes(head_dim: int, base: float) -> tuple[Rope, ...]:
         half = head_dim // 2
@@ -60,25 +61,25 @@ def _axial(pairing: Pairing = "half", *, order: tuple[int, int] | None = None) -
 
 
 def _kimi(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Width and height alternate, each with its own progression."""
+    """Build one rope whose pairs alternate between width and height, each with its own progression of frequencies."""
     half = head_dim // 2
     return (Rope(head_dim, base, "half", axes=Axes.alternating((half, half), order=(1, 0))),)
 
 
 def _pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """One progression, with its even elements for the height and the odd ones for the width."""
+    """Build one rope with one progression of frequencies: the even ones for the height, the odd ones for the width."""
     half = head_dim // 2
     return (Rope(head_dim, base, "half", axes=Axes.strided((half, half))),)
 
 
 def _minimax(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """A third of the head, rounded down to even, for each of three axes. The remaining channels do not rotate."""
+    """Build one rope with a third of the head, rounded down to even, for each of three axes."""
     third = 2 * (head_dim // 3 // 2)
     return (Rope(head_dim, base, "half", rotary_dim=3 * third, axes=Axes.axial((third,) * 3)),)
 
 
 def _gemma4(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """One rope for each half of the head. The pairs of a half all belong to one axis."""
+    """Build two ropes, one for each half of the head. All pairs of a half use the same axis."""
     half = head_dim // 2
     pairs = half // 2
     return tuple(
@@ -101,7 +102,7 @@ def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes:
 
 
 def _memory(folder: str, *position_keys: str) -> Tower:
-    """The attention of SAM's tracker to its memory."""
+    """Build the row of a tracker of SAM, which rotates in its attention to earlier frames (the memory)."""
     ignored = ("memory_attention_rope_feat_sizes", "memory_attention_rope_dropout", *position_keys)
     return _tower(
         folder,
@@ -204,7 +205,6 @@ TOWERS: dict[str, Tower] = {
         "whole grid, times window_size / patches of a row",
     ),
 }
-"""Maps the model_type of a tower to its row."""
 
 TOWER_OF_MODEL = {
     "dots3_note": "dots3_note_vision_encoder",
@@ -216,7 +216,7 @@ TOWER_OF_MODEL = {
     "sam3_vision_model": "sam3_vit_model",
     "step3p7": "step3p5_vision",
 }
-"""Maps the model_type of a whole model to that of its tower, if the tower's config omits it.
+"""Maps the model_type of a whole model to that of its tower, for configs in which the tower has no model_type.
 
-Other towers are named after the whole model with `_vision` appended.
+For a model that is not listed, it is the model_type of the whole model followed by `_vision`.
 """

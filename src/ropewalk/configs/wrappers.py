@@ -1,7 +1,7 @@
-"""Find the text model in a config of several models, and fill in the keys that its part omits.
+"""Find the text model inside the config of a multimodal model, and add the keys that its config omits.
 
-transformers writes only values that differ from the defaults of a class into the config of a nested model. There, and
-only there, a missing key means the default: Gemma 3 4B states neither base nor head_dim, and LLaVA 1.5 no size at all.
+transformers omits values that equal the defaults of a class from the config of a nested model. A missing key means the
+default in nested configs only: that of Gemma 3 4B has neither base nor head_dim, and that of LLaVA 1.5 has no sizes.
 
 Source: the config classes of transformers 5.23.
 """
@@ -39,11 +39,12 @@ WRAPPERS: dict[str, str] = {
 # Keys of the text model in configs with an unknown model_type. Vision towers and projectors have other keys.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "language", "llm", "decoder_config", "thinker_config")
 
-# Their files may have the keys of the text model at the top level (LLaVA 1.5 of its own code, Fuyu, Step, Hunyuan).
+# Models whose files may have the keys of the text model at the top level: maps them to the model_type to read.
 _FLAT_AS = {"llava": "llama", "fuyu": "persimmon", "step3p7": "step3p5", "hunyuan_vl": "hunyuan_vl_text"}
-# Published files have the keys of the text model at the top level; files written by transformers 5 nest them.
+# Models whose published files have the keys of the text model at the top level, while files written by transformers 5
+# nest them: maps them to the key of the nested config.
 _FLAT_OR_NESTED = {"qwen2_vl": "text_config", "qwen2_5_vl": "text_config"}
-# Text models whose config omits the model_type.
+# Models whose nested text config omits its model_type: maps them to that model_type.
 _MISSING_MODEL_TYPES = {"deepseek_vl_v2": "deepseek_ocr_text"}
 
 _KEYS = (
@@ -84,12 +85,19 @@ _DEFAULTS: dict[str, tuple[float | None, ...]] = {
     "olmo2": (4096, 32, 32, 2048, None, 10000.0),
     "ernie4_5": (1024, 16, 18, 131072, None, 500000.0),
 }
-"""Maps the model_type of a text model to the defaults of its class for `_KEYS`; None or missing for no default."""
+"""Maps the model_type of a text model to the defaults of its class for `_KEYS`. None or a shorter tuple: no default."""
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """The config of a nested text model, its name and key prefix for messages, and warnings about it."""
+    """The text model inside a config.
+
+    Attributes:
+        config: its config.
+        source: its name, with which messages begin.
+        path: the prefix of its keys in `from_config(ignore=...)`.
+        warnings: sentences for the user.
+    """
 
     config: dict[str, Any]
     source: str
@@ -98,15 +106,15 @@ class TextPart:
 
 
 def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> TextPart | None:
-    """Return the text model in a config of several models, or None if the config is that of a text model.
+    """Return the text model inside the config of a multimodal model, or None if the config is that of a text model.
 
     Args:
         fields: the whole config.
-        known: every model_type that can be read.
-        pairing_passed: whether the caller passed the pairing of an unknown model_type.
+        known: the model_types in the table of models.
+        pairing_passed: whether the caller passed a pairing. An unknown model_type is then that of a text model.
 
     Raises:
-        RopeError: the text model is missing.
+        RopeError: the config of the text model is missing or not an object.
     """
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
@@ -134,7 +142,7 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
 
 
 def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> TextPart:
-    """Return the text model under a key, completed by the defaults of its class."""
+    """Return the text model under a key, with the defaults of its class added."""
     whole, left_out = with_class_defaults(inner)
     if left_out:
         reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
@@ -147,7 +155,7 @@ def _has_sizes(inner: object) -> bool:
 
 
 def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
-    """Return the text part of an unknown model_type if the part's own model_type is known, else None."""
+    """Return the text model inside a config with an unknown model_type, if its own model_type is known, else None."""
     for key in _TEXT_KEYS:
         inner = fields.get(key)
         inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
@@ -158,9 +166,9 @@ def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> 
 
 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config of a text model completed by the defaults of its class, and the names of the added keys.
+    """Return the config of a text model with the defaults of its class added, and the names of the added keys.
 
-    Bases are added only if no section states one, since the two could contradict each other.
+    A base is added only if `rope_scaling` and `rope_parameters` have none, since the two could contradict each other.
     """
     model_type = inner.get("model_type")
     defaults = dict(zip(_KEYS, _DEFAULTS.get(model_type, ()) if isinstance(model_type, str) else (), strict=False))

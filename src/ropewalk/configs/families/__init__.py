@@ -1,1 +1,1 @@
-"""Families of models with exceptions: one file each, with a subclass of `Architecture` and its source."""
+"""Models that need other code than `Architecture`. Each file has a subclass that overrides some of its methods."""

@@ -1,4 +1,4 @@
-"""Baichuan: the 7B rotates and the 13B uses ALiBi. Only the width in the config distinguishes them.
+"""Baichuan: the 7B has a rope and the 13B uses ALiBi. Only the hidden size in the config distinguishes them.
 
 Source: modeling_baichuan.py of Baichuan-7B and Baichuan-13B-Base; vLLM model_executor/models/baichuan.py.
 """
@@ -15,10 +15,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class Baichuan(Architecture):
-    """Baichuan 7B, which has a hidden size of 4096."""
+    """The row of Baichuan, which refuses the 13B."""
 
     def check(self, c: Reader) -> None:
-        """Raise a RopeError for the 13B."""
+        """Raise a RopeError if the hidden size is not that of the 7B, 4096."""
         super().check(c)
         if c.fields.get("hidden_size") != 4096:
             must = "must be 4096, since only Baichuan 7B has a rope"

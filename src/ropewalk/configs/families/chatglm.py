@@ -1,4 +1,4 @@
-"""ChatGLM 2 and 3, GLM-4 and CodeGeeX 2 with their own code, which differs from "glm" of transformers.
+"""ChatGLM 2 and 3, GLM-4 and CodeGeeX 2 with their own code (model_type "chatglm", not "glm" of transformers).
 
 Source: modeling_chatglm.py of chatglm3-6b-32k, glm-4-9b-chat and codegeex2-6b; vLLM model_executor/models/chatglm.py.
 """
@@ -18,14 +18,14 @@ _BASE = 10_000.0
 
 @dataclass(frozen=True)
 class ChatGLM(Architecture):
-    """Half of the head rotates, and `rope_ratio` multiplies the base."""
+    """The row of "chatglm": `rope_ratio` multiplies the base, and `original_rope` selects the pairing."""
 
     def pairing_of(self, c: Reader) -> str:
         """Return "half" if original_rope is false, else the pairing of the row."""
         return self.pairing if c.fields.boolean("original_rope", True) else "half"
 
     def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
-        """Return 10000 · rope_ratio."""
+        """Return 10000 · rope_ratio, unless the config or the caller states the base itself."""
         key = "rope_ratio"
         if "rope_theta" in collected or c.passed_base is not None or not c.fields.has(key):
             return super().base(c, name, kind, collected)
@@ -36,7 +36,7 @@ class ChatGLM(Architecture):
         return c.fields.base(key, _BASE * factor, c.passed_base)
 
     def _check_meaning(self, c: Reader, key: str) -> None:
-        """Raise a RopeError for files of ChatGLM2-32K, in which rope_ratio divides positions, and warn otherwise."""
+        """Raise a RopeError if the config is that of ChatGLM2-32K, which divides positions by rope_ratio, else warn."""
         name = c.fields.get("_name_or_path")
         if isinstance(name, str) and "chatglm2" in name.lower():
             must = "must multiply the base, as in ChatGLM3 and GLM-4"
@@ -45,7 +45,7 @@ class ChatGLM(Architecture):
         c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
 
     def unwritable(self, version: int) -> str:
-        """Return the reason: transformers does not know the model_type, and no key states the base."""
+        """Return the reason, which is that no key of the schemas states the base."""
         return "Keep its own config.json: only its own code reads this model_type."
 
 

@@ -1,7 +1,7 @@
-"""Cohere 2 MoE: sliding layers rotate, and full layers rotate if their MLP is dense.
+"""Cohere 2 MoE: layers with a sliding window rotate, and layers with full attention rotate if their MLP is dense.
 
-The first `first_k_dense_replace` layers have dense MLPs and a sliding-window pattern of their own. If that pattern is
-not 1, no full layer rotates.
+The first `first_k_dense_replace` layers have dense MLPs. `prefix_dense_sliding_window_pattern` says which of them have
+a sliding window: if it is 1, none has, and if it is not 1, no layer with full attention rotates.
 
 Source: transformers 5.23 models/cohere2_moe.
 """
@@ -19,10 +19,10 @@ _FULL, _SLIDING, _DENSE_FULL = "full_attention", "sliding_attention", "dense ful
 
 @dataclass(frozen=True)
 class Cohere2MoE(Architecture):
-    """Kinds of layers from `layer_types` and `mlp_layer_types`, or from three numbers."""
+    """The row of Cohere 2 MoE, in which the attention and the MLP of a layer decide whether it rotates."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer."""
+        """Return the kind of each layer, from `layer_types` and `mlp_layer_types` or from the three numbers."""
         fields, count = c.fields, self.count(c)
         prefix = "prefix_dense_sliding_window_pattern"
         own = fields.size(prefix) if fields.has(prefix) else 1
@@ -41,7 +41,7 @@ class Cohere2MoE(Architecture):
         check_kinds(fields, "layer_types", kinds, {_SLIDING: 0, _FULL: 0}, c.origins)
         check_kinds(fields, "mlp_layer_types", mlps, {"dense": 0, "sparse": 0}, c.origins)
         c.origins["layer_types"] = origin
-        rotates = own == 1  # with another pattern, only the sliding layers of the prefix rotate
+        rotates = own == 1  # whether full layers with a dense MLP rotate
         return [
             _DENSE_FULL if rotates and kind == _FULL and mlp == "dense" else str(kind)
             for kind, mlp in zip(kinds, mlps, strict=True)

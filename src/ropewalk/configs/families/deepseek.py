@@ -1,4 +1,4 @@
-"""DeepSeek-V4: the last channels of a head rotate, values rotate too, and compressed layers have their own base.
+"""DeepSeek-V4: the last channels of q, k and v rotate, and layers with compressed attention have their own base.
 
 Source: transformers 5.23 models/deepseek_v4; configs of its quantised copies ("deepseek_ref", llm-compressor's).
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.fields import ConfigValue
+from ropewalk.configs.indexer import read_indexer
 from ropewalk.configs.layers import Coded
 from ropewalk.configs.reader import Reader
 from ropewalk.rope import Rope
@@ -21,12 +22,15 @@ _COMPRESSED = Kind(bases=("compress_rope_theta",), section="compress")
 
 @dataclass(frozen=True)
 class DeepSeekV4(Architecture):
-    """The last channels of the head rotate. YaRN has an attention factor of 1 in flat configs."""
+    """The row of DeepSeek-V4, in which the last channels of a head rotate.
+
+    If `rope_parameters` is flat, the attention factor of YaRN is 1.
+    """
 
     rotates_values = True
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Return the rope keys. Compressed layers use the section that llm-compressor writes for them, if present."""
+        """Collect the rope keys. Those of compressed layers may be in a section that llm-compressor writes."""
         if kind is _COMPRESSED and c.fields.has(_OWN_SECTION):
             collected: dict[str, ConfigValue] = {}
             c.add(collected, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")
@@ -49,7 +53,7 @@ class DeepSeekV4(Architecture):
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:
-        """Return head_dim, rotary_dim and the offset of the last channels."""
+        """Return head_dim, rotary_dim and the rotary_offset with which the last channels rotate."""
         head_dim, rotary_dim, _ = super().shape(c, name, kind, collected, scheme, layers)
         c.origins["rotary_dim"] += ", the last of the head"
         return head_dim, rotary_dim, head_dim - min(rotary_dim, head_dim)
@@ -58,7 +62,7 @@ class DeepSeekV4(Architecture):
         """Return the rope of the indexer of sparse layers."""
         if name != _SPARSE:
             return {}
-        return c.indexer(rope, "interleaved", rotates_tail=True, source=self.name_and_source(c))
+        return read_indexer(c, rope, "interleaved", rotates_tail=True, source=self.name_and_source(c))
 
 
 _V4 = DeepSeekV4(
@@ -72,7 +76,7 @@ _V4 = DeepSeekV4(
 )
 MODELS = {
     "deepseek_v4": _V4,
-    # SGLang's copies, which omit the defaults of the class of transformers.
+    # The configs of SGLang's copies, which omit keys that equal the defaults of the class in transformers.
     "deepseek_ref": replace(
         _V4, kinds={**_V4.kinds, _SLIDING: Kind(implied_base=10_000.0, scaled=False, section="main")}
     ),

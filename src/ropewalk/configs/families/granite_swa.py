@@ -1,4 +1,4 @@
-"""Granite with sliding windows: a list with the base of each layer, and 0 for layers that do not rotate.
+"""Granite with sliding windows: its config has a list with the base of each layer, or 0 if the layer does not rotate.
 
 Source: transformers 5.23 models/granite_swa, models/granitemoe_swa.
 """
@@ -17,19 +17,19 @@ _KEY = "layer_rope_theta"
 
 @dataclass(frozen=True)
 class Bases(NoRopeLayers):
-    """Without the list, all layers rotate with the base of the model."""
+    """The pattern of a list of bases, in which 0 marks the layers that do not rotate."""
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return one kind, which rotates, for all layers."""
+        """Return the same kind for all layers: without the list, all of them rotate."""
         return [ALL] * count
 
 
 @dataclass(frozen=True)
 class GraniteSWA(Architecture):
-    """The entries of the list are bases, which must be equal except for 0."""
+    """The row of a Granite whose list of bases must contain the same base in all layers that rotate."""
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Return the rope keys, including the bases in the list."""
+        """Collect the rope keys, including the bases in the list."""
         collected = super().collect(c, name, kind, layers)
         bases = c.fields.get(_KEY)
         for i, base in enumerate(bases if isinstance(bases, list) else []):

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: only the last channels of a head rotate.
+"""Multi-head latent attention (MLA), in which only the last channels of a head rotate.
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; transformers 5.23 models/deepseek_v2, deepseek_v3 and deepseek_v32.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.fields import ConfigValue
+from ropewalk.configs.indexer import read_indexer
 from ropewalk.configs.reader import Reader
 from ropewalk.rope import Rope
 from ropewalk.schemes import Scaling
@@ -18,11 +19,11 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Latent(Architecture):
-    """Multi-head latent attention with heads of qk_nope_head_dim + qk_rope_head_dim channels, of which the last rotate.
+    """The row of a model with MLA. A head has qk_nope_head_dim unrotated and then qk_rope_head_dim rotated channels.
 
     Args:
-        indexer: pairing of a second rope in each layer (DeepSeek-V3.2's indexer); None if there is none.
-        prefixes: maps a kind of layer to the prefix of the keys of its head sizes.
+        indexer: the pairing of the indexer, a second attention in each layer (DeepSeek-V3.2); None if there is none.
+        prefixes: maps a kind of layer to the prefix of its keys of head sizes, e.g. "swa_".
     """
 
     indexer: str | None = None
@@ -41,7 +42,7 @@ class Latent(Architecture):
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:
-        """Return head_dim, rotary_dim and rotary_offset from the two sizes of a head."""
+        """Return head_dim, rotary_dim and rotary_offset, computed from qk_nope_head_dim and qk_rope_head_dim."""
         c.origins["head_dim"] = "qk_nope_head_dim + qk_rope_head_dim"
         c.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
         prefix = "" if c.fields.has("per_layer_config") else self.prefixes.get(name, "")
@@ -58,23 +59,23 @@ class Latent(Architecture):
         return unrotated + rotated, rotated, unrotated
 
     def needs_share(self, config: Mapping[str, object]) -> bool:
-        """Return False, since two sizes determine the share."""
+        """Return False, since the two sizes of a head determine the fraction."""
         return False
 
     def keys(self) -> set[str]:
-        """Return the keys of the base class and the head sizes with each prefix."""
+        """Return the keys of the base class, and the keys of head sizes with each prefix."""
         names = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim")
         sizes = {prefix + name for prefix in ("", *self.prefixes.values()) for name in names}
         return super().keys() | sizes | {"rope_interleave"}
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return the rope of the indexer, for layers without a prefix."""
+        """Return the rope of the indexer. Kinds of layers with a prefix have none."""
         if self.indexer is None or name in self.prefixes:
             return {}
-        return c.indexer(rope, self.indexer, rotates_tail=False, source=self.name_and_source(c))
+        return read_indexer(c, rope, self.indexer, rotates_tail=False, source=self.name_and_source(c))
 
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
-        """Return m(mscale_all_dim)²."""
+        """Return the square of YaRN's magnitude for mscale_all_dim (`Scaling.softmax_factor`), or 1 without YaRN."""
         factor = max((scheme.softmax_factor for scheme in schemes), default=1.0)
         if not math.isfinite(factor):
             cure = "Released models have 0.1 to 1."

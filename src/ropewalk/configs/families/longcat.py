@@ -1,4 +1,4 @@
-"""LongCat Flash: two attention modules in each layer, and q is scaled by the rank of its projection.
+"""LongCat Flash: each layer has two attention modules, and q is multiplied by a factor that depends on q_lora_rank.
 
 Source: transformers 5.23 models/longcat_flash.
 """
@@ -15,14 +15,14 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class LongCat(Latent):
-    """Each attention module is a layer of `ModelRopes`."""
+    """The row of LongCat Flash. In `ModelRopes`, each attention module counts as a layer."""
 
     def count(self, c: Reader) -> int:
-        """Return two layers for each one in the config."""
+        """Return twice the number of layers in the config."""
         return 2 * super().count(c)
 
     def query_scale(self, c: Reader) -> QueryScale:
-        """Return √(hidden_size / q_lora_rank)."""
+        """Return the factor of q, √(hidden_size / q_lora_rank)."""
         c.origins["query_scale"] = "square root of hidden_size / q_lora_rank"
         return QueryScale(constant=math.sqrt(c.fields.size("hidden_size") / c.fields.size("q_lora_rank")))
 

@@ -13,10 +13,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class MiniMind(Architecture):
-    """Pairs are interleaved if the width of the model is called dim."""
+    """The row of MiniMind, in which the name of the key of the width decides the pairing."""
 
     def pairing_of(self, c: Reader) -> str:
-        """Return the pairing that belongs to the names of the sizes."""
+        """Return "interleaved" if the config has Meta's key `dim`, else "half"."""
         return "interleaved" if c.fields.has("dim") else "half"
 
 

@@ -17,10 +17,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class NemotronNAS(Architecture):
-    """A block rotates unless its attention is removed or replaced by a linear layer."""
+    """The row of Nemotron-NAS, in which `block_configs` describes the attention of each layer."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer."""
+        """Return the kind of each layer. It rotates unless its attention is removed or replaced by a linear layer."""
         key, count = "block_configs", self.count(c)
         kinds = []
         for block in c.fields.listed(key, count) or []:
@@ -39,7 +39,7 @@ class NemotronNAS(Architecture):
 
 @dataclass(frozen=True)
 class NemotronH(Architecture):
-    """The list of kinds gives the number of layers if no key states it."""
+    """The row of Nemotron-H, whose config may state the number of layers only by the length of a list."""
 
     def count(self, c: Reader) -> int:
         """Return num_hidden_layers, or the length of layers_block_type."""

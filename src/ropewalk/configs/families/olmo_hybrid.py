@@ -16,17 +16,17 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 @dataclass(frozen=True)
 class OlmoHybrid(Architecture):
-    """Full layers rotate unless the base is null."""
+    """The row of OLMo Hybrid, in which a base of null means that no layer rotates."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer."""
+        """Return the kind of each layer. If the base is null, no layer rotates."""
         if c.fields.is_null("rope_theta", "rope_parameters.rope_theta"):
             c.origins["layer_types"] = "rope_theta is null, so nothing rotates"
             return [NO_ROPE] * self.count(c)
         return super().kinds_of_layers(c)
 
     def without_ropes(self, version: int) -> dict[str, object]:
-        """Return the keys of a config in which nothing rotates: a base of null."""
+        """Return a base of null, with which a config says that no layer rotates."""
         return {"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}}
 
 

@@ -1,4 +1,4 @@
-"""Qwen (version 1): its own code has other key names for base and share, and its own dynamic scaling.
+"""Qwen (version 1): it has other keys for the base and for the fraction that rotates, and a dynamic scaling of its own.
 
 Source: modeling_qwen.py of Qwen-7B; vLLM up to 0.23 model_executor/models/qwen.py.
 """
@@ -16,10 +16,10 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Qwen(Architecture):
-    """The trained length is seq_length, not max_position_embeddings."""
+    """The row of Qwen, in which the trained length is seq_length and not max_position_embeddings."""
 
     def check(self, c: Reader) -> None:
-        """Warn of the dynamic scaling, which no scheme describes, if the config enables it."""
+        """Add a warning if the config enables Qwen's dynamic scaling, which no scheme describes."""
         super().check(c)
         if c.fields.boolean("use_dynamic_ntk", False):
             c.warnings.append(
@@ -29,7 +29,7 @@ class Qwen(Architecture):
             )
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
-        """Return seq_length."""
+        """Return seq_length, in tokens."""
         return self._trained(c)
 
     def _trained(self, c: Reader) -> int | None:

@@ -1,4 +1,4 @@
-"""RecurrentGemma: a list of kinds that repeats over the layers.
+"""RecurrentGemma: its config has a short list of kinds of layers, which repeats until all layers have a kind.
 
 Source: transformers 5.23 models/recurrent_gemma.
 """
@@ -15,10 +15,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class RecurrentGemma(Architecture):
-    """Attention layers rotate half of their heads."""
+    """The row of RecurrentGemma, in which `block_types` repeats over the layers."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer."""
+        """Return the kind of each layer, by repeating `block_types`."""
         key, count = "block_types", self.count(c)
         listed = c.fields.get(key)
         if not isinstance(listed, list) or not listed:

@@ -1,4 +1,4 @@
-"""Models that no `Rope` describes."""
+"""The row of models that no `Rope` describes, which raises an error when it reads a config."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class Refused(Architecture):
-    """A model_type that no `Rope` describes.
+    """The row of a model_type that no `Rope` describes.
 
     Args:
-        why: the reason, and a way around it if there is one.
+        why: the reason, in whole sentences, with an alternative if there is one.
     """
 
     why: str = ""
     describes = False
 
     def read(self, c: Reader) -> LayerRopes:
-        """Raise a RopeError with the reason."""
+        """Raise a RopeError with the reason `why`."""
         must = "must name a model that a Rope describes"
         raise c.fields.error("model_type", must, repr(c.fields.get("model_type")), self.why)

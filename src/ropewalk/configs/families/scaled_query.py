@@ -1,4 +1,6 @@
-"""Models that multiply q (in some cases also k) before rotation by a power of the head size or a number in the config.
+"""Models that multiply q, or both q and k, by a factor before they rotate them.
+
+The factor is a power of the head size, or the value of a key in the config.
 
 Source: transformers 5.23 models/esm, models/openai_privacy_filter, models/muse_glimmer, models/muse_spark.
 """
@@ -16,7 +18,7 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class ScaledByHeadDim(Architecture):
-    """q is multiplied by head_dim^power.
+    """The row of a model that multiplies q by head_dim^power.
 
     Args:
         power: the exponent.
@@ -27,18 +29,18 @@ class ScaledByHeadDim(Architecture):
     scales_keys: bool = False
 
     def query_scale(self, c: Reader) -> QueryScale:
-        """Return head_dim^power."""
+        """Return the factor head_dim^power."""
         return QueryScale(constant=float(self.head_dim(c, Kind())) ** self.power, scales_keys=self.scales_keys)
 
 
 @dataclass(frozen=True)
 class ScaledByKey(Architecture):
-    """q is multiplied by the value of a key."""
+    """The row of a model that multiplies q by the value of the config key `key`."""
 
     key: str = "qk_scale_factor"
 
     def query_scale(self, c: Reader) -> QueryScale | None:
-        """Return the value of the key, or None if it is missing."""
+        """Return the value of the key as a factor, or None if it is missing."""
         if not c.fields.has(self.key):
             return None
         c.origins["query_scale"] = self.key

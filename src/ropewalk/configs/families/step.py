@@ -1,4 +1,4 @@
-"""Step 3.5: bases and shares in lists with an entry for each layer.
+"""Step 3.5: the base and the fraction of the head that rotates may be lists with an entry for each layer.
 
 Source: transformers 5.23 models/step3p7; config.json of Step-3.5-Flash.
 """
@@ -20,10 +20,10 @@ _LISTED = {
 
 @dataclass(frozen=True)
 class Step(Architecture):
-    """A key holds one value for all layers, or a list with one for each."""
+    """The row of Step 3.5. Its keys have one value for all layers, or a list with a value for each layer."""
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Return the rope keys from the lists and then from the sections."""
+        """Collect the rope keys from the lists, and then from the sections."""
         collected: dict[str, ConfigValue] = {}
         for key, places in _LISTED.items():
             for place in places:

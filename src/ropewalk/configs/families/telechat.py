@@ -1,4 +1,4 @@
-"""TeleChat: the base is a constant in its code, scaled by the trained length.
+"""TeleChat: the base is a constant in its code, and the alpha of its NTK scaling depends on the trained length.
 
 Source: modeling_telechat.py and configuration_telechat.py of telechat-7B and TeleChat2.
 """
@@ -18,10 +18,10 @@ _BASE_LENGTH = 8192  # the default of the class for base_seqlen
 
 @dataclass(frozen=True)
 class TeleChat(Architecture):
-    """NTK with alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
+    """The row of TeleChat, with NTK of alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Return the rope keys, with the scaling as "dynamic" with alpha if alpha is not 1."""
+        """Collect the rope keys, and add the NTK scaling (rope_type "dynamic" with alpha) if alpha is more than 1."""
         collected = super().collect(c, name, kind, layers)
         trained = c.fields.size("training_seqlen") if c.fields.has("training_seqlen") else _BASE_LENGTH
         first = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
@@ -34,7 +34,7 @@ class TeleChat(Architecture):
         return collected
 
     def unwritable(self, version: int) -> str:
-        """Return the reason: no key states the base."""
+        """Return the reason, which is that no key states the base."""
         return "Keep its own config.json: only its own code reads this model_type."
 
 

@@ -1,6 +1,6 @@
-"""Rows for an unknown model_type whose pairing the caller passed. All layers must be alike, as in Llama.
+"""The row of an unknown model_type, for which the caller passed the pairing. All layers must be alike, as in Llama.
 
-Sizes, base and share may have any key name that a known model uses.
+The sizes, the base and the rotated fraction may have any of the keys that known models have for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Unknown(Architecture):
-    """An unknown model, refused if its layers differ."""
+    """The row of an unknown model."""
 
     known = False
 
@@ -40,12 +40,12 @@ class Unknown(Architecture):
 
 @dataclass(frozen=True)
 class UnknownLatent(Latent):
-    """An unknown model with latent attention, read like DeepSeek."""
+    """The row of an unknown model with latent attention, which is read like DeepSeek-V3."""
 
     known = False
 
     def check(self, c: Reader) -> None:
-        """Raise a RopeError if the config says that layers differ."""
+        """Raise a RopeError if the config says that layers differ, and warn that DeepSeek-V3 is assumed."""
         super().check(c)
         _refuse_differing(c)
         c.warnings.append(
@@ -55,7 +55,7 @@ class UnknownLatent(Latent):
 
 
 def architecture(c: Reader, pairing: str) -> Architecture:
-    """Return the row of an unknown model_type."""
+    """Build the row of an unknown model_type. A config with qk_rope_head_dim has latent attention."""
     if c.fields.get("qk_rope_head_dim") not in (None, 0):
         order = "half" if pairing == "interleaved" else None
         return UnknownLatent(**{**_NAMES, "dim_key": ""}, pairing=pairing, output_order=order)
