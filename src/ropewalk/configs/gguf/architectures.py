@@ -1,8 +1,9 @@
-"""The architectures of llama.cpp: one row each with the pairing and other implied facts about rotation.
+"""The table of llama.cpp's architectures: `ARCHITECTURES` maps the name of each to its row, a `GgufRow`.
 
-Checked against llama.cpp as vendored in llama-cpp-python 0.3.36: llama_model_rope_type in src/llama-model.cpp for the
-pairing; src/models/*.cpp for the rotation of each layer and the tensors and keys that are read; conversion/*.py for the
-content of files. To add an architecture, add an entry here, or call `register("name", GgufRow(...))` from outside.
+The rows were checked against llama.cpp as vendored in llama-cpp-python 0.3.36: against llama_model_rope_type in
+src/llama-model.cpp for the pairing, src/models/*.cpp for the rotation of each layer and the tensors and keys that are
+read, and conversion/*.py for the content of files. To add an architecture, add an entry here, or call
+`register("name", GgufRow(...))` from outside.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 _WINDOWS, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 _LENGTH = "attention.temperature_length"
 
-_OWN = Kind()  # base and scaling of the model
+_OWN = Kind()  # with the base and the scaling of the model
 _UNSCALED = Kind(scaled=False)
 _LOCAL = Kind(bases=(BASE_SWA, BASE))
 _GEMMA_LOCAL = Kind(bases=(BASE_SWA,), implied_base=10_000.0, scaled=False)
-_STATED_LOCAL = Kind(bases=(BASE_SWA,), scaled=False)  # llama.cpp defaults to 10000
+_STATED_LOCAL = Kind(bases=(BASE_SWA,), scaled=False)  # an error without a base, although llama.cpp then uses 10000
 
 
 def _in(model: str) -> str:
@@ -51,24 +52,29 @@ def _first(n: int) -> Every:
 def _windows(
     full: Kind | None, local: Kind, otherwise: Every | None, *, window: bool = False, count: int | None = None
 ) -> Layers:
-    """Sliding and full layers, assigned by a list or a pattern."""
+    """Build the layers of an architecture in which some layers have a sliding window and the others full attention.
+
+    Args:
+        full, local: the kind of the full and of the sliding layers; None if they do not rotate.
+        otherwise, window, count: as in `Layers`.
+    """
     kinds = {_FULL: full, _SLIDING: local}
     return Layers(kinds, otherwise, _WINDOWS, flagged=_SLIDING, unflagged=_FULL, window=window, count=count)
 
 
 def _fixed(otherwise: Every, *, window: bool = False, no_window: str = "") -> Layers:
-    """Every fourth layer does not rotate, even if the file states other windows. The others may have their own base."""
+    """Build layers of which every fourth does not rotate in any file. The others may have their own base."""
     return replace(_windows(None, _LOCAL, otherwise, window=window), fixed=True, no_window=no_window)
 
 
 def _linear(interval: int) -> Layers:
-    """The last of every `interval` layers has attention and rotates. The others have linear attention."""
+    """Build layers of which the last of every `interval` rotates. The others have linear attention."""
     pattern = Every(interval, _FULL, _LINEAR, key="full_attention_interval")
     return Layers({_FULL: _OWN, _LINEAR: None}, pattern, _RECURRENT, _LINEAR, _FULL)
 
 
 def _kv_heads(other: str) -> Layers:
-    """Layers with key heads rotate. The others are of kind `other`."""
+    """Build layers that rotate if they have key heads, and are of kind `other` if they have none."""
     return Layers({_FULL: _OWN, other: None}, _FULL, KV_HEADS, _FULL, other)
 
 
@@ -78,16 +84,16 @@ def _refused(why: str) -> GgufRow:
 
 NOT_ALL_LAYERS = "Its layers do not all rotate alike, which is not supported yet."
 
-# Maps names of architectures, separated by spaces, to their row.
+# Maps the names of architectures, separated by spaces, to the row that they share.
 _ROWS: dict[str, GgufRow] = {
-    # ---- plain: all layers rotate alike, and nothing else is read ----
+    # ---- all layers rotate alike, and llama.cpp reads no further keys or tensors ----
     "arctic bailingmoe chameleon chatglm command-r deepseek ernie4_5 ernie4_5-moe internlm2 llada maincoder neo-bert "
     "olmo xverse": GgufRow("interleaved"),
     "bailingmoe2 bitnet codeshell dbrx dots1 dream eurobert falcon-h1 gemma gptneox grovemoe hunyuan-moe hy_v3 jais2 "
     "jina-bert-v3 llada-moe minimax-m2 nemotron nomic-bert nomic-bert-moe olmoe openelm orion pangu-embedded phi2 qwen "
     "qwen2 qwen2moe qwen3 qwen3moe rnd1 seed_oss stablelm starcoder2": GgufRow("half"),
-    # ---- all layers rotate alike, and more is read ----
-    # The converter permutes q and k of Llama.
+    # ---- all layers rotate alike, and llama.cpp reads further keys or tensors ----
+    # Llama is interleaved because the converter permutes its q and k.
     "llama": GgufRow(
         "interleaved",
         freqs="read",
@@ -137,7 +143,7 @@ _ROWS: dict[str, GgufRow] = {
     "glm-dsa": GgufRow("interleaved", _in("glm-dsa"), latent=True, scales_softmax=True, indexer="interleaved"),
     "minicpm3": GgufRow("half", _in("minicpm3"), latent=True, longrope="by tensors"),
     "plm": GgufRow("interleaved", _in("plm"), latent=True),
-    # ---- positions with several axes ----
+    # ---- tokens have several positions ----
     "paddleocr qwen2vl": GgufRow("half", axes="mrope"),
     "qwen3tts qwen3vl qwen3vlmoe": GgufRow("half", axes="imrope"),
     "glm4": GgufRow("interleaved", axes="mrope if sections"),
@@ -228,7 +234,7 @@ _ROWS: dict[str, GgufRow] = {
 }
 
 ARCHITECTURES: dict[str, GgufRow] = {name: row for names, row in _ROWS.items() for name in names.split()}
-# The row of an unknown architecture: the caller passes the pairing, and every factor tensor is read.
+# The row of an unknown architecture, for which the caller passes the pairing. All factor tensors are read.
 UNKNOWN = GgufRow(None, freqs="read", longrope="by type")
 
 
@@ -236,8 +242,8 @@ def register(architecture: str, row: GgufRow) -> None:
     """Register a row for an architecture in this process, replacing any existing one.
 
     Args:
-        architecture: the name in general.architecture.
-        row: the facts that it implies.
+        architecture: the value of general.architecture in its files.
+        row: what it implies about rotation.
 
     Raises:
         RopeError: architecture is not a non-empty string, or row is not a `GgufRow`.

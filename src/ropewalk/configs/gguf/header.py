@@ -1,7 +1,7 @@
-"""Parse the header of a GGUF file: the keys with numbers, short strings and short lists, and the factor tensors.
+"""Parse the header of a GGUF file: the keys with numbers, short strings or short lists, and the factor tensors.
 
-The gguf package is not used, because it loops over any count that a header claims. Here every length is checked against
-the rest of the file before it is used, and other values are skipped.
+A factor tensor holds a divisor of the frequency of each pair. All other values are skipped. The gguf package is not
+used, because it loops over any count that a header claims. This module checks every length against the file size first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NO_ROTATION = 1e30  # the factor that converters write for a pair that does not
 # Bounds far above any model, which limit the time and memory that a corrupt file can take.
 _MAX_KEYS = 10_000
 _MAX_TENSORS = 65_536
-_MAX_ARRAYS = 10_000  # inside other arrays
-_MAX_ITEMS = 2**21  # in an array, and of all strings, keys and tensors: 800,000 with a vocabulary of 262,144
-_MAX_BYTES = 2**28  # of the whole header, which has about 20 MiB with a vocabulary of 262,144
+_MAX_ARRAYS = 10_000  # arrays inside other arrays
+_MAX_ITEMS = 2**21  # entries of an array; strings, keys and tensors of a file: 800,000 with a vocabulary of 262,144
+_MAX_BYTES = 2**28  # bytes of the header: about 20 MiB with a vocabulary of 262,144
 _MAX_STRING = 2**26
-_MAX_NAME = 256  # bytes of the name of a key or tensor; longer string values are skipped
-_MAX_KEPT = 512  # numbers of an array: the most layers that llama.cpp supports; longer arrays are skipped
+_MAX_NAME = 256  # bytes of the name of a key or tensor, and of a string value that is not skipped
+_MAX_KEPT = 512  # entries of an array that is not skipped: llama.cpp supports at most 512 layers
 _MAX_NESTING = 4
 _MAX_ALIGNMENT = 2**20
 
@@ -42,12 +42,12 @@ _NUMBERS = {
                          (11, "q"), (12, "d"))
 }  # fmt: skip
 _U32, _U64 = _NUMBERS[4], _NUMBERS[10]
-_BLOCK = 2**18  # bytes of a list of strings to read at once
+_BLOCK = 2**18  # bytes to read at once while a list of strings is skipped
 
 
 @dataclasses.dataclass(frozen=True)
 class _Skipped:
-    """A placeholder for a skipped value, with its description."""
+    """The placeholder of a skipped value. Its repr describes the value in messages."""
 
     description: str
 
@@ -63,7 +63,7 @@ class _Tensor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
-    """Return the values of all keys, and the factor tensors by name.
+    """Read the header of a file. Return a dict of its keys, and the numbers of its factor tensors by name.
 
     Raises:
         RopeError: the file does not exist, or is not a valid GGUF file.
@@ -91,7 +91,17 @@ def _data_start(position: int, values: dict[str, Any], source: str) -> int:
 
 
 class _Walk:
-    """Reads the header of a file from front to back. Every length is checked against the rest of the file."""
+    """A parser that reads the header of a file from front to back.
+
+    Attributes:
+        file: the open file.
+        size: its size in bytes.
+        most: the position in bytes up to which it may be read.
+        source: the name of the file for messages.
+        position: the current position in bytes.
+        items, arrays: the number of strings, keys and tensors, and of nested arrays, that have been read.
+        where: the part of the header that is being read, for messages.
+    """
 
     def __init__(self, file: BinaryIO, size: int, source: str) -> None:
         self.file = file
@@ -104,7 +114,7 @@ class _Walk:
         self.where = "the header"
 
     def error(self, must: str, got: str, cure: str = "Check that the file is complete.") -> RopeError:
-        """Return an error about the part that is being read."""
+        """Return an error that names the file and the part that is being read."""
         return error(f"{self.source}: {self.where}", must, got, cure)
 
     def _need(self, count: int) -> None:
@@ -172,7 +182,7 @@ class _Walk:
         return tensors, self._count("the number of keys", _MAX_KEYS, 13)
 
     def values(self, count: int) -> dict[str, Any]:
-        """Return all keys. Numbers, short strings and short arrays of numbers have their values, others `_Skipped`."""
+        """Read `count` keys. Return a dict with their values, or a `_Skipped` for long strings and other arrays."""
         values: dict[str, Any] = {}
         for i in range(count):
             self.where = f"key {i} of {count}"
@@ -201,7 +211,7 @@ class _Walk:
         return _Skipped(f"a string of {count} bytes")
 
     def _array(self, depth: int) -> tuple[Any, ...] | _Skipped:
-        """Return a short array of numbers, which may have an entry for each layer. Other arrays are skipped."""
+        """Read an array. Return its values if it is a short array of numbers, and skip it otherwise."""
         if depth >= _MAX_NESTING:
             raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", _BROKEN)
         kind: int = self._number(_U32)
@@ -228,7 +238,7 @@ class _Walk:
         return _Skipped(f"an array of {count}")
 
     def _skip_strings(self, count: int) -> None:
-        """Skip strings in blocks of the file, since a vocabulary has hundreds of thousands of them."""
+        """Skip `count` strings by reading blocks of the file. A vocabulary has hundreds of thousands of strings."""
         length = _U64.unpack_from
         while count:
             self._need(_U64.size)
@@ -247,7 +257,7 @@ class _Walk:
             self.file.seek(self.position)
 
     def tensors(self, count: int) -> dict[str, _Tensor]:
-        """Return the shapes, types and offsets of the factor tensors."""
+        """Read the descriptions of `count` tensors. Return the shape, type and offset of each factor tensor."""
         names: set[str] = set()
         found: dict[str, _Tensor] = {}
         self._need(count * 24)
@@ -271,7 +281,7 @@ class _Walk:
         return found
 
     def floats(self, name: str, tensor: _Tensor, start: int) -> tuple[float, ...]:
-        """Return the numbers of a factor tensor, with infinity for a pair that does not rotate."""
+        """Read the numbers of a factor tensor. The factor of a pair that does not rotate is infinity."""
         self.where = name
         most = MAX_HEAD_DIM // 2
         if tensor.kind != _F32 or len(tensor.dims) != 1 or not 1 <= tensor.dims[0] <= most:
@@ -280,7 +290,7 @@ class _Walk:
                 f"axes {shown(tensor.dims)} of type {tensor.kind}",
                 "Convert the model again.",
             )
-        self.most = self.size  # tensor data may be anywhere in the file
+        self.most = self.size  # the data of a tensor may be anywhere in the file
         self.position = min(start + tensor.offset, self.size)
         self.file.seek(self.position)
         values = struct.unpack(f"<{tensor.dims[0]}f", self._take(4 * tensor.dims[0]))

@@ -1,4 +1,4 @@
-"""The keys of a GGUF file. Every key about rotation must be read, or be known to have no effect."""
+"""`Keys`: typed access to the keys of a GGUF file, and errors for keys about rotation that llama.cpp does not read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ropewalk.configs.gguf.row import (
     GgufRow,
 )
 
-# Keys that only some architectures read. Files of other architectures must not have them.
+# Keys that llama.cpp reads only for some architectures: maps them to the fix in the error for other architectures.
 _SOMETIMES_READ = {
     DIM_SWA: "Sliding-window layers that rotate other channels are not supported yet.",
     HEAD_SWA: "Sliding-window layers with another head size are not supported yet.",
@@ -33,7 +33,7 @@ _SOMETIMES_READ = {
     SECTIONS: "llama.cpp reads it only for architectures with several axes, such as qwen2vl, qwen3vl, glm4 and "
     "hunyuan_vl. Check general.architecture. If the key has no effect, pass it in ignore=(...) to from_config.",
 }
-# Values with which a key has no effect even if it is not read.
+# Maps keys to the values that have no effect, which are accepted even if llama.cpp does not read the key.
 _NEUTRAL = {
     "rope.scaling.factor": (0.0, 1.0),
     "rope.scale_linear": (0.0, 1.0),
@@ -57,13 +57,14 @@ _ROPE_NAMES = frozenset({"attn_factor", "dimension_count", "freq_base", "origina
 
 
 class Keys:
-    """The keys of one file. Methods take their names without the architecture prefix.
+    """The keys of one file. The methods take key names without the architecture prefix: "rope.freq_base".
 
     Attributes:
-        fields: the keys and values.
-        origins: maps the name of a value to the key that it came from.
+        fields: the keys and values, with full names: "llama.rope.freq_base".
+        origins: maps the name of a value, such as "base", to the key that it came from.
         warnings: sentences for the user.
-        architecture, row: the architecture and the facts that it implies.
+        architecture: the name of the architecture.
+        row: its row in the table of architectures.
         used: the full names of the keys that have been read.
         original: rope.scaling.original_context_length, in tokens, or None.
         longest: context_length, in tokens, or None.
@@ -79,11 +80,11 @@ class Keys:
         self.longest = self.length("context_length")
 
     def key(self, name: str) -> str:
-        """Return the full name of a key."""
+        """Return the full name of a key, with the architecture prefix."""
         return f"{self.architecture}.{name}"
 
     def number(self, name: str, *, above: float | None = None, at_least: float | None = None) -> float | None:
-        """Mark a key as used and return its value as a number, or None if it is missing."""
+        """Return the value of a key as a number, or None if it is missing. Mark the key as used."""
         key = self.key(name)
         self.used.add(key)
         if not self.fields.has(key):
@@ -96,7 +97,16 @@ class Keys:
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
     def require(self, name: str, value: float | None, why: str) -> Any:
-        """Return the value, or raise a RopeError if it is None. `why` completes the message."""
+        """Return the value of a key and record the key as its origin.
+
+        Args:
+            name: the key.
+            value: its value, or None if it is missing.
+            why: why it is required, for the message.
+
+        Raises:
+            RopeError: the value is None.
+        """
         if value is None:
             raise self.fields.error(self.key(name), "must be given", "none", why)
         self.origins[name.rpartition(".")[2]] = self.key(name)
@@ -117,7 +127,10 @@ class Keys:
             raise self.fields.error(self.key(BASE_SWA), f"must agree with {BASE}={shown(own)}", shown(local), cure)
 
     def refuse_unused(self, kind: str) -> None:
-        """Raise a RopeError if a key about rotation was not read and its value may have an effect."""
+        """Raise a RopeError if a key about rotation was not read, unless its value has no effect.
+
+        `kind` is the type of the scaling, for the message.
+        """
         known = {self.key(name) for name in (*_ALWAYS_READ, *_NEUTRAL)}
         for key, value in self.fields.config.items():
             if key in self.used:

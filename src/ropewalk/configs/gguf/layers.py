@@ -1,4 +1,4 @@
-"""Assign kinds to the layers of a GGUF file."""
+"""Determine the kind of each layer of a GGUF file. All layers of a kind, such as "sliding_attention", share a rope."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ _WINDOW = "attention.sliding_window"
 
 
 def kinds_of_layers(keys: Keys) -> list[str]:
-    """Return the kind of each layer: a name in the row's `kinds`."""
+    """Return the kind of each layer, one of the names in `GgufRow.kinds`.
+
+    Raises:
+        RopeError: a key has an invalid value, or the kinds cannot be determined.
+    """
     fields = keys.fields
     blocks = fields.layers((keys.key("block_count"),))
     count = blocks - _drafting(keys, blocks)
@@ -32,7 +36,7 @@ def kinds_of_layers(keys: Keys) -> list[str]:
 
 
 def _drafting(keys: Keys, blocks: int) -> int:
-    """Return the number of blocks at the end that only predict further tokens and are not layers of the model."""
+    """Return the number of the last blocks that only predict further tokens, and so are not layers of the model."""
     key = keys.key("nextn_predict_layers")
     keys.origins["layers"] = keys.key("block_count")
     if keys.fields.get(key) in (None, 0):
@@ -43,7 +47,7 @@ def _drafting(keys: Keys, blocks: int) -> int:
 
 
 def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
-    """Whether all layers of the file have the same kind, although layers of its architecture may differ."""
+    """Whether all layers of this file are alike, although the layers of its architecture usually differ."""
     fields, key = keys.fields, keys.key(_WINDOW)
     slides = fields.get(key) not in (None, 0) and fields.size(key) > 0
     if layers.no_window and fields.has(key) and not slides:
@@ -62,7 +66,14 @@ def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
 
 
 def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | None:
-    """Return the kinds from the list of the file, which may include drafting blocks, or None if it has no list."""
+    """Return the kinds that a list in the file gives, or None if it has no list.
+
+    Args:
+        keys: the keys of the file.
+        layers: the `Layers` of its architecture.
+        count: the number of layers.
+        blocks: the number of layers and of blocks that predict further tokens, for which the list may have entries.
+    """
     key, fields = keys.key(layers.key), keys.fields
     value = fields.get(key)
     if isinstance(value, int) and layers.key == KV_HEADS:
@@ -83,7 +94,7 @@ def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | 
 
 
 def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
-    """Return the kinds of the layers of a file without a list of them."""
+    """Return the kinds of the layers of a file that has no list of them."""
     pattern = layers.otherwise
     if isinstance(pattern, Every):
         key = keys.key(pattern.key)
@@ -98,7 +109,7 @@ def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
 
 
 def _every(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
-    """Return the kinds of `count` layers if every nth is of `pattern.kind`, and a description of that."""
+    """Return the kinds of `count` layers by a pattern that repeats every n layers, and a description of the pattern."""
     at = 0 if pattern.first else n - 1
     kinds = [pattern.kind if i % n == at else pattern.rest for i in range(count)]
     return kinds, f"the {'first' if pattern.first else 'last'} of every {n} is {pattern.kind}"

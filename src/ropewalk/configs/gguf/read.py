@@ -1,4 +1,4 @@
-"""Read GGUF files: their keys and tensors are interpreted as in llama.cpp.
+"""Read the ropes of a GGUF file, as llama.cpp interprets its keys and tensors.
 
 Source: llama.cpp as vendored in llama-cpp-python 0.3.36: src/llama-model.cpp (load_hparams,
 get_rope_factors), src/llama-context.cpp (the attention factor of YaRN), src/models/*.cpp.
@@ -43,7 +43,7 @@ from ropewalk.schemes import Scaling
 def read(
     path: Path, *, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...] = ()
 ) -> ModelRopes:
-    """Return the ropes of a GGUF file. See `from_config` for arguments and errors."""
+    """Read the ropes of a GGUF file. See `from_config` for arguments and errors."""
     try:
         values, tensors = header.read(path)
     except RopeError:
@@ -55,7 +55,7 @@ def read(
 
 
 class _Reader:
-    """Reads one file."""
+    """The contents of a file with the arguments of `from_config`, and the methods that compute its ropes."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class _Reader:
         return value
 
     def _axes(self, rotary_dim: int) -> Axes | None:
-        """Return the axes, and warn if ggml uses a fourth row of positions, which it fills with 0."""
+        """Return the axis of each pair. Add a warning if ggml uses its fourth axis, on which all positions are 0."""
         if self.sections is None:
             return None
         pairs, covered = rotary_dim // 2, sum(self.sections)
@@ -180,7 +180,7 @@ class _Reader:
                 )
             self.keys.origins["pairing"] = "passed by the caller"
             return cast(Pairing, self.passed_pairing)
-        pairing: Pairing = self.row.pairing if self.sections is None else "half"  # MROPE always pairs halves
+        pairing: Pairing = self.row.pairing if self.sections is None else "half"  # MROPE always has the half pairing
         if self.passed_pairing not in (None, pairing):
             raise self.keys.fields.error(
                 "general.architecture",
@@ -277,7 +277,7 @@ class _Reader:
         return self.keys.longest if scheme is None else scheme.trained_length(self.keys.longest)
 
     def _note(self, name: str, where: str) -> None:
-        """Record where a value came from. Origins of different kinds of layers are joined by "and"."""
+        """Record the key that a value came from. If kinds of layers have different origins, "and" joins them."""
         previous = self.keys.origins.get(name)
         self.keys.origins[name] = where if previous in (None, where) else f"{previous} and {where}"
 
@@ -318,7 +318,7 @@ class _Reader:
         return factor
 
     def _query_scale(self) -> QueryScale | None:
-        """Return the factor of q that grows with the position (Ministral 3 and Mistral Large 3), or None."""
+        """Return the factor of q that grows with its position (Ministral 3, Mistral Large 3), or None."""
         name = self.row.temperature_length
         beta = self.keys.number("attention.temperature_scale", at_least=0.0) if name else None
         if not beta:

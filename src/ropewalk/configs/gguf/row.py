@@ -1,6 +1,6 @@
-"""GgufRow: the facts that an architecture of llama.cpp implies and its files do not state.
+"""`GgufRow`: what an architecture of llama.cpp implies about rotation and its files do not state.
 
-Keys are written without the architecture prefix.
+All keys are named without the architecture prefix: "rope.freq_base" stands for "llama.rope.freq_base" in a Llama.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ KV_HEADS, ROPE_PATTERN = "attention.head_count_kv", "attention.rope_pattern"
 ORIGINAL = "rope.scaling.original_context_length"
 
 ALL, NO_ROPE = "all", "no rope"
-"""Kinds of layers if all layers are alike."""
+"""The kind of all layers that rotate if there is only one such kind, and the kind of layers that do not rotate."""
 Axes = Literal["one", "mrope", "imrope", "mrope if sections"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How the layers of one kind get their rope.
+    """What an architecture implies about one kind of layer that rotates.
 
     Args:
         bases: keys of the base. The first one with a value is used. rope.freq_base is the base of the model. If it is
-            missing, base=... of from_config or the implied base of the row replaces it.
-        implied_base: the base if none of `bases` has a value and rope.freq_base is not among them. None makes that an
-            error.
-        scaled: whether the scaling of the model applies to this kind.
-        own_head: whether attention.key_length_swa and rope.dimension_count_swa are read for it.
+            missing, the argument base of from_config or `GgufRow.implied_base` replaces it.
+        implied_base: the base if `bases` does not contain rope.freq_base and none of its keys has a value. None makes
+            that an error.
+        scaled: whether the scaling of the model applies to this kind of layer.
+        own_head: whether attention.key_length_swa and rope.dimension_count_swa state the sizes of its heads.
     """
 
     bases: tuple[str, ...] = (BASE,)
@@ -45,7 +45,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Every:
-    """One of every n layers (the last, or the first) is `kind`, and the others are `rest`. A key may override n."""
+    """A pattern that repeats every n layers: one layer is of kind `kind`, and the others are of kind `rest`.
+
+    Args:
+        n: the number of layers after which the pattern repeats.
+        kind, rest: the kinds.
+        key: key that overrides n; "" if there is none.
+        first: whether the first of every n layers is of kind `kind`. If False, it is the last.
+    """
 
     n: int
     kind: str
@@ -56,16 +63,18 @@ class Every:
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers of an architecture are of which kind, and how each kind rotates.
+    """The kinds of layers of an architecture, and the rule that assigns a kind to each layer.
 
     Args:
-        kinds: maps the name of a kind to how it gets its rope, or to None if it does not rotate.
-        otherwise: the kinds if the file has no list: a pattern, or one kind for all layers. None requires the list.
-        key: key of a list with an entry for each layer; "" if llama.cpp reads none.
-        flagged, unflagged: the kind for an entry that is true or greater than 0, and for one that is false or 0.
+        kinds: maps the name of each kind to a `Kind`, or to None if layers of this kind do not rotate.
+        otherwise: a pattern, or the kind of all layers, for files without a list. None makes the list required.
+        key: key of a list with an entry for each layer; "" if llama.cpp reads no such list.
+        flagged, unflagged: the kind of a layer whose entry is true or greater than 0, and of one whose entry is false
+            or 0.
         window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
-        fixed: whether `otherwise` always applies. A list must then agree with it.
-        count: the only number of layers for which the layers differ; None for any.
+        fixed: whether `otherwise` applies even if the file has a list, which must then state the same kinds.
+        count: the number of layers of the only model of this architecture whose layers differ; None if they differ in
+            all models.
         no_window: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
@@ -82,7 +91,7 @@ class Layers:
 
 @dataclass(frozen=True)
 class ImpliedBase:
-    """The base of files that state none, its origin, and a warning about it."""
+    """The base of files that do not state it, where this rule comes from, and a warning for the user."""
 
     value: float
     origin: str
@@ -91,30 +100,33 @@ class ImpliedBase:
 
 @dataclass(frozen=True)
 class GgufRow:
-    """What an architecture implies.
+    """What an architecture implies about rotation.
 
     Args:
-        pairing: "interleaved" is LLAMA_ROPE_TYPE_NORM, "half" is NEOX, MROPE and IMROPE. None if it is not known.
-        source: the code that shows the exceptions of this architecture.
-        refusal: the reason why no Rope describes it; "" if one does.
+        pairing: "interleaved" for LLAMA_ROPE_TYPE_NORM, "half" for NEOX, MROPE and IMROPE. None if it is not known.
+        source: the code of llama.cpp from which the other fields were taken.
+        refusal: the reason why no `Rope` describes the architecture; "" if one does.
         layers: which layers are of which kind; None if all layers are alike.
-        latent: whether it has multi-head latent attention: the last rope.dimension_count channels of a head rotate.
+        latent: whether it has multi-head latent attention, in which the last rope.dimension_count channels of a head
+            rotate.
         scales_softmax: whether llama.cpp multiplies the softmax scale by YaRN's factor (DeepSeek).
-        indexer: pairing of a second rope, which rotates the first channels; None if there is none.
-        axes: the positions of a token. With "mrope if sections", a token has several positions if the file has
-            rope.dimension_sections, and the pairing is then "half".
+        indexer: the pairing of the indexer, a second attention whose first channels rotate; None if there is none.
+        axes: how many positions a token has. With "one", it has one. With "mrope" and "imrope", it has several, and the
+            axes of the pairs are consecutive or alternate. "mrope if sections" means "mrope" with the pairing "half" if
+            the file has rope.dimension_sections, and else "one".
         whole_head: whether rope.dimension_count must be the whole head.
-        implied_base: the base of files that state none; None makes a missing base an error.
+        implied_base: the base of files that do not state it. None makes a missing base an error.
         finetuned_is_switch: whether nothing rotates if rope.scaling.finetuned is false.
-        freqs: whether the tensor rope_freqs.weight is read, and whether it is required.
-        longrope: whether the tensors of short and long factors are read: if rope.scaling.type is longrope, or whenever
-            the file has them.
+        freqs: "read" if llama.cpp reads the tensor rope_freqs.weight, "needed" if the tensor is required, else "".
+        longrope: when llama.cpp reads the tensors of short and long factors: "by type" if rope.scaling.type is
+            longrope, "by tensors" whenever the file has them, or "" for never.
         alpha: whether rope.scaling.alpha is read.
         yarn_betas: whether yarn_beta_fast and yarn_beta_slow are read.
-        yarn_log: the meaning of yarn_log_multiplier: mscale_all_dim, or a tenth of it; "" if it is not read.
-        yarn_log_is_mscale: whether mscale equals mscale_all_dim. If not, it is 1.
+        yarn_log: what yarn_log_multiplier is: "whole" for mscale_all_dim, "tenth" for a tenth of it, or "" if it is not
+            read.
+        yarn_log_is_mscale: whether mscale equals mscale_all_dim. If False, mscale is 1.
         yarn_warning: a warning for files with YaRN, or "".
-        temperature_length: key of the length for attention.temperature_scale; "" if that is not read.
+        temperature_length: key of the length that attention.temperature_scale refers to; "" if neither is read.
     """
 
     pairing: Pairing | None
@@ -138,11 +150,11 @@ class GgufRow:
     temperature_length: str = ""
 
     def kinds(self) -> dict[str, Kind | None]:
-        """Return how each kind of layer gets its rope."""
+        """Return a dict from the name of each kind of layer to its `Kind`, or to None if it does not rotate."""
         return {ALL: Kind(), NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
 
     def reads(self) -> frozenset[str]:
-        """Return the keys that this architecture reads and others may not."""
+        """Return the keys that llama.cpp reads for this architecture, but not for all others."""
         names = {HEAD_MLA} if self.latent else set()
         names |= set() if self.axes == "one" else {SECTIONS}
         if self.layers is not None:

@@ -1,4 +1,4 @@
-"""Read the scaling of a GGUF file: its type, its parameters and its factor tensors."""
+"""`SchemeReader`: read the scaling of a GGUF file from its type, its parameters and its factor tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ropewalk.configs.gguf.row import ORIGINAL
 from ropewalk.schemes import NTK, SCHEMES, Linear, LongRoPE, PerPair, Scaling, YaRN, build
 
 _FACTOR = Linear.gguf["factor"]
-_OLD_FACTOR = "rope.scale_linear"  # its former name
+_OLD_FACTOR = "rope.scale_linear"  # the former name of this key
 _ATTENTION = PerPair.gguf["attention_factor"]
 
 
 class SchemeReader:
-    """Reads the scaling of one file.
+    """The keys and factor tensors of one file, and the methods that compute its scheme.
 
     Attributes:
-        kind: the type that llama.cpp applies, after `read`.
-        yarn_factor: the factor by which llama.cpp's YaRN multiplies cos and sin, dimensionless; 1 for other types.
+        kind: the scaling type that llama.cpp applies. It is set by `read`.
+        yarn_factor: the factor by which llama.cpp's YaRN multiplies cos and sin, dimensionless; 1 for other types. It
+            is set by `read`.
     """
 
     def __init__(self, keys: Keys, tensors: Mapping[str, tuple[float, ...]]) -> None:
@@ -33,7 +34,11 @@ class SchemeReader:
         self.yarn_factor = 1.0
 
     def read(self) -> Scaling | None:
-        """Return the scheme as llama.cpp reads it. Afterwards, every key about rotation has been read or refused."""
+        """Return the scheme that llama.cpp applies to the file, or None if there is none.
+
+        Raises:
+            RopeError: a parameter is missing or invalid, or llama.cpp does not read a key or tensor about rotation.
+        """
         kind = self.kind = self._kind()
         self._check_tensors(kind)
         make: dict[str, Callable[[], Scaling | None]] = {
@@ -51,6 +56,7 @@ class SchemeReader:
         return scheme
 
     def _kind(self) -> str:
+        """Return the scaling type that llama.cpp applies, and record its origin."""
         key = self.keys.key("rope.scaling.type")
         stated = self.keys.fields.get(key)
         if stated is not None:
@@ -70,7 +76,7 @@ class SchemeReader:
         return "none"
 
     def _check_tensors(self, kind: str) -> None:
-        """Raise a RopeError unless llama.cpp reads the factor tensors of the file for this type and architecture."""
+        """Raise a RopeError if llama.cpp does not read a factor tensor of the file, or if a required one is missing."""
         longrope, row = kind == "longrope", self.keys.row
         expected = {SHORT, LONG} if longrope else {FREQS}
         reads = row.longrope if longrope else row.freqs
@@ -109,7 +115,7 @@ class SchemeReader:
             )
 
     def _factor(self) -> float | None:
-        """Return the factor from its key or from the former name of that key."""
+        """Return the factor of the scaling from its key or from the former name of that key, or None."""
         new, old = (
             self.keys.number(_FACTOR, at_least=0.0),
             self.keys.number(_OLD_FACTOR, at_least=0.0),
@@ -146,7 +152,7 @@ class SchemeReader:
         return self.keys.fields.first((self.keys.key(_FACTOR), self.keys.key(_OLD_FACTOR)))
 
     def _attention_factor(self) -> float:
-        """Return rope.scaling.attn_factor, which multiplies cos and sin."""
+        """Return rope.scaling.attn_factor, which multiplies cos and sin, or 1 if it is missing."""
         factor = self.keys.number(_ATTENTION, above=0.0)
         if factor is not None:
             self.keys.origins["attention_factor"] = self.keys.key(_ATTENTION)
@@ -176,19 +182,19 @@ class SchemeReader:
         return scheme
 
     def _mscale(self) -> dict[str, float]:
-        """Return DeepSeek's weights of the attention factor."""
+        """Return mscale and mscale_all_dim, which DeepSeek's YaRN has, or an empty dict if the file has neither."""
         key = YaRN.gguf["mscale_all_dim"]
         weight = self.keys.number(key, at_least=0.0)
         if not weight:
             return {}
         self.keys.origins["mscale_all_dim"] = self.keys.key(key)
         if self.keys.row.yarn_log == "tenth":
-            weight = float(f"{10 * weight:.6g}")  # the file has a tenth of it in float32
+            weight = float(f"{10 * weight:.6g}")  # the file has a tenth of the weight in float32
             self.keys.origins["mscale_all_dim"] += " · 10"
         return {"mscale": weight if self.keys.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
 
     def _by_its_keys(self, scheme: type[Scaling]) -> Scaling:
-        """Build a scheme whose fields all come from the keys in `Scaling.gguf`."""
+        """Build a scheme whose fields are all read from the keys in its `gguf`."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cast(Any, scheme)):
             name = scheme.gguf.get(field.name)
@@ -204,7 +210,7 @@ class SchemeReader:
             raise within(self.keys.fields.source, e) from None
 
     def _check_stated_factor(self, scheme: YaRN) -> None:
-        """Raise a RopeError if yarn_attn_factor differs from the factor of YaRN that llama.cpp computes instead."""
+        """Raise a RopeError if yarn_attn_factor is not the attention factor that llama.cpp computes instead of it."""
         stated = self.keys.number("rope.scaling.yarn_attn_factor", above=0.0)
         if stated is not None and not math.isclose(stated, scheme.compute_attention_factor(), rel_tol=1e-5):
             raise self.keys.fields.error(

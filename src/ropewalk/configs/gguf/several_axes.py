@@ -1,4 +1,4 @@
-"""Axes of a GGUF file: rope.dimension_sections assigns each pair one of ggml's four rows of positions.
+"""Compute the `Axes` of a GGUF file: rope.dimension_sections assigns each pair to one of ggml's four axes.
 
 Source: ggml_mrope_cache_init in ggml/src/ggml-cpu/ops.cpp of llama.cpp, modes MROPE and IMROPE.
 """
@@ -11,13 +11,14 @@ NAMES = ("time", "height", "width", "fourth row")
 
 
 def axes_of(sections: tuple[int, ...], pairs: int, *, is_interleaved: bool) -> Axes:
-    """Return the axes of `pairs` pairs. They have a fourth row of positions only if a pair uses it.
+    """Return the axis of each pair. The result has three axes, or four if a pair uses the fourth.
 
     Args:
-        sections: number of pairs for time, height, width and the fourth row. If there are more pairs, ggml repeats the
-            sections.
+        sections: the number of pairs for time, height, width and the fourth axis. If their sum is less than `pairs`,
+            ggml repeats the sections.
         pairs: the number of pairs that rotate.
-        is_interleaved: whether the axes alternate (IMROPE). A pair whose axis is used up takes the fourth row.
+        is_interleaved: whether the axes alternate (IMROPE). Once an axis has as many pairs as its section says, the
+            pairs that would use it next use the fourth axis.
     """
     bounds = [sum(sections[: a + 1]) for a in range(4)]
     axis = []
