@@ -1,6 +1,6 @@
-"""Find the rows of the heads of q and k in the tensors of an attention, by their names and shapes.
+"""Find the rows of the heads of q and k in the tensors of an attention module, by the names and shapes of the tensors.
 
-Unknown tensors of an attention are refused, because leaving their rows in place could make the result wrong.
+Unknown tensors of an attention module are refused, because the result could be wrong if their rows stayed in place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Role = Literal["q", "k"]
 
 @dataclass(frozen=True)
 class Part:
-    """The rotated rows of q or of k in one tensor.
+    """The rotated rows of all heads of q, or of k, in one tensor.
 
     Args:
         layer: the index of the layer.
-        role: "q" or "k".
+        role: whether these are rows of "q" or of "k".
         kind: "proj" for a projection or its bias, "norm" for the weight or bias of a norm after the projection.
         starts: the first rotated row of each head.
         rotary_dim: the number of rotated rows of each head.
@@ -40,13 +40,19 @@ class Part:
 
 
 def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
-    """Permute the rotated channels of a head: channel c in the pairing `to` is channel `[c]` in the other."""
+    """Return the permutation that converts the rotated channels of a head to the pairing `to`.
+
+    Channel c of the converted head is channel `result[c]` of the original, `[rotary_dim]`.
+    """
     by_pairs = np.arange(rotary_dim).reshape(-1, 2)
     return by_pairs.T.ravel() if to == "half" else np.arange(rotary_dim).reshape(2, -1).T.ravel()
 
 
 def order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
-    """The permutation of the rows of a tensor. Rows that are not rotated stay in place."""
+    """Return the permutation that converts the rows of a tensor to the pairing `to`. Unrotated rows stay in place.
+
+    Row r of the converted tensor is row `result[r]` of the original, `[rows]`.
+    """
     result = np.arange(rows)
     for part in parts:
         moved = channels(part.rotary_dim, to)
@@ -57,14 +63,14 @@ def order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True)
 class Heads:
-    """The sizes of the attention in one layer.
+    """The sizes of the attention module of one layer.
 
     Args:
         rope: the rope of the layer.
         queries, keys: the number of heads of q and k. None if the config does not state it.
         width: the number of channels of the model. None if the config does not state it.
-        latent: the number of channels of the compressed keys and values, which precede the rotated part of k in latent
-            attention. None in other attentions.
+        latent: in latent attention, the number of channels of the compressed keys and values, which precede the rotated
+            channels of k in one tensor; else None.
     """
 
     rope: Rope
@@ -88,31 +94,35 @@ _STILL = frozenset(
      "attn_out", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "A", "dt_proj",
      "linear_y", "linear_x", "linear_out", "conv_1d", "rg_lru"}
 )  # fmt: skip
-"""Tensors of an attention that keep their rows. A bare `bias` or `masked_bias` is a mask of GPT-J or GPT-NeoX."""
+"""Tensors of an attention module that are copied unchanged. `bias` and `masked_bias` alone are masks of GPT-J and
+GPT-NeoX."""
 _BY_OUTPUT = frozenset({"weight", "bias", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
 _BY_OUTPUT_TOO = "lora_magnitude_vector.weight"
 _ADAPTER_STILL = frozenset({"lora_A.weight"})
 
 
 def _concatenated(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """All heads of q, then those of k, then those of v (Phi-3, ModernBERT, Nomic, Molmo 2)."""
+    """Return the first row of each head if a tensor has all heads of q, then of k, then of v (Phi-3, ModernBERT)."""
     return {"q": [i * head for i in range(queries)], "k": [(queries + i) * head for i in range(keys)]}
 
 
 def _by_head(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """For each head: its q, its k, its v (GPT-NeoX, Persimmon)."""
+    """Return the first row of each head if a tensor has the q, k and v of one head after another (GPT-NeoX)."""
     return {"q": [3 * i * head for i in range(queries)], "k": [(3 * i + 1) * head for i in range(queries)]}
 
 
 def _by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """For each group: the heads of q that share a k, that k, its v (Falcon's new decoder)."""
+    """Return the first row of each head if a tensor has one group after another (Falcon's new decoder).
+
+    A group is the heads of q that share a head of k, then that head of k, then its head of v.
+    """
     share = queries // keys
     group = [(i * (share + 2)) * head for i in range(keys)]
     return {"q": [g + j * head for g in group for j in range(share)], "k": [g + share * head for g in group]}
 
 
 def _codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Four blocks, each with a quarter of q, a quarter of v and a quarter of k (CodeGen)."""
+    """Return the first row of each head if a tensor has four blocks of a quarter of q, of v and of k (CodeGen)."""
     quarter = queries // 4
     starts = [block * 3 * quarter + i for block in range(4) for i in range(quarter)]
     return {"q": [s * head for s in starts], "k": [(s + 2 * quarter) * head for s in starts]}
@@ -138,14 +148,20 @@ FUSED: dict[str, tuple[str, _Fusion]] = {
     "falcon": ("query_key_value", _falcon),
     "codegen": ("qkv_proj", lambda config: _codegen),
 }
-"""model_type → the tensor that holds q, k and v, and their order in it, as transformers 5.23 splits it."""
+"""Maps a model_type to the tensor that holds q, k and v, and to their order in it, as transformers 5.23 splits it."""
 _GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Models whose q_proj contains a gate after each head."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """The location of a tensor: the prefix of its layers, the index of its layer, and its name in the attention."""
+    """The location of a tensor in a model.
+
+    Args:
+        stack: the part of its name before the layers, e.g. "model.".
+        layer: the index of its layer.
+        rest: its name inside the attention module, e.g. "q_proj.weight"; None if it is in another module.
+    """
 
     stack: str
     layer: int
@@ -164,22 +180,22 @@ _RUN = (
     "starcoder2 ultrabert vaultgemma youtu "
 )
 PROVEN = frozenset(_RUN.split())
-"""Models for which tests/checkpoints compare the logits of converted weights, with the code of transformers 5.23."""
+"""The model_types for which tests compare the logits of converted weights, with the code of transformers 5.23."""
 
 
 def locate(name: str) -> Location | None:
-    """Locate a tensor. None if it is not part of a layer. `rest` is None if it is not part of an attention."""
+    """Return the location of a tensor with this name, or None if it is not in a layer."""
     match = _NAME.fullmatch(name)
     return None if match is None else Location(match["stack"], int(match["layer"]), match["rest"])
 
 
 def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config: Mapping[str, Any]) -> list[Part]:
-    """The rotated rows of one tensor of an attention, or [] if none are rotated.
+    """Return the rotated rows of a tensor of an attention module, or [] if none are rotated.
 
     Args:
         name, shape: the name and shape of the tensor.
-        at: its location, in an attention.
-        heads: the sizes of the attention in its layer.
+        at: its location.
+        heads: the sizes of the attention module.
         config: the config of the model.
 
     Raises:
@@ -231,7 +247,7 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
 
 
 def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: str, heads: Heads) -> list[Part]:
-    """The rotated rows of a norm: one norm for all heads, one for each head, or one over all heads together."""
+    """Return the rotated rows of a norm, which may be shared by all heads, one for each head, or one over all heads."""
     rope, numbers = heads.rope, int(np.prod(shape, dtype=object))
     if one := re.fullmatch(r"norms\.\d+\.(weight|bias)", parameter):  # StableLM has a norm for each head
         parameter = one[1]
@@ -244,7 +260,7 @@ def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: 
 
 
 def _check_counts(name: str, heads: Heads) -> tuple[int | None, int | None]:
-    """Check the numbers of heads of q and k, and return them. None if the config does not state them."""
+    """Check and return the numbers of heads of q and k. Each is None if the config does not state it."""
     queries, keys = heads.queries, heads.keys
     if any(count is not None and count < 1 for count in (queries, keys, heads.latent)):
         must, came = f"the config must state sizes of at least 1 for {name}", f"{queries}, {keys}, {heads.latent}"

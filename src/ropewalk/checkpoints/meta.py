@@ -1,4 +1,4 @@
-"""Convert between Meta's and Hugging Face's Llama: the names of tensors, and params.json ↔ config.json.
+"""Convert the names of tensors, and params.json or config.json, between Meta's and Hugging Face's Llama.
 
 Source: meta-llama/llama-models at a9c89c47, models/llama3/model.py and args.py.
 """
@@ -17,7 +17,7 @@ from ropewalk.configs.read import from_config
 from ropewalk.schemes import Llama3
 
 FREQUENCIES = "rope.freqs"
-"""A tensor of Meta's older files, which is not converted because it can be computed."""
+"""A tensor in Meta's older files that is not converted, because Hugging Face's code computes it."""
 
 _TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -41,7 +41,7 @@ _PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pre
 
 
 def hugging_face_name(name: str) -> str:
-    """Hugging Face's name of a tensor of Meta's Llama.
+    """Return Hugging Face's name of a tensor of Meta's Llama.
 
     Raises:
         RopeError: Meta's Llama has no tensor of this name.
@@ -56,7 +56,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def meta_name(name: str) -> str | None:
-    """Meta's name of a tensor of Hugging Face's Llama. None for a tensor that can be computed.
+    """Return Meta's name of a tensor of Hugging Face's Llama, or None for a tensor that Meta's code computes.
 
     Raises:
         RopeError: Llama has no tensor of this name.
@@ -74,7 +74,7 @@ def meta_name(name: str) -> str | None:
 def to_hugging_face(
     params: Mapping[str, Any], ropes: ModelRopes, tensors: Mapping[str, Tensor], max_positions: int | None
 ) -> dict[str, Any]:
-    """Write a config.json of Llama from params.json and, for missing sizes, from the shapes of the tensors.
+    """Return the config.json of a Llama, computed from params.json and from the shapes of the tensors.
 
     Args:
         params: the content of params.json.
@@ -128,7 +128,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
-    """Write a params.json from the config.json of a Llama.
+    """Return the params.json of a Llama, computed from its config.json.
 
     Raises:
         RopeError: Meta's code does not support this model.
@@ -173,9 +173,9 @@ def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
 
 
 def _feed_forward(dim: int, inner: int) -> tuple[int, float | None]:
-    """The `multiple_of` and `ffn_dim_multiplier` from which Meta's code computes the width `inner`.
+    """Return a `multiple_of` and a `ffn_dim_multiplier` from which Meta's code computes the width `inner`.
 
-    Its formula is two thirds of 4 · dim, times the multiplier, rounded up to the next multiple.
+    Meta's formula is two thirds of 4 · dim, times the multiplier, rounded up to a multiple of `multiple_of`.
     """
     usual = int(2 * (4 * dim) / 3)
     multiple = math.gcd(inner, 4096)

@@ -1,4 +1,4 @@
-"""Read a checkpoint: its config, its ropes, and its tensors by Hugging Face's names. No tensor is loaded."""
+"""Read a checkpoint: its config, its ropes, and the names, shapes and locations of its tensors. No tensor is loaded."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Checkpoint:
 
     Args:
         folder: the folder.
-        form: "hf", "meta" or "adapter".
+        form: the format of the files: "hf", "meta" or "adapter" (a LoRA adapter of PEFT).
         config: the config of the model in Hugging Face's schema. For an adapter, the config of its base model.
-        own_config: the config that belongs to the weights: that of the model, or that of the adapter.
+        own_config: the config next to the weights: `config`, or for an adapter the content of adapter_config.json.
         ropes: the ropes of the config.
         pairing: the pairing of these weights.
         native: the pairing with which the code of this model_type rotates.
-        files: file → its tensors by Hugging Face's names, in the order of their bytes.
-        metadata: file → its safetensors metadata.
-        beside: other files of the folder that belong to the model, such as its tokenizer and code.
-        left: other weights in the folder, which were not read.
+        files: maps each file to its tensors by Hugging Face's names, in the order of their bytes.
+        metadata: maps each file to its safetensors metadata.
+        beside: the names of other files in the folder that belong to the model, such as its tokenizer and code.
+        left: the names of other files with weights in the folder, which were not read.
     """
 
     folder: Path
@@ -53,7 +53,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name."""
+        """All tensors by Hugging Face's names."""
         return {name: tensor for tensors in self.files.values() for name, tensor in tensors.items()}
 
     @property
@@ -62,7 +62,7 @@ class Checkpoint:
         return str(self.config.get("model_type"))
 
     def first(self, keys: Collection[str]) -> int | None:
-        """The value of the first of these keys that is an integer in the config, or None."""
+        """Return the value of the first of these config keys whose value is an integer, or None if there is none."""
         found = (self.config.get(key) for key in keys)
         return next((value for value in found if type(value) is int), None)
 
@@ -80,14 +80,16 @@ def read(
 
     Args:
         folder: the folder of a Hugging Face model, of a LoRA adapter, or of Meta's Llama.
-        base_config: the config of the model that an adapter belongs to.
+        base_config: for an adapter, the config.json of the model that it belongs to, or the folder of that file.
         pairing: the pairing, for a model_type that ropewalk does not know.
         factor: the scaling factor, for Meta's params.json with `use_scaled_rope`.
-        max_positions: the `max_position_embeddings` to write when converting from Meta's params.json, in tokens.
+        max_positions: for Meta's params.json, the `max_position_embeddings` of the model in tokens, which this format
+            does not contain.
         ignore: keys of the config to ignore.
 
     Raises:
-        RopeError: the folder holds none of these or is incomplete, or an argument is for another kind of checkpoint.
+        RopeError: the folder holds no such checkpoint or an incomplete one, or an argument is for another kind of
+            checkpoint.
     """
     if not folder.is_dir():
         came = "a file" if folder.exists() else "nothing"
@@ -126,7 +128,11 @@ def _refuse(refused: bool, name: str, value: object, kind: str) -> None:
 def _config(
     file: Path, pairing: str | None, ignore: Collection[str]
 ) -> tuple[dict[str, Any], ModelRopes, Pairing, Pairing]:
-    """Return a config, its ropes, the pairing of its weights, and the pairing of the code of its model_type."""
+    """Read a config. Return it with its ropes, the pairing of its weights, and the pairing that its model's code uses.
+
+    Raises:
+        RopeError: the config cannot be read, or is that of a model whose weights cannot be converted.
+    """
     ropes = from_config(file, pairing=pairing, ignore=ignore)
     config = read_json(file)
     if ropes.config is None or ropes.config.get("model_type") != config.get("model_type"):
@@ -209,14 +215,18 @@ def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Chec
 
 
 def _beside(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The other files of a folder: those that belong to the model, and other weights."""
+    """Return the names of the files in a folder that are not in `read`: those without and those with weights."""
     others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
     left = [name for name in others if name.endswith(_WEIGHTS)]
     return tuple(name for name in others if name not in left), tuple(left)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object, with its keys in their order. For a config, `from_config` gives more precise errors."""
+    """Read a file that contains a JSON object. Its keys keep their order.
+
+    Raises:
+        RopeError: the file cannot be read, or contains something else.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
@@ -227,6 +237,6 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def row_keys(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The config keys that state the number of heads and the width of the model, for a model_type."""
+    """Return the config keys of the number of heads, and those of the width of the model, for a model_type."""
     row = ARCHITECTURES.get(model_type)
     return (("num_attention_heads",), ("hidden_size",)) if row is None else (row.heads, row.hidden)

@@ -29,17 +29,17 @@ _LARGEST_SHARD = 5 * 10**9
 
 @dataclass(frozen=True)
 class Plan:
-    """One conversion.
+    """Everything that a conversion will write.
 
     Args:
-        source: the checkpoint that is converted.
+        source: the checkpoint to convert.
         to: the pairing to write.
-        form: the format to write: "hf", "meta" or "adapter".
-        parts: name → the rotated rows of that tensor, for tensors that have any.
-        tensors: name → the converted tensor, by Hugging Face's names.
-        files: file → its tensors by the names that are written.
-        metadata: file → its safetensors metadata.
-        texts: JSON file → its content.
+        form: the format to write: "hf", "meta" or "adapter" (a LoRA adapter of PEFT).
+        parts: maps the name of each tensor with rotated rows to those rows.
+        tensors: maps Hugging Face's name of each tensor to the converted tensor.
+        files: maps each file to its tensors, by the names under which they are written.
+        metadata: maps each file to its safetensors metadata.
+        texts: maps the name of each JSON file to its content.
         notes: what the user must know about the result, in whole sentences.
     """
 
@@ -65,10 +65,10 @@ def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
     Args:
         source: the checkpoint to convert.
         to: the pairing to write.
-        form: the format to write, "hf" or "meta". An adapter stays an adapter.
+        form: the format to write: "hf" or "meta". An adapter keeps its own format, for which this must be "hf".
 
     Raises:
-        RopeError: there is nothing to convert, or the checkpoint cannot be converted correctly.
+        RopeError: there is nothing to convert, or ropewalk cannot convert the checkpoint.
     """
     if source.form == "adapter":
         if form == "meta":
@@ -98,7 +98,7 @@ def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
 
 
 def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
-    """Find the rotated rows of all tensors, and check that every layer that rotates has q and k."""
+    """Return the rotated rows of each tensor that has any. Raise a RopeError if a layer that rotates lacks q or k."""
     quantised = _quantisation(source.config)
     found: dict[str, list[Part]] = {}
     stacks: dict[str, str] = {}
@@ -140,7 +140,7 @@ def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
 
 
 def _rope_of(source: Checkpoint, layer: int, name: str) -> Any:
-    """The rope of a layer. Layers after the last one, which predict further tokens, have the rope of the last."""
+    """Return the rope of a layer. Layers that predict further tokens come after the last one and have its rope."""
     ropes = source.ropes.layers
     if layer < len(ropes):
         return ropes[layer]
@@ -187,7 +187,7 @@ def _check_complete(source: Checkpoint, found: Mapping[str, list[Part]], layers:
 
 
 def _quantisation(config: Mapping[str, Any]) -> str | None:
-    """The quantisation of the weights: "fp8", or None.
+    """Return the quantisation of the weights: "fp8", or None if they are not quantised.
 
     Raises:
         RopeError: the weights have another quantisation, which cannot be converted.
@@ -208,7 +208,7 @@ def _refuse_quantised(came: str) -> None:
 
 
 def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
-    """Check that every row stays in its block of rows, which share a scale. A tensor without blocks has one scale."""
+    """Raise a RopeError if an FP8 row would leave its block of rows, because the rows of a block share a scale."""
     stated = source.config.get("quantization_config")
     size = stated.get("weight_block_size") if isinstance(stated, Mapping) else None
     tensors = source.tensors
@@ -229,7 +229,7 @@ def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
 
 
 def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], list[str]]:
-    """The configs to write, and notes about the result."""
+    """Return the JSON files to write, and notes about the result for the user."""
     if form == "adapter":
         return {model.ADAPTER_CONFIG: source.own_config}, [
             f"The adapter now fits a model whose q and k are {to}. Convert its model in the same way."
@@ -260,7 +260,7 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
 def _files(
     source: Checkpoint, tensors: Mapping[str, Tensor], form: str, to: Pairing
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, str]], dict[str, Any]]:
-    """The tensors and the metadata of each file, and the index file if there is one."""
+    """Return the tensors of each file, the metadata of each file, and the index file if there are several."""
     if form == "meta":
         ordered = sorted(tensors.items(), key=lambda item: _sorted_by(item[0]))
         named = {meta.meta_name(name): tensor for name, tensor in ordered}
@@ -292,7 +292,7 @@ def _files(
 
 
 def _sorted_by(name: str) -> tuple[int, int, str]:
-    """A sort key: the embedding, the layers in order, the rest."""
+    """Return a sort key that puts the embedding first, then the layers in order, then all other tensors."""
     at = layouts.locate(name)
     if at is not None:
         return 1, at.layer, name

@@ -1,7 +1,7 @@
 """Read and write Meta's consolidated.*.pth: find the tensors in the files, join their pieces, and write one file.
 
-PyTorch reads the pickle and maps the file, which gives the offset of each tensor. Files are written in PyTorch's own
-format, an uncompressed zip archive, but one storage at a time.
+To read, PyTorch unpickles the names and shapes and memory-maps the file, which gives the offset of each tensor. To
+write, this module produces PyTorch's own format, an uncompressed zip archive, from one tensor at a time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _ALIGNED = 64
 """The alignment of the members of an archive of PyTorch, in bytes."""
 
-# Meta's code splits these tensors by rows or by columns. Every piece contains the others as a whole.
+# Meta's code splits these tensors by rows or by columns. Every file contains the other tensors completely.
 _BY_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
 _BY_COLUMNS = ("wo", "w2")
 
 
 def pieces(folder: Path) -> list[Path]:
-    """The files of a model, in order.
+    """Return the files of a model, in order.
 
     Raises:
         RopeError: there are no files, or one is missing.
@@ -47,10 +47,10 @@ def pieces(folder: Path) -> list[Path]:
 
 
 def tensors_of(file: Path) -> dict[str, Stored]:
-    """Find the tensors of one file. PyTorch reads its pickle with weights_only and memory-maps the tensors.
+    """Find the tensors of one file. Return them by name, without loading them.
 
     Raises:
-        RopeError: the file holds something other than tensors, or one that is not contiguous or not floating point.
+        RopeError: the file cannot be read, or holds something other than contiguous floating-point tensors.
     """
     import torch
 
@@ -64,7 +64,7 @@ def tensors_of(file: Path) -> dict[str, Stored]:
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
         raise _checks.error("convert", must, _checks.shown(type(found)), "Save only the state_dict.")
     names = {getattr(torch, name): dtype for dtype, name in _DTYPES.items()}
-    # The distances between mapped members in memory equal those in the file.
+    # The file is mapped as a whole, so distances in memory equal those in the file.
     mapped = sorted({tensor.untyped_storage().data_ptr() for tensor in found.values()})
     base = mapped[0] - members[0] if mapped and members else 0
     if [begin - base for begin in mapped] != members:
@@ -84,7 +84,7 @@ def tensors_of(file: Path) -> dict[str, Stored]:
 
 
 def _members(file: Path) -> list[int]:
-    """The offsets of the storages in an archive of PyTorch, in order. [] if it is not little-endian."""
+    """Return the offsets of the storages in an archive of PyTorch, in bytes and in order, or [] if it is big-endian."""
     with zipfile.ZipFile(file) as archive, file.open("rb") as content:
         begins = []
         for member in archive.infolist():
@@ -99,14 +99,14 @@ def _members(file: Path) -> list[int]:
 
 
 def joined(found: list[dict[str, Stored]], width: int) -> dict[str, Tensor]:
-    """Join the tensors of a model that is split over several files, one for each GPU that it was made for.
+    """Join the pieces of the tensors of a model that is split over several files, one for each GPU.
 
     Args:
         found: the tensors of each file.
-        width: the number of channels of the model, which determines how the embedding was split.
+        width: the number of channels of the model, which shows whether the embedding was split by rows or by columns.
 
     Raises:
-        RopeError: the files hold different tensors, or a tensor that cannot be joined.
+        RopeError: the files hold different tensors, or the pieces of a tensor do not fit together.
     """
     for other in found[1:]:
         if different := sorted(other.keys() ^ found[0].keys()):
@@ -116,6 +116,7 @@ def joined(found: list[dict[str, Stored]], width: int) -> dict[str, Tensor]:
 
 
 def _joined(name: str, parts: list[Stored], width: int) -> Tensor:
+    """Join the pieces of one tensor, or return the first piece if each file has the complete tensor."""
     kind = name.split(".")[-2] if name.endswith(".weight") else name
     first = parts[0]
     if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
@@ -137,7 +138,7 @@ def _joined(name: str, parts: list[Stored], width: int) -> Tensor:
 
 
 class _Reference:
-    """A storage in a pickle, which tells PyTorch where to find the bytes of a tensor."""
+    """The reference to a storage in a pickle, which tells PyTorch where to find the bytes of a tensor."""
 
     def __init__(self, key: int, tensor: Tensor) -> None:
         self.key, self.tensor = key, tensor
@@ -170,7 +171,7 @@ class _Pickler(pickle.Pickler):
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
-    """Raise RopeError if a tensor has a dtype that Meta's files do not support."""
+    """Raise a RopeError if a tensor has a dtype that Meta's format does not support."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORAGES:
             must = f"{name} must have one of the dtypes {', '.join(_DTYPES.values())} in Meta's format"
@@ -182,8 +183,8 @@ def write(file: Path, tensors: Mapping[str, Tensor], done: Callable[[int], None]
 
     Args:
         file: the file to create or overwrite.
-        tensors: name → tensor. They must pass `check`.
-        done: called after each chunk, with its number of bytes.
+        tensors: the tensors by name. They must pass `check`.
+        done: a function that is called after each chunk, with its number of bytes.
     """
     pickled = io.BytesIO()
     _Pickler(pickled, 2).dump({name: _Rebuilt(_Reference(k, t)) for k, (name, t) in enumerate(tensors.items())})
@@ -199,7 +200,7 @@ def write(file: Path, tensors: Mapping[str, Tensor], done: Callable[[int], None]
 
 
 def _open_member(archive: zipfile.ZipFile, name: str, nbytes: int = 0) -> Any:
-    """Open a member for writing. An extra field aligns its bytes as in PyTorch."""
+    """Open a member of the archive for writing, with padding that aligns its bytes to 64 as PyTorch does."""
     member = zipfile.ZipInfo(f"consolidated/{name}")  # with a fixed date, so that equal tensors give equal files
     member.file_size = nbytes
     large = nbytes > 2**31 - 2**20

@@ -1,6 +1,6 @@
-"""Tensors as rows of bytes in a file, which are read a few at a time, in any order, for any dtype.
+"""Tensors in files as rows of bytes, which are read in chunks, so that no tensor has to fit in memory.
 
-This module does not interpret the bytes, so rows are moved bit for bit, and no tensor has to fit in memory.
+This module never interprets the bytes, so all dtypes are read alike, and rows are copied bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Tensor(Protocol):
-    """A tensor that is read row by row. Its dtype has the name of safetensors, such as "BF16"."""
+    """The interface of a tensor that is read as rows of bytes. Its dtype is named as in safetensors: "BF16"."""
 
     @property
     def dtype(self) -> str: ...
@@ -38,13 +38,13 @@ class Tensor(Protocol):
     def rows(self) -> int: ...
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read rows first to last - 1, `[rows, bytes of a row]`."""
+        """Read rows `first` to `last` - 1. Return their bytes, uint8 `[last - first, bytes of a row]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, stored row after row. Create it with `stored`."""
+    """A tensor that is stored in a file, row after row. `stored` computes its number of rows."""
 
     file: Path
     offset: int
@@ -54,7 +54,7 @@ class Stored:
     rows: int
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read rows from the file; see `Tensor`."""
+        """Read rows from the file, as in `Tensor`."""
         width = row_bytes(self)
         with self.file.open("rb") as file:
             file.seek(self.offset + first * width)
@@ -67,7 +67,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Joined:
-    """The pieces of one matrix, concatenated by rows (axis 0) or by columns (axis 1)."""
+    """A matrix whose pieces are stored separately. They are concatenated along rows (axis 0) or columns (axis 1)."""
 
     pieces: tuple[Tensor, ...]
     axis: int
@@ -91,7 +91,7 @@ class Joined:
         return self.shape[0]
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read rows from the pieces that contain them; see `Tensor`."""
+        """Read rows from the pieces that contain them, as in `Tensor`."""
         if self.axis == 1:
             return np.concatenate([piece.read(first, last) for piece in self.pieces], axis=1)
         found, begin = [], 0
@@ -105,7 +105,7 @@ class Joined:
 
 @dataclass(frozen=True, eq=False)
 class Reordered:
-    """A permutation of the rows of another tensor: row r is its row `order[r]`."""
+    """A tensor with permuted rows: row r is row `order[r]` of `tensor`."""
 
     tensor: Tensor
     order: npt.NDArray[np.int64]
@@ -127,7 +127,7 @@ class Reordered:
         return self.tensor.rows
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read the span of rows that contains the wanted ones, which is hardly longer; see `Tensor`."""
+        """Read rows, as in `Tensor`. The rows of a head are close together, so the span that contains them is read."""
         wanted = self.order[first:last]
         if not len(wanted):
             return self.tensor.read(0, 0)
@@ -136,23 +136,27 @@ class Reordered:
 
 
 def stored(file: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Stored:
-    """A tensor in a file. A row is everything with the same first index. A tensor without such rows is one row."""
+    """Return the tensor of this shape that is stored at an offset in a file.
+
+    A row is everything with the same first index. A tensor without axes, or whose bytes its first axis does not divide,
+    is one row.
+    """
     whole = not shape or (shape[0] > 0 and nbytes % shape[0] != 0)
     return Stored(file, offset, nbytes, dtype, shape, 1 if whole else shape[0])
 
 
 def by_number(tensor: Stored) -> Stored:
-    """The same tensor with one row for each number, for the weights of norms of any shape."""
+    """Return the same tensor as a column, with one number in each row. Norms have weights of different shapes."""
     return replace(tensor, rows=math.prod(tensor.shape))
 
 
 def row_bytes(tensor: Tensor) -> int:
-    """The number of bytes of a row."""
+    """Return the number of bytes of a row."""
     return tensor.nbytes // tensor.rows if tensor.rows else 0
 
 
 def chunks(tensor: Tensor) -> Iterator[Bytes]:
-    """Yield all rows in order, a few at a time."""
+    """Yield all rows in order, in chunks of at most `CHUNK` bytes or of one row."""
     total = tensor.rows
     step = max(1, CHUNK // max(1, row_bytes(tensor)))
     for first in range(0, total, step):

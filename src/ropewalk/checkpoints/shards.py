@@ -1,7 +1,7 @@
 """Read and write safetensors: find the tensors of a folder, and write a file one tensor at a time.
 
-The safetensors library checks the header. Bytes are read and written here, because the library maps whole files to read
-them, and writes files only from memory.
+The safetensors library checks the header. The bytes are read and written here, because the library maps whole files
+into memory to read them, and can only write tensors that are in memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MOST_INDEX = 2**28
 
 
 def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors of a file in the order of their bytes, and its metadata. Only the header is read.
+    """Read the header of a file. Return its tensors by name, in the order of their bytes, and its metadata.
 
     Raises:
-        RopeError: the file is not a safetensors file, it is shorter than its header says, or a dtype is unknown.
+        RopeError: safetensors is not installed, the file is not a complete safetensors file, or a dtype is unknown.
     """
     try:
         import safetensors
@@ -53,10 +53,13 @@ def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 
 def files_of(folder: Path) -> dict[str, set[str] | None]:
-    """The files of the weights in a folder, each with the tensors that the index lists for it. None without an index.
+    """Find the files of the weights in a folder.
+
+    Returns:
+        A dict from each file to the names of the tensors that the index lists for it, or to None without an index.
 
     Raises:
-        RopeError: there are no weights, there are both kinds, or the index names a file outside of the folder.
+        RopeError: there is neither a file of weights nor an index, or both, or the index names other files.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():
@@ -97,7 +100,7 @@ def _weight_map(index: Path) -> Mapping[str, object]:
 
 
 def tensors_of(folder: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, dict[str, str]]]:
-    """File → its tensors, and file → its metadata.
+    """Read the headers of all files of a folder. Return the tensors of each file, and the metadata of each file.
 
     Raises:
         RopeError: as in `files_of` and `header`, or a file does not hold the tensors that the index lists for it.
@@ -118,9 +121,9 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
     Args:
         file: the file to create or overwrite.
-        tensors: name → tensor.
+        tensors: the tensors by name.
         metadata: the metadata of the file.
-        done: called after each chunk, with its number of bytes.
+        done: a function that is called after each chunk, with its number of bytes.
     """
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0

@@ -1,7 +1,7 @@
-"""Verify a conversion: both checkpoints must give the same scores, each rotated with its own pairing.
+"""Verify a conversion: both checkpoints must give the same attention scores, each rotated with its own pairing.
 
-The plan tells which rows belong to which head. This module reads the files and checks that these rows are in the right
-order, and that nothing else has changed.
+The plan says which rows belong to which head. This module reads the written files and checks that these rows are in the
+right order, and that no other byte has changed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
     Args:
         plan: the conversion.
         written: the folder of the result.
-        say: called with one line for each layer.
+        say: a function that is called with one line of text for each layer.
 
     Raises:
-        RopeError: scores differ, or bytes differ that had to stay.
+        RopeError: the scores differ, or a row that is not rotated has changed.
     """
     after = _written_tensors(plan, written)
     before = plan.source.tensors
@@ -63,7 +63,7 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
 
 
 def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
-    """Read the headers of the written tensors, by the names of the source."""
+    """Read the headers of the written files. Return their tensors by the names of the source."""
     if plan.form != "meta":
         found: dict[str, Tensor] = {}
         for file in plan.files:
@@ -78,7 +78,7 @@ def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
 
 
 def _check_unmoved(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:
-    """Check that all rows that are not rotated have the same bytes."""
+    """Raise a RopeError if a row that is not rotated has changed."""
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         _refuse(name, f"{after.dtype} of shape {after.shape} instead of {before.dtype} of shape {before.shape}")
     if parts and all(part.kind == "norm" for part in parts):
@@ -108,7 +108,11 @@ def _compare_layer(
     after: Mapping[str, Tensor],
     generator: torch.Generator,
 ) -> float:
-    """Compare the scores of a layer. Return their largest difference relative to the largest score."""
+    """Compare the scores of all heads of a layer. Return their largest difference, divided by the largest score.
+
+    Raises:
+        RopeError: this difference is more than `_CLOSE`.
+    """
     positions = torch.randint(0, _FARTHEST, (_TOKENS,), generator=generator)
     inputs: dict[int, torch.Tensor] = {}
     vectors = []
@@ -130,7 +134,7 @@ def _compare_layer(
 
 
 def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation:
-    """The rotation of only the rotated channels, in float64 at these positions."""
+    """Return the float64 rotation at these positions of a head that has only the rotated channels."""
     static = rope if rope.is_static else rope.at_length(_FARTHEST)
     width = static.rotary_dim
     alone = replace(static, head_dim=width, rotary_dim=width, rotary_offset=0, pairing=pairing, axes=None)
@@ -138,7 +142,7 @@ def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation
 
 
 def _scores(q: torch.Tensor | None, k: torch.Tensor | None) -> torch.Tensor:
-    """The scores of each head of q with its head of k, `[q heads, tokens, tokens]`."""
+    """Return the scores of each head of q with its head of k, `[q heads, tokens, tokens]`."""
     if q is None or k is None:
         return torch.zeros(1, dtype=torch.float64)
     share = max(1, q.shape[1] // k.shape[1])
@@ -151,9 +155,19 @@ def _vectors(
     inputs: dict[int, torch.Tensor],
     generator: torch.Generator,
 ) -> torch.Tensor | None:
-    """The rotated channels of q or k for random input, float64 `[tokens, heads, rotary_dim]`.
+    """Compute the rotated channels of q or k for random input.
 
-    The input is multiplied by the projection, its bias is added, and then the weight and bias of a norm are applied.
+    The input is multiplied by the projection and its bias is added. Then it is multiplied by the weight of a norm, and
+    the bias of the norm is added.
+
+    Args:
+        parts: the names of the tensors of q or k in one layer, with their rotated rows.
+        tensors: all tensors by name.
+        inputs: the random input for each width. A missing one is drawn from `generator` and added.
+        generator: the source of randomness.
+
+    Returns:
+        float64 `[tokens, heads, rotary_dim]`, or None if there is no projection.
     """
     result: torch.Tensor | None = None
     steps = sorted(parts, key=lambda step: (step[1].kind == "norm", step[0].endswith("bias"), step[0]))

@@ -1,7 +1,8 @@
-"""Write a folder that appears only when it is complete, and continue a run that was killed.
+"""Write a converted checkpoint to a folder that appears only when it is complete, and continue a run that was killed.
 
-All files are written into a hidden folder next to the target, each under a temporary name until it is complete. At the
-end that folder is renamed. The next run of the same conversion keeps the complete files. Any other run starts again.
+The files are written into a hidden folder next to the target, each under a temporary name until it is complete. At the
+end the hidden folder is renamed to the target. If a run is killed, the next run of the same conversion keeps the files
+that are complete. A run of another conversion deletes them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ropewalk.checkpoints.plan import Plan
 _STATE = ".ropewalk.json"
 Check = Callable[[Path], None]
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a file, the number of bytes written so far, and the number of all bytes."""
+"""A function of the name of a file, the number of bytes written so far in all files, and the number to write."""
 
 
 def check_target(plan: Plan, folder: Path) -> None:
-    """Raise RopeError if the folder cannot take the result: it is not empty, overlaps the source, or lacks space."""
+    """Raise a RopeError if the folder is not empty, overlaps the source, or has too little free space."""
     target, origin = folder.resolve(), plan.source.folder.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
         must, came = "DST must be a folder outside of SRC that does not contain SRC", "folders that overlap"
@@ -45,12 +46,12 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
     Args:
         plan: the plan.
         folder: a new or empty folder. It appears at the end, with all files.
-        progress: called after each chunk.
-        check: called with the unfinished folder when the weights are written. If it raises a RopeError, the unfinished
-            folder is deleted.
+        progress: a function that is called after each chunk.
+        check: a function that is called with the hidden folder after the weights have been written. If it raises a
+            RopeError, the hidden folder is deleted.
 
     Raises:
-        RopeError: the folder is not empty, another process writes it, the disk is full, or `check` raises.
+        RopeError: the folder is not empty, another process writes it, the disk is full, or `check` raises an error.
     """
     check_target(plan, folder)
     target = folder.resolve()
@@ -86,12 +87,12 @@ def _unfinished(folder: Path) -> Path:
 
 
 def _written_bytes(unfinished: Path) -> int:
-    """The number of bytes that an earlier run has written. They are kept or deleted, so they count as free space."""
+    """Return the number of bytes of an earlier run. They count as free space, because they are kept or deleted."""
     return sum(path.stat().st_size for path in unfinished.glob("*") if path.is_file())
 
 
 def _state(plan: Plan) -> str:
-    """A hash of the plan and the files of the source. A run only continues another with the same hash."""
+    """Return a hash of the plan and the files of the source. A run only continues an earlier one with the same hash."""
     described = [
         plan.to,
         plan.form,
@@ -142,7 +143,7 @@ def _write_weights(plan: Plan, unfinished: Path, progress: Progress) -> None:
 
 
 def _write_atomically(file: Path, make: Callable[[Path], None]) -> None:
-    """Write a file under a temporary name, and rename it when it is on the disk."""
+    """Write a file under a temporary name with `make`, flush it to the disk, and then rename it."""
     partial = file.with_name(f"{file.name}.partial")
     make(partial)
     with partial.open("rb+") as written:
