@@ -1,6 +1,6 @@
 """Compare how engines rotate for one config, or compare the rotation of two configs.
 
-Only configs are read: no model is loaded or run. How an engine reads a config is described by `ropewalk.engines`.
+Only configs are read, and no model is loaded or run. `ropewalk.engines` describes how each engine reads a config.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the difference of two ropes with the same channels: frequencies, attention factor, scores over distances."""
+"""Measure the difference between two ropes: their frequencies, attention factors, and scores over all distances."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 from ropewalk.rope import Rope
 
 EVERY_DISTANCE_UP_TO = 131_072
-"""The distance up to which every one is compared. Beyond it, as many again are spread evenly up to the longest."""
+"""Scores are compared at every distance up to this one, in tokens.
+
+For longer sequences, as many larger distances are compared, evenly spaced up to the longest.
+"""
 
 _ROWS = 4096
 _LAST_BITS = 1e-9
@@ -19,17 +22,18 @@ _LAST_BITS = 1e-9
 
 @dataclass(frozen=True)
 class RopeDifference:
-    """The difference of the second of two static ropes from the first.
+    """How a static rope differs from another one, the first.
 
     Args:
-        times: the largest ratio of the two frequencies of one pair, at least 1. inf if one of them is 0.
-        pair: the index of the pair with that ratio.
-        slower: whether that pair rotates slower in the second rope.
-        pairs: the number of pairs that differ.
+        times: the largest ratio, over all pairs, of the larger to the smaller frequency of a pair. inf if one of them
+            is 0.
+        pair: the index of the pair with this ratio.
+        slower: whether this pair rotates slower in the second rope.
+        pairs: the number of pairs whose frequencies differ.
         attention: the attention factor of the second rope divided by that of the first.
-        score: the largest change of a score of q and k if all their pairs are equally large. Its unit is the score of q
-            with itself at distance 0 without an attention factor.
-        distance: the distance between q and k at which that change occurs, in tokens.
+        score: the largest change of an attention score of q and k, if all their pairs have the same length. A score of
+            1 is that of q with itself, without an attention factor.
+        distance: the distance between q and k at which this change occurs, in tokens.
     """
 
     times: float
@@ -42,11 +46,11 @@ class RopeDifference:
 
     @property
     def same(self) -> bool:
-        """Whether the ropes differ in the last bits of float64 at most."""
+        """Whether the ropes are equal, except for the last bits of float64."""
         return self.pairs == 0 and abs(self.attention - 1.0) < _LAST_BITS
 
     def facts(self) -> dict[str, Any]:
-        """The difference as plain data. JSON has no infinity, so an infinite `times` is None."""
+        """Return the difference as a dict of JSON values. An infinite `times` is None, since JSON has no infinity."""
         return {
             "same": self.same,
             "inv_freq": {
@@ -61,9 +65,11 @@ class RopeDifference:
 
 
 def compare_ropes(a: Rope, b: Rope, longest: int) -> RopeDifference:
-    """Measure the difference of b from a over distances from 0 to `longest` tokens.
+    """Measure how rope b differs from rope a.
 
-    Both ropes must be static and have the same number of pairs.
+    Args:
+        a, b: static ropes with the same number of pairs.
+        longest: the largest distance at which scores are compared, in tokens.
     """
     first, second = a.inv_freq, b.inv_freq
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -84,7 +90,17 @@ def compare_ropes(a: Rope, b: Rope, longest: int) -> RopeDifference:
 
 
 def _scores(first: np.ndarray, second: np.ndarray, a: float, b: float, longest: int, moving: bool) -> tuple[float, int]:
-    """The largest mean over pairs of |a e^(i m w) − b e^(i m w')|, and the distance m at which it occurs."""
+    """Return the largest change of a score, and the distance at which it occurs, in tokens.
+
+    A pair with frequencies w and w' contributes |a e^(i m w) − b e^(i m w')| at distance m. The change of the score is
+    the mean over the pairs.
+
+    Args:
+        first, second: w and w' of each pair, in radians per token, `[pairs]`.
+        a, b: the squares of the attention factors.
+        longest: the largest distance m, in tokens.
+        moving: whether some frequencies differ. If not, the change is |a − b| at every distance.
+    """
     if not moving:
         return abs(a - b), 0
     difference = first - second

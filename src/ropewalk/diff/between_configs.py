@@ -1,4 +1,4 @@
-"""Compare the rotation of two configs, and judge whether weights and KV caches still fit."""
+"""Compare the rotation of two configs, and decide whether the weights and KV cache of the first fit the second."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 
 @dataclass(frozen=True)
 class ConfigDiff:
-    """What changed from the first config to the second.
+    """How the rotation of a second config differs from that of a first.
 
     Args:
-        facts: the whole comparison as plain data, ready for JSON.
-        ropes: for each row of `facts["layers"]`, the static ropes "first" and "second" for `row["drawn_at"]` tokens.
-            Empty if they rotate different channels.
+        facts: the whole comparison as a dict of JSON values.
+        ropes: for each entry of `facts["layers"]`, a dict with the static ropes "first" and "second" for sequences of
+            `entry["drawn_at"]` tokens. It is empty if the ropes rotate different channels.
     """
 
     facts: Mapping[str, Any]
@@ -37,7 +37,7 @@ class ConfigDiff:
         return bool(self.facts["same"])
 
     def text(self) -> str:
-        """The comparison as text."""
+        """Return the comparison as text for a terminal."""
         return configs_text(self.facts)
 
 
@@ -51,20 +51,21 @@ def configs(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> ConfigDiff:
-    """Compare two configs, such as a fine-tune and its base, and judge what still fits.
+    """Compare the rotation of two configs, such as those of a base model and its fine-tune.
 
-    The meaning of the keys is compared, not their names: a config that is rewritten in another schema is the same.
+    The meaning of the keys is compared and not their names, so a config in another schema can be the same.
 
     Args:
         first, second: as in `from_config`, including GGUF files and Meta's params.json.
-        length: the length of the longest sequence to compare, in tokens. None means the longer length of the configs.
+        length: the length of the longest sequence to compare, in tokens. None means the longest length that the configs
+            state.
         pairing, base, download: as in `from_config`, for both configs.
         ignore: keys to ignore in each config that has them.
 
     Returns:
-        A `ConfigDiff`, with `.text()` as text and `.facts` as data. `facts["weights"]["fit"]` says whether weights that
-        were trained for the first config can be loaded unchanged for the second. `facts["kv_cache"]["fit"]` says
-        whether the second can read keys that were rotated for the first.
+        A `ConfigDiff`, with the result as text (`.text()`) and as data (`.facts`). `facts["weights"]["fit"]` says
+        whether weights that were trained with the first config can be loaded unchanged with the second.
+        `facts["kv_cache"]["fit"]` says whether keys that were cached with the first config can be read with the second.
 
     Raises:
         RopeError: a config cannot be read or describes only a vision tower, or neither config states a length.
@@ -93,7 +94,7 @@ def configs(
 
 
 def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
-    """The keys to ignore that each config has, because `from_config` refuses to ignore a missing key."""
+    """Return the keys to ignore in each config: those that it has, since `from_config` refuses to ignore others."""
     if not ignore or isinstance(ignore, str) or not all(isinstance(key, str) for key in ignore):
         return [ignore, ignore]  # from_config raises the error
     found: list[Collection[str]] = [tuple(key for key in ignore if _has_key(config, key, download)) for config in both]
@@ -143,7 +144,12 @@ def _summary(ropes: ModelRopes) -> dict[str, Any]:
 
 
 def _layers(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
-    """A row for each distinct pair of ropes that differ, and the two ropes if they rotate the same channels."""
+    """Compare the ropes of all layers.
+
+    Returns:
+        A list with the facts of each distinct pair of ropes that differ, and a list with these ropes, as in
+        `ConfigDiff`.
+    """
     layers_of: dict[tuple[Rope | None, Rope | None], list[int]] = {}
     for index, both in enumerate(zip(a.layers, b.layers, strict=False)):
         layers_of.setdefault(both, []).append(index)
@@ -200,14 +206,14 @@ _OTHER_PROPERTIES: dict[str, Callable[[ModelRopes], Any]] = {
 
 
 def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
-    """What differs apart from the rotation of text."""
+    """Return the differences between the configs other than the rotation of q and k in the layers."""
     return [
         {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
     ]
 
 
 def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Judge whether weights of the first config fit the second, or would fit if q and k were permuted (`permute`)."""
+    """Decide whether weights of the first config fit the second, or would fit if q and k were permuted (`permute`)."""
     changed = {one["what"] for row in rows for one in row["changed"]}
     if len(a.layers) != len(b.layers):
         return {"fit": False, "permute": False, "why": "the number of layers differs"}
@@ -226,7 +232,7 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> 
 
 
 def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Judge whether keys rotated for the first config fit the second, or would fit if multiplied by `rescale`."""
+    """Decide whether cached keys of the first config fit the second, or would fit if multiplied by `rescale`."""
     changed = {one["what"] for row in rows for one in row["changed"]}
     if len(a.layers) != len(b.layers):
         why = "the number of layers differs"
@@ -250,7 +256,7 @@ def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) ->
 
 
 def _factor_ratio(rows: list[dict[str, Any]]) -> float | None:
-    """The ratio of the attention factors if it is the same in all layers and nothing else differs, or else None."""
+    """Return the ratio of the attention factors if it is the same in all layers and nothing else differs, else None."""
     at = [found for row in rows for found in row["at"]]
     if any(not row["at"] or not row["same_channels"] for row in rows):
         return None

@@ -20,9 +20,10 @@ class EngineDiff:
     """How engines rotate for one config.
 
     Args:
-        facts: the whole comparison as plain data, ready for JSON.
-        ropes: for each row of `facts["ropes"]`, engine → its static rope for sequences of `row["drawn_at"]` tokens, the
-            shortest at which the engines differ. Engines that refuse the config are omitted.
+        facts: the whole comparison as a dict of JSON values.
+        ropes: for each entry of `facts["ropes"]`, a dict from the engines to their static ropes for sequences of
+            `entry["drawn_at"]` tokens, the shortest at which the engines differ. Engines that cannot run the config are
+            omitted.
     """
 
     facts: Mapping[str, Any]
@@ -34,7 +35,7 @@ class EngineDiff:
         return bool(self.facts["agree"])
 
     def text(self) -> str:
-        """The comparison as text."""
+        """Return the comparison as text for a terminal."""
         return engines_text(self.facts)
 
 
@@ -48,21 +49,23 @@ def engines(
     ignore: Collection[str] = (),
     download: bool = False,
 ) -> EngineDiff:
-    """Compare how engines rotate for one config of Hugging Face.
+    """Compare how inference engines rotate for one config of Hugging Face.
 
-    The rules describe the engines' functions that compute frequencies, at the versions that the result names. They do
-    not tell whether an engine supports the model at all. If tokens have several positions, text tokens are compared.
+    No engine is run. For each engine, ropewalk has rules that reproduce its functions for computing frequencies, at the
+    version that the result names. They do not say whether the engine supports the model. If tokens have several
+    positions (M-RoPE), the rotation of text tokens is compared.
 
     Args:
         source: as in `from_config`, except for GGUF files and Meta's params.json.
-        length: the length that the engines are configured for, which is also the longest sequence compared, in tokens.
-            None means the length of the config, or twice that if the frequencies only change beyond it.
-        names: the engines to compare, of "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" and "exllamav3". Empty
-            means all. The others are compared with the first one that runs the config.
+        length: the length that the engines are configured for, in tokens. It is also that of the longest sequence
+            compared. None means the length that the config states, or twice that if the frequencies only change beyond
+            it.
+        names: the engines to compare: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3". An empty
+            collection means all. The first one that can run the config is the reference for the others.
         pairing, base, ignore, download: as in `from_config`.
 
     Returns:
-        An `EngineDiff`, with `.text()` as text and `.facts` as data.
+        An `EngineDiff`, with the result as text (`.text()`) and as data (`.facts`).
 
     Raises:
         RopeError: the config cannot be read or states no length, or an engine is unknown.
@@ -109,7 +112,11 @@ def _setting(ropes: ModelRopes, length: int | None) -> int:
 def _row(
     config: ConfigRope, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
 ) -> tuple[dict[str, Any], dict[str, Rope]]:
-    """The facts of one rope, and the engines' ropes at the shortest sequence at which they differ."""
+    """Compare the engines for one rope of the config.
+
+    Returns:
+        The facts, and a dict from each engine to its static rope for the shortest sequence at which the engines differ.
+    """
     ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
     changing = any(not rope.is_static for rope in ropes_compared)
     short = min(ropes.trained_length or setting, setting)
@@ -146,7 +153,7 @@ def _row(
 
 
 def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int) -> dict[str, dict[str, Any]]:
-    """The rope of each engine that runs the config at one length, and its difference from the reference."""
+    """Return facts about the rope of each engine at one length, and about its difference from the reference."""
     if reference is None:
         return {}
     ropes = {name: answer.at(sequence, setting) for name, answer in answers.items()}
@@ -167,7 +174,7 @@ def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, set
 
 
 def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
-    """Engine → why it does not scale q by its position, if the config asks for that."""
+    """Return a dict from each engine that does not apply the query scale of the config to the reason."""
     if ropes.query_scale is None or not ropes.query_scale.beta:
         return {}
     return {one.name: one.query_scale for one in chosen if one.query_scale}

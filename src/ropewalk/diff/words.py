@@ -1,4 +1,4 @@
-"""Write the facts of a comparison of engines as text. The text contains nothing that the facts do not."""
+"""Format the facts of a comparison of engines as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ropewalk.configs.explain import ranges
 
 
 def engines_text(facts: Mapping[str, Any]) -> str:
-    """The comparison of engines, for a terminal."""
+    """Format the facts of a comparison of engines for a terminal."""
     lines = [f"{facts['source']} (model_type {facts['model_type']})", "", _verdict(facts)]
     for row in facts["ropes"]:
         lines += ["", f"{layers(row['layers'], facts['layers'])}: {row['scheme']}"]
@@ -29,7 +29,7 @@ def engines_text(facts: Mapping[str, Any]) -> str:
 
 
 def layers(numbers: list[int], count: int) -> str:
-    """`layers 0-31 of 32`."""
+    """Format the indices of some layers: "layers 0-31 of 32"."""
     return f"layer{'' if len(numbers) == 1 else 's'} {ranges(numbers)} of {count}"
 
 
@@ -92,7 +92,7 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
 
 
 def frequencies(apart: Mapping[str, Any]) -> str:
-    """The difference of the frequencies, in words."""
+    """Describe how the frequencies of two ropes differ."""
     found = apart["inv_freq"]
     if not found["pairs_that_differ"]:
         return "same"
@@ -107,7 +107,7 @@ def _times(ratio: float) -> str:
 
 
 def scores(apart: Mapping[str, Any]) -> str:
-    """The difference of the scores, in words."""
+    """Describe how the attention scores of two ropes differ."""
     if apart["same"]:
         return "same"
     found, ratio = apart["scores"], apart["attention_factor_ratio"] ** 2

@@ -1,4 +1,4 @@
-"""Write the facts of a comparison of two configs as text."""
+"""Format the facts of a comparison of two configs as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ropewalk.diff.words import frequencies, layers, scores
 
 
 def configs_text(facts: Mapping[str, Any]) -> str:
-    """The comparison of two configs, for a terminal."""
+    """Format the facts of a comparison of two configs for a terminal."""
     first, second = facts["first"], facts["second"]
     lines = [f"first:  {_describe_source(first)}", f"second: {_describe_source(second)}", "", _verdict(facts)]
     for row in facts["layers"]:

@@ -1,7 +1,7 @@
-"""Describe how inference engines rotate for a config: one file for each engine, one function for each of its rules.
+"""Compute the ropes that inference engines use for a config. Each engine has a file, with a rule for each scheme.
 
-The rules describe the functions that compute frequencies, each with its source file and the version of the engine. They
-do not tell whether an engine supports a model, or which of its layers rotate: the ropes come from `from_config`.
+A rule reproduces the function of the engine that computes frequencies, and names its source file. It does not say
+whether the engine supports a model, or which layers rotate: the ropes of the layers come from `from_config`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ENGINES = {engine.name.lower(): engine for engine in (TRANSFORMERS, VLLM, SGLANG
 
 
 def engine(who: str, name: object) -> Engine:
-    """The engine of this name, in upper or lower case.
+    """Look up an engine by its name, in upper or lower case.
 
     Args:
-        who: the caller, for the error message.
+        who: the function that the user called, for the error message.
         name: the name, such as "vllm".
 
     Raises:

@@ -1,7 +1,7 @@
-"""`Engine`: a name, a version, and for each scheme one rule that computes the engine's rope.
+"""`Engine`: an inference engine at one version, with a `Rule` for each scheme that computes the rope of the engine.
 
-A rule is a pure function. It returns a `Rope` with the engine's own numbers, or the reason why the engine does not run
-the config. The rules read no files and import no engine.
+The function of a rule gets a `ConfigRope`, one rope of a config with its keys. It returns an `Answer`: a `Rope` with
+the numbers of the engine, or the reason why the engine cannot run the config. It reads no files and imports no engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ropewalk.rope import Rope
 from ropewalk.schemes import DynamicNTK, LongRoPE, PerPair, Scaling, YaRN
 
 ENGINE_KEYS = frozenset({"attn_factor", "extrapolation_factor", "max_trained_positions"})
-"""Keys of a scaling that some engine reads, but no scheme of ropewalk."""
+"""Keys of a scaling that some engine reads, but that no scheme of ropewalk has."""
 
 _KEYS = ENGINE_KEYS | {
     "alpha",
@@ -34,15 +34,15 @@ _KEYS = ENGINE_KEYS | {
     "short_mscale",
     "truncate",
 }
-"""Keys of a scaling that change a number in some engine. A rule that does not read one of them notes that."""
+"""Keys of a scaling that change a number in some engine. For each one that a rule does not read, a note is added."""
 
 DEEPSEEK = frozenset(
     {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"}
 )
-"""Model types that vLLM and SGLang run with their DeepSeek code, which has its own version of YaRN."""
+"""The model_types that vLLM and SGLang run with their DeepSeek code, which has its own version of YaRN."""
 
 HUNYUAN = ("hunyuan",)
-"""The prefixes of the model types whose `dynamic` scaling has an alpha."""
+"""The prefixes of the model_types whose `dynamic` scaling has an alpha."""
 
 _OWN_CODE = "the scaling is in the model's own code instead of the config, which is not described here"
 
@@ -51,14 +51,14 @@ Decided = Literal["nothing", "the call", "the setting"]
 
 @dataclass(frozen=True)
 class ConfigRope:
-    """One rope of a config, with the keys of the config that rules read.
+    """One rope of a config, with the keys that the rules of engines read.
 
     Args:
-        rope: the rope as ropewalk reads it.
+        rope: the rope that `from_config` returns.
         model_type: the model_type of the config.
         longest: the max_position_embeddings of the config, in tokens, or None.
-        stated: the keys and values in the config's section for this rope.
-        nested: whether the config has a separate section for each kind of layer.
+        stated: the keys and values of `rope_scaling` or `rope_parameters` for this rope.
+        nested: whether `rope_parameters` has an object for each kind of layer.
     """
 
     rope: Rope
@@ -73,22 +73,23 @@ class ConfigRope:
         return self.rope.axes is not None or "mrope_section" in self.stated
 
     def scaled(self, scaling: Scaling | None) -> Rope:
-        """The rope with this scaling. The same object if it has this scaling already."""
+        """Return the rope with another scaling, or the rope itself if it has this scaling already."""
         return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How an engine rotates for one rope of a config.
+    """The result of a rule: the rope that an engine uses in place of one rope of a config.
 
     Args:
-        rope: the rope with the engine's numbers. None if the engine does not run the config.
-        decided_by: which length the frequencies depend on: "the call" for the sequences of the call, "the setting" for
-            the length that the engine was configured for, or "nothing".
-        notes: what a reader should know, in whole sentences.
-        refused: why the engine does not run the config. "" if it does.
+        rope: the rope with the numbers of the engine. None if the engine cannot run the config.
+        decided_by: the length on which the frequencies depend: "the call" for the length of the sequences in each call,
+            "the setting" for the length that the engine is configured for, or "nothing".
+        notes: what the user should know, in whole sentences.
+        refused: why the engine cannot run the config. "" if it can.
         source: the file of the engine from which the rule was taken.
-        seen: "run" if golden values recorded from the running engine test the rule, "read" if its code was only read.
+        seen: "run" if tests compare the rule with values recorded from the running engine, "read" if it was only taken
+            from the engine's code.
     """
 
     rope: Rope | None
@@ -99,7 +100,12 @@ class Answer:
     seen: Literal["run", "read"] = "read"
 
     def at(self, sequence: int, setting: int) -> Rope | None:
-        """The static rope for sequences of `sequence` tokens in an engine that is configured for `setting` tokens."""
+        """Return the static rope that the engine uses at one length, or None if it cannot run the config.
+
+        Args:
+            sequence: the length of the longest sequence in the call, in tokens.
+            setting: the length that the engine is configured for, in tokens.
+        """
         if self.rope is None or self.rope.is_static:
             return self.rope
         return self.rope.at_length(setting if self.decided_by == "the setting" else sequence)
@@ -107,12 +113,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rule:
-    """How an engine rotates for one scheme.
+    """How an engine computes the rope for one scheme.
 
     Args:
         source: the file of the engine from which the rule was taken.
-        reads: the keys of the scaling that the engine reads. Other keys that the config states are noted as ignored.
-        answer: the rule itself, a function of a rope and its scheme.
+        reads: the keys of the scaling that the engine reads. A note says that it ignores any others in the config.
+        answer: the function that computes the rope, from a `ConfigRope` and its scheme.
         seen: as in `Answer`.
     """
 
@@ -128,10 +134,10 @@ class Engine:
 
     Args:
         name: its usual name.
-        version: the version that was run or read.
+        version: the version from which the rules were taken.
         table: how it computes cos and sin, in whole sentences.
-        rules: the `rope_type` of a scheme, or "default" for no scheme → its rule.
-        unknown: why a scheme without a rule does not run.
+        rules: maps the `rope_type` of a scheme, or "default" for no scheme, to its rule.
+        unknown: why the engine cannot run a scheme without a rule.
         query_scale: why it does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
     """
 
@@ -143,7 +149,7 @@ class Engine:
     query_scale: str = ""
 
     def answer(self, config: ConfigRope) -> Answer:
-        """How this engine rotates for one rope of a config."""
+        """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
         scaling = config.rope.scaling
         if scaling is not None and not config.stated.keys() & {"rope_type", "type"}:
             return Answer(None, refused=_OWN_CODE)
@@ -165,12 +171,16 @@ class Engine:
 
 
 def unchanged(config: ConfigRope, scaling: object) -> Answer:
-    """The rule of engines that rotate as ropewalk reads the config."""
+    """Return the rope of the config. This is the rule of engines that compute the same numbers as ropewalk."""
     return Answer(config.rope)
 
 
 def finite(value: object, otherwise: float | None = None) -> float | None:
-    """An unchecked value of a config as a finite float. None if it is not one, `otherwise` if the value is None."""
+    """Convert a value of a config, which was not checked, to a finite float.
+
+    Returns:
+        The float, `otherwise` if the value is None, or None if it is no finite number.
+    """
     if value is None:
         return otherwise
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -183,7 +193,7 @@ def finite(value: object, otherwise: float | None = None) -> float | None:
 
 
 def dynamic_by_factor(config: ConfigRope) -> Answer:
-    """Dynamic NTK computed from its factor, for an engine that does not read the alpha of the config."""
+    """Return the rope of an engine that computes dynamic NTK from `factor` and does not read `alpha`."""
     factor = finite(config.stated.get("factor"))
     if factor is None or factor < 1.0:
         return Answer(None, refused="it needs factor even if alpha is given (KeyError: 'factor')")
@@ -193,19 +203,24 @@ def dynamic_by_factor(config: ConfigRope) -> Answer:
 
 
 def magnitude(factor: float, weight: float = 1.0) -> float:
-    """YaRN's magnitude 0.1 · weight · ln factor + 1, dimensionless. 1 for a factor of at most 1."""
+    """Return YaRN's magnitude 0.1 · weight · ln factor + 1, dimensionless, or 1 for a factor of at most 1."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def with_attention(scaling: YaRN, factor: float) -> YaRN:
-    """The scheme with this attention factor. The same object if it has this factor already."""
+    """Return the scheme with another attention factor, or the scheme itself if it has this factor already."""
     return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
 def partly_kept(config: ConfigRope, scaling: YaRN, share: float, attention: float) -> Rope:
-    """YaRN with an `extrapolation_factor`: each pair keeps only `share` of the part that YaRN leaves unscaled.
+    """Return the rope of YaRN with an `extrapolation_factor`, as a `PerPair` scheme because no other describes it.
 
-    No scheme describes this, so the result has a separate factor for each pair.
+    Args:
+        config: the rope of the config.
+        scaling: its scheme.
+        share: the extrapolation_factor. The frequency of a pair is a weighted mean of the scaled and the unscaled one,
+            and this factor multiplies the weight of the unscaled one.
+        attention: the attention factor of the result, dimensionless.
     """
     rope = config.rope
     low, high = scaling.ramp(rope.base, rope.rotary_dim)
@@ -215,22 +230,24 @@ def partly_kept(config: ConfigRope, scaling: YaRN, share: float, attention: floa
 
 
 def longrope_magnitude(longest: int | None, trained: int) -> float | None:
-    """LongRoPE's magnitude √(1 + ln(longest / trained) / ln trained). None if `longest` is None."""
+    """Return LongRoPE's magnitude √(1 + ln(longest / trained) / ln trained), or None if `longest` is None."""
     if longest is None:
         return None
     return 1.0 if longest <= trained else math.sqrt(1 + math.log(longest / trained) / math.log(trained))
 
 
 def longrope_by_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool) -> LongRoPE | None:
-    """LongRoPE with the attention factor computed from the two lengths of the config, ignoring a stated factor.
+    """Return the LongRoPE of an engine that computes the attention factor from the two lengths of the config.
+
+    Such an engine ignores an attention factor that the config states.
 
     Args:
         config: the rope of the config.
         scaling: its scheme.
-        mscales: whether short_mscale and long_mscale take precedence.
+        mscales: whether the engine uses short_mscale and long_mscale, if the config states them, instead.
 
     Returns:
-        The scheme. None if the config has no max_position_embeddings to compute the factor from.
+        The scheme, or None if the config has no max_position_embeddings.
     """
     if mscales and scaling.short_mscale is not None:
         return scaling
@@ -243,7 +260,7 @@ def longrope_by_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool)
 
 
 def ignoring(config: ConfigRope, *keys: str) -> tuple[str, ...]:
-    """Notes that the engine ignores these keys for this model, although it reads them for others."""
+    """Return a note for those of the keys in the config that the engine ignores for this model, but not for others."""
     stated = [key for key in keys if config.stated.get(key) is not None]
     return (f"For {config.model_type} it ignores {', '.join(stated)}.",) if stated else ()
 

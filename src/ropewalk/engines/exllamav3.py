@@ -1,4 +1,4 @@
-"""The rules of exllamav3, which computes YaRN's factor from the two lengths of the config."""
+"""The rules of exllamav3, which computes YaRN's factor from the maximum and the trained length of the config."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The rules of llama.cpp: which keys its converter writes into a GGUF file, and which of them its context reads.
+"""The rules of llama.cpp: which keys its converter writes into a GGUF file, and which of them its code then reads.
 
-For most architectures the context reads only YaRN's factor and length, and ignores what else the converter writes.
+For YaRN, llama.cpp reads only the factor and the trained length for most architectures. It ignores other keys that the
+converter has written.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 
 def _attention(config: ConfigRope, scaling: YaRN) -> float:
-    """The attention factor of `llama-context.cpp`: m(1), divided by m(mscale_all_dim) if the converter writes it."""
+    """Return the attention factor that `llama-context.cpp` computes, dimensionless.
+
+    It is YaRN's magnitude, divided by that for mscale_all_dim if the converter writes this key.
+    """
     bottom = scaling.mscale_all_dim or 0.0
     if not bottom or config.model_type not in _WRITES_MSCALE:
         return magnitude(scaling.factor)
@@ -97,7 +101,7 @@ def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     return Answer(config.rope)
 
 
-# Which of these are ignored depends on the model, so the rule writes the note itself.
+# The model decides which of these keys are ignored, so the rule itself adds the note.
 _SAID_BY_THE_RULE = frozenset(
     {
         "attention_factor",
@@ -131,7 +135,7 @@ LLAMA_CPP = Engine(
             "conversion/phi.py, src/llama-model.cpp", frozenset({"short_factor", "long_factor"}), _longrope
         ),
         "llama3": Rule("conversion/llama.py", _BANDS, unchanged),
-        # For Gemma 4 the code was only read. That other models are not scaled was run.
+        # For Gemma 4 the code was only read. For other models it was run, and does not scale them.
         "proportional": Rule("conversion/gemma.py", frozenset(), _proportional, "read"),
     },
     unknown="the converter knows no such rope type",

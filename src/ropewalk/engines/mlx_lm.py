@@ -68,7 +68,7 @@ MLX_LM = Engine(
         "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", frozenset({"alpha", "factor"}), _ntk),
         "dynamic": Rule(_FILE, frozenset({"factor"}), _dynamic),
         "yarn": Rule(_FILE, frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}), _yarn),
-        # The rule writes its own note about short_factor.
+        # short_factor is listed because the rule adds its own note about it.
         "longrope": Rule(_FILE, frozenset({"short_factor", "long_factor"}), _longrope),
         "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged),
         "proportional": Rule(_FILE, frozenset({"factor"}), unchanged),

@@ -1,4 +1,4 @@
-"""The rules of SGLang: the tables are those of vLLM, and the whole batch chooses LongRoPE's list."""
+"""The rules of SGLang, whose tables are those of vLLM. The largest position of a batch decides LongRoPE's list."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
         f"If no position is larger, position {length:,} itself reads the first row of the long table, so that token is "
         "not rotated.",
     )
-    # A call of length + 1 tokens still takes the short list, except for its last token.
+    # In a call with length + 1 tokens, all tokens but the last still use the short list.
     attention = None if scheme.short_mscale is not None else scheme.at_length(length).attention_factor
     later = replace(scheme, original_max_position_embeddings=length + 1, attention_factor=attention)
     return Answer(config.scaled(later), "the call", notes)

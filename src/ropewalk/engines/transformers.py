@@ -1,4 +1,4 @@
-"""The rules of transformers, for which most configs were written."""
+"""The rules of transformers, the library for which most configs were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of vLLM, which fixes all frequencies when the engine starts, by max_model_len."""
+"""The rules of vLLM, which computes all frequencies when the engine starts, for the length max_model_len."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _INTEGER = "it fails if factor is an integer (TypeError: 'int' object is not ite
 
 
 def linear(config: ConfigRope, scaling: Linear) -> Answer:
-    """Positions are divided by the factor, which must be a float in the config. SGLang uses the same class."""
+    """Apply the rule of linear scaling, whose factor must be a float in the config. SGLang uses the same class."""
     if type(config.stated.get("factor")) is int:
         return Answer(None, refused=f"{_INTEGER}. Write {config.stated['factor']}.0")
     return Answer(config.rope)
 
 
 def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
-    """The factor is ignored. SGLang uses the same class."""
+    """Apply the rule of proportional scaling, which ignores the factor. SGLang uses the same class."""
     if scaling.factor != 1.0:
         return Answer(config.scaled(replace(scaling, factor=1.0)))
     return Answer(config.rope)
@@ -71,7 +71,11 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 
 
 def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
-    """DeepSeek's own class: the factor is the ratio of both mscales (by default 1 and 0), and the ramp is rounded."""
+    """Apply the rule of YaRN in vLLM's class for DeepSeek.
+
+    The attention factor is the ratio of the magnitudes for mscale (by default 1) and mscale_all_dim (by default 0), and
+    the ends of the ramp are rounded.
+    """
     scaling = replace(scaling, truncate=True)
     notes = ignoring(config, "attention_factor", "truncate")
     if config.stated.get("attention_factor") == 1.0 and config.stated.get("mscale_all_dim"):
