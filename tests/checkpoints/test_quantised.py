@@ -82,6 +82,6 @@ class TestQuantised:
 def test_blocks_of_128_rows(first: int, head: int, heads: int, rotary_dim: int) -> None:
     """q_b_proj and kv_a_proj_with_mqa of DeepSeek-V3, and heads of 128 channels: no row leaves its block of 128."""
     starts = tuple(first + i * head for i in range(heads))
-    moved = layouts.order(heads * head, [layouts.Part(0, "q", "proj", starts, rotary_dim)], "half")
+    moved = layouts.row_order(heads * head, [layouts.Part(0, "q", "proj", starts, rotary_dim)], "half")
     assert (moved != np.arange(len(moved))).sum() == heads * (rotary_dim - 2)
     assert (moved // 128 == np.arange(len(moved)) // 128).all()

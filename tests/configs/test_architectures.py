@@ -158,7 +158,7 @@ def test_class_defaults() -> None:
 
 def test_most_rows_were_run() -> None:
     run = {row["model_type"] for row in DEFAULTS} | {ropes_of(row["config"]).model_type for row in MODELS}
-    described = {name for name, row in ARCHITECTURES.items() if row.describes and row.in_transformers}
+    described = {name for name, row in ARCHITECTURES.items() if row.is_supported and row.in_transformers}
     assert len(described & run) >= 0.9 * len(described), sorted(described - run)
 
 
@@ -168,7 +168,7 @@ def test_a_model_without_a_rope_gives_the_reason() -> None:
             from_config({"model_type": name, "num_hidden_layers": 1})
         assert ARCHITECTURES[name].why in str(raised.value)  # type: ignore[attr-defined]
 
-    each(((name, name) for name, row in ARCHITECTURES.items() if not row.describes), check)
+    each(((name, name) for name, row in ARCHITECTURES.items() if not row.is_supported), check)
 
 
 def test_every_row_has_its_source() -> None:
@@ -177,7 +177,7 @@ def test_every_row_has_its_source() -> None:
     assert source("llama") == f"transformers {version} models/llama"
     for name, row in ARCHITECTURES.items():
         assert row.source, name
-        if row.describes:
+        if row.is_supported:
             assert row.in_transformers == row.source.startswith(source("")), name
 
 

@@ -26,7 +26,7 @@ class Heron(Architecture):
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         c.origins["layer_types"] = "the odd layers"
-        return [ALL if i % 2 else NO_ROPE for i in range(self.count(c))]
+        return [ALL if i % 2 else NO_ROPE for i in range(self.number_of_layers(c))]
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         collected = super().collect(c, name, kind, layers)

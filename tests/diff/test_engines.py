@@ -16,7 +16,7 @@ import pytest
 import oracle
 from each import each
 from ropewalk import LongRoPE, Rope, RopeError, YaRN, diff, from_config
-from ropewalk.diff.apart import compare_ropes
+from ropewalk.diff.rope_difference import compare_ropes
 from ropewalk.engines import ENGINES
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -46,9 +46,9 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
         rope = answer.at(row["sequence"], row["setting"])
         if "refused" in row:
             assert rope is None
-            assert answer.refused
+            assert answer.refusal
             return
-        assert rope is not None, answer.refused
+        assert rope is not None, answer.refusal
         # Powers in float32 lose 2.4e-7, in MLX 5.3e-7. The share of a pair that YaRN does not slow is rounded to 2⁻²⁴,
         # and counts for `factor` times as much in the slowed pair.
         factor = getattr(asked.rope.scaling, "factor", None) or 1.0
@@ -56,7 +56,7 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
         assert rope.attention_factor == pytest.approx(row["attention_factor"], rel=2e-7)
 
     each(((row["case"], row) for row in found["rows"]), check)
-    run = {scheme for scheme, rule in engine.rules.items() if rule.seen == "run"}
+    run = {scheme for scheme, rule in engine.rules.items() if rule.evidence == "run"}
     assert run <= seen, "a rule says that it was run, and no golden value holds it"
 
 

@@ -48,7 +48,7 @@ def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
     return by_pairs.T.ravel() if to == "half" else np.arange(rotary_dim).reshape(2, -1).T.ravel()
 
 
-def order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
+def row_order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
     """Return the permutation that converts the rows of a tensor to the pairing `to`. Unrotated rows stay in place.
 
     Row r of the converted tensor is row `result[r]` of the original, `[rows]`.
@@ -88,7 +88,7 @@ _NORMS: dict[str, Role] = {
     "q_norm": "q", "query_layernorm": "q", "q_layernorm": "q",
     "k_norm": "k", "key_layernorm": "k", "k_layernorm": "k",
 }  # fmt: skip
-_STILL = frozenset(
+_UNCHANGED_MODULES = frozenset(
     {"v_proj", "o_proj", "out_proj", "dense", "Wo", "gate_proj", "g_proj", "sinks", "gate_bias", "dense_bias",
      "q_a_proj", "q_a_layernorm", "kv_a_layernorm", "kv_b_proj", "rotary_emb", "attn_sub_norm", "bias", "masked_bias",
      "attn_out", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "A", "dt_proj",
@@ -96,9 +96,9 @@ _STILL = frozenset(
 )  # fmt: skip
 """Tensors of an attention module that are copied unchanged. `bias` and `masked_bias` alone are masks of GPT-J and
 GPT-NeoX."""
-_BY_OUTPUT = frozenset({"weight", "bias", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
-_BY_OUTPUT_TOO = "lora_magnitude_vector.weight"
-_ADAPTER_STILL = frozenset({"lora_A.weight"})
+_ROW_PARAMETERS = frozenset({"weight", "bias", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
+_MAGNITUDE_WEIGHT = "lora_magnitude_vector.weight"
+_UNCHANGED_PARAMETERS = frozenset({"lora_A.weight"})
 
 
 def _concatenated(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
@@ -160,15 +160,15 @@ class Location:
     Args:
         stack: the part of its name before the layers, e.g. "model.".
         layer: the index of its layer.
-        rest: its name inside the attention module, e.g. "q_proj.weight"; None if it is in another module.
+        name: its name inside the attention module, e.g. "q_proj.weight"; None if it is in another module.
     """
 
     stack: str
     layer: int
-    rest: str | None
+    name: str | None
 
 
-_RUN = (
+_TESTED = (
     "afmoe apertus arcee aria_text axk1 bamba beam bitnet codegen cohere cohere2 cohere2_moe cwm deepseek_v2 "
     "deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe falcon falcon_h1 flex_olmo "
     "gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_neox_japanese gpt_oss gptj "
@@ -179,7 +179,7 @@ _RUN = (
     "phimoe qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm "
     "starcoder2 ultrabert vaultgemma youtu "
 )
-PROVEN = frozenset(_RUN.split())
+PROVEN = frozenset(_TESTED.split())
 """The model_types for which tests compare the logits of converted weights, with the code of transformers 5.23."""
 
 
@@ -201,9 +201,9 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
     Raises:
         RopeError: the tensor is unknown, or its shape does not fit the config.
     """
-    module, _, parameter = (at.rest or "").partition(".")
+    module, _, parameter = (at.name or "").partition(".")
     fused, fusion = FUSED.get(str(config.get("model_type")), ("", None))
-    if module in _STILL or parameter in _ADAPTER_STILL:
+    if module in _UNCHANGED_MODULES or parameter in _UNCHANGED_PARAMETERS:
         return []
     if module in _NORMS:
         return _norm(name, shape, at.layer, _NORMS[module], parameter, heads)
@@ -211,7 +211,7 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
     if not latent and module not in ("q_proj", "k_proj", fused):
         fix = "Its rows may have to move as well. Open an issue with the name of the model."
         raise _checks.error("convert", "every tensor of an attention must be known", name, fix)
-    if parameter not in _BY_OUTPUT and parameter != _BY_OUTPUT_TOO:
+    if parameter not in _ROW_PARAMETERS and parameter != _MAGNITUDE_WEIGHT:
         fix = "Convert the weights before they are quantised."
         raise _checks.error("convert", "q and k must be plain weights, or those of a LoRA adapter", name, fix)
     rope, whole = heads.rope, heads.rope.head_dim
@@ -249,8 +249,8 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
 def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: str, heads: Heads) -> list[Part]:
     """Return the rotated rows of a norm, which may be shared by all heads, one for each head, or one over all heads."""
     rope, numbers = heads.rope, int(np.prod(shape, dtype=object))
-    if one := re.fullmatch(r"norms\.\d+\.(weight|bias)", parameter):  # StableLM has a norm for each head
-        parameter = one[1]
+    if match := re.fullmatch(r"norms\.\d+\.(weight|bias)", parameter):  # StableLM has a norm for each head
+        parameter = match[1]
     count = heads.queries if role == "q" else heads.keys
     fits = numbers == rope.head_dim or (count is not None and numbers == count * rope.head_dim)
     if parameter not in ("weight", "bias") or not fits or heads.latent is not None:

@@ -35,7 +35,7 @@ _IN_LAYER = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-_TO_META = {ours: theirs for theirs, ours in (_TOP | _IN_LAYER).items()}
+_TO_META = {hugging_face: meta for meta, hugging_face in (_TOP | _IN_LAYER).items()}
 _OLD_BUFFER = "rotary_emb.inv_freq"
 _PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
 

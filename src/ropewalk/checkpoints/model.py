@@ -15,7 +15,7 @@ from ropewalk.checkpoints.raw import Tensor
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import from_config
-from ropewalk.configs.reader import MARK
+from ropewalk.configs.reader import PAIRING_KEY
 
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".ckpt", ".onnx", ".index.json")
@@ -32,11 +32,11 @@ class Checkpoint:
         own_config: the config next to the weights: `config`, or for an adapter the content of adapter_config.json.
         ropes: the ropes of the config.
         pairing: the pairing of these weights.
-        native: the pairing with which the code of this model_type rotates.
+        native_pairing: the pairing with which the code of this model_type rotates.
         files: maps each file to its tensors by Hugging Face's names, in the order of their bytes.
         metadata: maps each file to its safetensors metadata.
-        beside: the names of other files in the folder that belong to the model, such as its tokenizer and code.
-        left: the names of other files with weights in the folder, which were not read.
+        companion_files: the names of other files in the folder that belong to the model, such as its tokenizer.
+        unread_weights: the names of other files with weights in the folder, which were not read.
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class Checkpoint:
     own_config: dict[str, Any]
     ropes: ModelRopes
     pairing: Pairing
-    native: Pairing
+    native_pairing: Pairing
     files: Mapping[str, Mapping[str, Tensor]]
     metadata: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    companion_files: tuple[str, ...] = ()
+    unread_weights: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -114,10 +114,12 @@ def read(
             f"{folder} must hold config.json and safetensors, params.json and consolidated.*.pth, or {ADAPTER_CONFIG}"
         )
         raise _checks.error("convert", must, "none of these", "Pass the folder of a downloaded model.")
-    config, ropes, own, native = _config(folder / "config.json", pairing, ignore)
+    config, ropes, own, native_pairing = _config(folder / "config.json", pairing, ignore)
     files, metadata = shards.tensors_of(folder)
-    beside, left = _beside(folder, {*files, "config.json"})
-    return Checkpoint(folder, "hf", config, config, ropes, own, native, files, metadata, beside, left)
+    companion_files, unread_weights = _other_files(folder, {*files, "config.json"})
+    return Checkpoint(
+        folder, "hf", config, config, ropes, own, native_pairing, files, metadata, companion_files, unread_weights
+    )
 
 
 def _refuse(refused: bool, name: str, value: object, kind: str) -> None:
@@ -155,9 +157,9 @@ def _config(
         fix = "There is nothing to convert." if not pairings else "Models with two pairings are not supported."
         raise _checks.error("convert", f"all layers of {file} must rotate with one pairing", came, fix)
     own = pairings.pop()
-    bare = {key: value for key, value in config.items() if key != MARK}
-    native = next(r.pairing for r in from_config(bare, pairing=pairing, ignore=ignore).layers if r is not None)
-    return config, ropes, own, native
+    bare = {key: value for key, value in config.items() if key != PAIRING_KEY}
+    native_pairing = next(r.pairing for r in from_config(bare, pairing=pairing, ignore=ignore).layers if r is not None)
+    return config, ropes, own, native_pairing
 
 
 def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore: Collection[str]) -> Checkpoint:
@@ -174,8 +176,8 @@ def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore
     file = base_config / "config.json" if base_config.is_dir() else base_config
     config, ropes, own, _ = _config(file, pairing, ignore)
     tensors, metadata = shards.header(folder / shards.ADAPTER)
-    marked = metadata.get(MARK)
-    beside, left = _beside(folder, {shards.ADAPTER, ADAPTER_CONFIG})
+    marked = metadata.get(PAIRING_KEY)
+    companion_files, unread_weights = _other_files(folder, {shards.ADAPTER, ADAPTER_CONFIG})
     return Checkpoint(
         folder=folder,
         form="adapter",
@@ -183,11 +185,11 @@ def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore
         own_config=own_config,
         ropes=ropes,
         pairing=own if marked is None else _checks.check_pairing(f"{folder / shards.ADAPTER}", marked),
-        native=own,
+        native_pairing=own,
         files={shards.ADAPTER: tensors},
         metadata={shards.ADAPTER: metadata},
-        beside=beside,
-        left=left,
+        companion_files=companion_files,
+        unread_weights=unread_weights,
     )
 
 
@@ -196,10 +198,10 @@ def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Chec
     ropes = from_config(folder / "params.json", factor=factor)
     pieces = pth.pieces(folder)
     width = params.get("dim")
-    tensors = pth.joined([pth.tensors_of(file) for file in pieces], width if type(width) is int else 0)
+    tensors = pth.join_pieces([pth.tensors_of(file) for file in pieces], width if type(width) is int else 0)
     config = meta.to_hugging_face(params, ropes, tensors, max_positions)
     named = {meta.hugging_face_name(name): tensor for name, tensor in tensors.items() if name != meta.FREQUENCIES}
-    beside, left = _beside(folder, {*(file.name for file in pieces), "params.json"})
+    companion_files, unread_weights = _other_files(folder, {*(file.name for file in pieces), "params.json"})
     return Checkpoint(
         folder=folder,
         form="meta",
@@ -207,18 +209,18 @@ def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Chec
         own_config=config,
         ropes=from_config(config),
         pairing="interleaved",
-        native="half",
+        native_pairing="half",
         files={pieces[0].name: named},
-        beside=beside,
-        left=left,
+        companion_files=companion_files,
+        unread_weights=unread_weights,
     )
 
 
-def _beside(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _other_files(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of the files in a folder that are not in `read`: those without and those with weights."""
     others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
-    left = [name for name in others if name.endswith(_WEIGHTS)]
-    return tuple(name for name in others if name not in left), tuple(left)
+    unread_weights = [name for name in others if name.endswith(_WEIGHTS)]
+    return tuple(name for name in others if name not in unread_weights), tuple(unread_weights)
 
 
 def read_json(file: Path) -> dict[str, Any]:

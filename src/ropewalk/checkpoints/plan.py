@@ -14,8 +14,8 @@ from ropewalk._layout import Pairing
 from ropewalk.checkpoints import layouts, meta, model, pth, shards
 from ropewalk.checkpoints.layouts import Heads, Part
 from ropewalk.checkpoints.model import Checkpoint
-from ropewalk.checkpoints.raw import Reordered, Stored, Tensor, by_number
-from ropewalk.configs.reader import MARK
+from ropewalk.checkpoints.raw import ReorderedTensor, StoredTensor, Tensor, as_column
+from ropewalk.configs.reader import PAIRING_KEY
 
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -23,7 +23,7 @@ _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale")
 _READ_BY_MODEL = frozenset({"axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu"})
 """Models of transformers 5.23 whose code reads the pairing from the key `rope_interleave` of the config."""
-_LARGEST_SHARD = 5 * 10**9
+_MAX_SHARD_BYTES = 5 * 10**9
 """The largest size of a file in bytes, the same as Hugging Face's limit."""
 
 
@@ -111,10 +111,10 @@ def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
             continue
         layers.add(at.layer)
         rope = _rope_of(source, at.layer, name)
-        if rope is None or at.rest is None:
+        if rope is None or at.name is None:
             continue
-        heads = _heads(source, rope, is_latent=name.removesuffix(f".{at.rest}") in latent)
-        if at.rest.endswith(_SCALES):
+        heads = _heads(source, rope, is_latent=name.removesuffix(f".{at.name}") in latent)
+        if at.name.endswith(_SCALES):
             if quantised != "fp8":
                 _refuse_quantised(f"{name}")
             continue
@@ -169,9 +169,9 @@ def _heads(source: Checkpoint, rope: Any, *, is_latent: bool) -> Heads:
 
 
 def _reorder(name: str, tensor: Tensor, parts: list[Part], to: Pairing) -> Tensor:
-    if all(part.kind == "norm" for part in parts) and isinstance(tensor, Stored):
-        tensor = by_number(tensor)
-    return Reordered(tensor, layouts.order(tensor.rows, parts, to))
+    if all(part.kind == "norm" for part in parts) and isinstance(tensor, StoredTensor):
+        tensor = as_column(tensor)
+    return ReorderedTensor(tensor, layouts.row_order(tensor.rows, parts, to))
 
 
 def _check_complete(source: Checkpoint, found: Mapping[str, list[Part]], layers: set[int]) -> None:
@@ -192,10 +192,10 @@ def _quantisation(config: Mapping[str, Any]) -> str | None:
     Raises:
         RopeError: the weights have another quantisation, which cannot be converted.
     """
-    stated = config.get("quantization_config") or config.get("compression_config")
-    if stated is None:
+    quantisation = config.get("quantization_config") or config.get("compression_config")
+    if quantisation is None:
         return None
-    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
     if method != "fp8":
         _refuse_quantised(f"quant_method {_checks.shown(method)}")
     return "fp8"
@@ -209,8 +209,8 @@ def _refuse_quantised(came: str) -> None:
 
 def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
     """Raise a RopeError if an FP8 row would leave its block of rows, because the rows of a block share a scale."""
-    stated = source.config.get("quantization_config")
-    size = stated.get("weight_block_size") if isinstance(stated, Mapping) else None
+    quantisation = source.config.get("quantization_config")
+    size = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None
     tensors = source.tensors
     for name, parts in found.items():
         if tensors[name].dtype not in _FP8:
@@ -223,7 +223,7 @@ def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
         fits = scale is not None and len(scale.shape) == 2 and block and scale.shape[0] == -(-len(rows) // block)
         if not fits:
             _refuse_quantised(f"{name} with a scale of shape {None if scale is None else scale.shape}")
-        moved = layouts.order(len(rows), parts, "half")
+        moved = layouts.row_order(len(rows), parts, "half")
         if (moved // block != rows // block).any():
             _refuse_quantised(f"{name}, whose heads extend across blocks of {block} rows that share a scale")
 
@@ -234,7 +234,7 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
         return {model.ADAPTER_CONFIG: source.own_config}, [
             f"The adapter now fits a model whose q and k are {to}. Convert its model in the same way."
         ]
-    config = {key: value for key, value in source.config.items() if key != MARK}
+    config = {key: value for key, value in source.config.items() if key != PAIRING_KEY}
     if form == "meta":
         notes = ["The tokenizer is not converted. Meta's code needs Meta's tokenizer.model."]
         return {"params.json": meta.to_params(config, source.ropes)}, notes
@@ -247,12 +247,12 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
             f"config.json states rope_interleave: {json.dumps(to == 'interleaved')}, which the code of transformers "
             f"for {source.model_type} reads. Other engines, and code inside the model's folder, may not read it."
         )
-    elif to != source.native:
-        config[MARK] = to
+    elif to != source.native_pairing:
+        config[PAIRING_KEY] = to
         notes.append(
             f"Other programs give wrong results with these weights: code for {source.model_type} (transformers, vLLM, "
-            f"llama.cpp) always rotates with the pairing {source.native}. Use the weights with ropewalk or with your "
-            f"own code. config.json states {MARK}: {to!r}, which from_config reads."
+            f"llama.cpp) always rotates with the pairing {source.native_pairing}. Use the weights with ropewalk or "
+            f"with your own code. config.json states {PAIRING_KEY}: {to!r}, which from_config reads."
         )
     return {"config.json": config}, notes
 
@@ -262,25 +262,25 @@ def _files(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, str]], dict[str, Any]]:
     """Return the tensors of each file, the metadata of each file, and the index file if there are several."""
     if form == "meta":
-        ordered = sorted(tensors.items(), key=lambda item: _sorted_by(item[0]))
+        ordered = sorted(tensors.items(), key=lambda item: _sort_key(item[0]))
         named = {meta.meta_name(name): tensor for name, tensor in ordered}
         if "output.weight" not in named:
             named["output.weight"] = named["tok_embeddings.weight"]
-        one = {name: tensor for name, tensor in named.items() if name is not None}
-        pth.check(one)
-        return {"consolidated.00.pth": one}, {}, {}
+        contents = {name: tensor for name, tensor in named.items() if name is not None}
+        pth.check(contents)
+        return {"consolidated.00.pth": contents}, {}, {}
     if source.form == form:
         files = {file: {name: tensors[name] for name in names} for file, names in source.files.items()}
         metadata = {file: dict(source.metadata.get(file, {})) for file in files}
         if form == "adapter":
             for held in metadata.values():
-                held.pop(MARK, None)
-                held.update({} if to == source.native else {MARK: to})
+                held.pop(PAIRING_KEY, None)
+                held.update({} if to == source.native_pairing else {PAIRING_KEY: to})
         index = source.folder / shards.INDEX
         return files, metadata, {shards.INDEX: model.read_json(index)} if index.exists() else {}
     groups: list[dict[str, Tensor]] = [{}]
-    for name, tensor in sorted(tensors.items(), key=lambda item: _sorted_by(item[0])):
-        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > _LARGEST_SHARD:
+    for name, tensor in sorted(tensors.items(), key=lambda item: _sort_key(item[0])):
+        if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > _MAX_SHARD_BYTES:
             groups.append({})
         groups[-1][name] = tensor
     if len(groups) == 1:
@@ -291,7 +291,7 @@ def _files(
     return files, {file: {"format": "pt"} for file in files}, {shards.INDEX: index_content}
 
 
-def _sorted_by(name: str) -> tuple[int, int, str]:
+def _sort_key(name: str) -> tuple[int, int, str]:
     """Return a sort key that puts the embedding first, then the layers in order, then all other tensors."""
     at = layouts.locate(name)
     if at is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk.checkpoints import raw
-from ropewalk.checkpoints.raw import Joined, Stored, Tensor
+from ropewalk.checkpoints.raw import JoinedTensor, StoredTensor, Tensor
 
 NAME = re.compile(r"consolidated\.(\d{2,})\.pth")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -46,7 +46,7 @@ def pieces(folder: Path) -> list[Path]:
     return found
 
 
-def tensors_of(file: Path) -> dict[str, Stored]:
+def tensors_of(file: Path) -> dict[str, StoredTensor]:
     """Find the tensors of one file. Return them by name, without loading them.
 
     Raises:
@@ -79,7 +79,7 @@ def tensors_of(file: Path) -> dict[str, Stored]:
             came = f"{tensor.dtype} with strides {tensor.stride()}"
             raise _checks.error("convert", must, came, "Convert it, and save the file again.")
         nbytes = tensor.numel() * tensor.element_size()
-        tensors[str(name)] = raw.stored(file, tensor.data_ptr() - base, nbytes, dtype, tuple(tensor.shape))
+        tensors[str(name)] = raw.tensor_in_file(file, tensor.data_ptr() - base, nbytes, dtype, tuple(tensor.shape))
     return tensors
 
 
@@ -98,42 +98,42 @@ def _members(file: Path) -> list[int]:
     return sorted(begins)
 
 
-def joined(found: list[dict[str, Stored]], width: int) -> dict[str, Tensor]:
+def join_pieces(files: list[dict[str, StoredTensor]], width: int) -> dict[str, Tensor]:
     """Join the pieces of the tensors of a model that is split over several files, one for each GPU.
 
     Args:
-        found: the tensors of each file.
+        files: the tensors of each file.
         width: the number of channels of the model, which shows whether the embedding was split by rows or by columns.
 
     Raises:
         RopeError: the files hold different tensors, or the pieces of a tensor do not fit together.
     """
-    for other in found[1:]:
-        if different := sorted(other.keys() ^ found[0].keys()):
+    for other in files[1:]:
+        if different := sorted(other.keys() ^ files[0].keys()):
             must = "all consolidated files must hold pieces of the same tensors"
             raise _checks.error("convert", must, f"{different[0]} in some", "Download or copy them again.")
-    return {name: _joined(name, [tensors[name] for tensors in found], width) for name in found[0]}
+    return {name: _join_tensor(name, [tensors[name] for tensors in files], width) for name in files[0]}
 
 
-def _joined(name: str, parts: list[Stored], width: int) -> Tensor:
+def _join_tensor(name: str, pieces: list[StoredTensor], width: int) -> Tensor:
     """Join the pieces of one tensor, or return the first piece if each file has the complete tensor."""
     kind = name.split(".")[-2] if name.endswith(".weight") else name
-    first = parts[0]
-    if any(part.shape != first.shape or part.dtype != first.dtype for part in parts):
+    first = pieces[0]
+    if any(part.shape != first.shape or part.dtype != first.dtype for part in pieces):
         must = f"the pieces of {name} must have one shape and dtype"
-        came = ", ".join(str(p.shape) for p in parts[:4])
+        came = ", ".join(str(p.shape) for p in pieces[:4])
         raise _checks.error("convert", must, came, "Use files that belong to one model.")
-    if len(parts) == 1:
+    if len(pieces) == 1:
         return first
     if len(first.shape) == 2:
         if kind in _BY_ROWS or (kind == "tok_embeddings" and first.shape[1] == width):
-            return Joined(tuple(parts), 0)
-        if kind in _BY_COLUMNS or (kind == "tok_embeddings" and first.shape[1] * len(parts) == width):
-            return Joined(tuple(parts), 1)
+            return JoinedTensor(tuple(pieces), 0)
+        if kind in _BY_COLUMNS or (kind == "tok_embeddings" and first.shape[1] * len(pieces) == width):
+            return JoinedTensor(tuple(pieces), 1)
     if len(first.shape) == 1 and (kind.endswith("norm") or name == "rope.freqs"):
         return first
     must = f"{name} must be a tensor of Meta's Llama, whose pieces can be joined"
-    came = f"{len(parts)} pieces of shape {first.shape}"
+    came = f"{len(pieces)} pieces of shape {first.shape}"
     raise _checks.error("convert", must, came, "Join the files into one first.")
 
 

@@ -43,8 +43,8 @@ class Tensor(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor that is stored in a file, row after row. `stored` computes its number of rows."""
+class StoredTensor:
+    """A tensor that is stored in a file, row after row. `tensor_in_file` computes its number of rows."""
 
     file: Path
     offset: int
@@ -66,7 +66,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedTensor:
     """A matrix whose pieces are stored separately. They are concatenated along rows (axis 0) or columns (axis 1)."""
 
     pieces: tuple[Tensor, ...]
@@ -104,7 +104,7 @@ class Joined:
 
 
 @dataclass(frozen=True, eq=False)
-class Reordered:
+class ReorderedTensor:
     """A tensor with permuted rows: row r is row `order[r]` of `tensor`."""
 
     tensor: Tensor
@@ -135,17 +135,17 @@ class Reordered:
         return self.tensor.read(begin, int(wanted.max()) + 1)[wanted - begin]
 
 
-def stored(file: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Stored:
+def tensor_in_file(file: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
     """Return the tensor of this shape that is stored at an offset in a file.
 
     A row is everything with the same first index. A tensor without axes, or whose bytes its first axis does not divide,
     is one row.
     """
     whole = not shape or (shape[0] > 0 and nbytes % shape[0] != 0)
-    return Stored(file, offset, nbytes, dtype, shape, 1 if whole else shape[0])
+    return StoredTensor(file, offset, nbytes, dtype, shape, 1 if whole else shape[0])
 
 
-def by_number(tensor: Stored) -> Stored:
+def as_column(tensor: StoredTensor) -> StoredTensor:
     """Return the same tensor as a column, with one number in each row. Norms have weights of different shapes."""
     return replace(tensor, rows=math.prod(tensor.shape))
 

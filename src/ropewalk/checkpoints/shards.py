@@ -13,16 +13,16 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk.checkpoints import raw
-from ropewalk.checkpoints.raw import Stored, Tensor
+from ropewalk.checkpoints.raw import StoredTensor, Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
-_MOST_INDEX = 2**28
+_MAX_INDEX_BYTES = 2**28
 """The largest index in bytes. The index of the largest mixture of experts has about 10 MB."""
 
 
-def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Read the header of a file. Return its tensors by name, in the order of their bytes, and its metadata.
 
     Raises:
@@ -40,15 +40,15 @@ def header(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             metadata = opened.metadata() or {}
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            described: dict[str, Any] = json.loads(content.read(size))
+            entries: dict[str, Any] = json.loads(content.read(size))
     except (safetensors.SafetensorError, OSError, ValueError) as e:
         must, came = f"{file} must be a complete safetensors file", f"a truncated or damaged one ({e})"
         raise _checks.error("convert", must, came, "Download or copy the file again.") from e
-    described.pop("__metadata__", None)
+    entries.pop("__metadata__", None)
     tensors = {}
-    for name, entry in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
-        tensors[name] = raw.stored(file, 8 + size + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
+        tensors[name] = raw.tensor_in_file(file, 8 + size + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
     return tensors, metadata
 
 
@@ -88,8 +88,8 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
 
 def _weight_map(index: Path) -> Mapping[str, object]:
     try:
-        if index.stat().st_size > _MOST_INDEX:
-            raise ValueError(f"more than {_MOST_INDEX:,} bytes")
+        if index.stat().st_size > _MAX_INDEX_BYTES:
+            raise ValueError(f"more than {_MAX_INDEX_BYTES:,} bytes")
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(found, dict) or not found:
             raise ValueError("its weight_map is not an object with entries")
@@ -99,7 +99,7 @@ def _weight_map(index: Path) -> Mapping[str, object]:
     return found
 
 
-def tensors_of(folder: Path) -> tuple[dict[str, dict[str, Stored]], dict[str, dict[str, str]]]:
+def tensors_of(folder: Path) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, str]]]:
     """Read the headers of all files of a folder. Return the tensors of each file, and the metadata of each file.
 
     Raises:
@@ -125,13 +125,13 @@ def write(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         metadata: the metadata of the file.
         done: a function that is called after each chunk, with its number of bytes.
     """
-    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header_entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, tensor in tensors.items():
         end = begin + tensor.nbytes
-        described[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header_entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
         begin = end
-    head = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    head = json.dumps(header_entries, separators=(",", ":"), ensure_ascii=False).encode()
     head += b" " * (-len(head) % 8)
     with file.open("wb") as out:
         out.write(len(head).to_bytes(8, "little") + head)

@@ -17,7 +17,7 @@ from ropewalk import _checks
 from ropewalk.checkpoints import meta, pth, shards
 from ropewalk.checkpoints.layouts import Part
 from ropewalk.checkpoints.plan import Plan
-from ropewalk.checkpoints.raw import Bytes, Stored, Tensor, by_number, row_bytes
+from ropewalk.checkpoints.raw import Bytes, StoredTensor, Tensor, as_column, row_bytes
 from ropewalk.rope import Pairing, Rope
 from ropewalk.rotation.api import Rotation
 
@@ -27,7 +27,7 @@ _TORCH = {
 }  # fmt: skip
 _TOKENS = 8
 _FARTHEST = 2**17
-_CLOSE = 1e-9
+_TOLERANCE = 1e-9
 """The tolerance, relative to the largest score. Both checkpoints sum the same float64 products in another order, which
 causes differences of about 1e-13 in the widest model."""
 
@@ -72,8 +72,8 @@ def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
     stored = pth.tensors_of(folder / "consolidated.00.pth")
     found = {}
     for name, tensor in plan.source.tensors.items():
-        theirs = meta.meta_name(name)
-        found[name] = tensor if theirs is None else stored[theirs]
+        written_name = meta.meta_name(name)
+        found[name] = tensor if written_name is None else stored[written_name]
     return found
 
 
@@ -82,7 +82,7 @@ def _check_unmoved(name: str, before: Tensor, after: Tensor, parts: list[Part]) 
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         _refuse(name, f"{after.dtype} of shape {after.shape} instead of {before.dtype} of shape {before.shape}")
     if parts and all(part.kind == "norm" for part in parts):
-        before, after = _numbers(before), _numbers(after)
+        before, after = _as_column(before), _as_column(after)
     moved = np.zeros(before.rows, bool)
     for part in parts:
         for start in part.starts:
@@ -95,8 +95,8 @@ def _check_unmoved(name: str, before: Tensor, after: Tensor, parts: list[Part]) 
             _refuse(name, "other bytes in rows that are not rotated")
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    return by_number(tensor) if isinstance(tensor, Stored) else tensor
+def _as_column(tensor: Tensor) -> Tensor:
+    return as_column(tensor) if isinstance(tensor, StoredTensor) else tensor
 
 
 def _compare_layer(
@@ -111,7 +111,7 @@ def _compare_layer(
     """Compare the scores of all heads of a layer. Return their largest difference, divided by the largest score.
 
     Raises:
-        RopeError: this difference is more than `_CLOSE`.
+        RopeError: this difference is more than `_TOLERANCE`.
     """
     positions = torch.randint(0, _FARTHEST, (_TOKENS,), generator=generator)
     inputs: dict[int, torch.Tensor] = {}
@@ -128,7 +128,7 @@ def _compare_layer(
     for a, b in pairs:
         reference_scores, converted_scores = (_scores(sides[a], sides[b]) for sides in vectors)
         worst, largest = float((reference_scores - converted_scores).abs().max()), float(reference_scores.abs().max())
-    if not worst <= _CLOSE * max(largest, 1e-30):
+    if not worst <= _TOLERANCE * max(largest, 1e-30):
         _refuse(f"layer {layer}", f"scores that differ by {worst / max(largest, 1e-30):.1e} of the largest")
     return worst / max(largest, 1e-30)
 
@@ -172,7 +172,7 @@ def _vectors(
     result: torch.Tensor | None = None
     steps = sorted(parts, key=lambda step: (step[1].kind == "norm", step[0].endswith("bias"), step[0]))
     for name, part in steps:
-        tensor = _numbers(tensors[name]) if part.kind == "norm" else tensors[name]
+        tensor = _as_column(tensors[name]) if part.kind == "norm" else tensors[name]
         rows = [
             _values(tensor.read(start, start + part.rotary_dim), tensor.dtype).reshape(part.rotary_dim, -1)
             for start in part.starts
@@ -193,7 +193,7 @@ def _values(rows: Bytes, dtype: str) -> torch.Tensor:
     return torch.from_numpy(rows.copy()).view(_TORCH[dtype]).to(torch.float64)
 
 
-def _refuse(what: str, came: str) -> None:
-    must = f"{what} must give the same attention before and after"
+def _refuse(subject: str, came: str) -> None:
+    must = f"{subject} must give the same attention before and after"
     fix = "Nothing was written. This is a bug in ropewalk: please report it with the config."
     raise _checks.error("convert --verify", must, came, fix)

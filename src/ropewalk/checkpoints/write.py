@@ -66,7 +66,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
                 except _checks.RopeError:
                     shutil.rmtree(unfinished)
                     raise
-            for name in plan.source.beside if plan.form == plan.source.form else ():
+            for name in plan.source.companion_files if plan.form == plan.source.form else ():
                 _write_atomically(unfinished / name, lambda new, name=name: _copy(plan.source.folder / name, new))  # type: ignore[misc]
             for name, content in plan.texts.items():
                 text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
@@ -93,7 +93,7 @@ def _written_bytes(unfinished: Path) -> int:
 
 def _state(plan: Plan) -> str:
     """Return a hash of the plan and the files of the source. A run only continues an earlier one with the same hash."""
-    described = [
+    plan_values = [
         plan.to,
         plan.form,
         plan.texts,
@@ -104,7 +104,7 @@ def _state(plan: Plan) -> str:
     for path in sorted(path for path in plan.source.folder.iterdir() if path.is_file()):
         status = path.stat()
         files.append([path.name, status.st_size, status.st_mtime_ns])
-    return hashlib.sha256(repr([described, files, str(plan.source.folder.resolve())]).encode()).hexdigest()
+    return hashlib.sha256(repr([plan_values, files, str(plan.source.folder.resolve())]).encode()).hexdigest()
 
 
 def _prepare(unfinished: Path, state: str) -> None:

@@ -93,7 +93,7 @@ class Architecture:
     known = True
     """Whether the model_type is in the table. False for the rows that are built from a passed pairing."""
 
-    describes = True
+    is_supported = True
     """Whether `Rope` can describe the model. False for the rows of model_types that ropewalk refuses."""
 
     rotates_values = False
@@ -117,7 +117,7 @@ class Architecture:
         schemes: list[Scaling] = []
         for name in dict.fromkeys(layers):
             kind = self.kinds.get(name)
-            if kind is None or c.is_without(kind.section or name):
+            if kind is None or c.is_null_kind(kind.section or name):
                 ropes[name] = None
                 continue
             collected = self.collect(c, name, kind, layers)
@@ -151,10 +151,10 @@ class Architecture:
 
     def check(self, c: Reader) -> None:
         """Raise a RopeError if a key in `fixed` has an unsupported value."""
-        for key, (value, otherwise) in self.fixed.items():
+        for key, (value, other_meaning) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 stated = shown(c.fields.get(key))
-                raise c.fields.error(key, f"must be {shown(value)}", stated, f"Not supported yet: {otherwise}.")
+                raise c.fields.error(key, f"must be {shown(value)}", stated, f"Not supported yet: {other_meaning}.")
         if self.axes is not None and c.text_only:
             c.warnings.append(TEXT_ONLY)
         elif self.axes is not None and self.axes.warning:
@@ -170,7 +170,7 @@ class Architecture:
         if self.axes is None or c.text_only:
             return None
         axes, where = self.axes.read(c.fields, collected, rotary_dim // 2, self.name_and_source(c))
-        c.note("axes", where)
+        c.record_origin("axes", where)
         return axes
 
     def axis_names(self, ropes: Mapping[str, Rope | None]) -> tuple[str, ...]:
@@ -182,14 +182,14 @@ class Architecture:
         """Return the pairing that the architecture implies for this config."""
         return self.pairing
 
-    def count(self, c: Reader) -> int:
+    def number_of_layers(self, c: Reader) -> int:
         """Return the number of layers."""
-        c.origins["layers"] = c.fields.first(self.layers)
+        c.origins["layers"] = c.fields.first_present(self.layers)
         return c.fields.layers(self.layers)
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer: a name in `kinds`, or `NO_ROPE`."""
-        fields, origins, count = c.fields, c.origins, self.count(c)
+        fields, origins, count = c.fields, c.origins, self.number_of_layers(c)
         if self.switch is not None:
             key, values = self.switch
             if fields.get(key) not in values:
@@ -199,19 +199,19 @@ class Architecture:
             effect = "nothing rotates" if self.null_window == NO_ROPE else "every layer rotates"
             origins["layer_types"] = f"sliding_window is null, so {effect}"
             return [self.null_window] * count
-        if self.pattern is not None and self.pattern.decides:
+        if self.pattern is not None and self.pattern.overrides_layer_types:
             decided = self.pattern.kinds(fields, count, origins)
             if decided is not None:
                 return decided
         if set(self.kinds) == {ALL}:
             return [ALL] * count
-        stated = read_kinds(fields, "layer_types", self.kinds, count, origins)
-        if stated is None and self.pattern is not None:
-            stated = self.pattern.kinds(fields, count, origins)
-        if stated is None:
+        kinds = read_kinds(fields, "layer_types", self.kinds, count, origins)
+        if kinds is None and self.pattern is not None:
+            kinds = self.pattern.kinds(fields, count, origins)
+        if kinds is None:
             cure = "Add a list with one entry for each layer."
             raise fields.error("layer_types", "must be given, since the layers differ", "none", cure)
-        return stated
+        return kinds
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope of a kind of layer, from the top level and from the sections.
@@ -244,7 +244,7 @@ class Architecture:
                 sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
                 c.add_nested(collected, kind.section or name, sections)
             else:
-                c.add_flat(collected, section, scaled=kind.scaled, based="rope_theta" in kind.bases)
+                c.add_flat(collected, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
 
     def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
         """Return the base of a kind of layer, stated by the config, passed by the caller, or implied."""
@@ -266,7 +266,7 @@ class Architecture:
         layers: list[str],
     ) -> tuple[int, int, int]:
         """Return head_dim, rotary_dim and rotary_offset of a kind of layer, in channels."""
-        head_dim = c.own_size(name, layers, "head_dim") or self.head_dim(c, kind)
+        head_dim = c.per_layer_size(name, layers, "head_dim") or self.head_dim(c, kind)
         if scheme is not None and scheme.whole_head:
             return head_dim, head_dim, 0
         return (
@@ -288,8 +288,8 @@ class Architecture:
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
         """Return the length in tokens that the model was trained on before scaling, or None if it is not known."""
         lengths = [scheme.trained_length(c.longest) for scheme in schemes]
-        stated = [length for length in lengths if length is not None]
-        return c.longest if not lengths else min(stated) if len(stated) == len(lengths) else None
+        known = [length for length in lengths if length is not None]
+        return c.longest if not lengths else min(known) if len(known) == len(lengths) else None
 
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
         """Return the factor that multiplies the softmax scale of the attention, dimensionless."""
@@ -325,11 +325,11 @@ class Architecture:
         own |= {self.dim_key, *self.head_dim_keys, *self.partial_keys, *self.fixed}
         return (self.base_keys() | own | (set() if self.pattern is None else self.pattern.keys())) - {""}
 
-    def without_ropes(self, version: int) -> dict[str, object]:
+    def keys_without_ropes(self, version: int) -> dict[str, object]:
         """Return the keys to add to a written config in which no layer rotates."""
         return {}
 
-    def unwritable(self, version: int) -> str:
+    def why_unwritable(self, version: int) -> str:
         """Return why the model's code cannot read a config in the schema of transformers 4 or 5; "" if it can."""
         if not self.in_transformers and version == 5:
             return "Pass version=4: the model's own code reads those keys only."

@@ -29,7 +29,7 @@ def interleaved(sections: tuple[int, ...], pairs: int) -> Axes:
     return Axes(tuple(i % n if i < n * sections[i % n] else 0 for i in range(pairs)), lengths=(pairs,) * n)
 
 
-def in_halves(_: tuple[int, ...], pairs: int) -> Axes:
+def half_for_each(_: tuple[int, ...], pairs: int) -> Axes:
     """Return `Axes.interleaved` of two axes, each with half of the pairs (NeoMME)."""
     return Axes.interleaved((pairs - pairs // 2, pairs // 2))
 
@@ -50,7 +50,7 @@ class AxesRule:
         pattern: a function from the sections and the number of pairs to `Axes`.
         is_interleaved: whether the axes alternate. The key `mrope_interleaved`, if present, must be equal.
         order: the index of the axis of each section; () if the sections are in the order of the axes.
-        fewest: the minimum number of sections. None means one for each of `names`.
+        min_sections: the minimum number of sections. None means one for each of `names`.
         keys: config keys of the sections; () if the number of pairs determines them.
         warning: a warning for the user, or "".
     """
@@ -60,7 +60,7 @@ class AxesRule:
     pattern: Callable[[tuple[int, ...], int], Axes] = lambda sections, _: Axes.sections(sections)
     is_interleaved: bool = False
     order: tuple[int, ...] = ()
-    fewest: int | None = None
+    min_sections: int | None = None
     keys: tuple[str, ...] = ("mrope_section",)
     warning: str = ""
 
@@ -84,21 +84,21 @@ class AxesRule:
         if not self.keys:
             return self.pattern((), pairs), f"implied by model_type {source}"
         self._check_flags(fields, collected, source)
-        stated = [collected[key] for key in self.keys if key in collected]
-        for each in stated[1:]:
-            if each.value != stated[0].value:
-                must = f"must agree with {stated[0].where}, which is {shown(stated[0].value)}"
-                raise fields.error(each.where, must, shown(each.value), "Remove the wrong one.")
-        if not stated and self.default is None:
+        entries = [collected[key] for key in self.keys if key in collected]
+        for entry in entries[1:]:
+            if entry.value != entries[0].value:
+                must = f"must agree with {entries[0].where}, which is {shown(entries[0].value)}"
+                raise fields.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
+        if not entries and self.default is None:
             cure = "Add it: the model's class has no default. Or pass text_only=True for the rope of text tokens."
             raise fields.error(self.keys[0], "must be given in rope_parameters", "none", cure)
-        sections = self._sections(fields, stated[0]) if stated else self.default or ()
-        where = stated[0].where if stated else f"{list(sections)}, implied by model_type {source}"
-        if not stated and self.is_interleaved and sum(sections) < pairs:
+        sections = self._sections(fields, entries[0]) if entries else self.default or ()
+        where = entries[0].where if entries else f"{list(sections)}, implied by model_type {source}"
+        if not entries and self.is_interleaved and sum(sections) < pairs:
             where += f"; the pairs after the first {sum(sections)} take {self.names[0]}"
         elif sum(sections) != pairs:
-            key = stated[0].where if stated else self.keys[0]
-            got = f"{list(sections) if stated else where}, which adds up to {sum(sections)}"
+            key = entries[0].where if entries else self.keys[0]
+            got = f"{list(sections) if entries else where}, which adds up to {sum(sections)}"
             must = f"must add up to the {pairs} pairs that rotate"
             raise fields.error(
                 key, must, got, "Check that the list and the number of rotated channels belong together."
@@ -120,7 +120,7 @@ class AxesRule:
 
     def _sections(self, fields: Fields, entry: ConfigValue) -> tuple[int, ...]:
         value, most = entry.value, len(self.names)
-        least = most if self.fewest is None else self.fewest
+        least = most if self.min_sections is None else self.min_sections
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             got = f"{len(value)} entries" if isinstance(value, list | tuple) else shown(value)
             count = str(most) if least == most else f"{least} to {most}"
@@ -137,11 +137,11 @@ QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved, is_interleaved=True)
 QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved, is_interleaved=True)
 GLM4V = AxesRule((8, 12, 12))
 ERNIE = AxesRule((22, 22, 20), pattern=time_last, order=(1, 2, 0))
-NEOMME = AxesRule(None, names=("row", "column"), pattern=in_halves, is_interleaved=True, keys=())
+NEOMME = AxesRule(None, names=("row", "column"), pattern=half_for_each, is_interleaved=True, keys=())
 HUNYUAN = AxesRule(
     None,
     names=("sequence", "width", "height", "image"),
-    fewest=3,
+    min_sections=3,
     keys=("mrope_section", "xdrope_section"),
     warning="transformers 5.23 uses positions of different axes for the two channels of a pair, which is a rotation "
     "for text only. These axes are those of vLLM, where each pair has one axis.",

@@ -15,7 +15,7 @@ from typing import Any
 
 from ropewalk._checks import MAX_HEAD_DIM, integer, nearest, shown
 from ropewalk.axes import Axes
-from ropewalk.configs import strays
+from ropewalk.configs import unread_keys
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope import Rope
@@ -210,7 +210,7 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
     origins["base"] = f"implied by {name}"
     if key and fields.has(key):
         base, origins["base"] = fields.base(key, fields.get(key), None), key
-    warnings = strays.refuse(fields, {}, (*row.position_keys, row.key))
+    warnings = unread_keys.refuse(fields, {}, (*row.position_keys, row.key))
     with fields.prefix_errors():
         rope = Rope(head_dim, base, "interleaved", axes=Axes.axial(channels))
     return ModelRopes(

@@ -13,8 +13,8 @@ from ropewalk.configs.reader import SECTIONS
 from ropewalk.engines import ENGINE_KEYS, Answer, ConfigRope, Engine
 from ropewalk.rope import Rope
 
-_DEEPEST = 4
-_LENGTH = {
+_MAX_DEPTH = 4
+_LENGTH_NOTES = {
     "nothing": "",
     "the call": "It uses the length of the sequences in each call: pass that length to at_length.",
     "the setting": "It uses the length that was configured at startup: pass that length to at_length.",
@@ -35,7 +35,7 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
     inside = any(section in path.split(".") for section in SECTIONS)
     for key, value in values.items():
         here = f"{path}.{key}".strip(".")
-        if isinstance(value, Mapping) and depth < _DEEPEST:
+        if isinstance(value, Mapping) and depth < _MAX_DEPTH:
             found.update(find_engine_keys(value, here, depth + 1))
         elif inside and key in ENGINE_KEYS:
             found[here] = value
@@ -54,53 +54,53 @@ def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tu
     for index, (rope, kind) in enumerate(zip(ropes.layers, kinds, strict=True)):
         if rope is not None:
             layers_of.setdefault((rope, kind), []).append(index)
-    return [(_describe(ropes, rope, kind, engine_keys), layers) for (rope, kind), layers in layers_of.items()]
+    return [(_config_rope(ropes, rope, kind, engine_keys), layers) for (rope, kind), layers in layers_of.items()]
 
 
-def _describe(ropes: ModelRopes, rope: Rope, kind: str, engine_keys: Mapping[str, Any]) -> ConfigRope:
-    stated, nested = ({}, False) if rope.scaling is None else _stated(ropes, kind)
+def _config_rope(ropes: ModelRopes, rope: Rope, kind: str, engine_keys: Mapping[str, Any]) -> ConfigRope:
+    section_keys, nested = ({}, False) if rope.scaling is None else _section_keys(ropes, kind)
     if rope.scaling is not None:
-        of_kind = {*SECTIONS, _section(ropes.model_type, kind)}
-        stated.update({key.split(".")[-1]: v for key, v in engine_keys.items() if key.split(".")[-2] in of_kind})
-    return ConfigRope(rope, ropes.model_type, ropes.max_position_embeddings, stated, nested)
+        of_kind = {*SECTIONS, _section_name(ropes.model_type, kind)}
+        section_keys.update({key.split(".")[-1]: v for key, v in engine_keys.items() if key.split(".")[-2] in of_kind})
+    return ConfigRope(rope, ropes.model_type, ropes.max_position_embeddings, section_keys, nested)
 
 
-def _section(model_type: str, kind: str) -> str:
+def _section_name(model_type: str, kind: str) -> str:
     row = ARCHITECTURES.get(model_type)
-    described = None if row is None else row.kinds.get(kind)
-    return kind if described is None or not described.section else described.section
+    row_kind = None if row is None else row.kinds.get(kind)
+    return kind if row_kind is None or not row_kind.section else row_kind.section
 
 
-def _stated(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
+def _section_keys(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
     """Return the rope keys that the config has for a kind of layer, and whether they are in an object of this kind."""
-    stated: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     nested = False
     for name in SECTIONS:
         section = (ropes.config or {}).get(name)
         if not isinstance(section, Mapping):
             continue
-        own = section.get(_section(ropes.model_type, kind))
+        own = section.get(_section_name(ropes.model_type, kind))
         nested = nested or isinstance(own, Mapping)
-        stated.update({key: value for key, value in section.items() if not isinstance(value, Mapping)})
-        stated.update(own if isinstance(own, Mapping) else {})
-    return stated, nested
+        keys.update({key: value for key, value in section.items() if not isinstance(value, Mapping)})
+        keys.update(own if isinstance(own, Mapping) else {})
+    return keys, nested
 
 
-def with_numbers_of(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> ModelRopes:
+def apply_engine(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> ModelRopes:
     """Replace the ropes by those that the engine computes, and add its notes to the warnings.
 
     Raises:
         RopeError: the engine cannot run the config.
     """
     layers, notes = list(ropes.layers), list(ropes.warnings)
-    for question, indices in distinct_ropes(ropes, engine_keys):
-        rope = _rope(engine, question, ropes.source, notes)
+    for config_rope, indices in distinct_ropes(ropes, engine_keys):
+        rope = _engine_rope(engine, config_rope, ropes.source, notes)
         for index in indices:
             layers[index] = rope
-    others = {
-        name: _rope(
+    extra_ropes = {
+        name: _engine_rope(
             engine,
-            _describe(ropes, rope, ropes.layer_kinds[0] if ropes.layer_kinds else "", engine_keys),
+            _config_rope(ropes, rope, ropes.layer_kinds[0] if ropes.layer_kinds else "", engine_keys),
             ropes.source,
             notes,
         )
@@ -111,17 +111,17 @@ def with_numbers_of(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str,
         notes.append(f"{engine.name} {engine.version} does not scale q by its position: {engine.query_scale}.")
         scale = None
     return replace(
-        ropes, layers=tuple(layers), extra_ropes=others, query_scale=scale, warnings=tuple(dict.fromkeys(notes))
+        ropes, layers=tuple(layers), extra_ropes=extra_ropes, query_scale=scale, warnings=tuple(dict.fromkeys(notes))
     )
 
 
-def _rope(engine: Engine, question: ConfigRope, source: str, notes: list[str]) -> Rope:
-    answer: Answer = engine.answer(question)
+def _engine_rope(engine: Engine, config_rope: ConfigRope, source: str, notes: list[str]) -> Rope:
+    answer: Answer = engine.answer(config_rope)
     if answer.rope is None:
         must = f"{engine.name} {engine.version} must run the config"
         cure = f"Its code: {answer.source}. " if answer.source else ""
-        raise error(source, must, answer.refused, f"{cure}Choose another engine, or change the config.")
-    new = [*answer.notes, *([] if answer.rope.is_static else [_LENGTH[answer.decided_by]])]
-    how = "" if answer.seen == "run" else " (read, not run)"
+        raise error(source, must, answer.refusal, f"{cure}Choose another engine, or change the config.")
+    new = [*answer.notes, *([] if answer.rope.is_static else [_LENGTH_NOTES[answer.decided_by]])]
+    how = "" if answer.evidence == "run" else " (read, not run)"
     notes += [f"{engine.name} {engine.version}{how}: {note}" for note in new if note]
     return answer.rope

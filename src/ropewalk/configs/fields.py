@@ -44,14 +44,14 @@ class Fields:
         config: the config.
         source: the name of the config, with which every message begins.
         path: the prefix of this config's keys in `from_config(ignore=...)`, e.g. "text_config."; "" at the top level.
-        read: the keys that have been requested so far.
+        read_keys: the keys that have been requested so far.
     """
 
     def __init__(self, config: Mapping[str, Any], source: str, path: str = "") -> None:
         self.config = config
         self.source = source
         self.path = path
-        self.read: set[str] = set()
+        self.read_keys: set[str] = set()
 
     def error(self, key: str, must: str, got: str, cure: str) -> RopeError:
         """Return an error about a key. `must` is what its value must fulfil, e.g. "must be an object"."""
@@ -72,20 +72,20 @@ class Fields:
     def _look_up(self, key: str) -> tuple[bool, Any]:
         """Return whether the key is present, and its value."""
         if key in self.config or "." not in key:
-            self.read.add(key)
+            self.read_keys.add(key)
             return key in self.config, self.config.get(key)
         section, _, inner = key.rpartition(".")
-        self.read.add(section)
+        self.read_keys.add(section)
         values = self.config.get(section)
         return (inner in values, values.get(inner)) if isinstance(values, Mapping) else (False, None)
 
-    def first(self, keys: tuple[str, ...]) -> str:
+    def first_present(self, keys: tuple[str, ...]) -> str:
         """Return the first of the keys that has a value, or the first key if none has."""
         return next((key for key in keys if self.has(key)), keys[0])
 
     def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, cure: str = "") -> int:
         """Return the value of the first key that has one, as an integer of at least 1."""
-        key = self.first((keys,) if isinstance(keys, str) else keys)
+        key = self.first_present((keys,) if isinstance(keys, str) else keys)
         value = integer(self.source, key, self.get(key), at_least=1, at_most=at_most, cure=cure)
         if value > _MAX_SIZE:
             raise self.error(key, "must be at most 2**53", "more", "Check the number.")
@@ -95,8 +95,8 @@ class Fields:
         """Return width / number of heads, the head_dim of a config that does not have the key `own`."""
         width, count = self.size(widths, cure=cure), self.size(heads, cure=cure)
         if width % count:
-            must = f"must be a multiple of {self.first(heads)}={count} if {own} is not given"
-            raise self.error(self.first(widths), must, str(width), f"Add {own}.")
+            must = f"must be a multiple of {self.first_present(heads)}={count} if {own} is not given"
+            raise self.error(self.first_present(widths), must, str(width), f"Add {own}.")
         return width // count
 
     def base(self, where: str, value: Any, passed: float | None) -> float:
@@ -135,11 +135,11 @@ class Fields:
         """Return the number of layers, at most MAX_LAYERS."""
         return self.size(keys, at_most=MAX_LAYERS)
 
-    def count(self, key: str, *, at_most: int) -> int:
+    def optional_count(self, key: str, *, at_most: int) -> int:
         """Return the value of the key as a number of layers, or 0 if it is missing."""
         return integer(self.source, key, self.get(key), at_least=0, at_most=at_most) if self.has(key) else 0
 
-    def listed(self, key: str, length: int) -> list[Any] | None:
+    def layer_list(self, key: str, length: int) -> list[Any] | None:
         """Return the value of the key as a list with one entry for each of `length` layers, or None if it is missing.
 
         Entries for the `num_nextn_predict_layers` layers after them, which predict further tokens, are dropped.

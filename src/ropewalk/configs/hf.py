@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import RopeError, nearest, shown
-from ropewalk.configs import strays, vision
+from ropewalk.configs import unread_keys, vision
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.families import unknown
 from ropewalk.configs.fields import Fields
@@ -55,21 +55,21 @@ def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_
         ropes = _read_text(text, pairing=pairing, base=base, text_only=text_only)
         return dataclasses.replace(ropes, warnings=(*ropes.warnings, *inner.warnings))
     reader = Reader(fields, pairing=pairing, base=base, text_only=text_only)
-    strays.check_size(fields)
-    row = _architecture(reader)
+    unread_keys.check_size(fields)
+    row = _find_row(reader)
     try:
-        found = row.read(reader)
+        layer_ropes = row.read(reader)
     except RopeError:
-        if row.describes:
-            strays.refuse_misspelt(fields, vocabulary())
+        if row.is_supported:
+            unread_keys.refuse_misspelt(fields, vocabulary())
         raise
     if any(row.kinds.values()):  # in a model that never rotates, such keys have no effect
-        reader.warnings += strays.refuse(fields, row.idle, row.keys())
-    values = {f.name: getattr(found, f.name) for f in dataclasses.fields(found)}
+        reader.warnings += unread_keys.refuse(fields, row.idle, row.keys())
+    values = {f.name: getattr(layer_ropes, f.name) for f in dataclasses.fields(layer_ropes)}
     return ModelRopes(**{**values, "origins": reader.origins, "warnings": tuple(reader.warnings)})
 
 
-def _architecture(c: Reader) -> Architecture:
+def _find_row(c: Reader) -> Architecture:
     """Look up the row of the config's model_type. If the caller passed a pairing, an unknown one gets a general row."""
     model_type = c.fields.get("model_type")
     if not isinstance(model_type, str):

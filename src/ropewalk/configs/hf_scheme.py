@@ -49,15 +49,15 @@ def read(
     parameters = _parameters(fields, collected, str(name), scheme, warnings, other_keys)
     if scheme is None:
         return None
-    values = {key: g.value for key, g in parameters.items()}
-    origins.update({key: g.where for key, g in parameters.items()})
+    values = {key: entry.value for key, entry in parameters.items()}
+    origins.update({key: entry.where for key, entry in parameters.items()})
     for key, (value, where) in scheme.implied(values, longest).items():
         values[key], origins[key] = value, where
     _refuse_missing(fields, str(name), scheme, values)
     try:
         return build(scheme, values)
     except RopeError as e:
-        sections = sorted({g.where.split(".")[0] for g in parameters.values()}) or ["rope_parameters"]
+        sections = sorted({entry.where.split(".")[0] for entry in parameters.values()}) or ["rope_parameters"]
         raise within(f"{fields.source}: {' and '.join(sections)}", e) from None
 
 
@@ -77,29 +77,30 @@ def _parameters(
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
     idle = {} if scheme is None else scheme.idle
     parameters = {}
-    for key, g in collected.items():
-        at_top = "." not in g.where
+    for key, entry in collected.items():
+        at_top = "." not in entry.where
         if key in known:
-            parameters[key] = g
-        elif key in SHARED or at_top or not g.own or key in other_keys:
+            parameters[key] = entry
+        elif key in SHARED or at_top or not entry.own or key in other_keys:
             continue
         elif key in idle:
-            warnings.append(f"{g.where} has no effect: it {idle[key]}.")
+            warnings.append(f"{entry.where} has no effect: it {idle[key]}.")
         elif key in axes_rules.KEYS:
             must = "must not be given, since ropewalk knows this model_type with one position for each token"
             cure = (
                 "The key assigns the pairs to several axes: build Rope(..., axes=Axes.sections(...)) by hand, or use "
-                f"Axes.interleaved(...) if axes alternate. For text alone, pass ignore=({fields.path + g.where!r},)."
+                "Axes.interleaved(...) if axes alternate. For text alone, "
+                f"pass ignore=({fields.path + entry.where!r},)."
             )
-            raise fields.error(g.where, must, shown(g.value), cure)
+            raise fields.error(entry.where, must, shown(entry.value), cure)
         else:
             missing = "" if "rope_type" in collected else " Check whether rope_type is missing."
             raise fields.error(
-                g.where,
+                entry.where,
                 f"must be a key that rope_type {name!r} reads",
-                shown(g.value),
+                shown(entry.value),
                 f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
-                f"does not read it either, pass ignore=({fields.path + g.where!r},).",
+                f"does not read it either, pass ignore=({fields.path + entry.where!r},).",
             )
     return parameters
 

@@ -11,7 +11,7 @@ from ropewalk.configs.axes_rules import AxesRule
 from ropewalk.configs.layer_ropes import LayerRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.reader import SECTIONS
-from ropewalk.configs.source import plain
+from ropewalk.configs.source import to_plain
 from ropewalk.rope import Rope
 
 _WHO = "ModelRopes.to_hf_config"
@@ -32,7 +32,7 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
             shown(ropes.model_type),
             "Write its config by hand.",
         )
-    if why := row.unwritable(version):
+    if why := row.why_unwritable(version):
         raise error(_WHO, "the model's code must be able to read the written config", ropes.model_type, why)
     config = _without_rope_keys(ropes.config, row)
     first = dict(zip(reversed(ropes.layer_kinds), reversed(ropes.layers), strict=True))
@@ -45,7 +45,7 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
     else:
         config.update(_version_4(rotating, row, ropes))
     if not rotating:
-        config.update(row.without_ropes(version))
+        config.update(row.keys_without_ropes(version))
     return config
 
 
@@ -60,7 +60,7 @@ def _nested(row: Architecture) -> bool:
 
 def _without_rope_keys(config: Any, row: Architecture) -> dict[str, Any]:
     drop = {*SECTIONS, *row.base_keys(), *row.partial_keys}
-    return {key: plain(value, _WHO) for key, value in config.items() if key not in drop}
+    return {key: to_plain(value, _WHO) for key, value in config.items() if key not in drop}
 
 
 def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, Any]:

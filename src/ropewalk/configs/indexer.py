@@ -28,13 +28,13 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
     c.origins["indexer"] = f"index_head_dim and model_type {source}"
     key = "indexer_rope_interleave"
     if c.fields.has(key):
-        stated = "interleaved" if c.fields.boolean(key, True) else "half"
+        config_pairing = "interleaved" if c.fields.boolean(key, True) else "half"
         c.origins["indexer"] = f"index_head_dim and {key}"
-        if stated != pairing:
+        if config_pairing != pairing:
             c.warnings.append(
-                f"{key} sets the pairing of the indexer to {stated!r}, but it is {pairing!r} in {source}."
+                f"{key} sets the pairing of the indexer to {config_pairing!r}, but it is {pairing!r} in {source}."
             )
-        pairing = stated
+        pairing = config_pairing
     offset = max(width - rope.rotary_dim, 0) if rotates_tail else 0
     try:
         sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset}

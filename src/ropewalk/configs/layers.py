@@ -22,7 +22,7 @@ class Pattern(Protocol):
     """The interface of a rule that assigns a kind to each layer."""
 
     @property
-    def decides(self) -> bool:
+    def overrides_layer_types(self) -> bool:
         """Whether the pattern applies even if the config has `layer_types`."""
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
@@ -41,7 +41,7 @@ class Every:
         kind, rest: the kinds.
         key: config key that overrides n; "" if there is none.
         first: whether the first of every n layers is of kind `kind`. If False, it is the last.
-        decides: as in `Pattern`.
+        overrides_layer_types: as in `Pattern`.
     """
 
     n: int
@@ -49,7 +49,7 @@ class Every:
     rest: str
     key: str = ""
     first: bool = False
-    decides: bool = False
+    overrides_layer_types: bool = False
 
     def keys(self) -> set[str]:
         """Return the keys that the pattern may read."""
@@ -74,13 +74,13 @@ class NoRopeLayers:
         interval_key: key of an interval that applies if the list is missing: the last of every so many layers does not
             rotate. "" makes the list required.
         interval: the interval if neither key has a value.
-        decides: as in `Pattern`.
+        overrides_layer_types: as in `Pattern`.
     """
 
     key: str = "no_rope_layers"
     interval_key: str = "no_rope_layer_interval"
     interval: int = 4
-    decides: bool = True
+    overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
         """Return the keys that the pattern may read."""
@@ -88,7 +88,7 @@ class NoRopeLayers:
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the kind of each layer."""
-        listed = fields.listed(self.key, count) if fields.get(self.key) != [] else None
+        listed = fields.layer_list(self.key, count) if fields.get(self.key) != [] else None
         if listed is not None:
             for flag in listed:
                 if isinstance(flag, bool) or not isinstance(flag, int | float) or flag < 0:
@@ -111,21 +111,21 @@ class NoRopeLayers:
 
 
 @dataclass(frozen=True)
-class Indices:
+class LayerIndices:
     """A config key with a list of the indices of the layers of kind `kind`. The other layers are of kind `rest`.
 
     Args:
         key: key of the list.
         kind, rest: the kinds.
-        without: what a missing list means: "kind" or "rest" for the kind of all layers, or None if it is not known.
-        decides: as in `Pattern`.
+        if_missing: what a missing list means: "kind" or "rest" for the kind of all layers, or None if it is not known.
+        overrides_layer_types: as in `Pattern`.
     """
 
     key: str
     kind: str = ALL
     rest: str = NO_ROPE
-    without: str | None = "rest"
-    decides: bool = True
+    if_missing: str | None = "rest"
+    overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
         """Return the keys that the pattern may read."""
@@ -133,8 +133,8 @@ class Indices:
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
         """Return the kind of each layer."""
-        if not fields.has(self.key) and self.without != "rest":
-            return None if self.without is None else [self.kind] * count
+        if not fields.has(self.key) and self.if_missing != "rest":
+            return None if self.if_missing is None else [self.kind] * count
         listed = fields.get(self.key) or []
         if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
             must = f"must be a list of layer numbers below {count}"
@@ -146,12 +146,12 @@ class Indices:
 
 
 @dataclass(frozen=True)
-class Coded:
+class LayerCodes:
     """A config key with a list that has a number for each layer. `names` maps these numbers to kinds."""
 
     key: str
     names: Mapping[int, str]
-    decides: bool = False
+    overrides_layer_types: bool = False
 
     def keys(self) -> set[str]:
         """Return the keys that the pattern may read."""
@@ -161,7 +161,7 @@ class Coded:
         """Return the kind of each layer, or None if the list is missing."""
         if not fields.has(self.key):
             return None
-        listed = fields.listed(self.key, count) or []
+        listed = fields.layer_list(self.key, count) or []
         for code in listed:
             if type(code) is not int or code not in self.names:
                 known = ", ".join(str(code) for code in self.names)
@@ -172,18 +172,18 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class Named:
+class LayerNames:
     """A config key that has the same meaning as `layer_types`: a list with the kind of each layer.
 
     Args:
         key: key of the list.
         known: the valid kinds.
-        decides: as in `Pattern`.
+        overrides_layer_types: as in `Pattern`.
     """
 
     key: str
     known: tuple[str, ...]
-    decides: bool = True
+    overrides_layer_types: bool = True
 
     def keys(self) -> set[str]:
         """Return the keys that the pattern may read."""
@@ -206,7 +206,7 @@ def read_kinds(
     Raises:
         RopeError: the list has another length than `count`, or a kind is not in `known`.
     """
-    names = fields.listed(key, count)
+    names = fields.layer_list(key, count)
     return None if names is None else check_kinds(fields, key, names, known, origins)
 
 

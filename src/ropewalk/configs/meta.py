@@ -26,11 +26,11 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
     _refuse_other_formats(fields)
     origins = {"pairing": f"Meta's format ({_SOURCE})", "layers": "n_layers"}
     warnings: list[str] = []
-    _refuse_stray_keys(fields)
+    _refuse_unknown_keys(fields)
     head_dim = _head_dim(fields, origins)
-    stated = _base(fields, base, origins, warnings)
+    base_value = _base(fields, base, origins, warnings)
     with fields.prefix_errors():
-        rope = Rope(head_dim, stated, "interleaved", scaling=_scaling(fields, factor, origins))
+        rope = Rope(head_dim, base_value, "interleaved", scaling=_scaling(fields, factor, origins))
     return ModelRopes(
         layers=(rope,) * fields.layers(("n_layers",)),
         model_type="Meta params.json",
@@ -61,7 +61,7 @@ def _refuse_other_formats(fields: Fields) -> None:
             raise fields.error(key, must, shown(fields.get(key)), cure)
 
 
-def _refuse_stray_keys(fields: Fields) -> None:
+def _refuse_unknown_keys(fields: Fields) -> None:
     for key, value in fields.config.items():
         if key not in _KEYS and value is not None and ROPE_WORDS.intersection(str(key).lower().split("_")):
             raise fields.error(
@@ -101,9 +101,9 @@ def _base(fields: Fields, base: float | None, origins: dict[str, str], warnings:
 
 def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> Llama3 | None:
     scaled = fields.boolean("use_scaled_rope", False)
-    stated = fields.get("rope_scaling_factor")
+    config_factor = fields.get("rope_scaling_factor")
     if not scaled:
-        if stated is not None or factor is not None:
+        if config_factor is not None or factor is not None:
             raise fields.error(
                 "use_scaled_rope",
                 "must be true if a factor is given",
@@ -112,7 +112,7 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
             )
         origins["scaling"] = "use_scaled_rope" if fields.has("use_scaled_rope") else "no use_scaled_rope is given"
         return None
-    if stated is None and factor is None:
+    if config_factor is None and factor is None:
         raise fields.error(
             "use_scaled_rope",
             "needs the factor of the scaling, which the format does not contain",
@@ -121,19 +121,19 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
             if fields.has("vision_chunk_size")
             else "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B) to from_config.",
         )
-    if stated is not None and factor is not None and stated != factor:
+    if config_factor is not None and factor is not None and config_factor != factor:
         raise fields.error(
             "rope_scaling_factor",
-            f"is {shown(stated)}, and factor must agree with it",
+            f"is {shown(config_factor)}, and factor must agree with it",
             shown(factor),
             "Omit factor.",
         )
     origins["scaling"] = "use_scaled_rope"
-    origins["factor"] = "passed by the caller" if stated is None else "rope_scaling_factor"
+    origins["factor"] = "passed by the caller" if config_factor is None else "rope_scaling_factor"
     # The other three parameters are constants in Meta's code.
     origins["low_freq_factor, high_freq_factor, original_max_position_embeddings"] = f"constants of {_SOURCE}"
     return Llama3(
-        factor=cast(float, factor if stated is None else stated),
+        factor=cast(float, factor if config_factor is None else config_factor),
         low_freq_factor=1.0,
         high_freq_factor=4.0,
         original_max_position_embeddings=8192,

@@ -27,20 +27,20 @@ from ropewalk.configs.families import (
     step,
     telechat,
 )
-from ropewalk.configs.layers import ALL, NO_ROPE, Coded, Every, Indices, Named, NoRopeLayers
+from ropewalk.configs.layers import ALL, NO_ROPE, Every, LayerCodes, LayerIndices, LayerNames, NoRopeLayers
 from ropewalk.configs.no_ropes import NO_ROPES
 from ropewalk.configs.remote_models import REMOTE
-from ropewalk.configs.rows import check_row, hybrid, latent, llama_like, local_only, partly, row, source
+from ropewalk.configs.rows import check_row, hybrid, latent, llama_like, local_only, partial_rotation, row, source
 from ropewalk.configs.several_axes import SEVERAL_AXES
 
-_BY_SHARE = "transformers uses partial_rotary_factor instead"
+_FRACTION_INSTEAD = "transformers uses partial_rotary_factor instead"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Gemma 3: full layers have a large base and the scaling. Sliding layers have a base of their own and no scaling.
 _GEMMA_KINDS = {_FULL: Kind(), _SLIDING: Kind(bases=("rope_local_base_freq",), implied_base=10_000.0, scaled=False)}
 _GEMMA_PATTERN = Every(6, _FULL, _SLIDING, key="sliding_window_pattern")
 _MODERNBERT_KINDS = {_FULL: Kind(bases=("global_rope_theta",)), _SLIDING: Kind(bases=("local_rope_theta",))}
 _GEMMA4_KINDS = {_FULL: Kind(bases=(), head_dim_key="global_head_dim"), _SLIDING: Kind(bases=())}
-_EACH_ITS_OWN = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+_NESTED_KINDS = {_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
 _LINEAR = ("linear_attention",)
 _EVERY_FOURTH_FULL = Every(4, _FULL, "linear_attention", key="full_attention_interval")
 
@@ -106,7 +106,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         for name in ("blt_local_encoder", "blt_local_decoder", "blt_global_transformer", "blt_patcher")
     },
     "mllama_text_model": row(
-        "mllama", head_dim_keys=(), pattern=Indices("cross_attention_layers", kind=NO_ROPE, rest=ALL)
+        "mllama", head_dim_keys=(), pattern=LayerIndices("cross_attention_layers", kind=NO_ROPE, rest=ALL)
     ),
     "ministral3": row("ministral3", head_dim_divides=False, query_beta=True),
     "gpt_oss": row("gpt_oss", head_dim_divides=False),
@@ -151,11 +151,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         )
         for name in ("gptj", "codegen", "moss")
     },
-    "glm": partly("glm", 0.5, pairing="interleaved"),
-    "glm4": partly("glm4", 0.5, pairing="interleaved"),
-    "glm4_moe": partly("glm4_moe", 0.5),
+    "glm": partial_rotation("glm", 0.5, pairing="interleaved"),
+    "glm4": partial_rotation("glm4", 0.5, pairing="interleaved"),
+    "glm4_moe": partial_rotation("glm4_moe", 0.5),
     "minimax_m2": row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
-    "minimax_m3_vl_text": row("minimax_m3_vl", head_dim_divides=False, partial=1.0, idle={"rotary_dim": _BY_SHARE}),
+    "minimax_m3_vl_text": row(
+        "minimax_m3_vl", head_dim_divides=False, partial=1.0, idle={"rotary_dim": _FRACTION_INSTEAD}
+    ),
     "moonshine": row(
         "moonshine",
         pairing="interleaved",
@@ -163,17 +165,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         heads=("decoder_num_attention_heads", "num_attention_heads"),
         layers=("decoder_num_hidden_layers", "num_hidden_layers"),
     ),
-    "moonshine_streaming": partly("moonshine_streaming", 0.8, pairing="interleaved"),
-    "nemotron": partly("nemotron", 0.5),
+    "moonshine_streaming": partial_rotation("moonshine_streaming", 0.8, pairing="interleaved"),
+    "nemotron": partial_rotation("nemotron", 0.5),
     "persimmon": row("persimmon", head_dim_keys=(), partial=0.5),
-    "phi": row("phi", partial=0.5, idle={"rotary_dim": _BY_SHARE}),
-    "phi3": partly("phi3", 1.0),
-    "phi4_multimodal": partly("phi4_multimodal", 1.0),
-    "glmasr_encoder": partly("glmasr", 0.5),
-    "nemotron3_5_transcribe_asr_audio": partly("nemotron3_5_transcribe", 0.5),
-    "nemotron3_5_transcribe_word_timestamp": partly("nemotron3_5_transcribe", 0.5),
-    "nemotron3_diarization_audio": partly("nemotron3_diarization", 1.0),
-    "solar_open": partly("solar_open", 1.0, head_dim_divides=False),
+    "phi": row("phi", partial=0.5, idle={"rotary_dim": _FRACTION_INSTEAD}),
+    "phi3": partial_rotation("phi3", 1.0),
+    "phi4_multimodal": partial_rotation("phi4_multimodal", 1.0),
+    "glmasr_encoder": partial_rotation("glmasr", 0.5),
+    "nemotron3_5_transcribe_asr_audio": partial_rotation("nemotron3_5_transcribe", 0.5),
+    "nemotron3_5_transcribe_word_timestamp": partial_rotation("nemotron3_5_transcribe", 0.5),
+    "nemotron3_diarization_audio": partial_rotation("nemotron3_diarization", 1.0),
+    "solar_open": partial_rotation("solar_open", 1.0, head_dim_divides=False),
     "stablelm": row(
         "stablelm",
         head_dim_keys=(),
@@ -233,10 +235,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         pattern=Every(3, _FULL, _SLIDING, key="global_attn_every_n_layers", first=True),
     ),
     "olmo3": row("olmo3", kinds={_FULL: Kind(), _SLIDING: Kind(scaled=False)}, pattern=Every(4, _FULL, _SLIDING)),
-    "ultrabert": row("ultrabert", kinds=_EACH_ITS_OWN, pattern=Every(3, _FULL, _SLIDING)),
-    "laguna": row("laguna", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
-    "mellum": row("mellum", head_dim_divides=False, kinds=_EACH_ITS_OWN, partial=1.0),
-    "lfm3": row("lfm3", head_dim_divides=False, kinds={**_EACH_ITS_OWN, "conv": None}),
+    "ultrabert": row("ultrabert", kinds=_NESTED_KINDS, pattern=Every(3, _FULL, _SLIDING)),
+    "laguna": row("laguna", head_dim_divides=False, kinds=_NESTED_KINDS, partial=1.0),
+    "mellum": row("mellum", head_dim_divides=False, kinds=_NESTED_KINDS, partial=1.0),
+    "lfm3": row("lfm3", head_dim_divides=False, kinds={**_NESTED_KINDS, "conv": None}),
     "zaya": row(
         "zaya", head_dim_divides=False, partial=1.0, kinds={"hybrid": Kind(bases=()), "hybrid_sliding": Kind(bases=())}
     ),
@@ -245,13 +247,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         head_dim_divides=False,
         partial=0.334,
         kinds={_FULL: Kind(), _SLIDING: Kind(bases=("swa_rope_theta",), head_dim_key="swa_head_dim")},
-        pattern=Coded("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
+        pattern=LayerCodes("hybrid_layer_pattern", {0: _FULL, 1: _SLIDING}),
     ),
     "molmo2_text": row(
         "molmo2",
         head_dim_divides=False,
         kinds={"scaled": Kind(), "unscaled": Kind(scaled=False)},
-        pattern=Indices("rope_scaling_layers", kind="scaled", rest="unscaled", without="kind"),
+        pattern=LayerIndices("rope_scaling_layers", kind="scaled", rest="unscaled", if_missing="kind"),
         flat=True,
     ),
     # Some layers do not rotate.
@@ -271,22 +273,34 @@ ARCHITECTURES: dict[str, Architecture] = {
     "beam": row("beam", kinds={_SLIDING: Kind(bases=()), _FULL: None}),
     "kolibri1": local_only("kolibri1", Every(5, _FULL, _SLIDING), null_window=ALL, head_dim_divides=False),
     "granitemoehybrid": hybrid("granitemoehybrid", _FULL, _LINEAR, None, switch=("position_embedding_type", ("rope",))),
-    "bamba": row("bamba", partial=0.5, pattern=Indices("attn_layer_indices")),
+    "bamba": row("bamba", partial=0.5, pattern=LayerIndices("attn_layer_indices")),
     "zamba2": hybrid(
         "zamba2",
         "hybrid",
         ("linear_attention", "mamba"),
-        Named("layers_block_type", ("hybrid", "linear_attention", "mamba")),
+        LayerNames("layers_block_type", ("hybrid", "linear_attention", "mamba")),
         head_dim_keys=("attention_head_dim",),
         head_dim_divides=False,
         switch=("use_mem_rope", (True,)),
     ),
-    "lfm2": hybrid("lfm2", _FULL, ("conv",), Indices("full_attn_idxs", _FULL, "conv", without=None, decides=False)),
+    "lfm2": hybrid(
+        "lfm2",
+        _FULL,
+        ("conv",),
+        LayerIndices("full_attn_idxs", _FULL, "conv", if_missing=None, overrides_layer_types=False),
+    ),
     "lfm2_moe": hybrid(
-        "lfm2_moe", _FULL, ("conv",), Indices("full_attn_idxs", _FULL, "conv", without=None, decides=False)
+        "lfm2_moe",
+        _FULL,
+        ("conv",),
+        LayerIndices("full_attn_idxs", _FULL, "conv", if_missing=None, overrides_layer_types=False),
     ),
     "minimax": hybrid(
-        "minimax", _FULL, _LINEAR, Every(2, _FULL, "linear_attention", first=True), idle={"rotary_dim": _BY_SHARE}
+        "minimax",
+        _FULL,
+        _LINEAR,
+        Every(2, _FULL, "linear_attention", first=True),
+        idle={"rotary_dim": _FRACTION_INSTEAD},
     ),
     "qwen3_next": hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
     **SEVERAL_AXES,

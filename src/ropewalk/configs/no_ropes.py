@@ -9,7 +9,7 @@ from ropewalk.configs.rows import refused, without_rope
 _BEFORE_PROJECTION = "It rotates hidden states before the projections, not q and k."
 _BY_HEAD = "transformers rotates each head by the index of the head, not by the position of the token."
 # Maps the positions that models use instead of a rope to their model_types.
-_INSTEAD = {
+_OTHER_POSITIONS = {
     "learned absolute positions": (
         "albert align_text_model bart beit bert bert-generation big_bird bigbird_pegasus biogpt blip blip_text_model "
         "bridgetower camembert canine clip clip_text_model clip_vision_model clipseg convbert ctrl data2vec-text deit "
@@ -27,14 +27,14 @@ _INSTEAD = {
 }
 
 
-def _without(model_type: str, instead: str) -> Refused:
+def _no_rope(model_type: str, instead: str) -> Refused:
     return Refused(
         source=f"the model's own code: {instead}", why=f"{model_type} has no rotary positions: it has {instead}."
     )
 
 
 NO_ROPES: dict[str, Architecture] = {
-    **{name: _without(name, instead) for instead, names in _INSTEAD.items() for name in names.split()},
+    **{name: _no_rope(name, instead) for instead, names in _OTHER_POSITIONS.items() for name in names.split()},
     "qwen2_5_omni_dit": refused("qwen2_5_omni", "It rotates one head only."),
     "nanochat": refused("nanochat", "It rotates in the opposite direction. Build the Rope and negate the positions."),
     "vjepa2": refused(

@@ -87,14 +87,14 @@ def from_config(
         factor = number("from_config", "factor", factor, at_least=1.0)
     if not isinstance(download, bool):
         raise error("from_config", "download must be True or False", shown(download), "Pass a boolean.")
-    ignored = _keys(ignore)
+    ignored = _check_ignore(ignore)
     if engine is None:
         ropes = _read(config, pairing, base, factor, text_only, ignored, download)
     else:
-        asked = engine_named("from_config", engine)
+        selected = engine_named("from_config", engine)
         _refuse_factor(factor)
-        ropes, engine_keys = _for_engines(config, pairing, base, text_only, ignored, download)
-        ropes = engine_ropes.with_numbers_of(asked, ropes, engine_keys)
+        ropes, engine_keys = _read_for_engines(config, pairing, base, text_only, ignored, download)
+        ropes = engine_ropes.apply_engine(selected, ropes, engine_keys)
     warnings = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
     return replace(ropes, warnings=(*ropes.warnings, *warnings)) if ignored else ropes
 
@@ -115,11 +115,11 @@ def ropes_for_engines(
         The ropes of the config, and a list with one entry for each distinct rope: a `ConfigRope` for the rules in
         `engines`, and the indices of the layers that have this rope.
     """
-    ropes, engine_keys = _for_engines(config, pairing, base, True, _keys(ignore), download)
+    ropes, engine_keys = _read_for_engines(config, pairing, base, True, _check_ignore(ignore), download)
     return ropes, engine_ropes.distinct_ropes(ropes, engine_keys)
 
 
-def _for_engines(
+def _read_for_engines(
     config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
 ) -> tuple[ModelRopes, dict[str, Any]]:
     """Read the ropes of a config without the keys that only engines read. Return the ropes and these keys."""
@@ -127,15 +127,15 @@ def _for_engines(
     if source.gguf_path(config) is not None:
         raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")
     values, name = source.load(config, download=download)
-    values = source.without(values, ignore, name)
+    values = source.without_keys(values, ignore, name)
     if diffusers.is_denoiser(values) or meta.is_params(values):
         raise error(name, must, "another format", "Pass the config.json of the model.")
     engine_keys = engine_ropes.find_engine_keys(values)
-    values = source.without(values, tuple(engine_keys), name)
+    values = source.without_keys(values, tuple(engine_keys), name)
     return hf.read(values, name, pairing=pairing, base=base, text_only=text_only), engine_keys
 
 
-def _keys(ignore: object) -> tuple[str, ...]:
+def _check_ignore(ignore: object) -> tuple[str, ...]:
     if isinstance(ignore, str) or not isinstance(ignore, Collection) or not all(isinstance(key, str) for key in ignore):
         must, fix = "ignore must be a collection of keys", 'Pass a tuple, e.g. ignore=("my_rope_key",).'
         raise error("from_config", must, shown(ignore), fix)
@@ -156,7 +156,7 @@ def _read(
         _refuse_factor(factor)
         return gguf.read(path, pairing=pairing, base=base, text_only=text_only, ignore=ignore)
     values, name = source.load(config, download=download)
-    values = source.without(values, ignore, name)
+    values = source.without_keys(values, ignore, name)
     if diffusers.is_denoiser(values):
         _refuse_factor(factor)
         if pairing is not None or base is not None:

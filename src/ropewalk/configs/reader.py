@@ -1,7 +1,7 @@
 """`Reader`: the methods with which an `Architecture` reads one Hugging Face config.
 
 Each method records which key its value came from. `Fields` records every key that is requested, so that
-`strays.py` can find keys about rotation that nothing requested.
+`unread_keys.py` can find keys about rotation that nothing requested.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ropewalk.schemes import ALIASES, Scaling
 SECTIONS = ("rope_scaling", "rope_parameters")
 """Keys of the objects with rope parameters: of transformers 4 and of transformers 5."""
 TRAINED = "original_max_position_embeddings"
-MARK = "ropewalk_pairing"
+PAIRING_KEY = "ropewalk_pairing"
 """Key that `ropewalk convert` writes if the converted weights have another pairing than the model's code expects."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
@@ -53,7 +53,7 @@ class Reader:
         self.nested = any(isinstance(v, Mapping) for v in self.sections.get("rope_parameters", {}).values())
 
     def _longest(self) -> int | None:
-        key = self.fields.first(_LENGTHS)
+        key = self.fields.first_present(_LENGTHS)
         return checked_length(self.fields.source, key, self.fields.get(key)) if self.fields.has(key) else None
 
     def section(self, name: str) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ class Reader:
             raise self.fields.error(name, "must be an object or null", shown(values), "Write null for no scaling.")
         return values
 
-    def note(self, name: str, where: str) -> None:
+    def record_origin(self, name: str, where: str) -> None:
         """Record the key that a value came from. If kinds of layers have different origins, "and" joins them."""
         previous = self.origins.get(name)
         known = previous is not None and where in previous.split(" and ")
@@ -83,14 +83,17 @@ class Reader:
         """
         # No engine reads rope_interleaved, which is in SmolLM2's files. Rows that use rope_interleave read it earlier.
         for key in ("rope_interleaved", "rope_interleave"):
-            flag = None if key in self.fields.read else self.fields.get(key)
+            flag = None if key in self.fields.read_keys else self.fields.get(key)
             if flag is not None and flag is not (implied == "interleaved"):
                 must = f"must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
                 cure = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
                 raise self.fields.error(key, must, shown(flag), cure)
         model_type = self.fields.get("model_type")
-        if self.fields.has(MARK):
-            implied, source = check_pairing(self.fields.source, self.fields.get(MARK)), f"{MARK}, from ropewalk convert"
+        if self.fields.has(PAIRING_KEY):
+            implied, source = (
+                check_pairing(self.fields.source, self.fields.get(PAIRING_KEY)),
+                f"{PAIRING_KEY}, from ropewalk convert",
+            )
         if self.passed_pairing not in (None, implied):
             raise self.fields.error(
                 "model_type",
@@ -103,7 +106,7 @@ class Reader:
 
     # collecting the rope keys of a kind of layer
 
-    def is_without(self, section: str) -> bool:
+    def is_null_kind(self, section: str) -> bool:
         """Whether nested `rope_parameters` have null for a kind of layer, which then does not rotate."""
         parameters = self.sections.get("rope_parameters", {})
         return self.nested and section in parameters and parameters[section] is None
@@ -123,7 +126,7 @@ class Reader:
         if key == "rope_type" and isinstance(value, str):
             value = ALIASES.get(value, value)
         if isinstance(value, Mapping):
-            raise self.not_flat(where)
+            raise self.nested_error(where)
         previous = collected.get(key)
         if previous is None:
             collected[key] = ConfigValue(value, where)
@@ -132,26 +135,26 @@ class Reader:
             cure = f"Remove the wrong one. To ignore this one, pass ignore=({self.fields.path + where!r},)."
             raise self.fields.error(where, must, shown(value), cure)
 
-    def not_flat(self, where: str) -> RopeError:
+    def nested_error(self, where: str) -> RopeError:
         """Return the error for a rope parameter that is an object, although the layers of this model_type are alike."""
         cure = "Only architectures whose layers differ have an object for each layer type."
         return self.fields.error(where, "must not be an object for this model_type", "an object", cure)
 
-    def add_flat(self, collected: dict[str, ConfigValue], section: str, *, scaled: bool, based: bool) -> None:
+    def add_flat(self, collected: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
         """Add the flat keys of a section.
 
         Args:
             collected: the keys collected so far, which this method extends.
             section: "rope_scaling" or "rope_parameters".
             scaled: whether its scaling applies to this kind of layer.
-            based: whether its base applies to this kind of layer, even if its scaling does not.
+            with_base: whether its base applies to this kind of layer, even if its scaling does not.
         """
         for key, value in self.sections[section].items():
             where = f"{section}.{short(key)}"
-            if scaled or (key == "rope_theta" and based) or key == "partial_rotary_factor":
+            if scaled or (key == "rope_theta" and with_base) or key == "partial_rotary_factor":
                 self.add(collected, str(key), value, where)
             elif isinstance(value, Mapping):
-                raise self.not_flat(where)
+                raise self.nested_error(where)
 
     def add_nested(self, collected: dict[str, ConfigValue], name: str, names: Iterable[str]) -> None:
         """Add the keys that nested `rope_parameters` have for one kind of layer.
@@ -192,7 +195,7 @@ class Reader:
 
     # sizes and numbers
 
-    def own_size(self, name: str, layers: list[str], size: str) -> int | None:
+    def per_layer_size(self, name: str, layers: list[str], size: str) -> int | None:
         """Return a size that `per_layer_config` (transformers 5) states for the layers of one kind, or None.
 
         Args:
@@ -220,7 +223,7 @@ class Reader:
             cure = "Different sizes are not supported yet."
             raise self.fields.error("per_layer_config", must, str(sorted(sizes)), cure)
         if sizes:
-            self.note("head_dim", "per_layer_config")
+            self.record_origin("head_dim", "per_layer_config")
         return next(iter(sizes), None)
 
     def head_dim(
@@ -233,15 +236,15 @@ class Reader:
             hidden, heads: keys of the width of the model and of its number of heads.
             needed: the model_type, if one of `keys` is required because head_dim is not width / heads; else "".
         """
-        key = self.fields.first(keys) if keys else ""
+        key = self.fields.first_present(keys) if keys else ""
         if key and self.fields.has(key):
-            self.note("head_dim", key)
+            self.record_origin("head_dim", key)
             return self.fields.size(key)
         if needed:
             cure = f"Add it: in {needed} it is not hidden_size / num_attention_heads."
             raise self.fields.error(key, "must be given", "none", cure)
         cure = f"It is required if {key} is not given." if key else ""
-        self.origins["head_dim"] = f"{self.fields.first(hidden)} / {self.fields.first(heads)}"
+        self.origins["head_dim"] = f"{self.fields.first_present(hidden)} / {self.fields.first_present(heads)}"
         return self.fields.head_width(hidden, heads, "head_dim", cure=cure)
 
     def base(
@@ -259,10 +262,10 @@ class Reader:
         Raises:
             RopeError: the base is required but missing, or the passed base contradicts the config.
         """
-        stated = collected.get("rope_theta")
-        if stated is not None:
-            base = self.fields.base(stated.where, stated.value, self.passed_base)
-            self.note("base", stated.where)
+        entry = collected.get("rope_theta")
+        if entry is not None:
+            base = self.fields.base(entry.where, entry.value, self.passed_base)
+            self.record_origin("base", entry.where)
             return base
         if self.passed_base is not None:
             self.origins["base"] = "passed by the caller"
@@ -272,7 +275,7 @@ class Reader:
             cure = f"Add {key}, or pass base=... to from_config."
             raise self.fields.error(key, "must be given, since it is the base", "none", cure)
         base, source = implied
-        self.note("base", f"implied by model_type {source}")
+        self.record_origin("base", f"implied by model_type {source}")
         if newer:
             self.warnings.append(
                 f"the file has no {key}, so the base is {base:g}, as in {source.split(' (')[0]} before that key "
@@ -293,29 +296,29 @@ class Reader:
             dim_key: key of the number of rotated channels; "" if there is none.
             source: model_type and source of the architecture.
         """
-        stated = collected.get("partial_rotary_factor")
-        by_number = bool(dim_key) and self.fields.has(dim_key)
-        if by_number and stated is None:
-            self.note("rotary_dim", dim_key)
+        entry = collected.get("partial_rotary_factor")
+        has_dim_key = bool(dim_key) and self.fields.has(dim_key)
+        if has_dim_key and entry is None:
+            self.record_origin("rotary_dim", dim_key)
             return self.fields.size(dim_key)
-        if stated is None:
+        if entry is None:
             if share in (None, 1.0):
-                self.note("rotary_dim", "the whole head")
+                self.record_origin("rotary_dim", "the whole head")
                 return head_dim
-            self.note("rotary_dim", f"{share} of the head, implied by model_type {source}")
+            self.record_origin("rotary_dim", f"{share} of the head, implied by model_type {source}")
             return int(head_dim * share)
-        value = number(self.fields.source, stated.where, stated.value, above=0.0)
+        value = number(self.fields.source, entry.where, entry.value, above=0.0)
         if value > 1.0 or (value < 1.0 and share is None):
             whole = f"must be 1, since {source.split(' (')[0]} rotates the whole head"
             must = "must be at most 1" if share is not None else whole
             cure = (
                 "It is a fraction of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
             )
-            raise self.fields.error(stated.where, must, shown(stated.value), cure)
-        if by_number and self.fields.size(dim_key) != int(head_dim * value):
+            raise self.fields.error(entry.where, must, shown(entry.value), cure)
+        if has_dim_key and self.fields.size(dim_key) != int(head_dim * value):
             must = f"must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
-            raise self.fields.error(stated.where, must, shown(stated.value), "Remove the wrong one.")
-        self.note("rotary_dim", f"{stated.where} · head_dim")
+            raise self.fields.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
+        self.record_origin("rotary_dim", f"{entry.where} · head_dim")
         return int(head_dim * value)
 
     def scheme(self, collected: dict[str, ConfigValue], other_keys: frozenset[str]) -> Scaling | None:
@@ -330,7 +333,7 @@ class Reader:
             self.origins.pop("scaling", None)  # the origin that layers without a scheme recorded
         if scheme is not None or not self._scaled:
             for name, where in origins.items():
-                self.note(name, where)
+                self.record_origin(name, where)
         return scheme
 
     def section_value(self, key: str) -> tuple[str, Any] | None:

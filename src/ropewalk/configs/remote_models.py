@@ -6,17 +6,17 @@ Models that need other code than `Architecture` are in `families/` instead.
 from __future__ import annotations
 
 from ropewalk.configs.architecture import Architecture, Kind
-from ropewalk.configs.layers import ALL, Coded
+from ropewalk.configs.layers import ALL, LayerCodes
 from ropewalk.configs.rows import remote
 
 _FULL = "full_attention"
-_UNSTATED = {"kinds": {ALL: Kind(implied_base=10_000.0)}}
+_IMPLIED_BASE = {"kinds": {ALL: Kind(implied_base=10_000.0)}}
 
 REMOTE: dict[str, Architecture] = {
     **{
         name: remote(where, **more)
         for name, where, more in (
-            ("aquila", "modeling_aquila.py of AquilaChat-7B", _UNSTATED),
+            ("aquila", "modeling_aquila.py of AquilaChat-7B", _IMPLIED_BASE),
             ("bamboo", "modeling_bamboo.py of Bamboo-base-v0_1", {}),
             ("deepseek", "modeling_deepseek.py of deepseek-moe-16b-base", {}),
             (
@@ -25,14 +25,14 @@ REMOTE: dict[str, Architecture] = {
                 {"head_dim_keys": ("head_dim", "attention_head_dim")},
             ),
             ("internlm2", "modeling_internlm2.py of internlm2-chat-7b; vLLM model_executor/models/internlm2.py", {}),
-            ("llava_llama", "llava_llama.py of LLaVA: Llama with flat keys", _UNSTATED),
+            ("llava_llama", "llava_llama.py of LLaVA: Llama with flat keys", _IMPLIED_BASE),
             ("llava_mistral", "llava_mistral.py of LLaVA: Mistral with flat keys", {}),
             ("llava_qwen", "llava_qwen.py of LLaVA-NeXT: Qwen 2 with flat keys", {}),
             ("mimo", "vLLM model_executor/models/mimo.py: as Qwen 2", {}),
-            ("minicpm", "modeling_minicpm.py of MiniCPM-2B-sft-bf16", _UNSTATED),
+            ("minicpm", "modeling_minicpm.py of MiniCPM-2B-sft-bf16", _IMPLIED_BASE),
             ("minicpmv", "modeling_minicpm.py of MiniCPM-V; vLLM model_executor/models/minicpmv.py", {}),
             ("orion", "modeling_orion.py of Orion-14B-Base; vLLM model_executor/models/orion.py", {}),
-            ("xverse", "modeling_xverse.py of XVERSE-7B", _UNSTATED),
+            ("xverse", "modeling_xverse.py of XVERSE-7B", _IMPLIED_BASE),
             ("Yi", "modeling_yi.py of Yi-34B", {}),
             ("yuan", "yuan_hf_model.py of Yuan2-2B-hf", {"kinds": {ALL: Kind(bases=(), implied_base=10_000.0)}}),
         )
@@ -69,7 +69,7 @@ REMOTE: dict[str, Architecture] = {
         "modeling_deepseekv2.py of DeepSeek-OCR with use_mla false; base of its class",
         head_dim_keys=(),
         fixed={"qk_rope_head_dim": (0, "latent attention without use_mla")},
-        **_UNSTATED,
+        **_IMPLIED_BASE,
     ),
     "phi4mm": remote(
         "modeling_phi4mm.py of Phi-4-multimodal-instruct; vLLM model_executor/models/phi4mm.py", partial=1.0
@@ -83,7 +83,7 @@ REMOTE: dict[str, Architecture] = {
             partial=1.0,
             dim_key="rotary_dim",
             kinds={_FULL: Kind(), "linear_attention": None},
-            pattern=Coded("attn_type_list", {0: "linear_attention", 1: _FULL}),
+            pattern=LayerCodes("attn_type_list", {0: "linear_attention", 1: _FULL}),
         )
         for name in ("minimax_m1", "minimax_text_01")
     },

@@ -57,7 +57,9 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
     return rows
 
 
-def partly(folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True) -> Architecture:
+def partial_rotation(
+    folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True
+) -> Architecture:
     """Build the row of a model in which a fraction of the head rotates in every layer."""
     return row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
 

@@ -37,16 +37,16 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
         RopeError: the source does not exist, cannot be read, or does not contain a JSON object.
     """
     if isinstance(source, Mapping):
-        return _object(source, "config"), "config"
+        return _config_dict(source, "config"), "config"
     if hasattr(source, "to_dict") and not isinstance(source, type):
         name = type(source).__name__
         try:
             values = source.to_dict()
         except Exception as e:
             raise error(name, "to_dict() must return the config", shown(e), "Pass a dict.") from e
-        return _object(values, name), name
+        return _config_dict(values, name), name
     if isinstance(source, str | os.PathLike):
-        path = _path(source)
+        path = _to_path(source)
         try:
             if hub.is_id(path):
                 path = hub.config_path(path.as_posix(), download=download)
@@ -57,7 +57,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
             if isinstance(e, RopeError):
                 raise
             raise unreadable(str(path), e) from e
-        return _object(_json(content, path), str(path)), str(path)
+        return _config_dict(_parse_json(content, path), str(path)), str(path)
     raise error(
         "from_config",
         "source must be a dict, a config object with to_dict(), or a path",
@@ -71,7 +71,7 @@ def gguf_path(source: Any) -> Path | None:
     if not isinstance(source, str | os.PathLike):
         return None
     try:
-        path = _path(source)
+        path = _to_path(source)
         if path.is_dir():
             return None
         if path.suffix.lower() == ".gguf":
@@ -84,7 +84,7 @@ def gguf_path(source: Any) -> Path | None:
         return None  # `load` raises the error
 
 
-def plain(value: Any, name: str) -> Any:
+def to_plain(value: Any, name: str) -> Any:
     """Copy a value of a config, with mappings as dicts, and tuples, arrays and tensors as lists.
 
     Values of other types are kept as they are, since a config may have some that do not affect rotation.
@@ -92,12 +92,12 @@ def plain(value: Any, name: str) -> Any:
     Raises:
         RopeError: the value is nested too deep, holds too many values, or has a key that JSON does not allow.
     """
-    left = _MAX_VALUES
+    remaining = _MAX_VALUES
 
     def copy(value: Any, depth: int) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal remaining
+        remaining -= 1
+        if remaining < 0:
             raise error(name, f"a config must have at most {_MAX_VALUES} values", "more", _NOT_A_CONFIG)
         if value is None or type(value) in (str, bool, int, float):  # NumPy's numbers are subclasses
             return value
@@ -106,7 +106,7 @@ def plain(value: Any, name: str) -> Any:
         if isinstance(value, list | tuple):
             return [copy(inner, depth + 1) for inner in value]
         if isinstance(value, Mapping):
-            return {_key(key, name): copy(inner, depth + 1) for key, inner in value.items()}
+            return {_check_key(key, name): copy(inner, depth + 1) for key, inner in value.items()}
         if callable(getattr(value, "tolist", None)):
             return copy(_to_list(value, name), depth + 1)
         return value
@@ -114,7 +114,7 @@ def plain(value: Any, name: str) -> Any:
     return copy(value, 0)
 
 
-def without(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
+def without_keys(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) -> dict[str, Any]:
     """Return a copy of a config without the keys in `ignore`. "a.b" is the key b inside a, unless there is a key "a.b".
 
     Raises:
@@ -150,14 +150,14 @@ def _to_list(value: Any, name: str) -> Any:
         raise error(name, "tolist() must return the numbers of an array", shown(e), "Pass a list.") from e
 
 
-def _key(key: object, name: str) -> object:
+def _check_key(key: object, name: str) -> object:
     """Return the key if it is a string, a number or None. json.dump writes numbers, the keys of labels, as strings."""
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key
     raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove the key.")
 
 
-def _path(source: str | os.PathLike[Any]) -> Path:
+def _to_path(source: str | os.PathLike[Any]) -> Path:
     """Convert a path-like object, whose `__fspath__` may return bytes, to a Path.
 
     Raises:
@@ -179,9 +179,9 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _json(content: bytes, path: Path) -> object:
+def _parse_json(content: bytes, path: Path) -> object:
     try:
-        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_without_duplicates)
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
     except RopeError as e:
         raise within(str(path), e) from None
     except (ValueError, RecursionError) as e:
@@ -190,7 +190,7 @@ def _json(content: bytes, path: Path) -> object:
         ) from e
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -198,7 +198,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _object(value: object, name: str) -> dict[str, Any]:
+def _config_dict(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise error(name, "a config must be a JSON object", shown(value), _NOT_A_CONFIG)
-    return cast(dict[str, Any], plain(value, name))
+    return cast(dict[str, Any], to_plain(value, name))

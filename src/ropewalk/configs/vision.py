@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ropewalk._checks import short, shown
-from ropewalk.configs import strays
+from ropewalk.configs import unread_keys
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.layer_ropes import VisionRopes
 from ropewalk.configs.vision_towers import TOWER_OF_MODEL, TOWERS, Tower
@@ -48,18 +48,20 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         if not isinstance(part, Mapping):
             raise fields.error(key, "must be an object or null", shown(part), "Pass text_only=True to omit the tower.")
         inner = Fields(part, f"{fields.source}: {key}", f"{fields.path}{key}.")
-        stated = inner.get("model_type")
+        inner_type = inner.get("model_type")
         # In files of Qwen-VL, the config of the tower has no model_type, or that of the whole model.
-        model_type = TOWER_OF_MODEL.get(outer, f"{outer}_vision") if stated in (None, "", outer) else stated
+        model_type = TOWER_OF_MODEL.get(outer, f"{outer}_vision") if inner_type in (None, "", outer) else inner_type
         row = TOWERS.get(model_type) if isinstance(model_type, str) else None
         found = nested_tower(inner, warnings) if row is None else _read(inner, row, model_type, inside=True)
         if found is not None:
             return found
-        about = sorted(
-            str(name) for name, value in part.items() if value is not None and strays.mentions_rope(str(name))
+        rope_keys = sorted(
+            str(name) for name, value in part.items() if value is not None and unread_keys.mentions_rope(str(name))
         )
-        if about and warnings is not None:
-            warnings.append(f"{key}: ropewalk does not know the tower {shown(stated)}, so its {about[0]} was not read.")
+        if rope_keys and warnings is not None:
+            warnings.append(
+                f"{key}: ropewalk does not know the tower {shown(inner_type)}, so its {rope_keys[0]} was not read."
+            )
     return None
 
 
@@ -69,7 +71,7 @@ def _read(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> Visio
     base, origins["base"] = _base(fields, row, model_type)
     for section in _SECTIONS:
         _check_section(fields, section, model_type)
-    strays.refuse(fields, {}, (*row.position_keys, *_LEARNED))
+    unread_keys.refuse(fields, {}, (*row.position_keys, *_LEARNED))
     with fields.prefix_errors():
         ropes = row.ropes(head_dim, base)
     return VisionRopes(ropes, row.axis_names, row.positions, model_type, fields.source, origins)
@@ -88,7 +90,7 @@ def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple
     filled = {key[0]: of_class[key[0]] for key in keys if inside and not any(map(fields.has, key))}
     fields = _with_defaults(fields, filled)
     head_dim = fields.head_width(*keys, "head_dim")
-    where = [fields.first(key) for key in keys]
+    where = [fields.first_present(key) for key in keys]
     if row.divided_by:
         divisor = fields.size(row.divided_by) if fields.has(row.divided_by) else 1
         head_dim, where = head_dim // divisor, [*where, *([row.divided_by] if divisor > 1 else [])]
@@ -98,7 +100,7 @@ def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple
 
 def _with_defaults(fields: Fields, more: Mapping[str, object]) -> Fields:
     filled = Fields({**fields.config, **more}, fields.source, fields.path)
-    filled.read = fields.read
+    filled.read_keys = fields.read_keys
     return filled
 
 

@@ -119,9 +119,9 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         return None
-    either = _FLAT_OR_NESTED.get(model_type)
-    if either is not None and not fields.has("num_hidden_layers") and isinstance(fields.get(either), Mapping):
-        return _part(fields, either, fields.get(either))
+    nested_key = _FLAT_OR_NESTED.get(model_type)
+    if nested_key is not None and not fields.has("num_hidden_layers") and isinstance(fields.get(nested_key), Mapping):
+        return _part(fields, nested_key, fields.get(nested_key))
     if model_type not in WRAPPERS:
         return None if model_type in known or pairing_passed else _part_of_unknown(fields, model_type, known)
     key = WRAPPERS[model_type]
@@ -143,10 +143,10 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
 
 def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) -> TextPart:
     """Return the text model under a key, with the defaults of its class added."""
-    whole, left_out = with_class_defaults(inner)
-    if left_out:
+    whole, added = with_class_defaults(inner)
+    if added:
         reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
-        warnings = (*warnings, f"{', '.join(left_out)}: {reason}")
+        warnings = (*warnings, f"{', '.join(added)}: {reason}")
     return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
 
 
@@ -174,10 +174,10 @@ def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     defaults = dict(zip(_KEYS, _DEFAULTS.get(model_type, ()) if isinstance(model_type, str) else (), strict=False))
     sections = [value for key in ("rope_scaling", "rope_parameters") if isinstance(value := inner.get(key), Mapping)]
     nested = [value for section in sections for value in section.values() if isinstance(value, Mapping)]
-    based = any("rope_theta" in section for section in [*sections, *nested])
-    left_out = [
+    has_base = any("rope_theta" in section for section in [*sections, *nested])
+    added = [
         key
         for key, value in defaults.items()
-        if value is not None and inner.get(key) is None and not (based and key.startswith("rope_"))
+        if value is not None and inner.get(key) is None and not (has_base and key.startswith("rope_"))
     ]
-    return {**inner, **{key: defaults[key] for key in left_out}}, left_out
+    return {**inner, **{key: defaults[key] for key in added}}, added

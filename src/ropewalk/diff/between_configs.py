@@ -11,8 +11,8 @@ from ropewalk import _checks
 from ropewalk.configs import source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import from_config
-from ropewalk.diff.apart import compare_ropes
-from ropewalk.diff.words_of_configs import configs_text
+from ropewalk.diff.configs_text import configs_text
+from ropewalk.diff.rope_difference import compare_ropes
 from ropewalk.rope import Rope
 
 _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
@@ -77,7 +77,7 @@ def configs(
         for config, keys in zip((first, second), of_each, strict=True)
     )
     longest = _longest(a, b, length)
-    rows, kept = _layers(a, b, longest)
+    rows, static_ropes = _compare_layers(a, b, longest)
     other_differences = _other_differences(a, b)
     facts: dict[str, Any] = {
         "first": _summary(a),
@@ -90,7 +90,7 @@ def configs(
         "kv_cache": _judge_kv_cache(a, b, rows),
         "same": len(a.layers) == len(b.layers) and not rows and not other_differences,
     }
-    return ConfigDiff(facts, tuple(kept))
+    return ConfigDiff(facts, tuple(static_ropes))
 
 
 def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
@@ -110,7 +110,7 @@ def _has_key(config: Any, key: str, download: bool) -> bool:
         return True  # the GGUF reader raises if the key is missing
     values, name = source.load(config, download=download)
     try:
-        source.without(values, (key,), name)
+        source.without_keys(values, (key,), name)
     except _checks.RopeError:
         return False
     return True
@@ -143,7 +143,9 @@ def _summary(ropes: ModelRopes) -> dict[str, Any]:
     }
 
 
-def _layers(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
+def _compare_layers(
+    a: ModelRopes, b: ModelRopes, longest: int
+) -> tuple[list[dict[str, Any]], list[Mapping[str, Rope]]]:
     """Compare the ropes of all layers.
 
     Returns:
@@ -154,16 +156,18 @@ def _layers(a: ModelRopes, b: ModelRopes, longest: int) -> tuple[list[dict[str, 
     for index, both in enumerate(zip(a.layers, b.layers, strict=False)):
         layers_of.setdefault(both, []).append(index)
     short = min(n for n in (a.trained_length, b.trained_length, longest) if n is not None)
-    rows, kept = [], []
-    for (one, other), layers in layers_of.items():
-        row, ropes = _row(one, other, sorted({short, longest}))
+    rows, static_ropes = [], []
+    for (rope_a, rope_b), layers in layers_of.items():
+        row, ropes = _compare_ropes(rope_a, rope_b, sorted({short, longest}))
         if row is not None:
             rows.append({"layers": layers, **row})
-            kept.append(ropes)
-    return rows, kept
+            static_ropes.append(ropes)
+    return rows, static_ropes
 
 
-def _row(a: Rope | None, b: Rope | None, lengths: list[int]) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
+def _compare_ropes(
+    a: Rope | None, b: Rope | None, lengths: list[int]
+) -> tuple[dict[str, Any] | None, Mapping[str, Rope]]:
     if a is None or b is None:
         if a is b:
             return None, {}
@@ -214,7 +218,7 @@ def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
 
 def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Decide whether weights of the first config fit the second, or would fit if q and k were permuted (`permute`)."""
-    changed = {one["what"] for row in rows for one in row["changed"]}
+    changed = {change["what"] for row in rows for change in row["changed"]}
     if len(a.layers) != len(b.layers):
         return {"fit": False, "permute": False, "why": "the number of layers differs"}
     if "head_dim" in changed:
@@ -233,7 +237,7 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> 
 
 def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Decide whether cached keys of the first config fit the second, or would fit if multiplied by `rescale`."""
-    changed = {one["what"] for row in rows for one in row["changed"]}
+    changed = {change["what"] for row in rows for change in row["changed"]}
     if len(a.layers) != len(b.layers):
         why = "the number of layers differs"
     elif "pairing" in changed or a.output_order != b.output_order:

@@ -9,8 +9,8 @@ from typing import Any
 from ropewalk import _checks
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import ropes_for_engines
-from ropewalk.diff.apart import compare_ropes
-from ropewalk.diff.words import engines_text
+from ropewalk.diff.engines_text import engines_text
+from ropewalk.diff.rope_difference import compare_ropes
 from ropewalk.engines import ENGINES, Answer, ConfigRope, engine
 from ropewalk.rope import Rope
 
@@ -76,12 +76,12 @@ def engines(
     chosen = [engine("diff.engines", name) for name in dict.fromkeys(names)] or list(ENGINES.values())
     ropes, config_ropes = ropes_for_engines(source, pairing=pairing, base=base, ignore=ignore, download=download)
     setting = _setting(ropes, length)
-    rows, kept = [], []
+    rows, static_ropes = [], []
     for config, layers in config_ropes:
         answers = {engine.name: engine.answer(config) for engine in chosen}
-        row, static = _row(config, layers, answers, ropes, setting)
+        row, static = _compare_rope(config, layers, answers, ropes, setting)
         rows.append(row)
-        kept.append(static)
+        static_ropes.append(static)
     facts = {
         "source": ropes.source,
         "model_type": ropes.model_type,
@@ -89,13 +89,13 @@ def engines(
         "max_position_embeddings": ropes.max_position_embeddings,
         "trained_length": ropes.trained_length,
         "length": setting,
-        "engines": [{"name": one.name, "version": one.version, "table": one.table} for one in chosen],
+        "engines": [{"name": entry.name, "version": entry.version, "table": entry.table} for entry in chosen],
         "ropes": rows,
         "query_scale": _query_scale(ropes, chosen),
         "agree": all(row["agree"] for row in rows) and not _query_scale(ropes, chosen),
         "warnings": list(ropes.warnings),
     }
-    return EngineDiff(facts, tuple(kept))
+    return EngineDiff(facts, tuple(static_ropes))
 
 
 def _setting(ropes: ModelRopes, length: int | None) -> int:
@@ -109,7 +109,7 @@ def _setting(ropes: ModelRopes, length: int | None) -> int:
     return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)
 
 
-def _row(
+def _compare_rope(
     config: ConfigRope, layers: list[int], answers: Mapping[str, Answer], ropes: ModelRopes, setting: int
 ) -> tuple[dict[str, Any], dict[str, Rope]]:
     """Compare the engines for one rope of the config.
@@ -122,7 +122,7 @@ def _row(
     short = min(ropes.trained_length or setting, setting)
     sequences = sorted({short, setting}) if changing else [setting]
     reference = next((name for name, answer in answers.items() if answer.rope is not None), None)
-    compared = [_at(answers, reference, sequence, setting) for sequence in sequences]
+    compared = [_compare_at_length(answers, reference, sequence, setting) for sequence in sequences]
     refused = [name for name, answer in answers.items() if answer.rope is None]
     row: dict[str, Any] = {
         "layers": layers,
@@ -131,28 +131,30 @@ def _row(
         "engines": [
             {
                 "name": name,
-                "refused": answer.refused or None,
+                "refused": answer.refusal or None,
                 "decided_by": answer.decided_by,
-                "seen": answer.seen,
+                "seen": answer.evidence,
                 "source": answer.source,
                 "notes": list(answer.notes),
             }
             for name, answer in answers.items()
         ],
         "at": [{"sequence": n, "engines": found} for n, found in zip(sequences, compared, strict=True)],
-        "agree": not refused and all(one["apart"]["same"] for found in compared for one in found.values()),
+        "agree": not refused and all(entry["apart"]["same"] for found in compared for entry in found.values()),
     }
     differ = (
         n
         for n, found in zip(sequences, compared, strict=True)
-        if any(not one["apart"]["same"] for one in found.values())
+        if any(not entry["apart"]["same"] for entry in found.values())
     )
     row["drawn_at"] = next(differ, setting)
     static = {name: answer.at(row["drawn_at"], setting) for name, answer in answers.items()}
     return row, {name: rope for name, rope in static.items() if rope is not None}
 
 
-def _at(answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int) -> dict[str, dict[str, Any]]:
+def _compare_at_length(
+    answers: Mapping[str, Answer], reference: str | None, sequence: int, setting: int
+) -> dict[str, dict[str, Any]]:
     """Return facts about the rope of each engine at one length, and about its difference from the reference."""
     if reference is None:
         return {}
@@ -177,4 +179,4 @@ def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
     """Return a dict from each engine that does not apply the query scale of the config to the reason."""
     if ropes.query_scale is None or not ropes.query_scale.beta:
         return {}
-    return {one.name: one.query_scale for one in chosen if one.query_scale}
+    return {entry.name: entry.query_scale for entry in chosen if entry.query_scale}

@@ -57,20 +57,20 @@ class ConfigRope:
         rope: the rope that `from_config` returns.
         model_type: the model_type of the config.
         longest: the max_position_embeddings of the config, in tokens, or None.
-        stated: the keys and values of `rope_scaling` or `rope_parameters` for this rope.
+        section: the keys and values of `rope_scaling` or `rope_parameters` for this rope.
         nested: whether `rope_parameters` has an object for each kind of layer.
     """
 
     rope: Rope
     model_type: str = ""
     longest: int | None = None
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    section: Mapping[str, Any] = field(default_factory=dict)
     nested: bool = False
 
     @property
     def several_axes(self) -> bool:
         """Whether tokens have several positions (M-RoPE)."""
-        return self.rope.axes is not None or "mrope_section" in self.stated
+        return self.rope.axes is not None or "mrope_section" in self.section
 
     def scaled(self, scaling: Scaling | None) -> Rope:
         """Return the rope with another scaling, or the rope itself if it has this scaling already."""
@@ -86,18 +86,18 @@ class Answer:
         decided_by: the length on which the frequencies depend: "the call" for the length of the sequences in each call,
             "the setting" for the length that the engine is configured for, or "nothing".
         notes: what the user should know, in whole sentences.
-        refused: why the engine cannot run the config. "" if it can.
+        refusal: why the engine cannot run the config. "" if it can.
         source: the file of the engine from which the rule was taken.
-        seen: "run" if tests compare the rule with values recorded from the running engine, "read" if it was only taken
-            from the engine's code.
+        evidence: "run" if tests compare the rule with values recorded from the running engine, "read" if it was only
+            taken from the engine's code.
     """
 
     rope: Rope | None
     decided_by: Decided = "nothing"
     notes: tuple[str, ...] = ()
-    refused: str = ""
+    refusal: str = ""
     source: str = ""
-    seen: Literal["run", "read"] = "read"
+    evidence: Literal["run", "read"] = "read"
 
     def at(self, sequence: int, setting: int) -> Rope | None:
         """Return the static rope that the engine uses at one length, or None if it cannot run the config.
@@ -119,13 +119,13 @@ class Rule:
         source: the file of the engine from which the rule was taken.
         reads: the keys of the scaling that the engine reads. A note says that it ignores any others in the config.
         answer: the function that computes the rope, from a `ConfigRope` and its scheme.
-        seen: as in `Answer`.
+        evidence: as in `Answer`.
     """
 
     source: str
     reads: frozenset[str]
     answer: Callable[[ConfigRope, Any], Answer]
-    seen: Literal["run", "read"] = "run"
+    evidence: Literal["run", "read"] = "run"
 
 
 @dataclass(frozen=True)
@@ -151,38 +151,38 @@ class Engine:
     def answer(self, config: ConfigRope) -> Answer:
         """Return the rope that this engine uses in place of one rope of a config, with notes and the source."""
         scaling = config.rope.scaling
-        if scaling is not None and not config.stated.keys() & {"rope_type", "type"}:
-            return Answer(None, refused=_OWN_CODE)
+        if scaling is not None and not config.section.keys() & {"rope_type", "type"}:
+            return Answer(None, refusal=_OWN_CODE)
         rule = self.rules.get("default" if scaling is None else scaling.rope_type)
         if rule is None:
-            return Answer(None, refused=self.unknown)
+            return Answer(None, refusal=self.unknown)
         try:
             found = rule.answer(config, scaling)
         except RopeError as e:
-            found = Answer(None, refused=f"its numbers are not a valid rope ({e})")
-        ignored = sorted(key for key in config.stated if key in _KEYS - rule.reads and config.stated[key] is not None)
+            found = Answer(None, refusal=f"its numbers are not a valid rope ({e})")
+        ignored = sorted(key for key in config.section if key in _KEYS - rule.reads and config.section[key] is not None)
         notes = (
             (*found.notes, f"It ignores {', '.join(ignored)}.") if ignored and found.rope is not None else found.notes
         )
-        return replace(found, notes=notes, source=rule.source, seen=rule.seen)
+        return replace(found, notes=notes, source=rule.source, evidence=rule.evidence)
 
 
 # Helpers that several engines share.
 
 
-def unchanged(config: ConfigRope, scaling: object) -> Answer:
+def same_as_config(config: ConfigRope, scaling: object) -> Answer:
     """Return the rope of the config. This is the rule of engines that compute the same numbers as ropewalk."""
     return Answer(config.rope)
 
 
-def finite(value: object, otherwise: float | None = None) -> float | None:
+def to_finite(value: object, default: float | None = None) -> float | None:
     """Convert a value of a config, which was not checked, to a finite float.
 
     Returns:
-        The float, `otherwise` if the value is None, or None if it is no finite number.
+        The float, `default` if the value is None, or None if it is no finite number.
     """
     if value is None:
-        return otherwise
+        return default
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -194,25 +194,25 @@ def finite(value: object, otherwise: float | None = None) -> float | None:
 
 def dynamic_by_factor(config: ConfigRope) -> Answer:
     """Return the rope of an engine that computes dynamic NTK from `factor` and does not read `alpha`."""
-    factor = finite(config.stated.get("factor"))
+    factor = to_finite(config.section.get("factor"))
     if factor is None or factor < 1.0:
-        return Answer(None, refused="it needs factor even if alpha is given (KeyError: 'factor')")
+        return Answer(None, refusal="it needs factor even if alpha is given (KeyError: 'factor')")
     if config.longest is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     return Answer(config.scaled(DynamicNTK(factor, config.longest)), "the call")
 
 
-def magnitude(factor: float, weight: float = 1.0) -> float:
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     """Return YaRN's magnitude 0.1 · weight · ln factor + 1, dimensionless, or 1 for a factor of at most 1."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def with_attention(scaling: YaRN, factor: float) -> YaRN:
+def with_attention_factor(scaling: YaRN, factor: float) -> YaRN:
     """Return the scheme with another attention factor, or the scheme itself if it has this factor already."""
     return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
-def partly_kept(config: ConfigRope, scaling: YaRN, share: float, attention: float) -> Rope:
+def yarn_with_extrapolation(config: ConfigRope, scaling: YaRN, share: float, attention: float) -> Rope:
     """Return the rope of YaRN with an `extrapolation_factor`, as a `PerPair` scheme because no other describes it.
 
     Args:
@@ -236,7 +236,7 @@ def longrope_magnitude(longest: int | None, trained: int) -> float | None:
     return 1.0 if longest <= trained else math.sqrt(1 + math.log(longest / trained) / math.log(trained))
 
 
-def longrope_by_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool) -> LongRoPE | None:
+def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool) -> LongRoPE | None:
     """Return the LongRoPE of an engine that computes the attention factor from the two lengths of the config.
 
     Such an engine ignores an attention factor that the config states.
@@ -259,9 +259,9 @@ def longrope_by_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool)
     return replace(scaling, attention_factor=factor, short_mscale=None, long_mscale=None)
 
 
-def ignoring(config: ConfigRope, *keys: str) -> tuple[str, ...]:
+def ignored_keys_note(config: ConfigRope, *keys: str) -> tuple[str, ...]:
     """Return a note for those of the keys in the config that the engine ignores for this model, but not for others."""
-    stated = [key for key in keys if config.stated.get(key) is not None]
+    stated = [key for key in keys if config.section.get(key) is not None]
     return (f"For {config.model_type} it ignores {', '.join(stated)}.",) if stated else ()
 
 

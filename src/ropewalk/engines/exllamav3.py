@@ -10,10 +10,10 @@ from ropewalk.engines._engine import (
     ConfigRope,
     Engine,
     Rule,
-    longrope_by_lengths,
-    magnitude,
-    unchanged,
-    with_attention,
+    longrope_from_lengths,
+    same_as_config,
+    with_attention_factor,
+    yarn_magnitude,
 )
 from ropewalk.schemes import LongRoPE, YaRN
 
@@ -24,17 +24,17 @@ _DEEPSEEK_V3 = ("deepseek_v3", "kimi_k2")  # only architecture/deepseek_v3.py se
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     notes: tuple[str, ...] = ()
     if config.longest is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     trained = scaling.original_max_position_embeddings
     factor = config.longest / trained
     if factor < 1.0:
-        return Answer(None, refused="max_position_embeddings is below the trained length, which is not described here")
+        return Answer(None, refusal="max_position_embeddings is below the trained length, which is not described here")
     if factor != scaling.factor:
         computed = f"The factor is max_position_embeddings / original_max_position_embeddings = {factor:g}"
         notes = (f"{computed}. The config's factor {scaling.factor:g} is ignored.",)
     stretched = replace(scaling, factor=factor)
     attention, more = _attention(config, scaling, factor)
-    return Answer(config.scaled(with_attention(stretched, attention)), notes=(*notes, *more))
+    return Answer(config.scaled(with_attention_factor(stretched, attention)), notes=(*notes, *more))
 
 
 def _attention(config: ConfigRope, scaling: YaRN, factor: float) -> tuple[float, tuple[str, ...]]:
@@ -42,20 +42,20 @@ def _attention(config: ConfigRope, scaling: YaRN, factor: float) -> tuple[float,
         return scaling.attention_factor, ()
     if scaling.mscale and scaling.mscale_all_dim:
         if config.model_type in _DEEPSEEK_V3:
-            return magnitude(factor, scaling.mscale) / magnitude(factor, scaling.mscale_all_dim), ()
+            return yarn_magnitude(factor, scaling.mscale) / yarn_magnitude(factor, scaling.mscale_all_dim), ()
         ignored = "It reads mscale and mscale_all_dim for DeepSeek-V3 only."
     else:
         ignored = ""
-    if config.stated.get("llama_4_scaling_beta"):
+    if config.section.get("llama_4_scaling_beta"):
         return 1.0, ("llama_4_scaling_beta replaces YaRN's attention factor, which is 1.",)
-    return magnitude(factor), (ignored,) if ignored else ()
+    return yarn_magnitude(factor), (ignored,) if ignored else ()
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
-    scheme = longrope_by_lengths(config, scaling, mscales=False)
+    scheme = longrope_from_lengths(config, scaling, mscales=False)
     if scheme is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     note = f"The list is chosen when the model is loaded: the long one if the requested length exceeds {length:,}."
     return Answer(config.scaled(scheme), "the setting", (note,))
 
@@ -65,16 +65,16 @@ EXLLAMAV3 = Engine(
     version="1.6.5",
     table="Angles, cos and sin are computed in float32 inside the kernel.",
     rules={
-        "default": Rule(_FILE, frozenset(), unchanged),
-        "linear": Rule(_FILE, frozenset({"factor"}), unchanged),
+        "default": Rule(_FILE, frozenset(), same_as_config),
+        "linear": Rule(_FILE, frozenset({"factor"}), same_as_config),
         "yarn": Rule(
             _FILE,
             frozenset({"attention_factor", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim", "truncate"}),
             _yarn,
         ),
         "longrope": Rule(_FILE, frozenset({"short_factor", "long_factor"}), _longrope),
-        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged),
-        "proportional": Rule(_FILE, frozenset({"factor"}), unchanged),
+        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
+        "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
     },
     unknown="Unknown rope_type (ValueError)",
 )

@@ -15,10 +15,10 @@ from ropewalk.engines._engine import (
     ConfigRope,
     Engine,
     Rule,
-    longrope_by_lengths,
-    magnitude,
-    unchanged,
-    with_attention,
+    longrope_from_lengths,
+    same_as_config,
+    with_attention_factor,
+    yarn_magnitude,
 )
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, Proportional, YaRN
 
@@ -37,7 +37,7 @@ def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
     if moe:
         known = known and scaling.alpha == 1000.0 and config.rope.head_dim == 128
     if not known and config.model_type != "hunyuan_vl":
-        return Answer(None, refused="the converter only accepts Hunyuan's published numbers (AssertionError)")
+        return Answer(None, refusal="the converter only accepts Hunyuan's published numbers (AssertionError)")
     return Answer(config.rope)
 
 
@@ -51,10 +51,10 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         scaling = replace(scaling, beta_fast=32.0, beta_slow=1.0)
         unread += ["beta_fast", "beta_slow"]
     unread += ["mscale"] if config.model_type in _WRITES_MSCALE else ["mscale", "mscale_all_dim"]
-    stated = sorted(key for key in unread if config.stated.get(key) is not None)
+    stated = sorted(key for key in unread if config.section.get(key) is not None)
     reason = "not written, not read, or overwritten for this model"
     notes = (f"It ignores {', '.join(stated)} ({reason}).",) if stated else ()
-    return Answer(config.scaled(with_attention(scaling, _attention(config, scaling))), notes=notes)
+    return Answer(config.scaled(with_attention_factor(scaling, _attention(config, scaling))), notes=notes)
 
 
 def _attention(config: ConfigRope, scaling: YaRN) -> float:
@@ -64,16 +64,16 @@ def _attention(config: ConfigRope, scaling: YaRN) -> float:
     """
     bottom = scaling.mscale_all_dim or 0.0
     if not bottom or config.model_type not in _WRITES_MSCALE:
-        return magnitude(scaling.factor)
+        return yarn_magnitude(scaling.factor)
     top = bottom if config.model_type in _DEEPSEEK2 else 1.0
-    return magnitude(scaling.factor, top) / magnitude(scaling.factor, bottom)
+    return yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, bottom)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.model_type in _MINICPM:
         if config.longest is None:
-            return Answer(None, refused=NO_LENGTH)
+            return Answer(None, refusal=NO_LENGTH)
         scaling = replace(
             scaling,
             original_max_position_embeddings=config.longest,
@@ -86,9 +86,9 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if config.model_type not in _PHI:
         note = "The converter writes the two lists for Phi and MiniCPM only, so nothing is scaled."
         return Answer(config.scaled(None), notes=(note,))
-    scheme = longrope_by_lengths(config, scaling, mscales=False)
+    scheme = longrope_from_lengths(config, scaling, mscales=False)
     if scheme is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     note = f"The context length of one sequence chooses the list: the long one if it exceeds {length:,}."
     return Answer(config.scaled(scheme), "the setting", (note,))
 
@@ -102,7 +102,7 @@ def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
 
 
 # The model decides which of these keys are ignored, so the rule itself adds the note.
-_SAID_BY_THE_RULE = frozenset(
+_NOTED_BY_THE_RULE = frozenset(
     {
         "attention_factor",
         "attn_factor",
@@ -122,19 +122,19 @@ LLAMA_CPP = Engine(
     table="There is no table: on the CPU, each angle is a float32 product of the angle of the previous pair. The "
     "converter permutes q and k of some models to the other pairing.",
     rules={
-        "default": Rule("ggml/src/ggml-cpu/ops.cpp", frozenset(), unchanged),
-        "linear": Rule(_CONVERTER, frozenset({"factor"}), unchanged),
+        "default": Rule("ggml/src/ggml-cpu/ops.cpp", frozenset(), same_as_config),
+        "linear": Rule(_CONVERTER, frozenset({"factor"}), same_as_config),
         "ntk": Rule("conversion/hunyuan.py", frozenset({"alpha"}), _ntk),
         "dynamic": Rule("conversion/base.py", frozenset({"factor"}), _dynamic),
         "yarn": Rule(
             _CONVERTER,
-            _SAID_BY_THE_RULE | {"factor"},
+            _NOTED_BY_THE_RULE | {"factor"},
             _yarn,
         ),
         "longrope": Rule(
             "conversion/phi.py, src/llama-model.cpp", frozenset({"short_factor", "long_factor"}), _longrope
         ),
-        "llama3": Rule("conversion/llama.py", _BANDS, unchanged),
+        "llama3": Rule("conversion/llama.py", _BANDS, same_as_config),
         # For Gemma 4 the code was only read. For other models it was run, and does not scale them.
         "proportional": Rule("conversion/gemma.py", frozenset(), _proportional, "read"),
     },

@@ -12,15 +12,15 @@ from ropewalk.engines._engine import (
     Rule,
     dynamic_by_factor,
     longrope_magnitude,
-    magnitude,
-    unchanged,
-    with_attention,
+    same_as_config,
+    with_attention_factor,
+    yarn_magnitude,
 )
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, PerPair, YaRN
 
 _FILE = "models/rope_utils.py"
 _HUNYUAN = ("hunyuan", "hunyuan_v1_dense", "hunyuan_v1_moe")
-_TAKES_SU = ("phi3", "phimoe", "minicpm3")
+_ACCEPTS_SU = ("phi3", "phimoe", "minicpm3")
 
 
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
@@ -37,10 +37,10 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     scaling = replace(scaling, truncate=True)
     top = 1.0 if scaling.mscale is None else scaling.mscale
-    factor = magnitude(scaling.factor, top) / magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
+    factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
     alone = (scaling.mscale is None) is not (scaling.mscale_all_dim is None)
     note = ("It reads mscale or mscale_all_dim alone as well, and uses 1 or 0 for the missing one.",) if alone else ()
-    return Answer(config.scaled(with_attention(scaling, factor)), notes=note)
+    return Answer(config.scaled(with_attention_factor(scaling, factor)), notes=note)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
@@ -48,12 +48,12 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if config.model_type == "phimoe" and scaling.long_mscale is not None:
         factor = scaling.long_mscale
     if factor is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     rope = config.scaled(PerPair(factors=scaling.long_factor, attention_factor=factor))
-    if config.stated.get("type", config.stated.get("rope_type")) == "su" and config.model_type not in _TAKES_SU:
-        return Answer(None, refused="Unsupported RoPE type su (ValueError)")
+    if config.section.get("type", config.section.get("rope_type")) == "su" and config.model_type not in _ACCEPTS_SU:
+        return Answer(None, refusal="Unsupported RoPE type su (ValueError)")
     if config.rope.pairing != "half":
-        return Answer(None, refused="its class rotates the pairing half only")
+        return Answer(None, refusal="its class rotates the pairing half only")
     return Answer(rope, notes=("It uses the long list at every length and ignores short_factor.",))
 
 
@@ -63,15 +63,15 @@ MLX_LM = Engine(
     table="There is no table: angles are float32 in mx.fast.rope, and the attention factor multiplies q and k in their "
     "dtype.",
     rules={
-        "default": Rule(_FILE, frozenset(), unchanged),
-        "linear": Rule(_FILE, frozenset({"factor"}), unchanged),
+        "default": Rule(_FILE, frozenset(), same_as_config),
+        "linear": Rule(_FILE, frozenset({"factor"}), same_as_config),
         "ntk": Rule("models/hunyuan_v1_dense.py, models/rope_utils.py", frozenset({"alpha", "factor"}), _ntk),
         "dynamic": Rule(_FILE, frozenset({"factor"}), _dynamic),
         "yarn": Rule(_FILE, frozenset({"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}), _yarn),
         # short_factor is listed because the rule adds its own note about it.
         "longrope": Rule(_FILE, frozenset({"short_factor", "long_factor"}), _longrope),
-        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged),
-        "proportional": Rule(_FILE, frozenset({"factor"}), unchanged),
+        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
+        "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
     },
     unknown="initialize_rope: Unsupported RoPE type (ValueError)",
 )

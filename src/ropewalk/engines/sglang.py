@@ -11,13 +11,13 @@ from ropewalk.engines._engine import (
     ConfigRope,
     Engine,
     Rule,
-    finite,
-    ignoring,
-    longrope_by_lengths,
-    magnitude,
-    partly_kept,
-    unchanged,
-    with_attention,
+    ignored_keys_note,
+    longrope_from_lengths,
+    same_as_config,
+    to_finite,
+    with_attention_factor,
+    yarn_magnitude,
+    yarn_with_extrapolation,
 )
 from ropewalk.engines.vllm import linear, proportional
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
@@ -32,34 +32,34 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
-    times, share = (finite(config.stated.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
+    times, share = (to_finite(config.section.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
     if times is None or share is None or times <= 0.0 or not 0.0 <= share <= 1.0:
         odd = "attn_factor is not above 0, or extrapolation_factor is not between 0 and 1"
-        return Answer(None, refused=f"{odd}, which is not described here")
+        return Answer(None, refusal=f"{odd}, which is not described here")
     top, bottom = scaling.mscale, scaling.mscale_all_dim
-    factor = magnitude(scaling.factor)
+    factor = yarn_magnitude(scaling.factor)
     notes: tuple[str, ...] = ()
     if config.model_type in DEEPSEEK:
-        scaling, notes = replace(scaling, truncate=True), ignoring(config, "truncate")
+        scaling, notes = replace(scaling, truncate=True), ignored_keys_note(config, "truncate")
         top, bottom = 1.0 if top is None else top, bottom or 0.0
     elif config.several_axes and (top is not None or bottom is not None):
-        return Answer(None, refused="its class for several axes takes no mscale (TypeError)")
+        return Answer(None, refusal="its class for several axes takes no mscale (TypeError)")
     if top is not None and bottom is not None:
-        factor = magnitude(scaling.factor, top) / magnitude(scaling.factor, bottom)
+        factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, bottom)
         notes += ("It reads mscale and mscale_all_dim if both are given, even if one is 0.",) * (not (top and bottom))
     if share != 1.0:
-        rope = partly_kept(config, scaling, share, factor * times)
+        rope = yarn_with_extrapolation(config, scaling, share, factor * times)
         return Answer(rope, notes=(*notes, f"extrapolation_factor {share:g} slows the fast pairs as well."))
-    return Answer(config.scaled(with_attention(scaling, factor * times)), notes=notes)
+    return Answer(config.scaled(with_attention_factor(scaling, factor * times)), notes=notes)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.rope.pairing != "half":
-        return Answer(None, refused="its class takes the pairing half only (ValueError)")
-    scheme = longrope_by_lengths(config, scaling, mscales=True)
+        return Answer(None, refusal="its class takes the pairing half only (ValueError)")
+    scheme = longrope_from_lengths(config, scaling, mscales=True)
     if scheme is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     notes = (
         f"The list is chosen in each call for the whole batch: one position above {length:,} switches all sequences to "
         "the long list.",
@@ -77,9 +77,9 @@ SGLANG = Engine(
     version="0.5.23",
     table="Angles are float32 products. cos and sin are float32 on GPUs, and have the model's dtype elsewhere.",
     rules={
-        "default": Rule(f"{_FOLDER}/base.py", frozenset(), unchanged),
+        "default": Rule(f"{_FOLDER}/base.py", frozenset(), same_as_config),
         "linear": Rule(f"{_FOLDER}/base.py", frozenset({"factor"}), linear),
-        "ntk": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"alpha"}), unchanged),
+        "ntk": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"alpha"}), same_as_config),
         "dynamic": Rule(f"{_FOLDER}/rope_variant.py", frozenset({"factor"}), _dynamic),
         "yarn": Rule(
             f"{_FOLDER}/yarn.py",
@@ -103,7 +103,7 @@ SGLANG = Engine(
             _longrope,
         ),
         "llama3": Rule(
-            f"{_FOLDER}/rope_variant.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged
+            f"{_FOLDER}/rope_variant.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config
         ),
         "proportional": Rule(f"{_FOLDER}/rope_variant.py", frozenset(), proportional),
     },

@@ -11,7 +11,7 @@ from ropewalk.engines._engine import (
     Engine,
     Rule,
     dynamic_by_factor,
-    unchanged,
+    same_as_config,
 )
 from ropewalk.schemes import NTK, DynamicNTK, LongRoPE, YaRN
 
@@ -29,8 +29,8 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
     if not config.model_type.startswith(HUNYUAN):
         return dynamic_by_factor(config)
-    if config.stated.get("factor") is None:
-        return Answer(None, refused="it requires factor, although it does not use it (KeyError: 'factor')")
+    if config.section.get("factor") is None:
+        return Answer(None, refusal="it requires factor, although it does not use it (KeyError: 'factor')")
     return Answer(config.rope)
 
 
@@ -53,7 +53,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if scaling.short_mscale is None:
         return Answer(config.rope, "the call", (note,))
     if scaling.attention_factor is None and scaling.factor is None:
-        return Answer(None, refused="it needs factor or max_position_embeddings to compute the attention factor")
+        return Answer(None, refusal="it needs factor or max_position_embeddings to compute the attention factor")
     return Answer(config.scaled(replace(scaling, short_mscale=None, long_mscale=None)), "the call", (note,))
 
 
@@ -65,14 +65,14 @@ TRANSFORMERS = Engine(
     version="5.23.0",
     table="Angles are float32 products. cos and sin are rounded to the dtype of the model, except in a few models.",
     rules={
-        "default": Rule(_FILE, frozenset(), unchanged),
-        "linear": Rule(_FILE, frozenset({"factor"}), unchanged),
+        "default": Rule(_FILE, frozenset(), same_as_config),
+        "linear": Rule(_FILE, frozenset({"factor"}), same_as_config),
         "ntk": Rule("models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py", frozenset({"alpha", "factor"}), _ntk),
         "dynamic": Rule(_FILE, frozenset({"factor"}), _dynamic),
         "yarn": Rule(_FILE, _YARN_KEYS, _yarn),
         "longrope": Rule(_FILE, _LONGROPE_KEYS, _longrope),
-        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged),
-        "proportional": Rule(_FILE, frozenset({"factor"}), unchanged),
+        "llama3": Rule(_FILE, frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config),
+        "proportional": Rule(_FILE, frozenset({"factor"}), same_as_config),
     },
     unknown="no such rope_type in ROPE_INIT_FUNCTIONS (KeyError)",
 )

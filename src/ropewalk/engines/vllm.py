@@ -11,12 +11,12 @@ from ropewalk.engines._engine import (
     ConfigRope,
     Engine,
     Rule,
-    finite,
-    ignoring,
-    longrope_by_lengths,
-    magnitude,
-    unchanged,
-    with_attention,
+    ignored_keys_note,
+    longrope_from_lengths,
+    same_as_config,
+    to_finite,
+    with_attention_factor,
+    yarn_magnitude,
 )
 from ropewalk.schemes import NTK, DynamicNTK, Linear, LongRoPE, Proportional, YaRN
 
@@ -26,8 +26,8 @@ _INTEGER = "it fails if factor is an integer (TypeError: 'int' object is not ite
 
 def linear(config: ConfigRope, scaling: Linear) -> Answer:
     """Apply the rule of linear scaling, whose factor must be a float in the config. SGLang uses the same class."""
-    if type(config.stated.get("factor")) is int:
-        return Answer(None, refused=f"{_INTEGER}. Write {config.stated['factor']}.0")
+    if type(config.section.get("factor")) is int:
+        return Answer(None, refusal=f"{_INTEGER}. Write {config.section['factor']}.0")
     return Answer(config.rope)
 
 
@@ -39,20 +39,20 @@ def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
-    trained = config.stated.get("max_trained_positions")
+    trained = config.section.get("max_trained_positions")
     if config.longest is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     rows = f"The table has {config.longest:,} rows, and larger positions read the memory behind it."
     if trained is None:
         note = "It never scales, because max_trained_positions is not given and defaults to max_position_embeddings."
         return Answer(config.scaled(None), notes=(note, rows))
-    number = finite(trained)
+    number = to_finite(trained)
     if number is None or number <= 0.0:
-        return Answer(None, refused="max_trained_positions must be a number above 0")
+        return Answer(None, refusal="max_trained_positions must be a number above 0")
     alpha = scaling.factor * config.longest / number - (scaling.factor - 1)
     if alpha < 1.0:
         larger = "max_trained_positions is greater than max_position_embeddings"
-        return Answer(None, refused=f"{larger}, which is not described here")
+        return Answer(None, refusal=f"{larger}, which is not described here")
     note = "The base is scaled once, by max_position_embeddings / max_trained_positions, for all lengths."
     return Answer(config.scaled(NTK(alpha=alpha)), notes=(note, rows))
 
@@ -77,21 +77,21 @@ def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
     the ends of the ramp are rounded.
     """
     scaling = replace(scaling, truncate=True)
-    notes = ignoring(config, "attention_factor", "truncate")
-    if config.stated.get("attention_factor") == 1.0 and config.stated.get("mscale_all_dim"):
+    notes = ignored_keys_note(config, "attention_factor", "truncate")
+    if config.section.get("attention_factor") == 1.0 and config.section.get("mscale_all_dim"):
         notes += ("An attention_factor of 1 also drops mscale_all_dim from the softmax scale.",)
     top = 1.0 if scaling.mscale is None else scaling.mscale
-    factor = magnitude(scaling.factor, top) / magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
-    return Answer(config.scaled(with_attention(scaling, factor)), notes=notes)
+    factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
+    return Answer(config.scaled(with_attention_factor(scaling, factor)), notes=notes)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.rope.pairing != "half":
-        return Answer(None, refused="its class takes the pairing half only (ValueError)")
-    scheme = longrope_by_lengths(config, scaling, mscales=True)
+        return Answer(None, refusal="its class takes the pairing half only (ValueError)")
+    scheme = longrope_from_lengths(config, scaling, mscales=True)
     if scheme is None:
-        return Answer(None, refused=NO_LENGTH)
+        return Answer(None, refusal=NO_LENGTH)
     note = (
         f"The list is chosen once, when the engine starts: the long one, even for short sequences, if max_model_len "
         f"exceeds {length:,}. If original_max_position_embeddings is a top-level key of the config, it is the default."
@@ -104,9 +104,9 @@ VLLM = Engine(
     version="0.32.0",
     table="Angles are float32 products. The table of cos and sin is rounded to the dtype of the model.",
     rules={
-        "default": Rule(f"{_FOLDER}/base.py", frozenset(), unchanged),
+        "default": Rule(f"{_FOLDER}/base.py", frozenset(), same_as_config),
         "linear": Rule(f"{_FOLDER}/linear_scaling_rope.py", frozenset({"factor"}), linear),
-        "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py", frozenset({"alpha"}), unchanged),
+        "ntk": Rule(f"{_FOLDER}/dynamic_ntk_alpha_rope.py", frozenset({"alpha"}), same_as_config),
         "dynamic": Rule(
             f"{_FOLDER}/dynamic_ntk_scaling_rope.py", frozenset({"factor", "max_trained_positions"}), _dynamic
         ),
@@ -121,7 +121,7 @@ VLLM = Engine(
             _longrope,
         ),
         "llama3": Rule(
-            f"{_FOLDER}/llama3_rope.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), unchanged
+            f"{_FOLDER}/llama3_rope.py", frozenset({"factor", "low_freq_factor", "high_freq_factor"}), same_as_config
         ),
         "proportional": Rule(f"{_FOLDER}/gemma4_rope.py", frozenset(), proportional),
     },

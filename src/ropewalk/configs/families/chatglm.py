@@ -44,7 +44,7 @@ class ChatGLM(Architecture):
             raise c.fields.error(key, must, f"a file of {shown(name)}", cure)
         c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
 
-    def unwritable(self, version: int) -> str:
+    def why_unwritable(self, version: int) -> str:
         """Return the reason, which is that no key of the schemas states the base."""
         return "Keep its own config.json: only its own code reads this model_type."
 

@@ -23,12 +23,12 @@ class Cohere2MoE(Architecture):
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer, from `layer_types` and `mlp_layer_types` or from the three numbers."""
-        fields, count = c.fields, self.count(c)
+        fields, count = c.fields, self.number_of_layers(c)
         prefix = "prefix_dense_sliding_window_pattern"
         own = fields.size(prefix) if fields.has(prefix) else 1
         rest = fields.size("sliding_window_pattern") if fields.has("sliding_window_pattern") else 4
-        first = fields.count("first_k_dense_replace", at_most=count)
-        kinds = fields.listed("layer_types", count)
+        first = fields.optional_count("first_k_dense_replace", at_most=count)
+        kinds = fields.layer_list("layer_types", count)
         origin = (
             f"one of every {own} of the first {first} layers is full, and one of every {rest} of the others"
             if kinds is None
@@ -37,7 +37,7 @@ class Cohere2MoE(Architecture):
         if kinds is None:
             kinds = [_FULL if (i + 1) % own == 0 else _SLIDING for i in range(first)]
             kinds += [_FULL if (i + 1) % rest == 0 else _SLIDING for i in range(count - first)]
-        mlps = fields.listed("mlp_layer_types", count) or ["dense"] * first + ["sparse"] * (count - first)
+        mlps = fields.layer_list("mlp_layer_types", count) or ["dense"] * first + ["sparse"] * (count - first)
         check_kinds(fields, "layer_types", kinds, {_SLIDING: 0, _FULL: 0}, c.origins)
         check_kinds(fields, "mlp_layer_types", mlps, {"dense": 0, "sparse": 0}, c.origins)
         c.origins["layer_types"] = origin

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.indexer import read_indexer
-from ropewalk.configs.layers import Coded
+from ropewalk.configs.layers import LayerCodes
 from ropewalk.configs.reader import Reader
 from ropewalk.rope import Rope
 from ropewalk.schemes import Scaling
@@ -35,7 +35,7 @@ class DeepSeekV4(Architecture):
             collected: dict[str, ConfigValue] = {}
             c.add(collected, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")
             c.sections[_OWN_SECTION] = c.section(_OWN_SECTION)
-            c.add_flat(collected, _OWN_SECTION, scaled=True, based=True)
+            c.add_flat(collected, _OWN_SECTION, scaled=True, with_base=True)
             del c.sections[_OWN_SECTION]
         else:
             collected = super().collect(c, name, kind, layers)
@@ -72,7 +72,7 @@ _V4 = DeepSeekV4(
     partial=0.125,
     dim_key="qk_rope_head_dim",
     kinds={_SLIDING: Kind(scaled=False, section="main"), _SPARSE: _COMPRESSED, _HEAVY: _COMPRESSED},
-    pattern=Coded("compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}),
+    pattern=LayerCodes("compress_ratios", {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}),
 )
 MODELS = {
     "deepseek_v4": _V4,

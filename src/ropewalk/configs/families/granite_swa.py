@@ -16,7 +16,7 @@ _KEY = "layer_rope_theta"
 
 
 @dataclass(frozen=True)
-class Bases(NoRopeLayers):
+class BaseOfEachLayer(NoRopeLayers):
     """The pattern of a list of bases, in which 0 marks the layers that do not rotate."""
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
@@ -38,6 +38,6 @@ class GraniteSWA(Architecture):
 
 
 MODELS = {
-    name: GraniteSWA(source=f"transformers 5.23 models/{name}", pattern=Bases(key=_KEY, interval_key=""))
+    name: GraniteSWA(source=f"transformers 5.23 models/{name}", pattern=BaseOfEachLayer(key=_KEY, interval_key=""))
     for name in ("granite_swa", "granitemoe_swa")
 }

@@ -17,9 +17,9 @@ from ropewalk.configs.reader import Reader
 class LongCat(Latent):
     """The row of LongCat Flash. In `ModelRopes`, each attention module counts as a layer."""
 
-    def count(self, c: Reader) -> int:
+    def number_of_layers(self, c: Reader) -> int:
         """Return twice the number of layers in the config."""
-        return 2 * super().count(c)
+        return 2 * super().number_of_layers(c)
 
     def query_scale(self, c: Reader) -> QueryScale:
         """Return the factor of q, √(hidden_size / q_lora_rank)."""

@@ -21,9 +21,9 @@ class NemotronNAS(Architecture):
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer. It rotates unless its attention is removed or replaced by a linear layer."""
-        key, count = "block_configs", self.count(c)
+        key, count = "block_configs", self.number_of_layers(c)
         kinds = []
-        for block in c.fields.listed(key, count) or []:
+        for block in c.fields.layer_list(key, count) or []:
             attention = block.get("attention") if isinstance(block, Mapping) else None
             if not isinstance(attention, Mapping):
                 must, cure = "must contain objects with the key attention", "Check that it is the list of this model."
@@ -41,12 +41,12 @@ class NemotronNAS(Architecture):
 class NemotronH(Architecture):
     """The row of Nemotron-H, whose config may state the number of layers only by the length of a list."""
 
-    def count(self, c: Reader) -> int:
+    def number_of_layers(self, c: Reader) -> int:
         """Return num_hidden_layers, or the length of layers_block_type."""
         key = "layers_block_type"
         listed = c.fields.get(key)
         if c.fields.has("num_hidden_layers") or not isinstance(listed, list) or not listed:
-            return super().count(c)
+            return super().number_of_layers(c)
         c.origins["layers"] = f"the length of {key}"
         return len(listed)
 

@@ -22,10 +22,10 @@ class OlmoHybrid(Architecture):
         """Return the kind of each layer. If the base is null, no layer rotates."""
         if c.fields.is_null("rope_theta", "rope_parameters.rope_theta"):
             c.origins["layer_types"] = "rope_theta is null, so nothing rotates"
-            return [NO_ROPE] * self.count(c)
+            return [NO_ROPE] * self.number_of_layers(c)
         return super().kinds_of_layers(c)
 
-    def without_ropes(self, version: int) -> dict[str, object]:
+    def keys_without_ropes(self, version: int) -> dict[str, object]:
         """Return a base of null, with which a config says that no layer rotates."""
         return {"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}}
 

@@ -19,7 +19,7 @@ class RecurrentGemma(Architecture):
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer, by repeating `block_types`."""
-        key, count = "block_types", self.count(c)
+        key, count = "block_types", self.number_of_layers(c)
         listed = c.fields.get(key)
         if not isinstance(listed, list) or not listed:
             raise c.fields.error(key, "must be a list of kinds of layers", shown(listed), "Add it.")

@@ -18,7 +18,7 @@ class Refused(Architecture):
     """
 
     why: str = ""
-    describes = False
+    is_supported = False
 
     def read(self, c: Reader) -> LayerRopes:
         """Raise a RopeError with the reason `why`."""

@@ -24,8 +24,8 @@ class TeleChat(Architecture):
         """Collect the rope keys, and add the NTK scaling (rope_type "dynamic" with alpha) if alpha is more than 1."""
         collected = super().collect(c, name, kind, layers)
         trained = c.fields.size("training_seqlen") if c.fields.has("training_seqlen") else _BASE_LENGTH
-        first = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
-        alpha = max(2 ** math.ceil(math.log2(trained / first) + 1) - 1, 1)
+        base_length = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
+        alpha = max(2 ** math.ceil(math.log2(trained / base_length) + 1) - 1, 1)
         where = "training_seqlen / base_seqlen"
         c.warnings.append(f"beyond {trained} tokens the model's own code changes the base with the length.")
         if alpha > 1:
@@ -33,7 +33,7 @@ class TeleChat(Architecture):
             c.add(collected, "alpha", float(alpha), where)
         return collected
 
-    def unwritable(self, version: int) -> str:
+    def why_unwritable(self, version: int) -> str:
         """Return the reason, which is that no key states the base."""
         return "Keep its own config.json: only its own code reads this model_type."
 

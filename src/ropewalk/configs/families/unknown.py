@@ -35,7 +35,7 @@ class Unknown(Architecture):
     def check(self, c: Reader) -> None:
         """Raise a RopeError if the config says that layers differ."""
         super().check(c)
-        _refuse_differing(c)
+        _refuse_different_layers(c)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class UnknownLatent(Latent):
     def check(self, c: Reader) -> None:
         """Raise a RopeError if the config says that layers differ, and warn that DeepSeek-V3 is assumed."""
         super().check(c)
-        _refuse_differing(c)
+        _refuse_different_layers(c)
         c.warnings.append(
             "the model_type is not known, so its latent attention is read like that of DeepSeek-V3: the last "
             "qk_rope_head_dim channels of a head rotate, and mscale_all_dim scales the softmax."
@@ -62,7 +62,7 @@ def architecture(c: Reader, pairing: str) -> Architecture:
     return Unknown(**_NAMES, pairing=pairing)
 
 
-def _refuse_differing(c: Reader) -> None:
+def _refuse_different_layers(c: Reader) -> None:
     for key in ("layer_types", "no_rope_layers"):
         listed = c.fields.get(key)
         if isinstance(listed, list) and any(entry != listed[0] for entry in listed):

@@ -30,11 +30,11 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 _WINDOWS, _RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
 _LENGTH = "attention.temperature_length"
 
-_OWN = Kind()  # with the base and the scaling of the model
+_MODEL_KIND = Kind()  # with the base and the scaling of the model
 _UNSCALED = Kind(scaled=False)
 _LOCAL = Kind(bases=(BASE_SWA, BASE))
 _GEMMA_LOCAL = Kind(bases=(BASE_SWA,), implied_base=10_000.0, scaled=False)
-_STATED_LOCAL = Kind(bases=(BASE_SWA,), scaled=False)  # an error without a base, although llama.cpp then uses 10000
+_LOCAL_WITH_BASE = Kind(bases=(BASE_SWA,), scaled=False)  # an error without a base, although llama.cpp then uses 10000
 
 
 def _in(model: str) -> str:
@@ -50,32 +50,32 @@ def _first(n: int) -> Every:
 
 
 def _windows(
-    full: Kind | None, local: Kind, otherwise: Every | None, *, window: bool = False, count: int | None = None
+    full: Kind | None, local: Kind, default: Every | None, *, window: bool = False, count: int | None = None
 ) -> Layers:
     """Build the layers of an architecture in which some layers have a sliding window and the others full attention.
 
     Args:
         full, local: the kind of the full and of the sliding layers; None if they do not rotate.
-        otherwise, window, count: as in `Layers`.
+        default, window, count: as in `Layers`.
     """
     kinds = {_FULL: full, _SLIDING: local}
-    return Layers(kinds, otherwise, _WINDOWS, flagged=_SLIDING, unflagged=_FULL, window=window, count=count)
+    return Layers(kinds, default, _WINDOWS, flagged=_SLIDING, unflagged=_FULL, window=window, count=count)
 
 
-def _fixed(otherwise: Every, *, window: bool = False, no_window: str = "") -> Layers:
+def _fixed(default: Every, *, window: bool = False, zero_window_refusal: str = "") -> Layers:
     """Build layers of which every fourth does not rotate in any file. The others may have their own base."""
-    return replace(_windows(None, _LOCAL, otherwise, window=window), fixed=True, no_window=no_window)
+    return replace(_windows(None, _LOCAL, default, window=window), fixed=True, zero_window_refusal=zero_window_refusal)
 
 
 def _linear(interval: int) -> Layers:
     """Build layers of which the last of every `interval` rotates. The others have linear attention."""
     pattern = Every(interval, _FULL, _LINEAR, key="full_attention_interval")
-    return Layers({_FULL: _OWN, _LINEAR: None}, pattern, _RECURRENT, _LINEAR, _FULL)
+    return Layers({_FULL: _MODEL_KIND, _LINEAR: None}, pattern, _RECURRENT, _LINEAR, _FULL)
 
 
 def _kv_heads(other: str) -> Layers:
     """Build layers that rotate if they have key heads, and are of kind `other` if they have none."""
-    return Layers({_FULL: _OWN, other: None}, _FULL, KV_HEADS, _FULL, other)
+    return Layers({_FULL: _MODEL_KIND, other: None}, _FULL, KV_HEADS, _FULL, other)
 
 
 def _refused(why: str) -> GgufRow:
@@ -150,37 +150,42 @@ _ROWS: dict[str, GgufRow] = {
     "glm4moe": GgufRow("half", axes="mrope if sections"),
     "hunyuan_vl": GgufRow("half", axes="mrope if sections", alpha=True),
     # ---- sliding layers have their own base and no scaling ----
-    "gemma3": GgufRow("half", _in("gemma3"), layers=_windows(_OWN, _GEMMA_LOCAL, _last(6), window=True)),
-    "gemma3n": GgufRow("half", _in("gemma3n"), layers=_windows(_OWN, _GEMMA_LOCAL, _last(5))),
-    "gemma-embedding": GgufRow("half", _in("gemma-embedding"), layers=_windows(_OWN, _GEMMA_LOCAL, _last(6))),
+    "gemma3": GgufRow("half", _in("gemma3"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(6), window=True)),
+    "gemma3n": GgufRow("half", _in("gemma3n"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(5))),
+    "gemma-embedding": GgufRow("half", _in("gemma-embedding"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(6))),
     "gemma4": GgufRow(
-        "half", _in("gemma4"), layers=_windows(_OWN, replace(_STATED_LOCAL, own_head=True), None), freqs="needed"
+        "half",
+        _in("gemma4"),
+        layers=_windows(_MODEL_KIND, replace(_LOCAL_WITH_BASE, own_head=True), None),
+        freqs="needed",
     ),
-    "modern-bert": GgufRow("half", _in("modern-bert"), layers=_windows(_OWN, _STATED_LOCAL, _first(3), window=True)),
-    "plamo3": GgufRow("half", _in("plamo3"), layers=_windows(_OWN, _STATED_LOCAL, _last(8), window=True)),
-    "mimo2": GgufRow("half", _in("mimo2"), layers=_windows(_OWN, _STATED_LOCAL, None)),
+    "modern-bert": GgufRow(
+        "half", _in("modern-bert"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, _first(3), window=True)
+    ),
+    "plamo3": GgufRow("half", _in("plamo3"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, _last(8), window=True)),
+    "mimo2": GgufRow("half", _in("mimo2"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, None)),
     "laguna": GgufRow(
         "half",
         _in("laguna"),
-        layers=_windows(_OWN, replace(_LOCAL, scaled=False, own_head=True), _first(4), window=True),
+        layers=_windows(_MODEL_KIND, replace(_LOCAL, scaled=False, own_head=True), _first(4), window=True),
     ),
     # ---- sliding layers have the base of the model and no scaling ----
-    "olmo2": GgufRow("half", _in("olmo2"), layers=_windows(_OWN, _UNSCALED, _last(4), window=True)),
-    "mellum": GgufRow("half", _in("mellum"), layers=_windows(_OWN, _UNSCALED, _last(4), window=True)),
+    "olmo2": GgufRow("half", _in("olmo2"), layers=_windows(_MODEL_KIND, _UNSCALED, _last(4), window=True)),
+    "mellum": GgufRow("half", _in("mellum"), layers=_windows(_MODEL_KIND, _UNSCALED, _last(4), window=True)),
     # ---- sliding layers may have their own base, and have the scaling of the model ----
-    "gemma2": GgufRow("half", _in("gemma2"), layers=_windows(_OWN, _LOCAL, _last(2))),
+    "gemma2": GgufRow("half", _in("gemma2"), layers=_windows(_MODEL_KIND, _LOCAL, _last(2))),
     "gpt-oss": GgufRow(
         "half",
         _in("openai-moe"),
-        layers=_windows(_OWN, _LOCAL, _last(2)),
+        layers=_windows(_MODEL_KIND, _LOCAL, _last(2)),
         yarn_warning="llama.cpp rounds the ends of YaRN's ramp, and so do these ropes. The model's own config does "
         "not: it has truncate=False.",
     ),
-    "spark2_5": GgufRow("half", _in("spark2-5"), layers=_windows(_OWN, replace(_LOCAL, own_head=True), None)),
+    "spark2_5": GgufRow("half", _in("spark2-5"), layers=_windows(_MODEL_KIND, replace(_LOCAL, own_head=True), None)),
     # ---- full layers do not rotate ----
-    "cohere2": GgufRow("interleaved", _in("cohere2"), layers=_windows(None, _OWN, _last(4))),
-    "exaone4": GgufRow("half", _in("exaone4"), layers=_windows(None, _OWN, _last(4), count=64), freqs="read"),
-    "exaone-moe": GgufRow("half", _in("exaone-moe"), layers=_windows(None, _OWN, _last(4)), freqs="read"),
+    "cohere2": GgufRow("interleaved", _in("cohere2"), layers=_windows(None, _MODEL_KIND, _last(4))),
+    "exaone4": GgufRow("half", _in("exaone4"), layers=_windows(None, _MODEL_KIND, _last(4), count=64), freqs="read"),
+    "exaone-moe": GgufRow("half", _in("exaone-moe"), layers=_windows(None, _MODEL_KIND, _last(4)), freqs="read"),
     "muse-glimmer": GgufRow(
         "interleaved", _in("muse-glimmer"), layers=_windows(None, replace(_LOCAL, scaled=False), _last(4))
     ),
@@ -188,19 +193,21 @@ _ROWS: dict[str, GgufRow] = {
     "llama4": GgufRow(
         "interleaved",
         _in("llama4"),
-        layers=_fixed(_last(4), no_window="With 0, llama.cpp rotates all layers but the last, which is not supported."),
+        layers=_fixed(
+            _last(4), zero_window_refusal="With 0, llama.cpp rotates all layers but the last, which is not supported."
+        ),
         freqs="read",
     ),
     "afmoe": GgufRow("half", _in("afmoe"), layers=_fixed(_last(4))),
     "smallthinker": GgufRow("half", _in("smallthinker"), layers=_fixed(_first(4), window=True)),
     # ---- some layers do not rotate, according to a pattern or a list ----
     "smollm3": GgufRow(
-        "interleaved", _in("smollm3"), layers=Layers({ALL: _OWN, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
+        "interleaved", _in("smollm3"), layers=Layers({ALL: _MODEL_KIND, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
     ),
     "granite_swa": GgufRow(
         "interleaved",
         _in("granite-swa"),
-        layers=Layers({ALL: _OWN, NO_ROPE: None}, ALL, ROPE_PATTERN, ALL, NO_ROPE),
+        layers=Layers({ALL: _MODEL_KIND, NO_ROPE: None}, ALL, ROPE_PATTERN, ALL, NO_ROPE),
         freqs="read",
         longrope="by type",
     ),

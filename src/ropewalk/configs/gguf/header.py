@@ -46,7 +46,7 @@ _BLOCK = 2**18  # bytes to read at once while a list of strings is skipped
 
 
 @dataclasses.dataclass(frozen=True)
-class _Skipped:
+class _SkippedValue:
     """The placeholder of a skipped value. Its repr describes the value in messages."""
 
     description: str
@@ -74,12 +74,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, tuple[float, ...]]]:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise error(str(path), "the model must be a regular file", "another kind of file", "Check the path.")
-        walk = _Walk(file, status.st_size, str(path))
-        tensor_count, key_count = walk.counts()
-        values = walk.values(key_count)
-        infos = walk.tensors(tensor_count)
-        start = _data_start(walk.position, values, str(path))
-        return values, {name: walk.floats(name, info, start) for name, info in infos.items()}
+        parser = _HeaderParser(file, status.st_size, str(path))
+        tensor_count, key_count = parser.counts()
+        values = parser.values(key_count)
+        infos = parser.tensors(tensor_count)
+        start = _data_start(parser.position, values, str(path))
+        return values, {name: parser.floats(name, info, start) for name, info in infos.items()}
 
 
 def _data_start(position: int, values: dict[str, Any], source: str) -> int:
@@ -90,13 +90,13 @@ def _data_start(position: int, values: dict[str, Any], source: str) -> int:
     return -(-position // alignment) * alignment
 
 
-class _Walk:
+class _HeaderParser:
     """A parser that reads the header of a file from front to back.
 
     Attributes:
         file: the open file.
         size: its size in bytes.
-        most: the position in bytes up to which it may be read.
+        limit: the position in bytes up to which it may be read.
         source: the name of the file for messages.
         position: the current position in bytes.
         items, arrays: the number of strings, keys and tensors, and of nested arrays, that have been read.
@@ -106,7 +106,7 @@ class _Walk:
     def __init__(self, file: BinaryIO, size: int, source: str) -> None:
         self.file = file
         self.size = size
-        self.most = _MAX_BYTES
+        self.limit = _MAX_BYTES
         self.source = source
         self.position = 0
         self.items = 0
@@ -117,16 +117,16 @@ class _Walk:
         """Return an error that names the file and the part that is being read."""
         return error(f"{self.source}: {self.where}", must, got, cure)
 
-    def _need(self, count: int) -> None:
+    def _check_remaining(self, count: int) -> None:
         if count > self.size - self.position:
             raise self.error(f"the file must have {shown(count)} more bytes", f"only {self.size - self.position}")
-        if self.position + count > self.most:
+        if self.position + count > self.limit:
             raise self.error(
-                f"the header must have at most {self.most} bytes", "more", "Pass the GGUF file of a model."
+                f"the header must have at most {self.limit} bytes", "more", "Pass the GGUF file of a model."
             )
 
-    def _take(self, count: int) -> bytes:
-        self._need(count)
+    def _read_bytes(self, count: int) -> bytes:
+        self._check_remaining(count)
         content = self.file.read(count)
         if len(content) < count:
             raise self.error("the file must not change while it is read", "fewer bytes")
@@ -134,21 +134,21 @@ class _Walk:
         return content
 
     def _skip(self, count: int) -> None:
-        self._need(count)
+        self._check_remaining(count)
         self.file.seek(count, os.SEEK_CUR)
         self.position += count
 
     def _number(self, form: struct.Struct) -> Any:
-        return form.unpack(self._take(form.size))[0]
+        return form.unpack(self._read_bytes(form.size))[0]
 
-    def _count(self, what: str, most: int, least_bytes: int) -> int:
+    def _count(self, name: str, limit: int, least_bytes: int) -> int:
         count: int = self._number(_U64)
-        if count > most:
-            raise self.error(f"{what} must be at most {most}", str(count), _BROKEN)
-        self._need(count * least_bytes)
+        if count > limit:
+            raise self.error(f"{name} must be at most {limit}", str(count), _BROKEN)
+        self._check_remaining(count * least_bytes)
         return count
 
-    def _item(self, count: int = 1) -> None:
+    def _count_items(self, count: int = 1) -> None:
         self.items += count
         if self.items > _MAX_ITEMS:
             raise self.error(
@@ -157,9 +157,9 @@ class _Walk:
                 "Pass the GGUF file of a model.",
             )
 
-    def _name(self, what: str) -> str:
-        self._item()
-        content = self._take(self._count(f"the length of {what}", _MAX_NAME, 1))
+    def _name(self, name: str) -> str:
+        self._count_items()
+        content = self._read_bytes(self._count(f"the length of {name}", _MAX_NAME, 1))
         return self._text(content)
 
     def _text(self, content: bytes) -> str:
@@ -170,7 +170,7 @@ class _Walk:
 
     def counts(self) -> tuple[int, int]:
         """Return the number of tensors and the number of keys."""
-        magic = self._take(4)
+        magic = self._read_bytes(4)
         if magic != MAGIC:
             raise self.error(f"the file must begin with {MAGIC!r}", shown(magic), "Pass a GGUF file.")
         version: int = self._number(_U32)
@@ -182,7 +182,7 @@ class _Walk:
         return tensors, self._count("the number of keys", _MAX_KEYS, 13)
 
     def values(self, count: int) -> dict[str, Any]:
-        """Read `count` keys. Return a dict with their values, or a `_Skipped` for long strings and other arrays."""
+        """Read `count` keys. Return a dict with their values, or a `_SkippedValue` for long values."""
         values: dict[str, Any] = {}
         for i in range(count):
             self.where = f"key {i} of {count}"
@@ -203,14 +203,14 @@ class _Walk:
         return self._number(_NUMBERS[kind])
 
     def _string(self) -> Any:
-        self._item()
+        self._count_items()
         count = self._count("the length of a string", _MAX_STRING, 1)
         if count <= _MAX_NAME:
-            return self._text(self._take(count))
+            return self._text(self._read_bytes(count))
         self._skip(count)
-        return _Skipped(f"a string of {count} bytes")
+        return _SkippedValue(f"a string of {count} bytes")
 
-    def _array(self, depth: int) -> tuple[Any, ...] | _Skipped:
+    def _array(self, depth: int) -> tuple[Any, ...] | _SkippedValue:
         """Read an array. Return its values if it is a short array of numbers, and skip it otherwise."""
         if depth >= _MAX_NESTING:
             raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", _BROKEN)
@@ -219,31 +219,31 @@ class _Walk:
             form = _NUMBERS[kind]
             count = self._count("the number of array entries", _MAX_ITEMS, form.size)
             if depth == 0 and count <= _MAX_KEPT:
-                self._item(count)
-                return struct.unpack(f"<{count}{form.format[-1]}", self._take(count * form.size))
+                self._count_items(count)
+                return struct.unpack(f"<{count}{form.format[-1]}", self._read_bytes(count * form.size))
             self._skip(count * form.size)
-            return _Skipped(f"an array of {count}")
+            return _SkippedValue(f"an array of {count}")
         if kind not in (_STRING, _ARRAY):
             raise self.error("the type must be 0 to 12", str(kind), _BROKEN)
         count = self._count("the number of array entries", _MAX_ITEMS, 8)
-        self._item(count)
+        self._count_items(count)
         if kind == _STRING:
             self._skip_strings(count)
-            return _Skipped(f"an array of {count}")
+            return _SkippedValue(f"an array of {count}")
         self.arrays += count
         if self.arrays > _MAX_ARRAYS:
             raise self.error(f"the number of nested arrays must be at most {_MAX_ARRAYS}", "more", _BROKEN)
         for _ in range(count):
             self._array(depth + 1)
-        return _Skipped(f"an array of {count}")
+        return _SkippedValue(f"an array of {count}")
 
     def _skip_strings(self, count: int) -> None:
         """Skip `count` strings by reading blocks of the file. A vocabulary has hundreds of thousands of strings."""
         length = _U64.unpack_from
         while count:
-            self._need(_U64.size)
+            self._check_remaining(_U64.size)
             start = self.position
-            block = self._take(min(_BLOCK, self.size - start, self.most - start))
+            block = self._read_bytes(min(_BLOCK, self.size - start, self.limit - start))
             at, last = 0, len(block) - _U64.size
             while count and at <= last:
                 size = length(block, at)[0]
@@ -252,7 +252,7 @@ class _Walk:
                 at += _U64.size + size
                 count -= 1
             self.position = start
-            self._need(at)
+            self._check_remaining(at)
             self.position = start + at
             self.file.seek(self.position)
 
@@ -260,7 +260,7 @@ class _Walk:
         """Read the descriptions of `count` tensors. Return the shape, type and offset of each factor tensor."""
         names: set[str] = set()
         found: dict[str, _Tensor] = {}
-        self._need(count * 24)
+        self._check_remaining(count * 24)
         for i in range(count):
             self.where = f"tensor {i} of {count}"
             name = self._name("its name")
@@ -271,7 +271,7 @@ class _Walk:
             axes = self._number(_U32)
             if axes > 4:
                 raise self.error("a tensor must have at most 4 axes", str(axes), _BROKEN)
-            *dims, kind, offset = struct.unpack(f"<{axes}QIQ", self._take(8 * axes + 12))
+            *dims, kind, offset = struct.unpack(f"<{axes}QIQ", self._read_bytes(8 * axes + 12))
             if not name.startswith("rope"):
                 continue
             if name not in (FREQS, SHORT, LONG):
@@ -283,15 +283,15 @@ class _Walk:
     def floats(self, name: str, tensor: _Tensor, start: int) -> tuple[float, ...]:
         """Read the numbers of a factor tensor. The factor of a pair that does not rotate is infinity."""
         self.where = name
-        most = MAX_HEAD_DIM // 2
-        if tensor.kind != _F32 or len(tensor.dims) != 1 or not 1 <= tensor.dims[0] <= most:
+        limit = MAX_HEAD_DIM // 2
+        if tensor.kind != _F32 or len(tensor.dims) != 1 or not 1 <= tensor.dims[0] <= limit:
             raise self.error(
-                f"the tensor must hold 1 to {most} numbers of type F32 on one axis",
+                f"the tensor must hold 1 to {limit} numbers of type F32 on one axis",
                 f"axes {shown(tensor.dims)} of type {tensor.kind}",
                 "Convert the model again.",
             )
-        self.most = self.size  # the data of a tensor may be anywhere in the file
+        self.limit = self.size  # the data of a tensor may be anywhere in the file
         self.position = min(start + tensor.offset, self.size)
         self.file.seek(self.position)
-        values = struct.unpack(f"<{tensor.dims[0]}f", self._take(4 * tensor.dims[0]))
+        values = struct.unpack(f"<{tensor.dims[0]}f", self._read_bytes(4 * tensor.dims[0]))
         return tuple(math.inf if value >= _NO_ROTATION else value for value in values)

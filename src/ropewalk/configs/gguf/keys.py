@@ -114,15 +114,15 @@ class Keys:
 
     def refuse_unsupported(self) -> None:
         """Raise a RopeError if the file has a key that llama.cpp does not read for this architecture."""
-        reads = self.row.reads()
-        self.used |= {self.key(name) for name in reads}
+        specific_keys = self.row.specific_keys()
+        self.used |= {self.key(name) for name in specific_keys}
         for name, why in _SOMETIMES_READ.items():
             value = self.fields.get(self.key(name))
-            if name not in reads and value is not None:
+            if name not in specific_keys and value is not None:
                 raise self.fields.error(self.key(name), "must not be given", shown(value), why)
         local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
         self.used.add(self.key(BASE_SWA))
-        if BASE_SWA not in reads and local not in (None, own):
+        if BASE_SWA not in specific_keys and local not in (None, own):
             cure = f"llama.cpp does not use it in {self.architecture}. Read the model's config.json instead."
             raise self.fields.error(self.key(BASE_SWA), f"must agree with {BASE}={shown(own)}", shown(local), cure)
 

@@ -17,7 +17,7 @@ def kinds_of_layers(keys: Keys) -> list[str]:
     """
     fields = keys.fields
     blocks = fields.layers((keys.key("block_count"),))
-    count = blocks - _drafting(keys, blocks)
+    count = blocks - _draft_blocks(keys, blocks)
     switch = keys.key("rope.scaling.finetuned")
     if not fields.boolean(switch, True) and keys.row.finetuned_is_switch:
         keys.origins["layer_types"] = f"{switch} is false, so nothing rotates"
@@ -25,33 +25,33 @@ def kinds_of_layers(keys: Keys) -> list[str]:
     layers = keys.row.layers
     if layers is None or _are_alike(keys, layers, count):
         return [ALL] * count
-    stated = _listed(keys, layers, count, blocks) or _otherwise(keys, layers, count)
-    if layers.fixed and isinstance(layers.otherwise, Every):
-        kinds, implied = _every(layers.otherwise, layers.otherwise.n, count)
-        if stated != kinds:
+    kinds = _kinds_by_list(keys, layers, count, blocks) or _kinds_by_pattern(keys, layers, count)
+    if layers.fixed and isinstance(layers.default, Every):
+        pattern_kinds, implied = _repeat(layers.default, layers.default.n, count)
+        if kinds != pattern_kinds:
             must = f"must agree with the implied kinds ({implied})"
             cure = f"llama.cpp ignores the key ({keys.row.source}). Convert the model again."
             raise fields.error(keys.key(layers.key), must, "another list", cure)
-    return stated
+    return kinds
 
 
-def _drafting(keys: Keys, blocks: int) -> int:
+def _draft_blocks(keys: Keys, blocks: int) -> int:
     """Return the number of the last blocks that only predict further tokens, and so are not layers of the model."""
     key = keys.key("nextn_predict_layers")
     keys.origins["layers"] = keys.key("block_count")
     if keys.fields.get(key) in (None, 0):
         return 0
-    drafting = keys.fields.size(key, at_most=blocks - 1)
+    draft_blocks = keys.fields.size(key, at_most=blocks - 1)
     keys.origins["layers"] += f" - {key}"
-    return drafting
+    return draft_blocks
 
 
 def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
     """Whether all layers of this file are alike, although the layers of its architecture usually differ."""
     fields, key = keys.fields, keys.key(_WINDOW)
     slides = fields.get(key) not in (None, 0) and fields.size(key) > 0
-    if layers.no_window and fields.has(key) and not slides:
-        raise fields.error(key, "must not be 0", shown(fields.get(key)), layers.no_window)
+    if layers.zero_window_refusal and fields.has(key) and not slides:
+        raise fields.error(key, "must not be 0", shown(fields.get(key)), layers.zero_window_refusal)
     if layers.window and not slides:
         keys.origins["layer_types"] = f"no {key} is given, so all layers are alike"
         return True
@@ -65,7 +65,7 @@ def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
     return True
 
 
-def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | None:
+def _kinds_by_list(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | None:
     """Return the kinds that a list in the file gives, or None if it has no list.
 
     Args:
@@ -78,7 +78,7 @@ def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | 
     value = fields.get(key)
     if isinstance(value, int) and layers.key == KV_HEADS:
         value = (value,) * count
-    interval_key = layers.otherwise.key if isinstance(layers.otherwise, Every) else ""
+    interval_key = layers.default.key if isinstance(layers.default, Every) else ""
     if not layers.key or value is None or (isinstance(value, int) and layers.key == interval_key):
         return None
     keys.used.add(key)
@@ -93,13 +93,13 @@ def _listed(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | 
     return [layers.flagged if flag else layers.unflagged for flag in value[:count]]
 
 
-def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
+def _kinds_by_pattern(keys: Keys, layers: Layers, count: int) -> list[str]:
     """Return the kinds of the layers of a file that has no list of them."""
-    pattern = layers.otherwise
+    pattern = layers.default
     if isinstance(pattern, Every):
         key = keys.key(pattern.key)
         stated = bool(pattern.key) and keys.fields.has(key)
-        kinds, which = _every(pattern, keys.fields.size(key) if stated else pattern.n, count)
+        kinds, which = _repeat(pattern, keys.fields.size(key) if stated else pattern.n, count)
         keys.origins["layer_types"] = f"{key if stated else 'implied'}: {which}"
         return kinds
     if pattern is None:
@@ -108,7 +108,7 @@ def _otherwise(keys: Keys, layers: Layers, count: int) -> list[str]:
     return [pattern] * count
 
 
-def _every(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
+def _repeat(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
     """Return the kinds of `count` layers by a pattern that repeats every n layers, and a description of the pattern."""
     at = 0 if pattern.first else n - 1
     kinds = [pattern.kind if i % n == at else pattern.rest for i in range(count)]

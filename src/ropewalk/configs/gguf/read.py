@@ -35,7 +35,7 @@ from ropewalk.configs.gguf.row import (
 from ropewalk.configs.gguf.scheme import SchemeReader
 from ropewalk.configs.gguf.several_axes import NAMES, axes_of
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
-from ropewalk.configs.source import without
+from ropewalk.configs.source import without_keys
 from ropewalk.rope import Pairing, Rope
 from ropewalk.schemes import Scaling
 
@@ -50,7 +50,7 @@ def read(
         raise
     except (OSError, ValueError) as e:
         raise unreadable(str(path), e) from e
-    values = without(values, ignore, str(path))
+    values = without_keys(values, ignore, str(path))
     return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
 
 
@@ -208,25 +208,25 @@ class _Reader:
     def _head_dim(self, kind: Kind) -> int:
         fields = self.keys.fields
         names = (HEAD_SWA if kind.own_head else "", HEAD_MLA if self.row.latent else "", HEAD)
-        own = fields.first(tuple(self.keys.key(name) for name in names if name))
+        own = fields.first_present(tuple(self.keys.key(name) for name in names if name))
         if fields.has(own):
-            self._note("head_dim", own)
+            self._record_origin("head_dim", own)
             return fields.size(own, at_most=MAX_HEAD_DIM)
         if self.row.latent:
             cure = "Its head_dim is not embedding_length / head_count. Convert the model again."
             raise fields.error(own, "must be given", "none", cure)
         own, width, heads = (self.keys.key(n) for n in (HEAD, "embedding_length", "attention.head_count"))
         cure = f"It is required if {own} is not given."
-        self._note("head_dim", f"{width} / {heads}")
+        self._record_origin("head_dim", f"{width} / {heads}")
         return fields.head_width((width,), (heads,), own, cure=cure)
 
     def _rotary_dim(self, kind: Kind, head_dim: int) -> int:
         names = (DIM_SWA, DIM) if kind.own_head else (DIM,)
-        key = self.keys.fields.first(tuple(self.keys.key(name) for name in names))
+        key = self.keys.fields.first_present(tuple(self.keys.key(name) for name in names))
         if not self.keys.fields.has(key):
-            self._note("rotary_dim", "the whole head")
+            self._record_origin("rotary_dim", "the whole head")
             return head_dim
-        self._note("rotary_dim", key)
+        self._record_origin("rotary_dim", key)
         rotary_dim = self.keys.fields.size(key)
         if self.row.whole_head and rotary_dim != head_dim:
             raise self.keys.fields.error(
@@ -244,28 +244,28 @@ class _Reader:
         if name == BASE:
             return self._model_base()
         if name:
-            self._note("base", keys[name])
+            self._record_origin("base", keys[name])
             return self.keys.fields.base(keys[name], self.keys.fields.get(keys[name]), None)
         if kind.implied_base is None:
             cure = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
             key = " or ".join(keys.values()) or self.keys.key(BASE)
             raise self.keys.fields.error(key, "must be given, since it is the base", "none", cure)
-        self._note("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
+        self._record_origin("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
         return kind.implied_base
 
     def _model_base(self) -> float:
         key = self.keys.key(BASE)
         if self.keys.fields.has(key):
-            self._note("base", key)
+            self._record_origin("base", key)
             return self.keys.fields.base(key, self.keys.fields.get(key), self.passed_base)
         if self.passed_base is not None:
-            self._note("base", "passed by the caller")
+            self._record_origin("base", "passed by the caller")
             return self.passed_base
         implied = self.row.implied_base
         if implied is None:
             cure = "llama.cpp uses 10000, which may not be the model's base. Pass base=... to from_config."
             raise self.keys.fields.error(key, "must be given, since it is the base", "none", cure)
-        self._note("base", f"implied: {implied.origin}")
+        self._record_origin("base", f"implied: {implied.origin}")
         self.keys.warnings.append(
             f"the file has no {key}, for which llama.cpp uses {implied.value:g}. {implied.warning}"
         )
@@ -276,7 +276,7 @@ class _Reader:
             return self.keys.original
         return self.keys.longest if scheme is None else scheme.trained_length(self.keys.longest)
 
-    def _note(self, name: str, where: str) -> None:
+    def _record_origin(self, name: str, where: str) -> None:
         """Record the key that a value came from. If kinds of layers have different origins, "and" joins them."""
         previous = self.keys.origins.get(name)
         self.keys.origins[name] = where if previous in (None, where) else f"{previous} and {where}"

@@ -67,26 +67,26 @@ class Layers:
 
     Args:
         kinds: maps the name of each kind to a `Kind`, or to None if layers of this kind do not rotate.
-        otherwise: a pattern, or the kind of all layers, for files without a list. None makes the list required.
+        default: a pattern, or the kind of all layers, for files without a list. None makes the list required.
         key: key of a list with an entry for each layer; "" if llama.cpp reads no such list.
         flagged, unflagged: the kind of a layer whose entry is true or greater than 0, and of one whose entry is false
             or 0.
         window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
-        fixed: whether `otherwise` applies even if the file has a list, which must then state the same kinds.
+        fixed: whether `default` applies even if the file has a list, which must then state the same kinds.
         count: the number of layers of the only model of this architecture whose layers differ; None if they differ in
             all models.
-        no_window: the reason why attention.sliding_window must not be 0; "" if it may be 0.
+        zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
     kinds: Mapping[str, Kind | None]
-    otherwise: Every | str | None
+    default: Every | str | None
     key: str = ""
     flagged: str = ""
     unflagged: str = ""
     window: bool = False
     fixed: bool = False
     count: int | None = None
-    no_window: str = ""
+    zero_window_refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class GgufRow:
         """Return a dict from the name of each kind of layer to its `Kind`, or to None if it does not rotate."""
         return {ALL: Kind(), NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
 
-    def reads(self) -> frozenset[str]:
+    def specific_keys(self) -> frozenset[str]:
         """Return the keys that llama.cpp reads for this architecture, but not for all others."""
         names = {HEAD_MLA} if self.latent else set()
         names |= set() if self.axes == "one" else {SECTIONS}

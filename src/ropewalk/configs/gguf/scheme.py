@@ -41,13 +41,13 @@ class SchemeReader:
         """
         kind = self.kind = self._kind()
         self._check_tensors(kind)
-        make: dict[str, Callable[[], Scaling | None]] = {
+        readers: dict[str, Callable[[], Scaling | None]] = {
             "none": self._unscaled,
             "linear": self._linear,
             "yarn": self._yarn,
             "longrope": self._longrope,
         }
-        scheme = make[kind]() if kind in make else self._by_its_keys(SCHEMES[kind])
+        scheme = readers[kind]() if kind in readers else self._from_gguf_keys(SCHEMES[kind])
         self.keys.refuse_unused(kind)
         if scheme is not None:
             self.keys.warnings += scheme.warnings(self.keys.longest, named="context_length", trained=self.keys.original)
@@ -58,17 +58,17 @@ class SchemeReader:
     def _kind(self) -> str:
         """Return the scaling type that llama.cpp applies, and record its origin."""
         key = self.keys.key("rope.scaling.type")
-        stated = self.keys.fields.get(key)
-        if stated is not None:
+        scaling_type = self.keys.fields.get(key)
+        if scaling_type is not None:
             types = ("none", *(name for name, scheme in SCHEMES.items() if scheme.gguf))
-            choice(self.keys.fields.source, key, stated, types)
+            choice(self.keys.fields.source, key, scaling_type, types)
         by_tensors = self.keys.row.longrope == "by tensors" and not self.tensors.keys().isdisjoint({SHORT, LONG})
-        if by_tensors and stated != "yarn":
+        if by_tensors and scaling_type != "yarn":
             self.keys.origins["scaling"] = f"{LONG}, which overrides rope.scaling.type in {self.keys.architecture}"
             return "longrope"
-        if stated is not None:
+        if scaling_type is not None:
             self.keys.origins["scaling"] = key
-            return str(stated)
+            return str(scaling_type)
         if self._factor() not in (None, 0.0, 1.0):
             self.keys.origins["scaling"] = f"no {key} is given, for which llama.cpp uses linear"
             return "linear"
@@ -89,7 +89,7 @@ class SchemeReader:
                     "Convert the model again.",
                 )
         if (reads or row.longrope == "by tensors") and not self.tensors:
-            self._refuse_part()
+            self._refuse_split_file()
         if longrope and (missing := sorted(expected - self.tensors.keys())):
             must = "must be given with scaling 'longrope'"
             raise self.keys.fields.error(missing[0], must, "none", "Convert the model again.")
@@ -102,7 +102,7 @@ class SchemeReader:
                 FREQS, f"must not be combined with scaling {kind!r}", "both", "This is not supported yet."
             )
 
-    def _refuse_part(self) -> None:
+    def _refuse_split_file(self) -> None:
         """Raise a RopeError if the model has several files, since another one may contain the factor tensors."""
         if not self.keys.fields.has("split.count"):
             return
@@ -149,7 +149,7 @@ class SchemeReader:
         return Linear(factor=factor)
 
     def _factor_key(self) -> str:
-        return self.keys.fields.first((self.keys.key(_FACTOR), self.keys.key(_OLD_FACTOR)))
+        return self.keys.fields.first_present((self.keys.key(_FACTOR), self.keys.key(_OLD_FACTOR)))
 
     def _attention_factor(self) -> float:
         """Return rope.scaling.attn_factor, which multiplies cos and sin, or 1 if it is missing."""
@@ -174,7 +174,7 @@ class SchemeReader:
         if self.keys.row.yarn_log:
             values |= self._mscale()
         scheme = YaRN(factor=factor, original_max_position_embeddings=original, **values)
-        self._check_stated_factor(scheme)
+        self._check_yarn_attn_factor(scheme)
         extra = self._attention_factor()
         if extra != 1.0:
             scheme = dataclasses.replace(scheme, attention_factor=scheme.compute_attention_factor() * extra)
@@ -193,7 +193,7 @@ class SchemeReader:
             self.keys.origins["mscale_all_dim"] += " · 10"
         return {"mscale": weight if self.keys.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
 
-    def _by_its_keys(self, scheme: type[Scaling]) -> Scaling:
+    def _from_gguf_keys(self, scheme: type[Scaling]) -> Scaling:
         """Build a scheme whose fields are all read from the keys in its `gguf`."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cast(Any, scheme)):
@@ -209,7 +209,7 @@ class SchemeReader:
         except RopeError as e:
             raise within(self.keys.fields.source, e) from None
 
-    def _check_stated_factor(self, scheme: YaRN) -> None:
+    def _check_yarn_attn_factor(self, scheme: YaRN) -> None:
         """Raise a RopeError if yarn_attn_factor is not the attention factor that llama.cpp computes instead of it."""
         stated = self.keys.number("rope.scaling.yarn_attn_factor", above=0.0)
         if stated is not None and not math.isclose(stated, scheme.compute_attention_factor(), rel_tol=1e-5):

@@ -116,10 +116,10 @@ def _describe(plan: Plan, *, listed: bool) -> None:
         for name, parts in plan.parts.items():
             heads = ", ".join(f"{part.role}: {len(part.starts)} x {part.rotary_dim} rows" for part in parts)
             click.echo(f"  {name} {list(plan.tensors[name].shape)}  {heads}")
-    if source.left:
-        click.echo(f"left out, since they are other weights: {', '.join(source.left)}")
-    if plan.form != source.form and source.beside:
-        click.echo(f"left out, since they belong to the other format: {', '.join(source.beside)}")
+    if source.unread_weights:
+        click.echo(f"left out, since they are other weights: {', '.join(source.unread_weights)}")
+    if plan.form != source.form and source.companion_files:
+        click.echo(f"left out, since they belong to the other format: {', '.join(source.companion_files)}")
     for note in plan.notes:
         click.echo(f"note: {note}")
 

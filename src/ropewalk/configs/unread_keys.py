@@ -44,12 +44,12 @@ def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> l
     """
     warnings = []
     for key, value in fields.config.items():
-        if key in fields.read or key in _SIZES or key in known or value is None:
+        if key in fields.read_keys or key in _SIZES or key in known or value is None:
             continue
         if key in idle:
             warnings.append(f"{key} has no effect: {idle[key]}.")
         elif _is_about_rotation(str(key)):
-            raise _stray_error(fields, key, value)
+            raise _unread_key_error(fields, key, value)
     return warnings
 
 
@@ -66,11 +66,11 @@ def refuse_misspelt(fields: Fields, known: Iterable[str]) -> None:
     for key, value in fields.config.items():
         if (
             value is not None
-            and key not in fields.read
+            and key not in fields.read_keys
             and key not in valid
             and nearest(str(key), _LIKELY, likeness=0.8)
         ):
-            raise _stray_error(fields, key, value)
+            raise _unread_key_error(fields, key, value)
 
 
 def mentions_rope(key: str) -> bool:
@@ -83,8 +83,8 @@ def _is_about_rotation(key: str) -> bool:
     return bool(mentions_rope(key) or key in _MISPLACED or nearest(key, _LIKELY, likeness=0.8))
 
 
-def _stray_error(fields: Fields, key: object, value: Any) -> RopeError:
-    candidates = sorted({*(k for k in fields.read if "." not in k), *_LIKELY} - {"", str(key)})
+def _unread_key_error(fields: Fields, key: object, value: Any) -> RopeError:
+    candidates = sorted({*(k for k in fields.read_keys if "." not in k), *_LIKELY} - {"", str(key)})
     name = f"{fields.path}{key}"
     cure = f"ropewalk knows no such key of this model.{nearest(str(key), candidates)}"
     if len(name) <= 100:

@@ -21,8 +21,8 @@ def engines_text(facts: Mapping[str, Any]) -> str:
         lines += ["", "the query scale (llama_4_scaling_beta)"]
         lines += [f"  {name} does not apply it: {why}" for name, why in facts["query_scale"].items()]
     lines += ["", "how cos and sin are computed"]
-    width = max(len(_name_and_version(one)) for one in facts["engines"])
-    lines += [f"  {_name_and_version(one):<{width}}  {one['table']}" for one in facts["engines"]]
+    width = max(len(_name_and_version(entry)) for entry in facts["engines"])
+    lines += [f"  {_name_and_version(entry):<{width}}  {entry['table']}" for entry in facts["engines"]]
     if facts["warnings"]:
         lines += ["", "warnings", *(f"  ! {warning}" for warning in facts["warnings"])]
     return "\n".join(map(printable, lines))
@@ -33,8 +33,8 @@ def layers(numbers: list[int], count: int) -> str:
     return f"layer{'' if len(numbers) == 1 else 's'} {ranges(numbers)} of {count}"
 
 
-def _name_and_version(one: Mapping[str, Any]) -> str:
-    return f"{one['name']} {one['version']}"
+def _name_and_version(entry: Mapping[str, Any]) -> str:
+    return f"{entry['name']} {entry['version']}"
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
@@ -59,10 +59,12 @@ def _verdict(facts: Mapping[str, Any]) -> str:
 
 
 def _state(name: str, facts: Mapping[str, Any]) -> str:
-    if any(one["name"] == name and one["refused"] for row in facts["ropes"] for one in row["engines"]):
+    if any(entry["name"] == name and entry["refused"] for row in facts["ropes"] for entry in row["engines"]):
         return "refuses"
     compared = [at["engines"][name] for row in facts["ropes"] for at in row["at"]]
-    return "same" if all(one["apart"]["same"] for one in compared) and name not in facts["query_scale"] else "differs"
+    return (
+        "same" if all(entry["apart"]["same"] for entry in compared) and name not in facts["query_scale"] else "differs"
+    )
 
 
 def _listed(names: list[str]) -> str:
@@ -73,14 +75,14 @@ def _table(at: Mapping[str, Any], row: Mapping[str, Any], facts: Mapping[str, An
     if not at["engines"]:
         return []
     head = ("engine", "attention factor", "frequencies", "scores, up to")
-    version = {one["name"]: _name_and_version(one) for one in facts["engines"]}
+    version = {entry["name"]: _name_and_version(entry) for entry in facts["engines"]}
     cells = [
         (
             version[name],
-            f"{one['attention_factor']:.6g}",
-            *(("", "") if name == row["compared_with"] else (frequencies(one["apart"]), scores(one["apart"]))),
+            f"{entry['attention_factor']:.6g}",
+            *(("", "") if name == row["compared_with"] else (frequencies(entry["apart"]), scores(entry["apart"]))),
         )
-        for name, one in at["engines"].items()
+        for name, entry in at["engines"].items()
     ]
     widths = [max(len(line[i]) for line in (head, *cells)) for i in range(4)]
     lines = [
@@ -117,7 +119,7 @@ def scores(apart: Mapping[str, Any]) -> str:
 
 
 def _refusals(row: Mapping[str, Any]) -> list[str]:
-    return [f"  {one['name']} does not run it: {one['refused']}." for one in row["engines"] if one["refused"]]
+    return [f"  {entry['name']} does not run it: {entry['refused']}." for entry in row["engines"] if entry["refused"]]
 
 
 _DECIDED = {
@@ -128,12 +130,14 @@ _DECIDED = {
 
 
 def _notes(row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    version = {one["name"]: _name_and_version(one) for one in facts["engines"]}
+    version = {entry["name"]: _name_and_version(entry) for entry in facts["engines"]}
     lines = []
-    for one in row["engines"]:
-        if one["refused"]:
+    for entry in row["engines"]:
+        if entry["refused"]:
             continue
-        seen = "run" if one["seen"] == "run" else "read, not run"
-        notes = " ".join(one["notes"]) + _DECIDED[one["decided_by"]]
-        lines.append(f"  {version[one['name']]} ({one['source']}; {seen}): {notes.strip() or 'It follows the config.'}")
+        seen = "run" if entry["seen"] == "run" else "read, not run"
+        notes = " ".join(entry["notes"]) + _DECIDED[entry["decided_by"]]
+        lines.append(
+            f"  {version[entry['name']]} ({entry['source']}; {seen}): {notes.strip() or 'It follows the config.'}"
+        )
     return ["", "  what each engine does", *lines] if lines else []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ropewalk._checks import printable
-from ropewalk.diff.words import frequencies, layers, scores
+from ropewalk.diff.engines_text import frequencies, layers, scores
 
 
 def configs_text(facts: Mapping[str, Any]) -> str:
@@ -15,10 +15,10 @@ def configs_text(facts: Mapping[str, Any]) -> str:
     lines = [f"first:  {_describe_source(first)}", f"second: {_describe_source(second)}", "", _verdict(facts)]
     for row in facts["layers"]:
         lines += ["", layers(row["layers"], min(facts["layer_counts"]))]
-        lines += [f"  {_changed(one)}" for one in row["changed"]]
+        lines += [f"  {_describe_change(change)}" for change in row["changed"]]
         lines += [_compared(found) for found in row["at"]]
     if facts["beside"]:
-        lines += ["", "other differences", *(f"  {_changed(one)}" for one in facts["beside"])]
+        lines += ["", "other differences", *(f"  {_describe_change(change)}" for change in facts["beside"])]
     lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
     for name in ("first", "second"):
         lines += [f"  ! {name}: {warning}" for warning in facts[name]["warnings"]]
@@ -27,32 +27,32 @@ def configs_text(facts: Mapping[str, Any]) -> str:
 
 def _describe_source(about: Mapping[str, Any]) -> str:
     length = about["max_position_embeddings"]
-    said = "" if length is None else f", {length:,} positions"
-    return f"{about['source']} (model_type {about['model_type']}{said})"
+    positions = "" if length is None else f", {length:,} positions"
+    return f"{about['source']} (model_type {about['model_type']}{positions})"
 
 
 def _verdict(facts: Mapping[str, Any]) -> str:
     if facts["same"]:
         return f"The same: all layers rotate identically, up to {facts['length']:,} tokens and beyond."
     parts = []
-    one, other = facts["layer_counts"]
-    if one != other:
-        parts.append(f"{other} layers instead of {one}")
+    first_count, second_count = facts["layer_counts"]
+    if first_count != second_count:
+        parts.append(f"{second_count} layers instead of {first_count}")
     if facts["layers"]:
         count = sum(len(row["layers"]) for row in facts["layers"])
-        parts.append(f"{count} of {min(one, other)} layers rotate differently")
+        parts.append(f"{count} of {min(first_count, second_count)} layers rotate differently")
     if facts["beside"]:
         parts.append("other properties of the attention differ")
     return f"Different: {', '.join(parts)}."
 
 
-def _changed(one: Mapping[str, Any]) -> str:
-    what, first, second = one["what"], one["first"], one["second"]
-    if what == "rotates":
+def _describe_change(change: Mapping[str, Any]) -> str:
+    name, first, second = change["what"], change["first"], change["second"]
+    if name == "rotates":
         return "rotated in the first config only" if first else "rotated in the second config only"
-    if what == "scaling":
+    if name == "scaling":
         return f"scaling: {_scheme(first)} → {_scheme(second)}"
-    return f"{what}: {_plain(first)} → {_plain(second)}"
+    return f"{name}: {_plain(first)} → {_plain(second)}"
 
 
 def _scheme(facts: Mapping[str, Any]) -> str:
