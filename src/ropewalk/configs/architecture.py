@@ -150,7 +150,7 @@ class Architecture:
         )
 
     def check(self, c: Reader) -> None:
-        """Raise a RopeError if a key in `fixed` has an unsupported value."""
+        """Raise a RopeError if a key in `fixed` has an unsupported value, and add the warnings about several axes."""
         for key, (value, other_meaning) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 stated = shown(c.fields.get(key))

@@ -85,7 +85,7 @@ def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, A
 
 
 def _sections(rope: Rope, rule: AxesRule, ropes: LayerRopes) -> dict[str, Any]:
-    """Return the keys that state the axes of a rope."""
+    """Return the keys of `rope_parameters` that assign the pairs of a rope to axes."""
     if rope.axes is None:
         cure = "Read the config without text_only=True."
         raise error(_WHO, f"the ropes of {ropes.model_type} must have axes", repr(rope), cure)
