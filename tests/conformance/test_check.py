@@ -1,4 +1,4 @@
-"""Which targets `check` takes, how it calls them, what it reports, and what it cannot judge."""
+"""`check`: the targets that it accepts, how it calls them, its reports, and the cases that it cannot judge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = {
 
 
 def rotated(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
-    """A right rotation in half pairing, `[batch, seq, heads, head_dim]`."""
+    """Rotate x correctly with half pairing, `[batch, seq, heads, head_dim]`."""
     inv_freq = base ** (-torch.arange(0, x.shape[-1], 2, dtype=torch.float64) / x.shape[-1])
     angles = positions[..., None, None] * inv_freq
     a, b = x.double().chunk(2, dim=-1)
@@ -110,7 +110,7 @@ class TestCall:
             "factor": 8.0,
             "original_max_position_embeddings": 4096,
         }
-        target = f"{RIGHT / 'hugging_face_without_an_axis.py'}:apply_rotary_pos_emb"
+        target = f"{RIGHT / 'hugging_face_with_a_fixed_axis.py'}:apply_rotary_pos_emb"
         report = conformance.check(target, config=LLAMA | {"max_position_embeddings": 32768, "rope_scaling": scaling})
         assert report.codes == []
         assert "8,192 tokens" not in [grade.name for grade in report.grades]
@@ -190,7 +190,7 @@ class TestCall:
         assert conformance.check(function).codes == codes
 
     def test_raising_is_a_caution(self) -> None:
-        """No wrong result is returned."""
+        """A function that raises an error returns no wrong result."""
 
         def one_row(x: Tensor, positions: Tensor) -> Tensor:
             if x.shape[0] > 1:
@@ -295,7 +295,7 @@ class TestFoundAlone:
         assert conformance.check(f).codes == ["low-precision-frequencies"]
 
     def test_frequencies_that_are_no_progression(self) -> None:
-        """Learned frequencies, for example, are not wrong."""
+        """Frequencies without a progression may be learned, so they are not wrong."""
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             angles = positions[..., None, None] * torch.sin(1.0 + torch.arange(32, dtype=torch.float64)).abs()
@@ -343,7 +343,7 @@ class TestReport:
         assert [*ORDER] == [*BUGS]
 
     def test_errors_at_far_positions(self) -> None:
-        """Exact angles are exact to float32. Angles computed in float32 drift, which is reported as a number only."""
+        """Exact angles only have rounding errors. The larger errors of float32 angles are reported as a number."""
 
         def f(x: Tensor, positions: Tensor) -> Tensor:
             inv_freq = 10_000.0 ** (-torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])

@@ -1,4 +1,4 @@
-"""Right implementations get no findings: the usual forms, and other libraries if they are installed."""
+"""`check` has no findings for correct code: the usual forms, and other libraries if they are installed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_forms(path: Path) -> None:
 
 
 def test_tables_of_rows_come_before_tables_for_all() -> None:
-    """`[seq, channels]` fits tokens before heads as well, by broadcasting: then no row could have its own positions."""
-    path = Path(__file__).parent / "right" / "hugging_face_without_an_axis.py"
+    """Tables with an axis for the rows are tried first, because tables without it give all rows the same positions."""
+    path = Path(__file__).parent / "right" / "hugging_face_with_a_fixed_axis.py"
     report = conformance.check(f"{path}:Rotary,apply_rotary_pos_emb")
     assert (report.found["layout"], report.found["positions"]) == ("bhsd", "separate for each row of the batch")
     (rows,) = [grade for grade in report.grades if grade.name == "ragged rows"]
@@ -102,7 +102,7 @@ def test_libraries(name: str) -> None:
 
 
 def test_rotary_embedding_torch() -> None:
-    """Right in float32. In bfloat16 it really has a bug: it creates positions in the dtype of the input."""
+    """This library is correct in float32. In bfloat16 it has a bug: it creates positions in the dtype of the input."""
     _here("rotary_embedding_torch")
     report = conformance.check("rotary_embedding_torch:RotaryEmbedding.rotate_queries_or_keys", pairing="interleaved")
     assert [one.code for one in report.findings if one.severity == "wrong"] == ["low-precision-positions"]
@@ -116,7 +116,7 @@ def test_ropewalk_module(layout: Any) -> None:
 
 
 def test_torchtune() -> None:
-    """Only one file of it, because the package needs others that are not released for every torch."""
+    """Only one file is imported, because the package needs packages that are not released for every torch."""
     if (spec := importlib.util.find_spec("torchtune")) is None:
         pytest.skip("torchtune is not installed")
     path = Path(str(spec.origin)).parent / "modules" / "position_embeddings.py"

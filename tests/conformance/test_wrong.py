@@ -23,15 +23,15 @@ def bug_of(path: Path) -> str:
     return path.stem.split("__")[0].replace("_", "-")
 
 
-# A second bug that the file really has, or that cannot be told apart from the first.
+# Another bug that the file also has, or that `check` cannot distinguish from the first.
 ALSO = {
-    "input-changed": ["wrong-gradient"],  # what is written to the input is not differentiated
-    "offset-ignored": ["batch-ignored"],  # one token at 9 gets the angles of 0 in each of three rows
+    "input-changed": ["wrong-gradient"],  # autograd does not see the values that overwrite the input
+    "offset-ignored": ["batch-ignored"],  # in each of three rows, one token at position 9 gets the angles of position 0
 }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_named_by_its_bug_and_no_other(path: Path) -> None:
+def test_the_bug_in_the_file_name_is_the_only_finding(path: Path) -> None:
     said = runpy.run_path(str(path))
     report = conformance.check(f"{path}:{said['TARGET']}", **said["GIVEN"])
     bug = bug_of(path)
@@ -41,8 +41,8 @@ def test_named_by_its_bug_and_no_other(path: Path) -> None:
     assert wrong[1:] in ([], ALSO.get(bug, []))
 
 
-def test_what_comes_after_other_calls_is_not_judged() -> None:
-    path = Path(__file__).parent / "wrong" / "earlier_calls_matter__tables_of_a_length.py"
+def test_later_calls_are_not_judged_if_earlier_calls_matter() -> None:
+    path = Path(__file__).parent / "wrong" / "earlier_calls_matter__tables_cached_by_length.py"
     report = conformance.check(f"{path}:Rotary")
     assert [code for code in report.codes if code != "lost-on-meta"] == ["earlier-calls-matter"]
     assert [grade.name for grade in report.grades if grade.right is False] == ["earlier calls"]
@@ -79,6 +79,6 @@ def test_a_wrong_base_without_a_config() -> None:
     assert "the base is wrong" in str(report)
 
 
-def test_there_are_enough_of_them() -> None:
+def test_number_of_files_and_bugs() -> None:
     assert len(FILES) >= 30
     assert len({bug_of(path) for path in FILES}) >= 40

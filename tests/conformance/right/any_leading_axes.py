@@ -1,4 +1,4 @@
-"""The form of a well-known course: x of any leading axes, positions of one sequence or of all."""
+"""A module for x with any leading axes, with positions for one sequence or for each row, as taught in a course."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The form of flash-attn's reference: one tensor, tables of one column for each pair, either pairing."""
+"""The form of flash-attn's reference: a function of one tensor and half-width tables, for both pairings."""
 
 import torch
 

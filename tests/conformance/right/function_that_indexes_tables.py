@@ -1,4 +1,4 @@
-"""That function alone."""
+"""The function of transformers until 4.36 alone, which indexes its tables by the positions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The form of gpt-fast: cos and sin stacked in one real table."""
+"""The form of gpt-fast: cos and sin are stacked in one real table."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A class that makes tables for each row, and Hugging Face's function with the axis of the heads written into it."""
+"""A class that computes tables for each row, and Hugging Face's function with a fixed axis for the heads."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The form of llama2.c: a loop over the pairs of each head, with an angle in float32 for each."""
+"""The form of llama2.c: a loop over the pairs of each head, with a float32 angle for each pair."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Llama 3's scaling in a class that makes tables, and Hugging Face's form of the function."""
+"""A class that computes the tables of Llama 3's scaling, and a function in Hugging Face's form."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The form of Meta's Llama: complex numbers for all positions, multiplied with neighbours taken as complex numbers."""
+"""The form of Meta's Llama: a table of complex numbers, which multiplies pairs of channels read as complex numbers."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The same function alone, which is given complex numbers."""
+"""The function of Meta's Llama alone, which takes a table of complex numbers."""
 
 import torch
 

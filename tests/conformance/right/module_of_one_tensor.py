@@ -1,4 +1,4 @@
-"""A module that counts from 0, with heads before tokens and the angles made in forward."""
+"""A module for one tensor with the layout bhsd, which counts positions from 0 and computes the angles in forward."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Our own, as a model calls it."""
+"""The rotation of ropewalk, called as in a model."""
 
 from ropewalk import Rope
 

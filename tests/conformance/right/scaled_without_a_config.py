@@ -1,4 +1,4 @@
-"""Linear scaling and an attention factor that no config names: nothing says that they are not meant."""
+"""Linear scaling and an attention factor that no config states. They may be intended, so they are not reported."""
 
 import torch
 

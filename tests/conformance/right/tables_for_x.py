@@ -1,4 +1,4 @@
-"""A class that makes the tables of x, counted from 0, with an axis for the heads, and keeps the longest."""
+"""A class that computes tables for the tokens of x and caches the longest, with an axis for the heads."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The form that transformers had until 4.36: a table of a length, and positions that the function gathers."""
+"""The form of transformers until 4.36: a cached table, and a function that indexes it by the positions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Tokens of many requests in one row, each with its position, and a table that raises past its end."""
+"""Tokens of several requests in one row with their positions, and a table that raises an error past its end."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""YaRN as its paper and Hugging Face's configs have it, attention factor in cos and sin."""
+"""YaRN as in its paper and in Hugging Face's configs, with the attention factor in cos and sin."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""YaRN without its factor."""
+"""YaRN without its attention factor."""
 
 import math
 

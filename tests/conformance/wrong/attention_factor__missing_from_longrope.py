@@ -1,4 +1,4 @@
-"""LongRoPE chooses its factors by the length, and its attention factor is missing."""
+"""LongRoPE chooses its list of factors by the length, but does not apply the attention factor."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""LongRoPE chooses its factors by the length, and multiplies by the attention factor in short sequences alone."""
+"""LongRoPE chooses its list of factors by the length, but applies the attention factor only to short sequences."""
 
 import math
 

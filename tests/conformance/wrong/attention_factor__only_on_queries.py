@@ -1,4 +1,4 @@
-"""The tables carry YaRN's factor; the function divides it out of k."""
+"""Only q is multiplied by YaRN's attention factor."""
 
 import torch
 

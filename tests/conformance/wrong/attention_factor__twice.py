@@ -1,4 +1,4 @@
-"""YaRN's factor multiplies both cos and sin and the rotated channels."""
+"""YaRN's attention factor multiplies cos and sin, and then also the rotated channels."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A cache of the whole process, whose key lacks the base: the second model gets the table of the first."""
+"""A cache of frequencies for the whole process has no base in its keys, so a second model gets those of the first."""
 
 import torch
 

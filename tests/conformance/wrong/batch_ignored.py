@@ -1,4 +1,4 @@
-"""With one token each, only the first row of the batch is written."""
+"""If each row has one token, all rows of the result but the first are zeros."""
 
 import torch
 

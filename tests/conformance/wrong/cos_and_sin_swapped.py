@@ -1,4 +1,4 @@
-"""cos and sin stand in each other's place."""
+"""cos and sin are swapped."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The table of the longest sequence so far is kept, and longer ones have another base (dynamic NTK, never reset)."""
+"""The base grows with the longest sequence so far and is never reset (dynamic NTK)."""
 
 import torch
 

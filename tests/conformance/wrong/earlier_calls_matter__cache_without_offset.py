@@ -1,4 +1,4 @@
-"""The angles are kept under the length alone, so another offset gets those of the first."""
+"""Angles are cached by the length alone, so a call with another offset gets the angles of the first call."""
 
 import torch
 

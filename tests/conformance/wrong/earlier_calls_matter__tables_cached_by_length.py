@@ -1,4 +1,4 @@
-"""Tables, rows and all, are kept until the number of tokens changes, whatever the positions are."""
+"""The tables of all rows are cached until the number of tokens changes, even if the positions change."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Takes the positions of the first row for all rows."""
+"""The positions of the first row are used for all rows."""
 
 import torch
 

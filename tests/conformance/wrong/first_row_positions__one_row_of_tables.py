@@ -1,4 +1,4 @@
-"""Makes tables of the first row of positions alone, for a function with the axis of the heads written into it."""
+"""The tables have an axis for the rows of the batch, but are computed only for the first row of positions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Makes tables without an axis of rows, of the first row of positions, for a function that puts an axis behind it."""
+"""The tables have no axis for the rows of the batch, and are computed for the first row of positions."""
 
 import torch
 

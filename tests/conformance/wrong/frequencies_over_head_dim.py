@@ -1,4 +1,4 @@
-"""Half of each head is rotated, and the exponents are over the whole head."""
+"""Half of each head is rotated, but the exponents are divided by the size of the whole head."""
 
 import torch
 

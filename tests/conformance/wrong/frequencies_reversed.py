@@ -1,4 +1,4 @@
-"""The slowest pair comes first."""
+"""The order of the frequencies is reversed: the slowest pair comes first."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A single key head is taken for a tensor without heads and left as it is."""
+"""A tensor with a single key head is treated as one without heads, and is not rotated."""
 
 import torch
 

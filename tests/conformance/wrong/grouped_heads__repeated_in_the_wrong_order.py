@@ -1,4 +1,4 @@
-"""Repeats the key heads to those of q, and with repeat instead of repeat_interleave."""
+"""The key heads are repeated to the number of query heads with repeat instead of repeat_interleave."""
 
 import torch
 

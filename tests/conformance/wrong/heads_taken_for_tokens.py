@@ -1,4 +1,4 @@
-"""x is [batch, seq, heads, dim], and the angles run along the heads."""
+"""x has the layout [batch, seq, heads, dim], but the angles are applied along the heads."""
 
 import torch
 

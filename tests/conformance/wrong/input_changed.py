@@ -1,4 +1,4 @@
-"""Writes into q and k."""
+"""The rotation overwrites q and k."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Makes the heads contiguous first, which for a view of [batch, seq, heads, dim] is no copy, and writes there."""
+"""contiguous() does not copy a view of [batch, seq, heads, dim], so the input is overwritten."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""k is rotated the other way: scores follow the sum of two positions."""
+"""k is rotated in the opposite direction, so scores depend on the sum of two positions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""LongRoPE's long factors are never used, however long the sequence is."""
+"""LongRoPE's long factors are never used, even for long sequences."""
 
 import math
 

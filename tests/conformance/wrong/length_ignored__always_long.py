@@ -1,4 +1,4 @@
-"""LongRoPE's long factors are always used, however short the sequence is."""
+"""LongRoPE's long factors are always used, even for short sequences."""
 
 import math
 

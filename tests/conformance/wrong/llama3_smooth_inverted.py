@@ -1,4 +1,4 @@
-"""Llama 3's ramp is taken the wrong way round."""
+"""The ramp of Llama 3's scaling is inverted."""
 
 import math
 

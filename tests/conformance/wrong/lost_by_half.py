@@ -1,4 +1,4 @@
-"""inv_freq is a buffer, which .half() and .bfloat16() round."""
+"""inv_freq is a buffer, so .half() and .bfloat16() round it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A buffer that no checkpoint holds: after the meta device it is whatever was in memory."""
+"""inv_freq is a buffer that no checkpoint contains, so its values are lost if a model is built on the meta device."""
 
 import torch
 
@@ -16,7 +16,7 @@ class Rotary(torch.nn.Module):
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
 
     def _apply(self, fn, recurse=True):
-        """The device follows, the dtype stays."""
+        """Move the buffer to another device, but keep its dtype."""
         kept = self.inv_freq
         super()._apply(fn, recurse)
         if not kept.is_meta:

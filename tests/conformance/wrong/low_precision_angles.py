@@ -1,4 +1,4 @@
-"""The angles are a product in bfloat16."""
+"""The angles are computed in bfloat16."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The angles are float16, which ends at 65504: far tokens are NaN."""
+"""The angles are computed in float16, whose largest number is 65504, so tokens far from 0 give NaN."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""inv_freq is kept in bfloat16."""
+"""inv_freq is stored in bfloat16."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The product of positions and frequencies is a matrix product in TF32."""
+"""The angles are computed by a matrix product in TF32."""
 
 import torch
 

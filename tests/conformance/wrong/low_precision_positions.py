@@ -1,4 +1,4 @@
-"""Positions are made in the dtype of the input: bfloat16 has no 257."""
+"""Positions are created in the dtype of the input, and bfloat16 cannot represent 257."""
 
 import torch
 

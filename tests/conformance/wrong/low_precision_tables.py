@@ -1,4 +1,4 @@
-"""cos and sin are rounded to bfloat16, whatever the dtype of x is."""
+"""cos and sin are rounded to bfloat16 for every dtype of x."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The tables repeat in halves, the function pairs neighbours: repeat instead of repeat_interleave."""
+"""The tables are for half pairing, but the function pairs neighbours: repeat is used instead of repeat_interleave."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The tables repeat each column twice, the function pairs halves."""
+"""The tables are for interleaved pairing, but the function pairs the halves."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The rotation is computed on detached tensors."""
+"""The rotation is computed on detached tensors, so it has no gradient."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""rotate_half forgets the minus, so pairs are stretched instead of rotated."""
+"""rotate_half lacks the minus sign, so pairs are stretched instead of rotated."""
 
 import torch
 

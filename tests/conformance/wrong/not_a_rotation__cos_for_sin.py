@@ -1,4 +1,4 @@
-"""cos stands where sin should."""
+"""cos is used in place of sin."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The second channel is computed from the first as it already is."""
+"""The second channel of a pair is computed from the first one after that has been rotated."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""NTK scales the base with exponent 1 instead of dim / (dim - 2)."""
+"""NTK scales the base with the exponent 1 instead of dim / (dim - 2)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The offset of the KV cache is used for the length of the table alone."""
+"""The offset of the KV cache changes only the length of the table, not the positions."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A single token is taken for the first of a prompt."""
+"""A single token always gets position 0."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Reads neighbours as pairs and writes them in halves: cat instead of stack."""
+"""Neighbouring channels are read as pairs, but written as halves: cat is used instead of stack."""
 
 import torch
 

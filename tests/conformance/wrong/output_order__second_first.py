@@ -1,4 +1,4 @@
-"""The second half is written before the first."""
+"""The second half of the channels is written before the first."""
 
 import torch
 

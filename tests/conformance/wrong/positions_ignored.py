@@ -1,4 +1,4 @@
-"""positions is a parameter that nothing reads."""
+"""The parameter positions is not read."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Counts from one."""
+"""Positions are counted from 1."""
 
 import torch
 

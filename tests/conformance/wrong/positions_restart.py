@@ -1,4 +1,4 @@
-"""Works in chunks of 64 tokens and counts from zero in each."""
+"""Tokens are rotated in chunks of 64, and positions start at 0 in each chunk."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""q and k are returned in each other's place."""
+"""q and k are returned in swapped order."""
 
 import torch
 

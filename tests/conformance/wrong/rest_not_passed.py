@@ -1,4 +1,4 @@
-"""The channels that are not rotated come back as zeros."""
+"""The channels that are not rotated are returned as zeros."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rotates the result once more, as when both the model and its attention rotate."""
+"""The result is rotated a second time, as if both the model and its attention rotated."""
 
 import torch
 

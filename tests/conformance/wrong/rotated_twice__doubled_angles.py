@@ -1,4 +1,4 @@
-"""Angles with a 2 where there should be a 1."""
+"""The angles are multiplied by 2."""
 
 import torch
 

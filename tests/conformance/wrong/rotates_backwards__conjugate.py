@@ -1,4 +1,4 @@
-"""Meta's form with the conjugate of freqs_cis."""
+"""The form of Meta's Llama, with the conjugate of freqs_cis."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The sign of sin: every pair is rotated by minus its angle."""
+"""The sign of sin is wrong, so every pair is rotated by minus its angle."""
 
 import torch
 

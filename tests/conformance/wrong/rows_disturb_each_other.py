@@ -1,4 +1,4 @@
-"""The largest position of the batch chooses the base for all rows (dynamic NTK by the longest row)."""
+"""The largest position in the batch determines the base of all rows (dynamic NTK)."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The rows of the positions stand in another order than those of x."""
+"""The rows of the positions are in another order than those of x."""
 
 import torch
 

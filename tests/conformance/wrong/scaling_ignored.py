@@ -1,4 +1,4 @@
-"""rope_scaling is not read."""
+"""The key rope_scaling of the config is not read."""
 
 import torch
 

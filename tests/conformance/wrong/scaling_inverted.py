@@ -1,4 +1,4 @@
-"""Linear scaling multiplies the positions by the factor."""
+"""Linear scaling multiplies positions by the factor instead of dividing them."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Reads the memory of q and k as if they were contiguous."""
+"""The memory of q and k is read as if the tensors were contiguous."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Past its end the table repeats the last row."""
+"""Positions past the end of the table get its last row."""
 
 import torch
 

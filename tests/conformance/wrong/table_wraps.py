@@ -1,4 +1,4 @@
-"""Past its end the table begins again."""
+"""Positions past the end of the table start again at its first row."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Past the end of the table tokens are not rotated."""
+"""Tokens past the end of the table are not rotated."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The config's base is not read: it is 10000 here, and 500000 there."""
+"""The base of the config, 500000, is not read, and 10000 is used instead."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The exponents are 2i/(dim - 2), so that the last frequency is 1/base."""
+"""The exponents are 2i/(dim - 2), so the last frequency is 1/base."""
 
 import torch
 

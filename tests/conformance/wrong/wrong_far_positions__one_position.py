@@ -1,4 +1,4 @@
-"""The token at the original length itself is not rotated: > and < where one should be >=."""
+"""The token at position 2048 is not rotated, because the code compares with < and > and omits equality."""
 
 import torch
 

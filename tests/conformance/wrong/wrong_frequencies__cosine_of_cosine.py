@@ -1,4 +1,4 @@
-"""cos is passed where angles are expected."""
+"""The cosine of the angles is used in place of the angles."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The angles are in degrees, and cos wants radians."""
+"""The angles are in degrees, but cos expects radians."""
 
 import torch
 

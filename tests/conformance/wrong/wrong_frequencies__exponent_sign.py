@@ -1,4 +1,4 @@
-"""base ** (2i / dim): the minus is missing."""
+"""The frequencies are base ** (2i / dim), without the minus sign in the exponent."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Divides by a factor that the config does not have."""
+"""The angles are divided by 4, although no scaling was configured."""
 
 import torch
 

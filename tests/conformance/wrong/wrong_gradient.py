@@ -1,4 +1,4 @@
-"""The backward pass of a fused kernel rotates forwards."""
+"""The backward pass of a fused kernel rotates in the direction of the forward pass."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Computes in float32 and returns float32, whatever the dtype of q and k is."""
+"""The result is float32 for every dtype of q and k."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Pairs neighbours; the weights of a Llama are for halves."""
+"""Neighbouring channels are paired, but the weights of a Llama need the half pairing."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Rotates the last channels; partial rotation in GPT-NeoX's way rotates the first."""
+"""The last channels are rotated, but in GPT-NeoX's partial rotation the first ones are."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""YaRN interpolates the fast pairs and leaves the slow ones."""
+"""YaRN slows the fast pairs and leaves the slow ones unchanged."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The config says truncate: false, and the ends of the ramp are rounded."""
+"""The config has truncate: false, but the ends of the ramp are rounded."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Past the end of the table tokens come back as zeros."""
+"""Tokens past the end of the table are returned as zeros."""
 
 import torch
 
