@@ -1,4 +1,4 @@
-"""Models of transformers in the other pairing: their weights converted, and their rotation made to fit."""
+"""Run models of transformers with converted weights, by replacing their rotation with one in the other pairing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ROTATED = ("q", "k", "x", "xq", "xk", "tensor", "query", "key", "query_states",
 
 
 def places(rotary_dim: int, source: str) -> list[int]:
-    """For each channel of the pairing `source`, the channel of the other pairing in which it is found."""
+    """Return for each channel in the pairing `source` its index in the other pairing."""
     half = rotary_dim // 2
-    if source == "half":  # channel i and channel i + half are a pair; there they are 2i and 2i + 1
+    if source == "half":  # channels i and i + half are a pair, and become channels 2i and 2i + 1
         return [2 * i for i in range(half)] + [2 * i + 1 for i in range(half)]
     return [i // 2 + (i % 2) * half for i in range(rotary_dim)]
 
 
 def save(name: str, folder: Path, **changes: Any) -> nn.Module:
-    """A small model with random weights in a folder. No two weights are alike, also those of norms and biases."""
+    """Save a small model with random weights, also in norms and biases, and return it."""
     model = tiny_models.build(name, **changes)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -38,15 +38,15 @@ def save(name: str, folder: Path, **changes: Any) -> nn.Module:
 
 
 def load(like: nn.Module, folder: Path) -> nn.Module:
-    """A model from a folder; nothing is missing there, and nothing too much."""
-    model, said = type(like).from_pretrained(folder, output_loading_info=True)
-    assert not said["missing_keys"], said
-    assert not said["unexpected_keys"], said
+    """Load a model of the same class from a folder, which must hold exactly its weights."""
+    model, info = type(like).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
     return model.eval()
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """What a model makes of 12 tokens."""
+    """Return the logits of a model for 12 tokens, or its last hidden state if it has no logits."""
     tokens = torch.arange(3, 15)[None]
     with torch.no_grad():
         made = model(input_ids=tokens)
@@ -55,11 +55,12 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 @contextlib.contextmanager
 def other_rotation(model: nn.Module, source: str, head_dim: int, rotary_dim: int, offset: int) -> Iterator[None]:
-    """The model's own rotation, given channels in the other pairing and giving them so.
+    """Replace the rotation of a model by one whose q and k have the other pairing, before and after it.
 
     Args:
-        model: whose code rotates in the pairing `source`.
-        head_dim, rotary_dim, offset: how many channels a head has, how many rotate, and how many stand before those.
+        model: a model whose code rotates in the pairing `source`.
+        source: "half" or "interleaved".
+        head_dim, rotary_dim, offset: the channels of a head, those that rotate, and those before the rotated ones.
     """
     module = sys.modules[type(model).__module__]
     functions = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and n.startswith("apply_rotary")}

@@ -1,4 +1,4 @@
-"""A small Llama in a folder, and `ropewalk convert` on it."""
+"""Write a small Llama to a folder, and run `ropewalk convert` on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = {
 
 
 def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """A Llama's weights by name; no two numbers of a matrix are alike."""
+    """Return the random weights of a small Llama by name."""
     shapes = {"model.embed_tokens.weight": (16, 32), "model.norm.weight": (32,), "lm_head.weight": (16, 32)}
     for layer in range(2):
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
@@ -48,7 +48,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 
 def write_model(folder: Path, *, shards: int = 1, config: dict[str, Any] = CONFIG, **replaced: Any) -> Path:
-    """A folder of Hugging Face; `replaced` are tensors by name, with "__" for "."; None takes one away."""
+    """Write a model in Hugging Face's format. `replaced` are tensors by name, with "__" for "."; None removes one."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tensors = weights()

@@ -1,4 +1,4 @@
-"""Configs broken at random, and what comes out of them: only `ModelRopes` or a `RopeError` may.
+"""Change configs at random, and check that reading them gives `ModelRopes` or a `RopeError`.
 
 python tests/config_mutations.py 200000 [FOLDER ...]     a longer run, by hand, also of the configs in folders
 """
@@ -54,7 +54,7 @@ def nested(times: int, around: Callable[[Any], Any]) -> Any:
     return value
 
 
-# Made anew each time: copy.deepcopy would not reach their end.
+# Built for each use, because copy.deepcopy fails for values that are nested so deep.
 DEEP: list[Callable[[], Any]] = [
     lambda: nested(600, lambda value: [value]),
     lambda: nested(600, lambda value: {"a": value}),
@@ -73,7 +73,7 @@ KEYS = [
 
 
 def places(config: dict[Any, Any]) -> list[dict[Any, Any]]:
-    """The config and the objects in it, those deep inside left out."""
+    """Return the config and the objects in it, up to a limited depth."""
     found = [config]
     for place in found:
         found += [value for value in place.values() if isinstance(value, dict) and not any(value is f for f in found)]
@@ -89,7 +89,7 @@ def some_value(draw: random.Random) -> Any:
 def mutate(config: dict[Any, Any], draw: random.Random) -> None:
     place, elsewhere = draw.choice(places(config)), draw.choice(places(config))
     keys = list(place)
-    # Half of the time where rotation is decided, so that not all mutations hit keys that nothing reads.
+    # Half of the changes are made where rotation is defined, so that not all of them hit unread keys.
     about_rope = [key for key in keys if isinstance(key, str) and any(word in key for word in ABOUT_ROPE)]
     key = draw.choice(about_rope if about_rope and draw.random() < 0.5 else keys or ["rope_theta"])
     other = draw.choice(keys or ["rope_theta"])
@@ -108,7 +108,7 @@ def mutate(config: dict[Any, Any], draw: random.Random) -> None:
         case 5:
             elsewhere[key] = place.pop(key, None)
         case 6:
-            elsewhere[draw.choice([*KEYS, key])] = place.get(key)  # which may make a circle
+            elsewhere[draw.choice([*KEYS, key])] = place.get(key)  # this may create a cycle
         case 7:
             place[key] = [place.get(key)] * draw.choice([1, 2, 8])
         case 8 if listed:
@@ -153,7 +153,7 @@ def outcome(draw: random.Random, configs: list[Any], folder: Path) -> str:
 
 
 def written(config: Any, folder: Path) -> Any:
-    """The config in a file; itself where JSON cannot say it."""
+    """Write the config to a file and return its path, or return the config if JSON cannot express it."""
     try:
         text = json.dumps(config)
     except (TypeError, ValueError, RecursionError):
@@ -164,7 +164,7 @@ def written(config: Any, folder: Path) -> Any:
 
 def refused(refusal: RopeError) -> str:
     message = str(refusal)
-    assert len(message) < 2500, message[:500]  # among them the names of 100 nested models
+    assert len(message) < 2500, message[:500]  # the name contains those of 100 nested models
     assert message.isprintable(), repr(message)
     return "refused"
 

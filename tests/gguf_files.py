@@ -17,7 +17,7 @@ def write(
     architecture: str = "llama",
     more: dict[str, Any] | None = None,
 ) -> Path:
-    """A model with these keys of the architecture; None leaves one out. `more`: keys with their whole names."""
+    """Write a model with these keys, omitting those that are None. `more` has keys with full names."""
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("a model")
     writer.add_array("tokenizer.ggml.tokens", ["<s>", "a", "rope"])

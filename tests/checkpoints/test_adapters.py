@@ -1,4 +1,4 @@
-"""LoRA adapters: A stays, the rows of B move."""
+"""Convert LoRA adapters: the matrices A are copied, and the rows of the matrices B move."""
 
 from __future__ import annotations
 

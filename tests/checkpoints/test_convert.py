@@ -1,4 +1,4 @@
-"""`ropewalk convert`: what it writes and prints, that it continues, and that --verify finds wrong results."""
+"""`ropewalk convert`: its files and output, the continuation of a killed run, and the errors that --verify finds."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class TestWhatItWrites:
         assert f"nothing was written: without --dry-run, 33,088 bytes go to {tmp_path / 'b'}\n" in said
         assert sorted(os.listdir(tmp_path)) == ["model"]
 
-    def test_every_dtype_that_stays(self, tmp_path: Path) -> None:
-        """Tensors that do not move are copied whatever they are, empty ones and scalars too."""
+    def test_tensors_of_every_dtype_that_stay_in_place(self, tmp_path: Path) -> None:
+        """Tensors that do not move are copied for every dtype and shape, including empty tensors and scalars."""
         odd = {
             "model__count": torch.tensor(3),
             "model__none": torch.empty(0, 4),
@@ -87,7 +87,7 @@ class TestWhatItWrites:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         assert header["__metadata__"] == {"format": "pt", "trained": "yes"}
 
-    def test_a_model_type_that_nobody_knows(self, tmp_path: Path) -> None:
+    def test_an_unknown_model_type(self, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", config={**CONFIG, "model_type": "mine"})
         refused("model_type", source, tmp_path / "b", "--to", "half", target=tmp_path / "b")
         run(source, tmp_path / "b", "--to", "interleaved", "--pairing", "half")
@@ -136,8 +136,8 @@ class TestVerify:
         assert os.listdir(tmp_path) == ["model"]
 
 
-def test_an_interrupted_run_is_gone_on_with(tmp_path: Path) -> None:
-    """Only what is missing is written again; what an other conversion left is not used."""
+def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
+    """Only missing files are written again, and files of another conversion are not used."""
     source = write_model(tmp_path / "a", shards=3)
 
     class StoppedError(Exception):
@@ -160,14 +160,14 @@ def test_an_interrupted_run_is_gone_on_with(tmp_path: Path) -> None:
     assert (tmp_path / "b" / first.name).stat().st_mtime_ns == stamp
     with pytest.raises(StoppedError):
         checkpoints.write(plan, tmp_path / "c", stop)
-    os.utime(source / first.name)  # it may have changed since
+    os.utime(source / first.name)  # the source may have changed since the first run
     again = checkpoints.plan(checkpoints.read(source), "interleaved", "hf")
     (tmp_path / ".c.unfinished" / first.name).write_bytes(b"of another run")
     checkpoints.write(again, tmp_path / "c", lambda *_: None)
     assert (tmp_path / "c" / first.name).read_bytes() == (tmp_path / "b" / first.name).read_bytes()
 
 
-def test_the_mark_in_a_config() -> None:
+def test_the_pairing_in_a_config() -> None:
     ropes = ropewalk.from_config({**CONFIG, "ropewalk_pairing": "interleaved"})
     assert ropes.rope.pairing == "interleaved"
     with pytest.raises(RopeError, match="pairing must be one of 'half', 'interleaved', got 'other'"):
@@ -175,7 +175,7 @@ def test_the_mark_in_a_config() -> None:
 
 
 def test_verify_reads_what_was_written(model: Path, tmp_path: Path) -> None:
-    """Not what the plan says."""
+    """The files are changed after they were written, so that they differ from the plan."""
     plan = checkpoints.plan(checkpoints.read(model), "interleaved", "hf")
     checkpoints.write(plan, tmp_path / "b", lambda *_: None)
     verify(plan, tmp_path / "b", lambda _: None)

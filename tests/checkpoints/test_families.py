@@ -1,4 +1,7 @@
-"""Models of transformers there and back: the same bytes. In between, with the rotation to match: the same logits."""
+"""Convert models of transformers to the other pairing and back.
+
+The result has the same bytes, and between the conversions a rotation in the other pairing gives the same logits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ropewalk.checkpoints.verify import verify
 
 pytest.importorskip("transformers", "5.23")
 
-# Each way in which q and k stand in a file.
+# One model for each order of q and k in a file.
 WAYS: dict[str, dict[str, Any]] = {
     "codegen": {},
     "cohere": {"use_qk_norm": True},
@@ -50,7 +53,7 @@ OWN_KEY = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
 """Models that read the pairing from a key of their config."""
 
 
-def there_and_back(name: str, folder: Path, **changes: Any) -> None:
+def check_round_trip(name: str, folder: Path, **changes: Any) -> None:
     first, second, third = (folder / part for part in ("first", "second", "third"))
     if name.partition(":")[0] == "falcon":
         changes = {"head_dim": None, "alibi": False, "new_decoder_architecture": False, **changes}
@@ -66,7 +69,7 @@ def there_and_back(name: str, folder: Path, **changes: Any) -> None:
     if source.model_type in OWN_KEY:
         made = logits(converted)
     else:
-        assert (logits(converted) - expected).abs().max() > 1e-2  # as its own code rotates, they are wrong
+        assert (logits(converted) - expected).abs().max() > 1e-2  # the model's own rotation gives wrong logits
         with other_rotation(converted, source.pairing, rope.head_dim, rope.rotary_dim, rope.rotary_offset):
             made = logits(converted)
     torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
@@ -81,12 +84,12 @@ def there_and_back(name: str, folder: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way(name: str, tmp_path: Path) -> None:
-    there_and_back(name, tmp_path, **WAYS[name])
+    check_round_trip(name, tmp_path, **WAYS[name])
 
 
 @pytest.mark.parametrize("name", [name for name in tiny_models.MODELS if name not in REFUSED])
 def test_every_model(name: str, tmp_path: Path) -> None:
-    there_and_back(name, tmp_path)
+    check_round_trip(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,4 +1,4 @@
-"""Runs killed at random moments: nothing that looks whole is left, and the last one makes what one alone makes."""
+"""Kill conversions at random moments: no complete folder is left, and the last run gives the same result as one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from checkpoint_files import run, write_model
 
 KILLS = 20
 
-# Kills itself at one of the calls of functions, Python's and C's, that a conversion makes, between any two steps.
+# A conversion that kills its own process at one of the calls of Python or C functions.
 PROGRAM = """
 import os, signal, sys, tempfile
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_killed(form: str, kills: int, stages: int, tmp_path: Path) -> None:
     target = tmp_path / "b"
     while killed < kills:
         ran = convert(source, target, "interleaved", form, drawn.randint(1, calls))
-        if target.exists():  # it was at its end, or had little left to do
+        if target.exists():  # the run ended before it was killed
             assert contents(target) == expected
             shutil.rmtree(target)
         if ran.returncode == 0:
@@ -75,7 +75,7 @@ def test_killed(form: str, kills: int, stages: int, tmp_path: Path) -> None:
         killed += 1
         left = tmp_path / ".b.unfinished"
         moments.add(len(list(left.iterdir())) if left.exists() else 0)
-    assert len(moments) >= stages  # so many different numbers of files were left
+    assert len(moments) >= stages  # the runs were killed at enough different stages
     assert convert(source, target, "interleaved", form, -1).returncode == 0
     assert contents(target) == expected
     assert {path.name for path in tmp_path.iterdir()} - {".b.lock"} == {"a", "alone", "b"}

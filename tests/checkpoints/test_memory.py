@@ -1,4 +1,4 @@
-"""Memory: a conversion needs little more than the rows that it is just moving, however large the checkpoint is."""
+"""The memory of a conversion does not depend on the size of the checkpoint, because only some rows are loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 LARGEST = 75 * MIB
 """Of 256 MiB, in the same proportion as 600 MiB of 2 GiB."""
 
-# Peak of resident memory before and after, in KiB; pages of mapped files count as well.
+# Prints the peak of the resident memory before and after, in KiB. Pages of mapped files count as well.
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -42,7 +42,7 @@ print(before, peak(), plan.nbytes)
 
 
 def write_large(folder: Path, *, layers: int, width: int) -> None:
-    """A sharded Llama, one shard for each layer, whose q and k are large."""
+    """Write a Llama with large q and k, in one file for each layer."""
     config = CONFIG | {"hidden_size": width, "num_attention_heads": width // 128, "head_dim": 128}
     config |= {"num_key_value_heads": width // 128, "num_hidden_layers": layers, "intermediate_size": width}
     folder.mkdir()
@@ -69,7 +69,7 @@ def write_large(folder: Path, *, layers: int, width: int) -> None:
 
 
 def convert(source: Path, target: Path, to: str, form: str) -> tuple[int, int]:
-    """Bytes of memory beyond the interpreter, and bytes of the checkpoint."""
+    """Convert a checkpoint. Return the bytes of memory beyond those of the interpreter, and those of the checkpoint."""
     command = [sys.executable, "-c", PROGRAM, str(source), str(target), to, form]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr

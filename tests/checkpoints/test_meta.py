@@ -1,4 +1,4 @@
-"""Meta's format: what it cannot say, what is no file of it, and pieces that do not fit."""
+"""Meta's format: models that it cannot express, files that are not in this format, and pieces that do not fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestMeta:
         refused(match, model, tmp_path / "b", "--to", "half", "--format", "meta", target=model)
 
     def test_marked_in_hugging_faces_format(self, model: Path, tmp_path: Path) -> None:
-        """The other format alone: no row moves."""
+        """Converting only the format moves no row."""
         run(model, tmp_path / "b", "--to", "interleaved")
         said = run(tmp_path / "b", tmp_path / "c", "--to", "interleaved", "--format", "meta", "--verify")
         assert "pairing: interleaved, as it is; no rows move" in said

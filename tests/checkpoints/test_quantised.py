@@ -1,4 +1,4 @@
-"""Quantised weights: FP8 is converted where it can be, the rest is refused by name."""
+"""Quantised weights: FP8 is converted if the rows of a scale stay together, and other formats are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestQuantised:
 
     @pytest.mark.parametrize("name", ["qweight", "weight.absmax", "weight_scale", "SCB"])
     def test_refused_by_their_tensors(self, name: str, tmp_path: Path) -> None:
-        """A config that does not say it."""
+        """The config does not state the quantisation."""
         source = write_model(tmp_path / "a")
         tensors = weights() | {f"model.layers.0.self_attn.q_proj.{name}": torch.ones(4, 4)}
         save_file(tensors, source / "model.safetensors")
@@ -36,7 +36,7 @@ class TestQuantised:
 
     @pytest.mark.parametrize(("block", "fits"), [(8, True), (16, True), (32, True), (12, False), (4, False)])
     def test_fp8_with_scales(self, block: int, fits: bool, tmp_path: Path) -> None:
-        """Equal numbers when the blocks hold whole heads; refused where a row would leave its block."""
+        """The numbers are equal if blocks contain whole heads. If rows would leave a block, they are refused."""
         quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [block, 16]}}
         source = write_model(tmp_path / "a", config={**CONFIG, **quantised})
         tensors = weights()
@@ -80,7 +80,7 @@ class TestQuantised:
     ("first", "head", "heads", "rotary_dim"), [(128, 192, 128, 64), (512, 576, 1, 64), (0, 128, 32, 128)]
 )
 def test_blocks_of_128_rows(first: int, head: int, heads: int, rotary_dim: int) -> None:
-    """q_b_proj and kv_a_proj_with_mqa of DeepSeek-V3, and heads of 128 channels: no row leaves its block of 128."""
+    """No row leaves its block of 128 in q_b_proj and kv_a_proj_with_mqa of DeepSeek-V3 and in heads of 128 channels."""
     starts = tuple(first + i * head for i in range(heads))
     moved = layouts.row_order(heads * head, [layouts.Part(0, "q", "proj", starts, rotary_dim)], "half")
     assert (moved != np.arange(len(moved))).sum() == heads * (rotary_dim - 2)

@@ -1,4 +1,4 @@
-"""What `ropewalk convert` refuses before it writes anything."""
+"""Errors of `ropewalk convert` that are raised before anything is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def damage(file: Path, change: Callable[[dict[str, Any]], None], *, cut: int = 0) -> None:
-    """Change the header of a safetensors file; `cut` bytes of its end go."""
+    """Change the header of a safetensors file, and remove `cut` bytes at its end."""
     raw_bytes = file.read_bytes()
     size = int.from_bytes(raw_bytes[:8], "little")
     header = json.loads(raw_bytes[8 : 8 + size])
@@ -40,7 +40,7 @@ class TestRefusals:
         refused("than 'interleaved', got 'interleaved'", target, again, "--to", "interleaved", target=again)
 
     @pytest.mark.parametrize("place", [".", "inside", "../model"])
-    def test_onto_the_source(self, place: str, model: Path) -> None:
+    def test_a_target_inside_the_source(self, place: str, model: Path) -> None:
         refused("DST must be a folder outside of SRC", model, model / place, "--to", "interleaved", target=model)
 
     def test_a_folder_around_the_source(self, model: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ class TestRefusals:
             (4, 0, "the config must state sizes of at least 1"),
             (4, -2, "the config must state sizes of at least 1"),
             (4, 3, "the number of heads of q must be a multiple of that of k"),
-            (10**12, 2, "rows by its config, got the shape"),  # no list of them is made
+            (10**12, 2, "rows by its config, got the shape"),  # must not allocate a list of the heads
             (4, 4, "rows by its config, got the shape"),
         ],
     )
@@ -140,13 +140,13 @@ class TestRefusals:
         match = "must hold the weights of all"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
-    def test_layers_too_many(self, tmp_path: Path) -> None:
+    def test_more_layers_than_in_the_config(self, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", config={**CONFIG, "num_hidden_layers": 1})
         match = "the weights must have as many layers as the config, 1"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_layers_that_predict_further_tokens(self, tmp_path: Path) -> None:
-        """DeepSeek-V3 and GLM have them after the last layer; they have its rope."""
+        """DeepSeek-V3 and GLM have such layers after the last one, with the rope of the last one."""
         source = write_model(tmp_path / "a", config={**CONFIG, "num_hidden_layers": 1, "num_nextn_predict_layers": 1})
         said = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
         assert "rows move in 4 tensors" in said
@@ -157,7 +157,7 @@ class TestRefusals:
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_two_stacks(self, tmp_path: Path) -> None:
-        """A tower whose attention has the names of the text model's."""
+        """The tensors of a vision tower have the same names as those of the text model."""
         rows = {"q": 32, "k": 16}
         tower = {f"vision__layers__0__self_attn__{name}_proj__weight": torch.ones(rows[name], 32) for name in rows}
         source = write_model(tmp_path / "a", **tower)
@@ -167,7 +167,7 @@ class TestRefusals:
         (model / "model.safetensors").rename(model / "pytorch_model.bin")
         refused("got pytorch_model.bin", model, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
-    def test_nothing_there(self, tmp_path: Path) -> None:
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
         refused("must be a folder, got nothing", tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")
         (tmp_path / "a").mkdir()
         refused("got none of these", tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")

@@ -1,6 +1,6 @@
-"""Other people's rules on the same tensors, and Llama written out from Meta's definition on Meta's files.
+"""Compare conversions with the permutations of other projects, and Meta's files with Meta's definition of Llama.
 
-The rules are written from what they do, row by row; the functions are named where they stand.
+The permutations are written anew, row by row. Each names the function of the other project.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def convert(source: Path, target: Path, to: Any, form: str = "hf", **about: Any)
 
 
 def transformers_permute(old: Tensor, heads: int) -> Tensor:
-    """transformers, convert_llama_weights_to_hf.py, `permute`: of each head first the even rows, then the odd ones."""
+    """Permute as `permute` in convert_llama_weights_to_hf.py of transformers: even rows of a head, then odd ones."""
     size, new = len(old) // heads, torch.empty_like(old)
     for head in range(heads):
         for i in range(size // 2):
@@ -39,8 +39,9 @@ def transformers_permute(old: Tensor, heads: int) -> Tensor:
 
 
 def torchtune_permute(old: Tensor, heads: int) -> Tensor:
-    """torchtune 0.6.1, models/convert_weights.py, `hf_to_tune`: row i of the first half of a head, then row i of the
-    second, for each i.
+    """Permute as `hf_to_tune` in models/convert_weights.py of torchtune 0.6.1.
+
+    For each i, row i of the first half of a head is followed by row i of the second.
     """
     new, size = [], len(old) // heads
     for head in range(heads):
@@ -51,7 +52,7 @@ def torchtune_permute(old: Tensor, heads: int) -> Tensor:
 
 
 def llama_cpp_permute(old: Tensor, heads: int) -> Tensor:
-    """llama.cpp, convert_hf_to_gguf.py, `LlamaModel.permute`: the axis of the halves goes behind that of their rows."""
+    """Permute as `LlamaModel.permute` in convert_hf_to_gguf.py of llama.cpp: swap the axes of halves and rows."""
     pairs = len(old) // heads // 2
     where = [(head, half, i) for head in range(heads) for i in range(pairs) for half in range(2)]
     return torch.stack([old[(head * 2 + half) * pairs + i] for head, half, i in where])
@@ -61,7 +62,7 @@ def llama_cpp_permute(old: Tensor, heads: int) -> Tensor:
     ("to", "rule"),
     [("half", transformers_permute), ("interleaved", torchtune_permute), ("interleaved", llama_cpp_permute)],
 )
-def test_rules_of_others(to: str, rule: Callable[[Tensor, int], Tensor], tmp_path: Path) -> None:
+def test_permutations_of_other_projects(to: str, rule: Callable[[Tensor, int], Tensor], tmp_path: Path) -> None:
     name = "llama" if to == "interleaved" else "cohere"
     model = save(name, tmp_path / "a", attention_bias=True)
     convert(tmp_path / "a", tmp_path / "b", to)
@@ -75,7 +76,7 @@ def test_rules_of_others(to: str, rule: Callable[[Tensor, int], Tensor], tmp_pat
 
 
 def meta_logits(params: dict[str, Any], weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
-    """Llama as Meta's model.py defines it, in float32: complex numbers of neighbouring channels."""
+    """Return the float32 logits of Llama as Meta's model.py defines it, with pairs of channels as complex numbers."""
     heads, keys, dim = params["n_heads"], params["n_kv_heads"], params["dim"]
     size = dim // heads
     inv_freq = params["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -119,14 +120,14 @@ def test_llama_to_meta(changes: dict[str, Any], tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "meta", "interleaved", "meta")
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
     weights = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True, mmap=True)
-    inner = int(params.get("ffn_dim_multiplier", 1) * int(2 * 4 * params["dim"] / 3))  # as Meta's FeedForward has it
+    inner = int(params.get("ffn_dim_multiplier", 1) * int(2 * 4 * params["dim"] / 3))  # as in Meta's FeedForward
     inner = params["multiple_of"] * ((inner + params["multiple_of"] - 1) // params["multiple_of"])
     assert inner == len(weights["layers.0.feed_forward.w1.weight"])
     torch.testing.assert_close(meta_logits(params, weights, TOKENS)[None], logits(model), atol=2e-5, rtol=2e-5)
 
 
 def cut(weights: dict[str, Tensor], count: int, *, embedding: int) -> list[dict[str, Tensor]]:
-    """Pieces for so many GPUs, as Meta's files of larger models are cut."""
+    """Split the weights into `count` pieces, as Meta splits larger models."""
     axes = dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0) | {"wo": 1, "w2": 1, "tok_embeddings": embedding}
     pieces: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for name, weight in weights.items():
@@ -146,9 +147,9 @@ def test_meta_to_llama(count: int, embedding: int, tmp_path: Path) -> None:
     params = json.loads((tmp_path / "whole" / "params.json").read_text())
     (tmp_path / "meta").mkdir()
     for number, piece in enumerate(cut(weights, count, embedding=embedding)):
-        piece["rope.freqs"] = torch.ones(8)  # which Llama 2's files have
+        piece["rope.freqs"] = torch.ones(8)  # in Llama 2's files
         torch.save(piece, tmp_path / "meta" / f"consolidated.{number:02}.pth")
-    factor = params.pop("rope_scaling_factor", None)  # which Llama 3.1's files have not
+    factor = params.pop("rope_scaling_factor", None)  # not in Llama 3.1's files
     (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
     convert(tmp_path / "meta", tmp_path / "back", "half", factor=factor, max_positions=131_072)
     made = load(model, tmp_path / "back")

@@ -1,4 +1,4 @@
-"""The architecture table against recorded runs of the models' own code. See golden/README.md."""
+"""Compare the rows of the table of models with recorded runs of the models' own code. See golden/README.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = json.loads((GOLDEN / "text_models.json").read_text())["rows"]
 DEFAULTS = json.loads((GOLDEN / "class_defaults.json").read_text())["rows"]
 
-# transformers raises base to a power in float32, and is up to this far from the exact frequency.
+# The largest error of frequencies in transformers, which raises the base to a power in float32.
 FLOAT32_POWER = 4.5e-7
 
 
@@ -64,9 +64,9 @@ class TestReleasedModels:
             row, case = given
             rope, layout = rope_of(row, case), case.get("layout")
             if rope is None or layout is None:
-                return  # a case at another length: the base case has the pairs
+                return  # this case is at another length, and the pairs are in the first case
             pairing, _, permuted = layout.partition("+")
-            if pairing != "offset-256":  # Gemma 4: pairs of the whole head, of which a quarter turns
+            if pairing != "offset-256":  # in Gemma 4 the whole head has pairs, of which a quarter rotates
                 assert rope.pairing == pairing
                 assert rope.rotary_dim == case["rotary_dim"]
                 assert [rope.rotary_offset, rope.rotary_offset + rope.rotary_dim - 1] == case["moved_range"]
@@ -83,14 +83,14 @@ class TestReleasedModels:
                 return
             ropes, positions = ropes_of(row["config"]), case["positions"]
             if rope.axes is not None and not isinstance(positions[0], list):
-                positions = [positions] * rope.axes.count  # text has the same position on all axes
+                positions = [positions] * rope.axes.count  # a text token has the same position on all axes
             rows = torch.tensor(positions)
             positions = rows.tolist() if rows.ndim == 1 else rows.amax(0).tolist()
             bound = np.array([p * 2.0**-23 + 1e-6 for p in positions])[:, None] * np.sqrt(2) * rope.attention_factor
             for name, make in (("q", oracle.golden_q), ("k", oracle.golden_k)):
                 x = torch.from_numpy(make(case[f"{name}_shape"])[:, :1])
                 expected = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)
-                if x.shape[-1] != rope.head_dim:  # the rotated slice alone (MLA's shared key)
+                if x.shape[-1] != rope.head_dim:  # only the rotated channels were recorded (MLA's shared key)
                     assert x.shape[-1] == rope.rotary_dim
                     alone = Rope(rope.rotary_dim, rope.base, rope.pairing, scaling=rope.scaling)
                 else:
@@ -152,7 +152,7 @@ def check_class_defaults(row: dict[str, Any]) -> None:
 
 
 def test_class_defaults() -> None:
-    """Every architecture that can be built from its class defaults has the frequencies and pairs of its own code."""
+    """The ropes of each class default have the frequencies and pairs that the model's own code computed."""
     each(((f"{row['model_type']} {row.get('variant', '')}", row) for row in DEFAULTS), check_class_defaults)
 
 
@@ -172,7 +172,7 @@ def test_a_model_without_a_rope_gives_the_reason() -> None:
 
 
 def test_every_row_has_its_source() -> None:
-    """All rows of transformers name one version, the one that `class_defaults.json` was recorded from."""
+    """All rows of transformers name the version from which `class_defaults.json` was recorded."""
     version = json.loads((GOLDEN / "class_defaults.json").read_text())["peer"]["version"].rpartition(".")[0]
     assert source("llama") == f"transformers {version} models/llama"
     for name, row in ARCHITECTURES.items():
@@ -200,7 +200,7 @@ def test_text_model_inside_another() -> None:
 
 
 def test_defaults_of_a_nested_text_model() -> None:
-    """Configs with the keys of the files of Gemma 3 4B and LLaVA 1.5."""
+    """These configs have only the keys that the files of Gemma 3 4B and LLaVA 1.5 have."""
     scaling = {"factor": 8.0, "rope_type": "linear"}
     text = {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34, "rope_scaling": scaling}
     ropes = from_config({"model_type": "gemma3", "text_config": text})
@@ -213,7 +213,7 @@ def test_defaults_of_a_nested_text_model() -> None:
     )
     assert llava.rope == Rope(128, 10_000.0, "half")
     assert len(llava.layers) == 32
-    with pytest.raises(RopeError, match="num_hidden_layers must be"):  # at the top, nothing is left out
+    with pytest.raises(RopeError, match="num_hidden_layers must be"):  # a missing key at the top level is an error
         from_config({"model_type": "llama", "max_position_embeddings": 4096})
     nested = {"model_type": "gemma3_text", "rope_parameters": {
         "full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 2e4}}}  # fmt: skip
@@ -228,7 +228,7 @@ CHATGLM = {
 
 
 class TestChatGLM:
-    """GLM-4-9B's own code: base 10000 · rope_ratio, half the head, adjacent channels; vLLM: original_rope false is half."""
+    """The facts about ChatGLM are those of the code of GLM-4-9B, and that of vLLM for `original_rope`."""
 
     def test_base_and_pairs(self) -> None:
         ropes = from_config(CHATGLM)
@@ -246,7 +246,7 @@ class TestChatGLM:
         assert not ropes.warnings
         assert from_config({**CHATGLM, "rope_ratio": 1, "_name_or_path": "chatglm2-6b"}).rope.base == 10_000.0
 
-    def test_what_is_another_model(self) -> None:
+    def test_files_of_other_versions(self) -> None:
         with pytest.raises(RopeError, match="ChatGLM2-32K divides positions by it: build the Rope by hand"):
             from_config({**CHATGLM, "_name_or_path": "THUDM/chatglm2-6b-32k"})
         with pytest.raises(RopeError, match="position_encoding_2d must be False, got True"):
@@ -280,7 +280,7 @@ class TestSingleModels:
         assert ropes.max_position_embeddings == 32768
         for version in (4, 5):
             assert from_config(ropes.to_hf_config(version=version)).layers == ropes.layers
-        # What transformers 5 writes for its class default: the base that it read and the one that it did not.
+        # transformers 5 writes two bases for the class default, and reads only one of them.
         lost = {"rope_theta": 10000.0, "rope_type": "default"}
         with pytest.raises(RopeError, match=r"rope_theta must agree with attn_config\.rope_theta, which is 500000"):
             from_config({**dbrx, "rope_parameters": lost})
@@ -295,7 +295,7 @@ class TestSingleModels:
         assert len(ropes.layers) == 56
         assert ropes.rope == Rope(192, 1e7, "interleaved", rotary_dim=64, rotary_offset=128)
         assert ropes.query_scale is not None
-        assert ropes.query_scale.at(1) == 2.0  # its own code, run: √(6144 / 1536)
+        assert ropes.query_scale.at(1) == 2.0  # √(6144 / 1536), computed by the model's own code
         assert ropes.output_order == "half"
 
     def test_a_softmax_factor_that_overflows(self) -> None:
@@ -332,7 +332,7 @@ class TestSingleModels:
         assert [rope.base for rope in ropes.layers if rope] == [5e6, 1e4, 1e4]
 
     def test_step_from_its_own_file(self) -> None:
-        """Lists with an entry for each layer, and another one for the layer that predicts a further token."""
+        """The lists have an entry for each layer, and one for the layer that predicts a further token."""
         step = {
             "model_type": "step3p5", "num_hidden_layers": 4, "head_dim": 128, "num_nextn_predict_layers": 1,
             "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"],
@@ -364,7 +364,7 @@ class TestSingleModels:
         [("exaone4", True), ("exaone_moe", True), ("kolibri1", True), ("cohere2", False), ("flint", False)],
     )
     def test_without_a_window(self, model_type: str, turns: bool) -> None:
-        """EXAONE rotates `if sliding_window is None or is_sliding` (EXAONE-4.0-1.2B), Cohere 2 if the layer has a window."""
+        """EXAONE 4 rotates all layers if `sliding_window` is null. Cohere 2 then rotates none."""
         config = {"model_type": model_type, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
                   "head_dim": 16, "rope_theta": 1e6, "layer_types": ["full_attention"] * 2, "sliding_window": None}  # fmt: skip
         ropes = from_config(config)
@@ -380,7 +380,7 @@ class TestSingleModels:
         })  # fmt: skip
         assert ropes.layers == (Rope(16, 5e4, "half", axes=Axes.interleaved((4, 2, 2))), None)
 
-    def test_swa_sizes_of_dots(self) -> None:
+    def test_head_sizes_of_sliding_layers_in_dots(self) -> None:
         config = next(
             row["config"] for row in DEFAULTS if row.get("variant") == "flat" and row["model_type"] == "dots3_note_text"
         )
@@ -509,8 +509,10 @@ class TestLatentAttention:
     @pytest.mark.parametrize(
         ("stated", "pairing", "warned"), [(None, "half", 0), (False, "half", 0), (True, "interleaved", 1)]
     )
-    def test_the_pairing_of_the_indexer_may_be_stated(self, stated: bool | None, pairing: str, warned: int) -> None:
-        """vLLM's is_neox_style = not indexer_rope_interleave; the code of DeepSeek-V3.2 has halves."""
+    def test_a_config_may_state_the_pairing_of_the_indexer(
+        self, stated: bool | None, pairing: str, warned: int
+    ) -> None:
+        """vLLM reads `indexer_rope_interleave`. The code of DeepSeek-V3.2 has the pairing half."""
         config = {**self.base, "model_type": "deepseek_v32", "index_head_dim": 32, "indexer_rope_interleave": stated}
         ropes = from_config(config)
         assert ropes.extra_ropes["indexer"].pairing == pairing
@@ -538,7 +540,7 @@ def test_query_scale_of_ministral() -> None:
     assert from_config({**values, "rope_parameters": plain}).query_scale is None
 
 
-class TestSchemesThatTakeFromElsewhere:
+class TestParametersFromOtherKeys:
     base: ClassVar = {
         "model_type": "llama",
         "head_dim": 8,
@@ -547,7 +549,7 @@ class TestSchemesThatTakeFromElsewhere:
         "max_position_embeddings": 4096,
     }
 
-    def test_dynamic_takes_the_length_of_the_model(self) -> None:
+    def test_dynamic_uses_the_length_of_the_model(self) -> None:
         rope = from_config({**self.base, "rope_scaling": {"type": "dynamic", "factor": 2.0}}).rope
         assert rope.at_length(8192).scaling.alpha == 3.0
         with pytest.raises(RopeError, match="max_position_embeddings must be given"):
@@ -556,7 +558,7 @@ class TestSchemesThatTakeFromElsewhere:
             )
 
     def test_dynamic_with_alpha_is_ntk(self) -> None:
-        """Hunyuan, whose files also contain parameters of other schemes."""
+        """The files of Hunyuan also contain parameters of other schemes."""
         given = {
             "type": "dynamic",
             "alpha": 1000.0,
@@ -569,7 +571,7 @@ class TestSchemesThatTakeFromElsewhere:
         assert ropes.rope.scaling.alpha == 1000.0
         assert any("is not read if alpha is given" in warning for warning in ropes.warnings)
 
-    def test_longrope_by_any_name(self) -> None:
+    def test_longrope_with_each_of_its_names(self) -> None:
         given = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         values = {**self.base, "model_type": "phi3", "original_max_position_embeddings": 1024}
         ropes = [from_config({**values, "rope_scaling": {"type": name, **given}}).rope for name in ("longrope", "su")]

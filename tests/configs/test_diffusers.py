@@ -1,4 +1,4 @@
-"""Transformers of diffusers against recorded outputs of their own position classes (golden/diffusers.json)."""
+"""Compare the ropes of diffusers transformers with the output of their position classes (golden/diffusers.json)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = {row["class_name"]: row for row in json.loads((GOLDEN / "diffusers.json")
 
 
 def test_rotated() -> None:
-    """The tolerance is the error of float32 products of position and frequency. Most classes use float64."""
+    """The tolerance is the error of a float32 product of position and frequency, although most classes use float64."""
 
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])
@@ -42,7 +42,7 @@ def test_every_class_was_run() -> None:
 
 
 def test_class_defaults_are_those_of_the_class() -> None:
-    """Values that equal the defaults of the constructor may be missing, as in older files."""
+    """Older files omit values that equal the defaults of the constructor."""
 
     def check(row: dict[str, Any]) -> None:
         left = {key: value for key, value in row["config"].items() if key in ("_class_name", CLASSES[name(row)].switch)}
@@ -166,7 +166,7 @@ def test_a_misspelt_class_is_recognised() -> None:
     for name in ("FluxTransformer", "FluxTransfomer2DModel", "fluxTransformer2DModel", "FluxxTransformer2DModel"):
         assert meant(name) == "FluxTransformer2DModel"
     assert meant("HunyuanVideoTransformer2DModel") == "HunyuanVideoTransformer3DModel"
-    # Other models of diffusers 0.42.1, some of them very near to one that is known.
+    # Other classes of diffusers 0.42.1, some with names that are similar to a known one.
     others = (
         "BriaFibo2Transformer2DModel CogView4Transformer2DModel CosmosTransformer3DModel EasyAnimateTransformer3DModel "
         "ErnieImageTransformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel SanaTransformer2DModel "

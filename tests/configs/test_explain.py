@@ -1,4 +1,4 @@
-"""explain, against numbers computed here."""
+"""`explain` and `facts`, compared with numbers that are computed here."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_text_of_llama_31() -> None:
         "half: channel i rotates with i + 64",
         "channels          0 to 127 of 128 rotate, in 64 pairs",
         "6.28 to 20,473,564 tokens for a full turn",
-        # papers: 29 pairs kept, 6 in the ramp with these divisors, 29 divided by 8
+        # by the formula of Llama 3.1, 29 pairs are not slowed, 6 are slowed by these factors, and 29 by 8
         "pairs 0-28 are not slowed; pairs 29-34 by a factor of 1.207 to 5.257; pairs 35-63 by a factor of 8",
         "8,192 tokens; 35 of 64 pairs complete a turn within it",
         f"{'base':<32}  rope_theta",
@@ -81,7 +81,10 @@ def test_text_of_llama_31() -> None:
     [
         (8192, "within the trained length"),
         (60_000, "every angle was seen in training"),
-        (80_000, "pairs 35-63 reach angles that were not seen in training"),  # slowed 8 times, they reach 65,536
+        (
+            80_000,
+            "pairs 35-63 reach angles that were not seen in training",
+        ),  # these pairs are slowed by 8, so no angle is new up to 65,536 tokens
     ],
 )
 def test_length(length: int, words: str) -> None:
@@ -114,7 +117,7 @@ def test_layers_that_differ_are_listed_separately() -> None:
 
 
 def test_axes_in_words() -> None:
-    """Pairs that Linear slows on any axis, and frequencies that restart for each axis."""
+    """Linear scaling slows pairs of each axis, and the frequencies may start again for each axis."""
     axes = Axes.axial((4, 8))
     ropes = ModelRopes((Rope(12, 1e4, "half", scaling=Linear(2), axes=axes),), "test", "here", axis_names=("h", "w"))
     said = ropes.facts()
@@ -195,7 +198,7 @@ def test_idle_pairs() -> None:
 
 
 def test_no_pair_rotates() -> None:
-    """A factor so large that every wavelength overflows a float."""
+    """The factor is so large that every wavelength overflows a float."""
     scaling = {"type": "linear", "factor": 1e308}
     config = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4, "rope_scaling": scaling}
     assert "no pair rotates" in from_config(config).explain()

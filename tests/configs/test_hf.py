@@ -1,4 +1,4 @@
-"""from_config on Hugging Face configs: the ropes that it reads, and all refusals."""
+"""`from_config` with Hugging Face configs: the ropes that it returns, and all its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """A small Llama of 2 layers; a value of ... removes the key."""
+    """Return the config of a small Llama with 2 layers. A value of ... removes the key."""
     values = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -49,7 +49,7 @@ def test_llama_like(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "seed_oss"])
-def test_a_head_dim_that_is_not_a_quotient_is_never_guessed(model_type: str) -> None:
+def test_a_required_head_dim_is_never_guessed(model_type: str) -> None:
     with pytest.raises(
         RopeError, match=r"head_dim must be given, got none\. Add it: in .* it is not hidden_size / num_att"
     ):
@@ -65,11 +65,11 @@ def test_a_head_dim_that_is_not_a_quotient_is_never_guessed(model_type: str) -> 
         config(rope_scaling={"rope_type": "default"}),
         v5("default"),
         config(rope_theta=..., rope_parameters={"rope_theta": 500000.0}),
-        config(rope_parameters={"rope_theta": 500000, "rope_type": "default"}),  # said twice, and alike
+        config(rope_parameters={"rope_theta": 500000, "rope_type": "default"}),  # two keys with the same value
         config(partial_rotary_factor=1.0),
         config(rope_interleaved=False),  # SmolLM2
         config(head_dim=None),
-        config(original_max_position_embeddings=4096),  # a size of the model; no scheme here reads it
+        config(original_max_position_embeddings=4096),  # the scheme does not read this length
     ],
 )
 def test_no_scaling(values: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ def test_head_dim_alone_is_enough() -> None:
 
 
 def test_base_of_the_first_llamas() -> None:
-    """Files of Llama 2, Vicuna and Yarn-Llama state no base: it is 10000, with a warning."""
+    """Files of Llama 2, Vicuna and Yarn-Llama state no base. It is 10000, and a warning says so."""
     ropes = from_config(config(rope_theta=..., rope_scaling={"type": "linear", "factor": 4.0}))
     assert ropes.rope.base == 10_000.0
     assert "implied by model_type llama" in ropes.origins["base"]
@@ -145,12 +145,12 @@ def test_a_missing_base_is_never_guessed(model_type: str) -> None:
 
 
 def test_a_base_lost_from_rope_parameters() -> None:
-    """transformers 5 always writes rope_theta there, so another program must have dropped it."""
+    """transformers 5 always writes rope_theta there, so another program must have removed it."""
     with pytest.raises(RopeError, match="rope_theta must be given, since it is the base"):
         from_config(config(rope_theta=..., rope_parameters={"rope_type": "default"}))
 
 
-def test_unknown_architecture_with_what_is_needed() -> None:
+def test_an_unknown_architecture_with_the_required_arguments() -> None:
     values = config(model_type="my_model", partial_rotary_factor=0.5)
     ropes = from_config(values, pairing="interleaved")
     assert ropes.rope == Rope(16, 500000.0, "interleaved", rotary_dim=8)
@@ -220,7 +220,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, {}, "rope_parameters.full_attention must be a layer type of this model (all)"),
         ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor must be 1, since llama rotates the whole head, got 0.5"),
         ({"partial_rotary_factor": "half"}, {}, "partial_rotary_factor must be a finite number"),
-        # keys that nothing reads
+        # unread keys
         ({"attention_factor": 1.2}, {}, "'attention_factor' is about rotation and must be a key that this model_type reads"),
         ({"beta_fast": 32}, {}, "'beta_fast' is about rotation"),
         ({"use_dynamic_ntk": True}, {}, "'use_dynamic_ntk' is about rotation"),
@@ -242,7 +242,7 @@ def test_refusals(changes: dict[str, Any], kwargs: dict[str, Any], message: str)
 
 
 @pytest.mark.parametrize("key", ["property", "theta_wave_europe_x", "bos_token_id"])
-def test_keys_of_other_things_pass(key: str) -> None:
+def test_keys_that_resemble_rope_keys_are_accepted(key: str) -> None:
     if "theta" in key:
         with pytest.raises(RopeError):
             from_config(config(**{key: 1}))
@@ -289,7 +289,7 @@ def test_warnings(changes: dict[str, Any], warning: str) -> None:
 
 
 @pytest.mark.parametrize("longest", [32768, 131072, None])
-def test_no_warning_where_there_is_nothing_to_say(longest: int | None) -> None:
+def test_no_warning_within_the_trained_length(longest: int | None) -> None:
     values = v4("type", name="yarn", **YARN)
     assert from_config({**values, "max_position_embeddings": longest}).warnings == ()
     assert from_config(config()).warnings == ()

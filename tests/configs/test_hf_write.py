@@ -1,4 +1,4 @@
-"""to_hf_config: a written config gives the same ropes when it is read."""
+"""`to_hf_config`: `from_config` reads the same ropes from the written config."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_version_5_has_the_form_that_transformers_reads() -> None:
 
 
 def check_form_of_version_5(config: dict[str, Any]) -> None:
-    """One object, or one for each kind of layer, as in files that transformers wrote."""
+    """Check that `rope_parameters` is one object, or has one for each kind of layer, as in files of transformers."""
     theirs = config.get("rope_parameters")
     ropes = from_config(config)
     if not theirs or not any(ropes.layers):
@@ -91,7 +91,7 @@ def test_from_one_schema_to_the_other() -> None:
     assert new["vocab_size"] == 7
     assert "rope_theta" not in new
     assert from_config(from_config(new).to_hf_config(version=4)).layers == ropes.layers
-    assert old["rope_scaling"]["type"] == "yarn"  # and the first is as it was
+    assert old["rope_scaling"]["type"] == "yarn"  # the first config is not changed
 
 
 def test_refusals() -> None:
@@ -111,7 +111,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("version", [4, 5])
 def test_several_axes_are_not_written(version: int) -> None:
-    """A config without the sections would be another model."""
+    """A config without the sections would describe another model."""
     ropes = from_config({"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4})
     several = dataclasses.replace(ropes, layers=(Rope(8, 1e4, "half", axes=Axes.sections((2, 1, 1))),))
     with pytest.raises(RopeError, match=r"this model_type must have ropes of one axis, got Rope\(.*Axes\.sections"):

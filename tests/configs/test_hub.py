@@ -1,4 +1,4 @@
-"""Hub ids: the cache of huggingface_hub, allowed downloads, and messages with alternatives; without a network."""
+"""Hub ids: the cache of huggingface_hub, downloads on request, and errors. No test uses the network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = {"model_type": "llama", "head_dim": 8, "num_hidden_layers": 2, "rope_th
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with one model in it, laid out as huggingface_hub does."""
+    """Create a cache with one model, in the layout of huggingface_hub."""
     model = tmp_path / "models--owner--name"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text("abc")
@@ -38,10 +38,10 @@ def test_from_the_cache(cache: Path) -> None:
 
 
 def test_nothing_is_downloaded_by_default(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unasked(*_: object) -> str:
-        raise AssertionError("downloaded unasked")
+    def unexpected_download(*_: object) -> str:
+        raise AssertionError("the config was downloaded")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unasked)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", unexpected_download)
     with pytest.raises(RopeError, match=r"owner/other: .* If it is a hub id, pass download=True .*--download"):
         from_config("owner/other")
 

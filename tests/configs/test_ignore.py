@@ -1,4 +1,4 @@
-"""Keys that nothing reads, and the argument `ignore`, which the message suggests."""
+"""Errors for unread keys, and the argument `ignore`, which these errors suggest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_cure_of_the_message_works(plain: dict[str, Any], stray: dict[str, A
     assert warning in ropes.explain()
 
 
-def test_a_misspelt_key_is_named_where_the_right_one_is_missing() -> None:
+def test_a_misspelt_key_is_named_if_the_right_one_is_missing() -> None:
     with pytest.raises(RopeError, match=r"'rope_thetta' is about rotation .* Did you mean 'rope_theta'"):
         from_config({"model_type": "mistral", "head_dim": 8, "num_hidden_layers": 2, "rope_thetta": 1e6})
 

@@ -1,4 +1,4 @@
-"""Meta's params.json against the oracle, and missing keys."""
+"""The ropes of Meta's params.json, compared with the oracle, and errors for missing keys."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_head_dim_of_its_own() -> None:
     assert from_config({**LLAMA3, "head_dim": 64}).rope.head_dim == 64
 
 
-def test_factor_is_for_this_format_only() -> None:
+def test_factor_is_refused_for_other_formats() -> None:
     with pytest.raises(RopeError, match=r"factor requires Meta's params\.json"):
         from_config({"model_type": "llama"}, factor=8.0)
 

@@ -1,4 +1,4 @@
-"""Broken configs: any mutation of a real config gives `ModelRopes` or a `RopeError`."""
+"""For any random change of a real config, `from_config` returns `ModelRopes` or raises a `RopeError`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=3000)
 @given(seed=st.integers(0, 2**32))
-def test_nothing_else_comes_out(folder: Path, seed: int) -> None:
+def test_only_ropes_or_rope_errors(folder: Path, seed: int) -> None:
     outcome(random.Random(seed), CONFIGS, folder)
 
 
-def test_all_outcomes_happen(folder: Path) -> None:
+def test_each_outcome_occurs(folder: Path) -> None:
     counted = Counter(outcome(random.Random(seed), CONFIGS, folder) for seed in range(300))
     assert min(counted["refused"], counted["read and rewritten"]) > 30, counted
     assert counted["read, rewriting refused"] > 0, counted

@@ -1,4 +1,4 @@
-"""An invented model with an exception, registered from outside."""
+"""An invented model whose row overrides methods of `Architecture`, registered from outside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class Heron(Architecture):
-    """One leg rotates: its odd layers, by a base in thousands."""
+    """The row of an invented model: its odd layers rotate, and its config states the base in thousands."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         c.origins["layer_types"] = "the odd layers"
@@ -53,7 +53,7 @@ def registered() -> Iterator[None]:
     models.vocabulary.cache_clear()
 
 
-def test_it_is_read() -> None:
+def test_the_model_is_read() -> None:
     ropes = from_config(CONFIG)
     scaling = from_config({**CONFIG, "model_type": "llama", "rope_theta": 2e4, "rope_thousands": None}).rope.scaling
     odd = Rope(16, 20_000.0, "interleaved", rotary_dim=8, scaling=scaling)
@@ -62,7 +62,7 @@ def test_it_is_read() -> None:
     assert "model_type heron (a pond)" in ropes.explain()
 
 
-def test_it_is_strict() -> None:
+def test_unread_keys_are_errors() -> None:
     with pytest.raises(
         RopeError, match="'rope_millions' is about rotation and must be a key that this model_type reads"
     ):

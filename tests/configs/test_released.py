@@ -1,4 +1,4 @@
-"""292 published config files: the ropes of each, or the reason why it is refused. See golden/README.md."""
+"""The ropes of 292 published config files, or the reasons why they are refused. See golden/README.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listed(ropes: ModelRopes) -> list[list[Any]]:
     return [[repr(rope), len(layers)] for rope, layers in ropes.groups()]
 
 
-def test_what_is_read() -> None:
+def test_ropes() -> None:
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])
         assert listed(ropes) == row["ropes"]
@@ -33,7 +33,7 @@ def test_what_is_read() -> None:
     each(rows, check)
 
 
-def test_what_is_refused_says_why() -> None:
+def test_refusals_give_the_reason() -> None:
     def check(row: dict[str, Any]) -> None:
         with pytest.raises(RopeError) as raised:
             from_config(row["config"])
@@ -42,8 +42,8 @@ def test_what_is_refused_says_why() -> None:
     each([(name, row) for name, row in ROWS if "refused" in row], check)
 
 
-def test_written_and_read_again() -> None:
-    """Version 4 is the schema that models outside transformers read."""
+def test_written_configs_give_the_same_ropes() -> None:
+    """Models outside transformers read only the schema of version 4."""
 
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])

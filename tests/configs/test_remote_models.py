@@ -1,4 +1,4 @@
-"""Models whose code is not in transformers: the exceptions of each."""
+"""Models whose code is not in transformers, and in what they differ from Llama."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_internlm_refuses(rotary: Any, message: str) -> None:
 
 
 def test_nemotron_nas() -> None:
-    """Blocks without attention, or with a linear layer instead of it."""
+    """Some blocks have no attention, or a linear layer instead of it."""
     blocks = [{"no_op": False}, {"no_op": True}, {"no_op": False, "replace_with_linear": True}]
     config = {
         "model_type": "nemotron-nas",
@@ -87,7 +87,7 @@ def test_minimind_by_its_names() -> None:
     assert from_config(new).rope == Rope(16, 1e6, "half")
 
 
-def test_minimax_m1_rotates_where_it_attends() -> None:
+def test_minimax_m1_rotates_layers_with_softmax_attention() -> None:
     config = {
         "model_type": "minimax_m1",
         "head_dim": 128,
@@ -101,7 +101,7 @@ def test_minimax_m1_rotates_where_it_attends() -> None:
 
 @pytest.mark.parametrize(("trained", "alpha"), [(8192, None), (16384, 3.0), (32768, 7.0), (20000, 7.0), (4096, None)])
 def test_telechat(trained: int, alpha: float | None) -> None:
-    """2^ceil(log2(training_seqlen / 8192) + 1) - 1, at least 1, by its own code."""
+    """By the model's own code, alpha is 2^ceil(log2(training_seqlen / 8192) + 1) - 1, but at least 1."""
     config = {"model_type": "telechat", "hidden_size": 64, "n_head": 4, "n_layer": 1, "training_seqlen": trained}
     scaling = None if alpha is None else NTK(alpha)
     assert from_config(config).rope == Rope(16, 1e4, "half", scaling=scaling)

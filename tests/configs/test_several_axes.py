@@ -1,4 +1,4 @@
-"""Axes of text models whose tokens have several positions, against runs of the models' own code and by hand."""
+"""The axes of text models with several positions for each token, compared with runs of the models' own code."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ def test_text_only_is_the_same_rope_without_axes() -> None:
 
 def test_every_row_of_several_axes_was_run() -> None:
     described = {name for name, row in ARCHITECTURES.items() if row.axes is not None}
-    assert {name for name, _ in SEVERAL} == described - {"qwen2_vl", "qwen2_5_vl"}  # flat files of those with _text
+    flat_files = {"qwen2_vl", "qwen2_5_vl"}  # the same models as those with the suffix _text
+    assert {name for name, _ in SEVERAL} == described - flat_files
 
 
 def test_hunyuan_has_the_axes_of_its_first_code() -> None:
-    """transformers 5.23 does not rotate: the two channels of a pair use the positions of different axes."""
+    """In transformers 5.23, the two channels of a pair use the positions of different axes, which is no rotation."""
     (row,) = (row for name, row in SEVERAL if name == "hunyuan_vl_text")
     ropes = from_config(row["config"])
     recorded = row["layers"]["0"]["axis"]
@@ -68,7 +69,7 @@ class TestSections:
 
     @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
     def test_text_model_inside(self, name: str) -> None:
-        """As transformers 5 writes it. Published files have these keys at the top level."""
+        """transformers 5 writes a nested config. Published files have these keys at the top level."""
         text = {**QWEN2_VL, "model_type": f"{name}_text", "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
         ropes = from_config({"model_type": name, "text_config": text, "vision_config": {}})
         assert ropes.layers == (Rope(16, 1e6, "half", axes=Axes.sections((4, 2, 2))),) * 2
@@ -78,7 +79,7 @@ class TestSections:
         both = from_config({**text, "model_type": name, "text_config": {**text, "num_hidden_layers": 3}})
         assert len(both.layers) == 2
 
-    def test_of_each_kind_of_layer(self) -> None:
+    def test_sections_for_each_kind_of_layer(self) -> None:
         parameters = {
             "sliding_attention": {"rope_theta": 5e4, "mrope_section": [4, 2, 2]},
             "full_attention": {"rope_theta": 5e5, "mrope_section": [2, 3, 3]},
@@ -136,15 +137,15 @@ class TestSections:
         with pytest.raises(RopeError) as raised:
             from_config(config)
         assert message in str(raised.value)
-        if "agree" not in message:  # the sections do not matter to text
+        if "agree" not in message:  # text does not need the sections
             assert from_config(config, text_only=True).rope.axes is None
 
     @pytest.mark.parametrize(
         ("model_type", "how"),
         [("llama", {}), ("brand_new", {"pairing": "half"}), ("brand_new", {"pairing": "interleaved"})],
     )
-    def test_of_a_model_of_one_axis(self, model_type: str, how: dict[str, str]) -> None:
-        """Ignoring the sections would read a model of several axes as text, so the message names that first."""
+    def test_sections_of_a_model_with_one_axis(self, model_type: str, how: dict[str, str]) -> None:
+        """Ignoring the sections would read a model with several axes as text, so the message warns of that first."""
         for key, value in (("mrope_section", [4, 2, 2]), ("xdrope_section", [4, 2, 2]), ("mrope_interleaved", True)):
             config = {**QWEN2_VL, "model_type": model_type, "rope_scaling": {"rope_type": "default", key: value}}
             with pytest.raises(RopeError) as raised:

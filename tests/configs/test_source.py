@@ -1,4 +1,4 @@
-"""The sources of configs, and the errors if there is none."""
+"""Load configs from dicts, objects, files and folders, and the errors of each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_files_and_folders(tmp_path: Path, encoding: str) -> None:
 
 
 def test_infinity_elsewhere_in_a_file_is_accepted(tmp_path: Path) -> None:
-    """json.dump writes it, and state-space models have it (time_step_limit)."""
+    """json.dump writes infinity, and configs of state-space models contain it (time_step_limit)."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "time_step_limit": [0.0, float("inf")]}))
     assert from_config(path).rope == ROPE
@@ -87,7 +87,7 @@ def test_files_that_hold_no_config(tmp_path: Path, content: bytes, message: str)
     assert len(str(raised.value)) < 1000
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(RopeError, match="the config must be an existing file, got no such file"):
         from_config(tmp_path / "nowhere.json")
     with pytest.raises(RopeError, match=r"config\.json: the config must be an existing file"):
@@ -115,19 +115,19 @@ def test_files_that_the_system_refuses_to_read(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("given", [None, 3, [CONFIG], HasToDict])
-def test_other_things(given: Any) -> None:
+def test_values_of_other_types(given: Any) -> None:
     with pytest.raises(RopeError, match="from_config: source must be a dict, a config object with"):
         from_config(given)
 
 
-def test_objects_that_hold_something_else() -> None:
+def test_objects_whose_to_dict_returns_no_dict() -> None:
     with pytest.raises(RopeError, match=r"HasToDict: a config must be a JSON object, got \[1\]"):
         from_config(HasToDict([1]))
 
 
 # ---- files that are costly to read ----------------------------------------------------------------------------------
 
-SIZE = 2 * 2**20 - 1000  # just below the bound of a config
+SIZE = 2 * 2**20 - 1000  # just below the limit for a config
 LLAMA = '"model_type": "llama", "head_dim": 8, "num_hidden_layers": 1, "rope_theta": 1e4'
 
 
@@ -137,7 +137,7 @@ def keys(count: int) -> str:
 
 @pytest.mark.parametrize("size", [20_000, 140_000])
 def test_duplicate_keys_are_found_in_linear_time(tmp_path: Path, size: int) -> None:
-    """The search was quadratic: 10 seconds for 20,000 keys, and over ten minutes for the most that fit into a file."""
+    """A quadratic search took 10 seconds for 20,000 keys, and over ten minutes for the largest file."""
     path = tmp_path / "config.json"
     path.write_text(f'{{{keys(size)}, "k{size - 1}": 2}}')
     said, seconds = limited.read(path)
@@ -159,7 +159,7 @@ COSTLY: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("name", COSTLY)
 def test_files_are_read_or_refused_at_bounded_cost(tmp_path: Path, name: str) -> None:
-    """It takes under 200 MiB, of which Python and NumPy use 30, and under a second (the bound is for slow machines)."""
+    """It takes under 200 MiB, of which Python and NumPy use 30, and under a second. The limit is for slow machines."""
     path = tmp_path / "config.json"
     for size in (SIZE, 15 * 2**20):
         path.write_text(COSTLY[name](size))
@@ -169,7 +169,7 @@ def test_files_are_read_or_refused_at_bounded_cost(tmp_path: Path, name: str) ->
 
 
 def test_a_long_list_of_labels_is_read(tmp_path: Path) -> None:
-    """ImageNet-21k has the longest list of labels of any config."""
+    """The configs of models trained on ImageNet-21k have the longest lists of labels."""
     labels = {str(i): f"label number {i} of them" for i in range(21_841)}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "id2label": labels, "label2id": {v: int(k) for k, v in labels.items()}}))
@@ -232,7 +232,7 @@ def test_values_that_json_cannot_express(value: Any) -> None:
 
 
 def read(config: Any, **arguments: Any) -> str:
-    """Return the message that refused a config, or an empty string."""
+    """Return the message of the error for a config, or "" if it is read."""
     try:
         ropes = from_config(config, **arguments)
         ropes.explain()
@@ -243,7 +243,7 @@ def read(config: Any, **arguments: Any) -> str:
 
 
 def test_a_value_that_holds_itself_many_times() -> None:
-    """A list that contains one list twice, nested 60 deep: 2**60 values in all."""
+    """Each of 60 nested lists contains the next one twice, so there are 2**60 values in all."""
     with pytest.raises(RopeError, match="a config must have at most 262144 values, got more"):
         from_config({**CONFIG, "note": nested(60, lambda value: [value, value])})
 
@@ -255,7 +255,7 @@ def test_arrays_and_tensors_are_lists() -> None:
     for listed in (np.array([1, 0]), torch.tensor([1, 0]), (1, 0)):
         assert from_config({**config, "no_rope_layers": listed}).layers == expected
     assert from_config({**CONFIG, "head_dim": np.int64(16), "rope_theta": np.float64(1e6)}).rope == ROPE
-    both = {"rope_type": ["default", "default"], "type": np.float64(1.0)}  # NumPy would compare them entry by entry
+    both = {"rope_type": ["default", "default"], "type": np.float64(1.0)}  # == would compare arrays entry by entry
     with pytest.raises(RopeError, match=r" must agree with rope_parameters\.rope_type"):
         from_config({**CONFIG, "rope_parameters": {**both, "rope_theta": 1e6}})
 
@@ -271,7 +271,7 @@ def test_arguments_that_cannot_be_shown(argument: str, value: Any) -> None:
         assert len(str(raised.value)) < 1000
 
 
-def test_what_is_nested_in_a_file_is_written_back(tmp_path: Path) -> None:
+def test_nested_values_are_written_back(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     note = nested(95, lambda value: {"a": value})
     path.write_text(json.dumps({**CONFIG, "note": note}))
@@ -282,7 +282,7 @@ def test_what_is_nested_in_a_file_is_written_back(tmp_path: Path) -> None:
         from_config(path)
 
 
-def test_what_is_written_back_is_a_copy() -> None:
+def test_written_values_are_copies() -> None:
     config = {**CONFIG, "labels": {"0": ["a"]}}
     ropes = from_config(config)
     config["labels"]["0"].append("changed")  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Vision towers against recorded runs of their own code (golden/vision_towers.json), and how they are found."""
+"""Compare vision towers with recorded runs of their own code (golden/vision_towers.json), and find them in configs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tower(config: Any, **how: Any) -> VisionRopes:
 
 
 def check_rotated(vision: VisionRopes, row: dict[str, Any]) -> None:
-    """The tolerance is the error of float32 products of position and frequency, as for the other golden rows."""
+    """Compare with the recorded rotation, within the error of a float32 product of position and frequency."""
     positions = torch.tensor(row["positions"])
     assert len(vision.axis_names) == len(positions)
     x = torch.from_numpy(oracle.golden_q([1, 1, positions.shape[1], row["head_dim"]]).copy())
@@ -50,12 +50,12 @@ def test_rotated() -> None:
 
 
 def test_every_tower_was_run() -> None:
-    assert set(ROWS) == set(TOWERS) - {"mlcd"}  # the same as mlcd_vision_model
+    assert set(ROWS) == set(TOWERS) - {"mlcd"}  # this row equals that of mlcd_vision_model
     assert not set(TOWERS) & (set(ARCHITECTURES) | set(WRAPPERS))
     assert set(TOWER_OF_MODEL.values()) <= set(TOWERS)
 
 
-def test_what_the_class_has_by_default_may_be_left_out_inside() -> None:
+def test_a_nested_tower_may_omit_the_defaults_of_its_class() -> None:
     """transformers writes only values that differ from the defaults of a class into a nested config."""
 
     def check(row: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ class TestWholeConfigs:
         assert sam3.layers == ()
 
     def test_kimi(self) -> None:
-        """Its published files have other keys."""
+        """The published files of Kimi have other keys."""
         inner = {"vt_hidden_size": 1152, "vt_num_attention_heads": 16}
         whole = {"model_type": "kimi_k25", "text_config": TEXT, "vision_config": inner}
         assert tower(whole).ropes == (Rope(72, 1e4, "half", axes=Axes.alternating((36, 36), order=(1, 0))),)
@@ -179,7 +179,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         from_config(config)
     assert message in str(raised.value)
     if "hidden_size" in changes:
-        return  # a nested tower has the default of the class
+        return  # in a nested tower, a missing key means the default of the class
     whole = {"model_type": "llava", "text_config": TEXT, "vision_config": config}
     with pytest.raises(RopeError) as raised:
         from_config(whole)
@@ -278,8 +278,8 @@ def test_refused_models_with_several_parts() -> None:
                 from_config({"model_type": name, "hidden_size": 256, "num_attention_heads": 8}, **how)  # type: ignore[arg-type]
 
 
-def test_the_rope_that_is_named_for_efficientloftr() -> None:
-    """Against its own code; positions are below 8."""
+def test_the_rope_that_the_error_for_efficientloftr_names() -> None:
+    """Compare with the model's own code, at positions below 8."""
     pytest.importorskip("transformers", "5.23")
     from transformers import EfficientLoFTRConfig
     from transformers.models.efficientloftr import modeling_efficientloftr as theirs
@@ -311,7 +311,7 @@ RECORDED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_released_towers(name: str) -> None:
-    """Rows of golden/axes.json: one head of q; the first tokens of DINOv3 are not rotated."""
+    """Compare one head of q with golden/axes.json. The first tokens of DINOv3 are not rotated."""
     row = next(row for row in json.loads((GOLDEN / "axes.json").read_text())["rows"] if row["name"] == name)
     positions = torch.tensor(row["positions"])
     if "grid" in row:
@@ -328,7 +328,7 @@ def test_released_towers(name: str) -> None:
 
 
 def test_the_recipe_for_gemma_4_is_as_recorded() -> None:
-    """The block of docs/several-axes.md that defines `as_gemma4`, run unchanged."""
+    """Run the block of docs/several-axes.md that defines `as_gemma4`."""
     (block,) = (one for one in blocks_of(ROOT / "docs" / "several-axes.md") if "def as_gemma4(" in one.code)
     names: dict[str, Any] = {"torch": torch, "Rope": Rope, "row": torch.arange(196), "column": torch.arange(196)}
     block.run(names)

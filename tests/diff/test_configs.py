@@ -1,4 +1,4 @@
-"""`diff` of two configs: what changed, and whether weights and KV caches still fit."""
+"""`diff.configs`: the differences of two configs, and whether weights and KV caches of one fit the other."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_another_pairing() -> None:
     assert found.facts["weights"] == {"fit": False, "permute": True, "why": "the pairings differ"}
     assert "weights   must be permuted (q and k): the pairings differ." in found.text()
     assert "KV cache  does not fit: the channels of the stored keys are in another order." in found.text()
-    assert all(at["same"] for at in found.facts["layers"][0]["at"])  # the angles are
+    assert all(at["same"] for at in found.facts["layers"][0]["at"])  # the angles are the same
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_schemes_that_depend_on_the_length() -> None:
     assert [at["same"] for at in found.facts["layers"][0]["at"]] == [True, False]
     assert not found.same
     assert "long_factor [64 numbers]" in found.text()
-    assert diff.configs(first, second, length=4096).facts["layers"]  # the same there, and not beyond
+    assert diff.configs(first, second, length=4096).facts["layers"]  # the lists differ only beyond the trained length
 
 
 def test_another_size_of_the_head() -> None:
@@ -156,7 +156,7 @@ def test_a_query_scale() -> None:
     found = diff.configs(ministral, other)
     assert not found.same
     assert [one["what"] for one in found.facts["beside"]] == ["query_scale"]
-    assert found.facts["kv_cache"]["fit"]  # it scales only q
+    assert found.facts["kv_cache"]["fit"]  # the query scale changes only q
     assert "other differences" in found.text()
 
 

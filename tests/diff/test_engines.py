@@ -1,4 +1,4 @@
-"""`diff` of one config: recorded tables, whole engines, refusals, and the text."""
+"""`diff.engines`: compared with recorded tables and with the modules of running engines; its errors and its text."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def yarn(**more: Any) -> dict[str, Any]:
 
 
 def phi(**more: Any) -> dict[str, Any]:
-    """Phi-3's LongRoPE with short lists that double each pair, and long ones that slow it by ten."""
+    """Return a Phi-3 config whose short list slows each pair by two and whose long list slows it by ten."""
     lists = {"short_factor": [2.0] * 64, "long_factor": [10.0] * 64}
     scaling = {"rope_type": "longrope", "original_max_position_embeddings": 4096, **lists, **more}
     return {**LLAMA, "model_type": "phi3", "rope_scaling": scaling}
 
 
-# transformers, vLLM, SGLang, llama.cpp, mlx-lm, exllamav3: the multiplier of cos and sin, as their
-# code rotates; llama.cpp through its converter for Llama.
+# The factor of cos and sin in transformers, vLLM, SGLang, llama.cpp, mlx-lm and exllamav3, as their
+# code computes it. For llama.cpp, the config goes through its converter for Llama.
 M, HALF, SOLE = 1.3465736, 0.6732868, 1.2450275
 YARN_TABLE = {
     "nothing": ({}, (M, M, M, M, M, M)),
@@ -69,7 +69,7 @@ def test_attention_factors_of_yarn(case: str) -> None:
 
 
 def test_engines_that_honour_truncate() -> None:
-    """gpt-oss: every other engine rounds the ends of the ramp, which changes frequencies by up to 43 %."""
+    """In gpt-oss, some engines round the ends of the ramp, which changes frequencies by up to 43 %."""
     [row] = diff.engines(yarn(truncate=False)).facts["ropes"]
     same = {name for name, one in row["at"][0]["engines"].items() if one["apart"]["same"]}
     assert same == {"transformers", "vLLM", "SGLang", "exllamav3"}
@@ -78,7 +78,7 @@ def test_engines_that_honour_truncate() -> None:
     assert notes["transformers"] == []
 
 
-LONGROPE_TABLE = [  # sequence, what the engine is set to, engines that take the long list
+LONGROPE_TABLE = [  # sequence, length that the engines are configured for, engines that use the long list
     (4096, 4096, {"mlx-lm"}),
     (100, 131_072, {"vLLM", "llama.cpp", "mlx-lm", "exllamav3"}),
     (4097, 131_072, {"transformers", "vLLM", "llama.cpp", "mlx-lm", "exllamav3"}),  # SGLang: positions > 4096
@@ -87,7 +87,7 @@ LONGROPE_TABLE = [  # sequence, what the engine is set to, engines that take the
 
 
 @pytest.mark.parametrize(("sequence", "setting", "wanted"), LONGROPE_TABLE)
-def test_when_longrope_is_long(sequence: int, setting: int, wanted: set[str]) -> None:
+def test_when_longrope_uses_the_long_list(sequence: int, setting: int, wanted: set[str]) -> None:
     from ropewalk.configs.read import ropes_for_engines
 
     [(asked, _)] = ropes_for_engines(phi())[1]
@@ -111,8 +111,8 @@ def test_phimoe_never_takes_the_long_list_in_transformers() -> None:
 WHOLE = json.loads((GOLDEN / "engines" / "vllm.json").read_text())["rows"]
 
 
-def test_the_column_of_vllm_is_that_of_the_engine() -> None:
-    """Every rotary module that vLLM built for released configs: frequencies, attention factor, pairing, channels."""
+def test_the_rule_of_vllm_matches_its_modules() -> None:
+    """The rule of vLLM gives the frequencies, attention factor, pairing and channels of each recorded module."""
     models = sorted({row["model"] for row in WHOLE})
     assert len(models) == 32
 
@@ -138,8 +138,8 @@ def agrees(rope: Rope, row: dict[str, Any]) -> bool:
     )
 
 
-def test_the_column_of_transformers_is_that_of_its_models() -> None:
-    """Each case of the models that were run: the frequencies after the forward pass, and the attention factor."""
+def test_the_rule_of_transformers_matches_its_models() -> None:
+    """The rule of transformers gives the frequencies after a forward pass, and the attention factor, of each model."""
 
     count: list[str] = []
 
@@ -180,13 +180,13 @@ class TestRefusals:
         config = {**scaled(rope_type="dynamic", factor=4.0), "max_position_embeddings": 2048}
         found = diff.engines(config)
         [row] = found.facts["ropes"]
-        assert found.facts["length"] == 4096  # it changes beyond 2048 only
+        assert found.facts["length"] == 4096  # the frequencies change only beyond 2048
         assert [at["sequence"] for at in row["at"]] == [2048, 4096]
         assert [one["name"] for one in row["engines"] if one["refused"]] == ["exllamav3"]
         same = [{name for name, one in at["engines"].items() if one["apart"]["same"]} for at in row["at"]]
         assert same == [{"transformers", "vLLM", "llama.cpp", "mlx-lm"}, {"transformers", "mlx-lm"}]
 
-    def test_longrope_of_a_pairing_that_two_classes_do_not_take(self) -> None:
+    def test_longrope_with_a_pairing_that_two_engines_refuse(self) -> None:
         config = {**phi(), "model_type": "mine"}
         [row] = diff.engines(config, pairing="interleaved").facts["ropes"]
         assert [one["name"] for one in row["engines"] if one["refused"]] == ["vLLM", "SGLang", "mlx-lm"]
@@ -197,19 +197,19 @@ class TestRefusals:
             [row] = diff.engines(config).facts["ropes"]
             assert [one["name"] for one in row["engines"] if one["refused"]] == refused
 
-    def test_longrope_of_a_model_that_llama_cpp_has_no_lists_for(self) -> None:
+    def test_longrope_of_a_model_for_which_llama_cpp_writes_no_lists(self) -> None:
         rope = from_config({**phi(), "model_type": "llama"}, engine="llama.cpp").rope
         assert rope == from_config(LLAMA).rope
 
     def test_longrope_of_minicpm_in_llama_cpp(self) -> None:
-        """Its converter writes the lists only: the loader then takes the context length of the model, and factor 1."""
+        """The converter writes only the lists, so llama.cpp uses the context length of the model and a factor of 1."""
         minicpm = {**phi(), "model_type": "minicpm", "max_position_embeddings": 32_768}
         scheme = from_config(minicpm, engine="llama.cpp").rope.scaling
         assert (scheme.original_max_position_embeddings, scheme.attention_factor) == (32_768, 1.0)
         assert (scheme.short_mscale, scheme.long_mscale) == (None, None)
         assert from_config(minicpm).rope.scaling.original_max_position_embeddings == 4096
 
-    def test_a_scaling_that_only_the_own_code_of_a_model_knows(self) -> None:
+    def test_a_scaling_in_the_code_of_a_model(self) -> None:
         telechat = {"model_type": "telechat", "n_head": 4, "n_layer": 1, "hidden_size": 256, "training_seqlen": 32_768}
         [row] = diff.engines(telechat, length=8192).facts["ropes"]
         assert {one["refused"] for one in row["engines"]} == {
@@ -240,7 +240,7 @@ class TestRefusals:
         with pytest.raises(RopeError, match=message):
             diff.engines(yarn(), **arguments)
 
-    def test_configs_that_one_program_reads(self, tmp_path: Path) -> None:
+    def test_configs_in_formats_of_one_program(self, tmp_path: Path) -> None:
         meta = {"dim": 64, "n_heads": 2, "n_layers": 1, "rope_theta": 1e4, "vocab_size": 8, "norm_eps": 1e-5}
         with pytest.raises(RopeError, match="engine needs a Hugging Face config, got another format"):
             diff.engines(meta)
@@ -275,15 +275,15 @@ class TestRefusals:
 
 
 class TestNumbersOfAnEngine:
-    def test_schemes_stay_what_they_are_where_they_can(self) -> None:
+    def test_schemes_are_kept_if_the_engine_has_them(self) -> None:
         assert from_config(yarn(), engine="vllm").rope == from_config(yarn()).rope
         rope = from_config(yarn(attention_factor=1.0, truncate=False), engine="mlx-lm").rope
         assert rope.scaling == YaRN(32.0, 4096, attention_factor=1 + 0.1 * math.log(32))
 
     def test_extrapolation_factor_is_no_scheme(self) -> None:
-        """SGLang keeps half of what YaRN would keep of each speed; by the formula, in mpmath."""
+        """SGLang keeps half of the part of each frequency that YaRN would keep, here computed in mpmath."""
         rope = from_config(yarn(extrapolation_factor=0.5), engine="sglang").rope
-        low, high = 20, 46  # floor and ceil of the pairs that turn 32 times and once
+        low, high = 20, 46  # rounded indices of the pairs that complete 32 turns and one turn
         assert oracle_yarn_ends() == (low, high)
         for i, w in enumerate(rope.inv_freq):
             plain = mpmath.mpf(10_000) ** (-mpmath.mpf(i) / 64)
@@ -323,7 +323,7 @@ class TestNumbersOfAnEngine:
         assert "vLLM does not apply it" in diff.engines(config).text()
 
     def test_exllamav3_takes_the_factor_from_the_lengths(self) -> None:
-        """Qwen 2.5's documented YaRN: 32,768 positions and a factor of 4, which is no scaling there."""
+        """Qwen 2.5 documents YaRN with 32,768 positions and a factor of 4, which exllamav3 does not scale."""
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
         config = {**LLAMA, "max_position_embeddings": 32_768, "rope_scaling": scaling}
         rope = from_config(config, engine="exllamav3").rope
@@ -348,7 +348,7 @@ ODD = (math.nan, math.inf, -1, 0, 0.5, 1e308, 10**400, True, "x", [], {}, None, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_but_numbers_or_rope_errors(engine: str) -> None:
-    """Every key of four schemes with values that nobody means."""
+    """Each key of four schemes has an unusual or invalid value."""
     keys = {
         "yarn": ("attn_factor", "extrapolation_factor", "attention_factor", "mscale", "mscale_all_dim", "beta_fast"),
         "dynamic": ("max_trained_positions", "factor", "alpha"),
@@ -374,10 +374,10 @@ def test_nothing_but_numbers_or_rope_errors(engine: str) -> None:
     assert count > 30
 
 
-class TestApart:
+class TestRopeDifference:
     A = Rope(8, 10_000.0, "half")
 
-    def test_nothing(self) -> None:
+    def test_equal_ropes(self) -> None:
         found = compare_ropes(self.A, Rope(8, 10_000.0, "half"), 1000)
         assert (found.same, found.times, found.pairs, found.score) == (True, 1.0, 0, 0.0)
 
@@ -388,7 +388,7 @@ class TestApart:
         assert (found.times, found.attention, found.score, found.distance) == (1.0, 2.0, 3.0, 0)
 
     def test_another_base(self) -> None:
-        """The worst distance by trying each in mpmath."""
+        """The expected distance is found by computing the score at each distance in mpmath."""
         b = Rope(8, 20_000.0, "half", scaling=YaRN(1.0, 4096, attention_factor=1.5))
         found = compare_ropes(self.A, b, 60)
         assert (found.pair, found.pairs, found.slower) == (3, 3, True)
@@ -403,13 +403,13 @@ class TestApart:
         assert found.score == pytest.approx(float(changes[worst]), rel=1e-12)
 
     def test_the_longest_distance_counts(self) -> None:
-        """Pairs so slow that the change still grows there; beyond 131,072 distances are spread."""
+        """The pairs are so slow that the change still grows there. Beyond 131,072 tokens, distances are sampled."""
         slow = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=1e7)).rope.scaling)
         slower = Rope(2, 10_000.0, "half", scaling=from_config(scaled(rope_type="linear", factor=2e7)).rope.scaling)
         for longest in (1000, 131_073, 200_000):
             assert compare_ropes(slow, slower, longest).distance == longest
 
-    def test_a_pair_that_stands_still(self) -> None:
+    def test_a_pair_that_does_not_rotate(self) -> None:
         still = from_config({**MODELS["gemma-4-26b-a4b"]["config"]}, text_only=True).layers[-1]
         assert still is not None
         turning = Rope(still.head_dim, still.base, "half")
@@ -431,14 +431,14 @@ def test_text_of_engines_that_agree() -> None:
 
 
 def test_a_rule_that_was_only_read_is_marked() -> None:
-    """llama.cpp's Gemma 4: its converter needs the tensors of the model."""
+    """Gemma 4 was not run in llama.cpp, because its converter needs the tensors of the model."""
     config = MODELS["gemma-4-26b-a4b"]["config"]
     found = diff.engines(config)
     seen = {(one["name"], one["seen"]) for row in found.facts["ropes"] for one in row["engines"]}
     assert {name for name, how in seen if how == "read"} == {"llama.cpp"}
     assert "(conversion/gemma.py; read, not run)" in found.text()
     warned = from_config({**config}, engine="llama.cpp", text_only=True)
-    assert not [warning for warning in warned.warnings if "read, not run" in warning]  # it has no note
+    assert not [warning for warning in warned.warnings if "read, not run" in warning]  # llama.cpp has no note
 
 
 def test_text_of_engines_that_differ() -> None:

@@ -1,4 +1,4 @@
-"""What each engine makes of small configs: the rules against what the engines' own code rotates (golden files)."""
+"""Compare the rules of each engine with numbers that its own code computed for small configs (golden files)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def golden(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_rules_are_those_of_the_running_engine(name: str) -> None:
-    """Frequencies within what float32 loses, the attention factor, and what does not run."""
+    """A rule gives the frequencies within float32 rounding, the attention factor, and the refusals of the engine."""
     found = golden(name)
     engine = ENGINES[name]
     peer = found["peer"]
@@ -40,7 +40,8 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
     seen = set()
 
     def check(row: dict[str, Any]) -> None:
-        [*_, (asked, _)] = ropes_for_engines(row["config"])[1]  # Gemma's rows are about the last kind of layer
+        # In the golden rows of Gemma, the rope is that of the last kind of layer.
+        [*_, (asked, _)] = ropes_for_engines(row["config"])[1]
         answer = engine.answer(asked)
         seen.add("default" if asked.rope.scaling is None else asked.rope.scaling.rope_type)
         rope = answer.at(row["sequence"], row["setting"])
@@ -49,8 +50,8 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
             assert answer.refusal
             return
         assert rope is not None, answer.refusal
-        # Powers in float32 lose 2.4e-7, in MLX 5.3e-7. The share of a pair that YaRN does not slow is rounded to 2⁻²⁴,
-        # and counts for `factor` times as much in the slowed pair.
+        # Powers in float32 have an error of 2.4e-7, and of 5.3e-7 in MLX. YaRN's weight of the unscaled frequency is
+        # rounded to 2⁻²⁴, and this error is `factor` times as large relative to the scaled frequency.
         factor = getattr(asked.rope.scaling, "factor", None) or 1.0
         np.testing.assert_allclose(rope.inv_freq, row["inv_freq"], rtol=6e-7 + 2**-24 * factor, atol=0)
         assert rope.attention_factor == pytest.approx(row["attention_factor"], rel=2e-7)
@@ -60,8 +61,8 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
     assert run <= seen, "a rule says that it was run, and no golden value holds it"
 
 
-def test_what_the_scheme_itself_says_of_engines() -> None:
-    """The warnings of YaRN about mscale, held to the same numbers."""
+def test_warnings_of_yarn_about_engines() -> None:
+    """The warnings of YaRN about mscale agree with the same recorded numbers."""
     rows = {
         name: {row["case"]: row["attention_factor"] for row in golden(name)["rows"] if "inv_freq" in row}
         for name in FILES
@@ -91,8 +92,8 @@ PLAIN = {"yarn": "yarn, nothing", "long": "longrope, 131072 of 131072", "prop": 
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_said_to_be_ignored_changes_nothing_there(name: str) -> None:
-    """And what changes nothing is said to be ignored, but for the rules that say so in other words."""
+def test_exactly_the_keys_without_effect_are_noted_as_ignored(name: str) -> None:
+    """A key that changes no number is noted as ignored, except by the rules that have other notes about it."""
     rows = {row["case"]: row for row in golden(name)["rows"]}
     for case, keys in KEYS.items():
         row, plain = rows[case], rows[PLAIN[case[:4]]]

@@ -1,4 +1,4 @@
-"""These tests need vLLM, in an environment of its own (environment.sh). Elsewhere they are not collected."""
+"""Collect these tests only if vLLM is installed, which needs a virtual environment of its own (environment.sh)."""
 
 import importlib.util
 

@@ -1,7 +1,8 @@
-"""Run one engine of vLLM in this process and its workers, and write what it generated and what rotated.
+"""Run one engine of vLLM, and write the generated tokens and the state of ropewalk in each worker to a file.
 
-`python engine.py MODEL OPTIONS OUT`: OPTIONS is JSON, "llm" for the arguments of `vllm.LLM`, "tokens", and "prompts" as
-lists of numbers. OUT is where the answer goes, as JSON: "tokens" and "workers" (None where ropewalk is not in force).
+`python engine.py MODEL OPTIONS OUT`: OPTIONS is a JSON object with "llm" (the arguments of `vllm.LLM`), "tokens" (the
+number of tokens to generate) and "prompts" (lists of token ids). OUT is the JSON file to write, an object with "tokens"
+and "workers" (None for a worker in which ropewalk is not active).
 """
 
 import json

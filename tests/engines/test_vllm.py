@@ -1,4 +1,4 @@
-"""vLLM on the CPU, rotating through ropewalk: the same greedy tokens in float32 as transformers and as vLLM alone.
+"""vLLM on the CPU with rotation by ropewalk gives the same greedy tokens in float32 as transformers and as vLLM alone.
 
 Before a release: `tests/engines/environment.sh FOLDER`, then `FOLDER/bin/python -m pytest tests/engines -v`.
 """
@@ -21,7 +21,7 @@ import transformers
 
 HERE = Path(__file__).parent
 TOKENS = 32
-# Of an installed ropewalk, without its entry point.
+# An installed ropewalk without its entry point.
 HIDDEN = """
 import importlib.metadata as metadata
 found = metadata.entry_points
@@ -63,7 +63,7 @@ GEMMA3 = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-# What differs from SMALL in each model, and what its ropes must be.
+# The differences of each model from SMALL, and its expected ropes.
 MODELS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "llama": ("LlamaForCausalLM", {}, ["Rope(head_dim=64, base=10000.0, pairing='half')"]),
     "llama3": (
@@ -140,7 +140,7 @@ def folder() -> Path:
 
 @functools.cache
 def model(name: str) -> tuple[Path, Any]:
-    """A small model with random weights, saved, and in memory."""
+    """Build and save a small model with random weights. Return its folder and the model."""
     architecture, changed, _ = MODELS[name]
     torch.manual_seed(0)
     cls = getattr(transformers, architecture)
@@ -168,7 +168,7 @@ def by_transformers(name: str, asked: list[list[int]], tokens: int = TOKENS) -> 
 def engine(
     name: str, rounds: list[list[list[int]]], *, on: bool = True, env: dict[str, str] | None = None, **llm: Any
 ) -> dict[str, Any]:
-    """What `engine.py` wrote, run in a new process."""
+    """Run `engine.py` in a new process, and return the JSON that it wrote."""
     path, _ = model(name)
     settings = {
         "VLLM_PLUGINS": "ropewalk" if on else "",
@@ -195,13 +195,13 @@ def engine(
 
 
 def calls(answer: dict[str, Any]) -> list[int]:
-    """Rotations outside of compiled code, for each worker."""
+    """Return the number of rotations outside of compiled code, for each worker."""
     return [sum(layer["calls"] for layer in worker["layers"]) for worker in answer["workers"]]
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "dynamic"])
 def test_same_tokens_as_transformers(name: str) -> None:
-    """Every kind of layer, without compiling."""
+    """Each kind of layer is run, without compilation."""
     asked = prompts(*LENGTHS)
     answer = engine(name, [asked], enforce_eager=True)
     [worker] = answer["workers"]
@@ -211,15 +211,15 @@ def test_same_tokens_as_transformers(name: str) -> None:
     assert len(found) == len(wanted)
     assert all(each in rope for each, rope in zip(wanted, found, strict=True)), found
     assert all(layer["calls"] > 0 for layer in worker["layers"])
-    # vLLM takes the long frequencies of LongRoPE for an engine, transformers for a call.
+    # vLLM chooses the long list of LongRoPE when the engine starts, and transformers in each call.
     tokens = engine(name, [asked], on=False, enforce_eager=True)["tokens"] if name == "phi3" else None
     tokens = tokens or by_transformers(name, asked)
-    assert all(len(set(each)) > 8 for each in tokens)  # a text that says something about positions
+    assert all(len(set(each)) > 8 for each in tokens)  # the generated tokens depend on positions
     assert answer["tokens"] == tokens
 
 
 def test_one_rotation_of_each_layer_in_each_pass() -> None:
-    """One prompt: a pass for it and one for each further token; 4 layers, and what the engine runs to warm up."""
+    """There is a pass for the prompt and one for each further token, in 4 layers, and the passes of the warm-up."""
     answer = engine("llama", [prompts(17)], enforce_eager=True)
     [count] = calls(answer)
     assert count % 4 == 0
@@ -250,7 +250,7 @@ def test_tensor_parallel() -> None:
 
 
 def test_compiled_code_rotates_by_the_rope() -> None:
-    """vLLM never scales dynamic NTK. With override the layer does, compiled and not, so other tokens come."""
+    """vLLM never scales dynamic NTK. With override the layer does, compiled or not, so the tokens differ."""
     asked = prompts(*LENGTHS)
     config = {"max_model_len": 512, "additional_config": {"ropewalk": {"override": True}}}
     eager = engine("dynamic", [asked], enforce_eager=True, **config)
@@ -284,7 +284,7 @@ def test_chunked_prefill() -> None:
 
 
 def test_prefix_caching() -> None:
-    """The second prompt starts as the first; the third is the first again."""
+    """The second prompt begins like the first, and the third equals the first."""
     [start, one, other] = prompts(200, 20, 30)
     rounds = [[start + one], [start + other], [start + one]]
     answer = engine("llama", rounds, enforce_eager=True, enable_prefix_caching=True)
@@ -293,7 +293,7 @@ def test_prefix_caching() -> None:
 
 
 def test_preempted_requests() -> None:
-    """More requests than the cache holds: they wait, or are computed again from their start."""
+    """There are more requests than fit into the cache, so some wait or are computed again from the beginning."""
     asked = prompts(120, 130, 140, 150)
     answer = engine("llama", [asked], enforce_eager=True, num_gpu_blocks_override=5, enable_prefix_caching=False)
     assert calls(answer)[0] > 0
@@ -301,7 +301,7 @@ def test_preempted_requests() -> None:
 
 
 def test_the_compile_cache_knows_the_plugin() -> None:
-    """Named and not installed, on, and named and not installed again, with one cache: the names of the graphs differ.
+    """Compiled graphs have different names with and without the plugin, if both runs use one cache.
 
     vLLM 0.32 on the CPU compiles again where it has found a graph ("'function' object has no attribute
     'finalize_loading'"), so what a loaded graph does cannot be seen here.

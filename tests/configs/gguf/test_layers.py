@@ -1,6 +1,6 @@
-"""GGUF files whose layers differ, with latent attention or several axes, derived by hand from llama.cpp's code.
+"""GGUF files whose layers differ, or with latent attention or several axes.
 
-They are also compared with the config.json of the same model, taken from the recorded ones.
+The expected ropes are derived by hand from llama.cpp's code, or read from the recorded config.json of the same model.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NEAR = Rope(16, 1e4, "half")
 FACTORS = dataclasses.replace(HALF, scaling=PerPair(tuple(EIGHT)))
 FACTORS_INTERLEAVED = dataclasses.replace(FACTORS, pairing="interleaved")
 
-# Architecture, its keys and tensors → the layers, a letter each: G is full (global), L sliding (local), n has none.
+# Architecture, keys, tensors, and a letter for each layer: G is full (global), L is sliding (local), n does not rotate.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, Rope]]] = [
     ("gemma3", {**SLIDES, **LINEAR}, {}, "LLLLLGLLLLLGL", {"L": NEAR, "G": SLOW}),
     ("gemma3", {**SLIDES, LOCAL: 2e4}, {}, "LLLLLGLLLLLGL", {"L": Rope(16, 2e4, "half"), "G": HALF}),
@@ -142,7 +142,7 @@ def test_layers(
     path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str, Any], layers: str, ropes: dict[str, Rope]
 ) -> None:
     read = from_config(write(path, {"block_count": len(layers), **KEYS, **keys}, tensors, architecture=architecture))
-    layers = layers.rstrip(".")  # a block that is no layer
+    layers = layers.rstrip(".")  # the last block is not a layer
     assert read.layers == tuple(ropes.get(letter) for letter in layers)
     assert len(read.layer_kinds) == len(layers)
     assert (read.softmax_factor, read.query_scale, read.output_order, dict(read.extra_ropes)) == (1.0, None, None, {})
@@ -155,7 +155,7 @@ def test_every_row_has_a_case() -> None:
     assert all(row.source.startswith("llama.cpp src/models/") for row in differing.values())
 
 
-def test_where_it_came_from(path: Path) -> None:
+def test_origins_of_layer_types(path: Path) -> None:
     ropes = from_config(write(path, {"block_count": 3, **KEYS, **SLIDES, PATTERN: 3}, architecture="gemma3"))
     assert ropes.origins["layer_types"] == f"gemma3.{PATTERN}: the last of every 3 is full_attention"
     assert ropes.origins["base"] == ("implied by gemma3: 10000 in sliding layers and gemma3.rope.freq_base")
@@ -190,9 +190,9 @@ def latent(pairing: Any, scaling: Any = None) -> Rope:
             latent("interleaved", YaRN(8.0, 512, mscale=0.707, mscale_all_dim=0.707)),
             (0.0707 * math.log(8) + 1) ** 2,
         ),
-        # Without the key, llama.cpp scales both cos and sin and the softmax.
+        # Without the key, llama.cpp multiplies cos and sin, and also the softmax scale.
         ("deepseek2", YARN, latent("interleaved", YaRN(8.0, 512)), M1**2),
-        # Only of deepseek2 does it take mscale to be the same.
+        # Only in deepseek2 is mscale equal to mscale_all_dim.
         (
             "mistral4",
             {**YARN, "rope.scaling.yarn_log_multiplier": 0.05},
@@ -235,7 +235,7 @@ def test_minicpm3_reads_its_factor_tensors(path: Path) -> None:
     assert rope.rotary_offset == 8
 
 
-def test_queries_that_grow(path: Path) -> None:
+def test_the_query_scale_grows_with_the_position(path: Path) -> None:
     keys = {**MLA, "attention.temperature_scale": 0.1, "attention.temperature_length": 512}
     scale = from_config(write(path, keys, architecture="deepseek2")).query_scale
     assert scale is not None
@@ -253,9 +253,10 @@ def test_queries_that_grow(path: Path) -> None:
         ("qwen3vl", [4, 2, 2, 0], [0, 1, 2, 0, 1, 2, 0, 3]),
         ("qwen3vlmoe", [3, 3, 2, 0], [0, 1, 2, 0, 1, 2, 0, 1]),
         ("qwen3tts", [4, 2, 2, 0], [0, 1, 2, 0, 1, 2, 0, 3]),
-        ("glm4", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),  # NORM without sections; with them its converter permutes
+        # NORM without sections. If there are sections, the converter permutes q and k.
+        ("glm4", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),
         ("glm4moe", [2, 3, 3, 0], [0, 0, 1, 1, 1, 2, 2, 2]),
-        ("hunyuan_vl", [2, 2, 2, 0], [0, 0, 1, 1, 2, 2, 0, 0]),  # 6 of 8 pairs: it begins anew
+        ("hunyuan_vl", [2, 2, 2, 0], [0, 0, 1, 1, 2, 2, 0, 0]),  # the sections cover 6 of 8 pairs and repeat
     ],
 )
 def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int]) -> None:
@@ -277,7 +278,7 @@ def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int
 
 
 def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
-    """Derived by hand from ggml: pair 61 would belong to the height, which has only 20 pairs."""
+    """By the code of ggml, pair 61 would use the height, which has only 20 pairs."""
     keys = {
         **KEYS,
         "block_count": 1,
@@ -360,7 +361,7 @@ def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> N
             "rope.scaling.type must be yarn for deepseek2, got linear",
         ),
         (
-            "deepseek2",  # Kimi K2: llama.cpp takes 32 all the same
+            "deepseek2",  # llama.cpp uses 32 for Kimi K2 nevertheless
             {**YARN, "attention.key_length": 24, "rope.scaling.yarn_beta_fast": 1.0},
             "rope.scaling.yarn_beta_fast must not be given for deepseek2",
         ),
@@ -389,18 +390,18 @@ def test_refusals(path: Path, architecture: str, keys: dict[str, Any], message: 
     assert str(raised.value).startswith(str(path))
 
 
-# ---- beside the same model in Hugging Face's words ------------------------------------------------------------------
+# ---- compared with the Hugging Face config of the same model --------------------------------------------------------
 
 
 def assert_same(our: Rope, their: Rope) -> None:
-    """Both rotate alike. Factors in a file have float32 precision."""
+    """Check that two ropes rotate alike. Factors in a GGUF file have float32 precision."""
     assert (our.head_dim, our.rotary_offset) == (their.head_dim, their.rotary_offset)
     np.testing.assert_allclose(our.inv_freq, their.inv_freq, rtol=1e-6)
     assert our.attention_factor == pytest.approx(their.attention_factor)
 
 
 def described(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a config as its converter writes them, and further keys."""
+    """Return the keys that the converter writes for the sizes of a config, and `more`."""
     text = config.get("text_config", config)
     keys = {
         "block_count": text["num_hidden_layers"],
@@ -440,7 +441,7 @@ def same(
     *,
     pairing: str | None = None,
 ) -> None:
-    """Both descriptions of a model agree, except for a pairing that the converter changes."""
+    """Check that the GGUF file and the config of a model give the same ropes, except for the pairing `pairing`."""
     theirs = from_config(config, text_only=True)
     ours = from_config(write(path, described(config, keys), tensors, architecture=architecture), text_only=True)
     assert len(ours.layers) == len(theirs.layers)
@@ -506,7 +507,7 @@ def test_smollm3_which_its_converter_permutes(path: Path) -> None:
 
 
 def test_exaone_4_with_its_factors(path: Path) -> None:
-    """The converter writes what Llama 3's scaling divides by."""
+    """The converter writes the divisors of Llama 3's scaling as factor tensors."""
     rope = LLAMA3_EXAONE
     assert rope is not None
     factors = (dataclasses.replace(rope, scaling=None).inv_freq / rope.inv_freq).astype(np.float32)

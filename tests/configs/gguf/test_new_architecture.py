@@ -1,4 +1,4 @@
-"""An invented architecture, registered from outside: every part of the reader uses its row."""
+"""An invented architecture is registered from outside, and every part of the reader uses its row."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ropewalk import ModelRopes, RopeError, from_config
 from ropewalk.configs.gguf.architectures import ARCHITECTURES, register
 from ropewalk.configs.gguf.row import BASE, BASE_SWA, Every, GgufRow, ImpliedBase, Kind, Layers
 
-# The first of every three layers rotates by the model's base and its scaling. The others have heads of their own size
-# and a base of their own, and no scaling. A list may say so layer by layer.
+# The first of every three layers has the model's base and scaling. The others have another head size, another base and
+# no scaling. A list in the file may assign the layers instead.
 ROW = GgufRow(
     "interleaved",
     "the made-up paper",
@@ -47,7 +47,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delitem(ARCHITECTURES, "madeup", raising=False)  # and remembers that it was not there
+    monkeypatch.delitem(ARCHITECTURES, "madeup", raising=False)  # so that monkeypatch removes the key again
     monkeypatch.setitem(ARCHITECTURES, "madeup", GgufRow(None))
     register("madeup", ROW)
     return tmp_path / "model.gguf"
@@ -81,7 +81,7 @@ def test_the_keys_that_its_row_names(path: Path) -> None:
     assert [rope.base for rope in ropes.layers if rope is not None] == [3e4, 2e4, 3e4, 2e4, 3e4]
 
 
-def test_explain_says_where_it_came_from(path: Path) -> None:
+def test_explain_names_the_origins(path: Path) -> None:
     explained = " ".join(read(path).explain().split())
     for words in (
         "implied: the first of every 3 is far",
@@ -134,7 +134,7 @@ def test_a_refused_architecture_is_a_row(path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_keys_of_bases(given: dict[str, Any], far: float, near: float, path: Path) -> None:
-    """The first of a kind's keys that has a value is used, whatever its name."""
+    """The base of a kind is the value of the first of its keys that has one."""
     kinds = {"far": Kind(("rope.angle_root",)), "near": Kind((BASE, "rope.near_root", "rope.angle_root"))}
     register("madeup", GgufRow("half", layers=Layers(kinds, Every(2, "far", "near"))))
     keys = {"block_count": 2, "attention.key_length": 16, **given}

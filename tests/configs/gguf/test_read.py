@@ -1,4 +1,4 @@
-"""GGUF: files that llama.cpp's own package wrote, against the oracle and recorded numbers of ggml; and broken bytes."""
+"""GGUF files written by llama.cpp's own package, compared with the oracle and with ggml; broken files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-# ---- what files mean ------------------------------------------------------------------------------------------------
+# ---- the ropes of files ---------------------------------------------------------------------------------------------
 
 
 def test_llama(path: Path) -> None:
@@ -78,7 +78,7 @@ def test_llama(path: Path) -> None:
 
 def test_by_its_name_or_its_first_bytes(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", LLAMA)
-    blob = tmp_path / "sha256-abc"  # as Ollama keeps them
+    blob = tmp_path / "sha256-abc"  # Ollama names its files like this
     blob.write_bytes(path.read_bytes())
     assert from_config(blob).layers == from_config(str(path)).layers == from_config(path).layers
     loud = path.rename(tmp_path / "MODEL.GGUF")
@@ -145,7 +145,7 @@ def test_llama_3_1(path: Path) -> None:
     np.testing.assert_allclose(ropes.rope.inv_freq, exact, rtol=6e-8)
     assert ropes.rope.attention_factor == 1.0
     assert ropes.rope.pairing == "interleaved"
-    assert ropes.trained_length is None  # 8192, which the file does not say
+    assert ropes.trained_length is None  # the file does not state 8192
     assert ropes.max_position_embeddings == 131072
     assert ropes.origins["factors"] == FREQS
 
@@ -228,7 +228,7 @@ def test_ministral_3_reads_more_of_yarn(path: Path) -> None:
     assert ropes.query_scale.at(4095) == 1.0
     assert ropes.query_scale.at(4096) == pytest.approx(1 + 0.5 * math.log(2))
     assert from_config(write(path, YARN, architecture="mistral3")).query_scale is None
-    # Without the key llama.cpp takes context_length, 4096 here.
+    # Without the key, llama.cpp uses context_length, here 4096.
     scale = from_config(write(path, {**LLAMA, "attention.temperature_scale": 0.5}, architecture="mistral3")).query_scale
     assert scale is not None
     assert (scale.at(4095), scale.at(4096)) == (1.0, pytest.approx(1 + 0.5 * math.log(2)))
@@ -244,9 +244,9 @@ PHI = [row for row in json.loads((GOLDEN / "lengths.json").read_text())["rows"] 
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=str(row["length"])) for row in PHI])
-@pytest.mark.parametrize("stated", ["longrope", None])  # older files have no type
+@pytest.mark.parametrize("stated", ["longrope", None])  # older files do not state the type of the scaling
 def test_phi_3_5_at_both_lengths(path: Path, row: dict[str, Any], stated: str | None) -> None:
-    """Against transformers' recorded numbers of the same model."""
+    """Compare with numbers of the same model that were recorded from transformers."""
     parameters, dim = row["rope_parameters"], row["rotary_dim"]
     keys = {**LONGROPE, "attention.key_length": dim, "rope.dimension_count": dim, "rope.freq_base": 10000.0,
             "rope.scaling.attn_factor": math.sqrt(1 + math.log(32) / math.log(4096))}  # fmt: skip
@@ -286,7 +286,7 @@ CASES = json.loads((GOLDEN / "peers" / "ggml.json").read_text())["cases"]
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c["id"]) for c in CASES if not c["params"]["offset"]])
 def test_ggml_rotates_alike(path: Path, case: dict[str, Any]) -> None:
-    """The recorded results of ggml with the parameters that llama.cpp reads from such a file."""
+    """Compare with the recorded results of ggml for the parameters that llama.cpp reads from the file."""
     p = case["params"]
     keys = {**SIZES, "attention.key_length": case["head_dim"], "rope.dimension_count": p["n_dims"],
             "rope.freq_base": p["freq_base"]}  # fmt: skip
@@ -305,7 +305,7 @@ def test_ggml_rotates_alike(path: Path, case: dict[str, Any]) -> None:
     assert (np.abs(turned - expected) <= bound[:, None]).all()
 
 
-def test_the_package_reads_the_same(path: Path) -> None:
+def test_the_gguf_package_reads_the_same(path: Path) -> None:
     factors = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 1e30]
     write(path, {**LLAMA, "per_layer": [True, False]}, {FREQS: factors})
     theirs = gguf.GGUFReader(str(path))
@@ -331,7 +331,7 @@ def test_every_architecture_has_one_row() -> None:
         assert row.latent or not (row.scales_softmax or row.indexer), name
         assert row.yarn_log or not row.yarn_log_is_mscale, name
     theirs = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
-    assert len(theirs & table.ARCHITECTURES.keys()) > 100  # the names are llama.cpp's
+    assert len(theirs & table.ARCHITECTURES.keys()) > 100  # the list of llama.cpp's names
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -497,7 +497,7 @@ def test_refused_keys_elsewhere(path: Path, more: dict[str, Any], message: str) 
     assert message in str(raised.value)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(RopeError, match=r"gone\.gguf: the model must be an existing file, got no such file"):
         from_config(tmp_path / "gone.gguf")
     with pytest.raises(RopeError):
@@ -581,7 +581,7 @@ def test_broken_headers(path: Path, content: bytes, message: str) -> None:
     assert len(str(raised.value)) < 1000
 
 
-def test_tensors_that_are_not_there(path: Path) -> None:
+def test_missing_factor_tensors(path: Path) -> None:
     info = text(FREQS) + struct.pack("<IQIQ", 1, 8, 0, 2**63)
     for tensors, message in (
         (info, "rope_freqs.weight: the file must have 32 more bytes"),
@@ -636,7 +636,7 @@ def vocabulary(tokens: int, merges: int) -> list[bytes]:
 
 
 def test_a_vocabulary_needs_few_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large as Gemma 3's. Reading 800,000 strings one by one took a read and a seek each."""
+    """The vocabulary is as large as Gemma 3's. Its 800,000 strings are not read one by one."""
     content = write(path, LLAMA).read_bytes()
     keys = struct.unpack_from("<Q", content, 16)[0]
     more = vocabulary(300_000, 500_000)
@@ -648,7 +648,7 @@ def test_a_vocabulary_needs_few_reads(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_strings_across_the_edge_of_a_block(path: Path) -> None:
-    """Strings whose lengths are close to a block, in sequence, and a block that ends inside a length field."""
+    """The lengths of the strings are close to that of a block, and one block ends inside a length field."""
     content = write(path, LLAMA).read_bytes()
     keys = struct.unpack_from("<Q", content, 16)[0]
     block = gguf_header._BLOCK
@@ -704,7 +704,7 @@ def test_a_long_header_is_refused(path: Path) -> None:
 
 def test_factors_may_be_far_behind_the_header(path: Path) -> None:
     content = write(path, LLAMA, {FREQS: ONES}).read_bytes()
-    at = content.index(FREQS.encode()) + len(FREQS) + 4 + 8 + 4  # behind its axes and type: where its data lie
+    at = content.index(FREQS.encode()) + len(FREQS) + 4 + 8 + 4  # the offset of its data, after its axes and type
     with path.open("r+b") as file:
         file.seek(at)
         file.write(struct.pack("<Q", 2**29))
@@ -712,7 +712,7 @@ def test_factors_may_be_far_behind_the_header(path: Path) -> None:
         file.write(bytes(64))
         file.truncate(2**30)
     with pytest.raises(RopeError, match=r"factors\[0\] must be a finite number greater than 0, got 0.0"):
-        from_config(path)  # the zeros of the hole: they were read
+        from_config(path)  # the sparse part of the file reads as zeros
 
 
 def test_a_softmax_factor_that_is_not_finite(path: Path) -> None:
@@ -785,7 +785,7 @@ def test_every_truncation_of_a_file(path: Path, models: list[bytes]) -> None:
         found = [outcome(path, content[:end]) for end in range(len(content))]
         read = found.index("read")
         assert read > len(content) // 2
-        assert set(found[read:]) == {"read"}  # only the weights, which nothing here needs
+        assert set(found[read:]) == {"read"}  # only weights are missing, which the reader does not need
 
 
 def test_mutated_bytes(path: Path, models: list[bytes]) -> None:
@@ -804,5 +804,5 @@ def test_mutated_bytes(path: Path, models: list[bytes]) -> None:
                     )
                 case _:
                     del content[at : at + draw.randint(1, 9)]
-        found[outcome(path, bytes(content))] += 1  # a KeyError where anything else came
+        found[outcome(path, bytes(content))] += 1  # any other outcome raises a KeyError
     assert min(found.values()) > 200
