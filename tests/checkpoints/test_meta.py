@@ -76,7 +76,7 @@ class TestMeta:
                 return Path.touch, (tmp_path / "owned",)
 
         source = self.meta(tmp_path / "a", {"tok_embeddings.weight": Evil()})
-        match = "must be a file of torch.save with nothing but tensors"
+        match = "must be a file that torch.save wrote, and contain only tensors"
         refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
         assert not (tmp_path / "owned").exists()
 
@@ -92,7 +92,7 @@ class TestMeta:
         tensors = self.tensors(tmp_path)
         for i, (name, tensor, match) in enumerate(
             (
-                ("layers.0.extra.weight", torch.ones(3), "must be one of Meta's Llama, got layers.0.extra.weight"),
+                ("layers.0.extra.weight", torch.ones(3), "must belong to Meta's Llama, got layers.0.extra.weight"),
                 ("norm.weight", torch.ones(32, dtype=torch.int32), "norm.weight of consolidated.00.pth must be"),
                 ("layers.0.attention.wo.weight", torch.ones(32, 32).t(), "must be a contiguous tensor"),
                 ("tok_embeddings.weight", torch.ones(16), "must hold tok_embeddings.weight, got none"),
@@ -113,7 +113,7 @@ class TestMeta:
         piece = torch.load(source / "consolidated.01.pth", weights_only=True)
         del piece["norm.weight"]
         torch.save(piece, source / "consolidated.00.pth")
-        refused("must hold pieces of the same tensors, got norm.weight in some", *about, target=source)
+        refused("must hold pieces of the same tensors, got norm.weight in only some of them", *about, target=source)
         piece["norm.weight"] = torch.ones(16, dtype=torch.bfloat16)
         torch.save(piece, source / "consolidated.00.pth")
         refused("the pieces of norm.weight must have one shape and dtype", *about, target=source)

@@ -161,7 +161,7 @@ class TestRefusals:
         rows = {"q": 32, "k": 16}
         tower = {f"vision__layers__0__self_attn__{name}_proj__weight": torch.ones(rows[name], 32) for name in rows}
         source = write_model(tmp_path / "a", **tower)
-        refused("of one text model", source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
+        refused("must hold one text model", source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_no_safetensors(self, model: Path, tmp_path: Path) -> None:
         (model / "model.safetensors").rename(model / "pytorch_model.bin")

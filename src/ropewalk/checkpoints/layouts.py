@@ -263,7 +263,8 @@ def _check_counts(name: str, heads: Heads) -> tuple[int | None, int | None]:
     """Check and return the numbers of heads of q and k. Each is None if the config does not state it."""
     queries, keys = heads.queries, heads.keys
     if any(count is not None and count < 1 for count in (queries, keys, heads.latent)):
-        must, came = f"the config must state sizes of at least 1 for {name}", f"{queries}, {keys}, {heads.latent}"
+        must = f"the config must state sizes of at least 1 for {name}"
+        came = f"{queries} heads of q, {keys} heads of k, kv_lora_rank {heads.latent}"
         raise _checks.error("convert", must, came, _OTHER_CONFIG)
     if queries is not None and keys is not None and queries % keys:
         must, came = f"the number of heads of q must be a multiple of that of k for {name}", f"{queries} and {keys}"

@@ -51,7 +51,7 @@ def hugging_face_name(name: str) -> str:
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.weight", name)
     if match is None or match[2] not in _IN_LAYER:
         fix = "Mixtures of experts, adapters and vision layers cannot be converted between the two formats."
-        raise _checks.error("convert", "every tensor must be one of Meta's Llama", name, fix)
+        raise _checks.error("convert", "every tensor must belong to Meta's Llama", name, fix)
     return f"model.layers.{match[1]}.{_IN_LAYER[match[2]]}.weight"
 
 
@@ -67,7 +67,7 @@ def meta_name(name: str) -> str | None:
     inner = name if match is None else match[2]
     if inner not in _TO_META:
         fix = "Meta's format has no such tensor. Use --format hf."
-        raise _checks.error("convert", "every tensor must be one of Llama", name, fix)
+        raise _checks.error("convert", "every tensor must belong to a Llama", name, fix)
     return _TO_META[inner] if match is None else f"layers.{match[1]}.{_TO_META[inner]}.weight"
 
 

@@ -140,14 +140,16 @@ def _config(
     if ropes.config is None or ropes.config.get("model_type") != config.get("model_type"):
         fix = "Convert a checkpoint that contains only its text model."
         raise _checks.error(
-            "convert", f"{file} must be of one text model", _checks.shown(config.get("model_type")), fix
+            "convert", f"{file} must describe one text model", _checks.shown(config.get("model_type")), fix
         )
     if ropes.vision is not None:
         fix = "Its vision tower has tensors of the same names with other ropes. Convert only the text model."
-        raise _checks.error("convert", f"{file} must be of a text model", f"one with {ropes.vision.model_type}", fix)
+        raise _checks.error(
+            "convert", f"{file} must describe only a text model", f"also {ropes.vision.model_type}", fix
+        )
     if ropes.extra_ropes:
         fix = "Its indexer, which rotates its own weights with another pairing, is not supported yet."
-        raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second", fix)
+        raise _checks.error("convert", f"{ropes.model_type} must have one rope in each layer", "a second one", fix)
     if ropes.rotates_values:
         must = f"{ropes.model_type} must rotate only q and k"
         raise _checks.error("convert", must, "values that are rotated as well", "This is not supported yet.")

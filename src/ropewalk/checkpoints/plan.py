@@ -128,10 +128,10 @@ def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
     if len(stacks) > 1:
         came = f"{len(stacks)} stacks of layers ({', '.join(sorted(stacks.values())[:3])})"
         fix = "Convert a checkpoint that contains only its text model."
-        raise _checks.error("convert", "a checkpoint must be of one text model", came, fix)
+        raise _checks.error("convert", "a checkpoint must hold one text model", came, fix)
     if not found:
         must = f"{source.folder} must hold weights of q or k"
-        raise _checks.error("convert", must, "none that is known", "There is nothing to convert in this checkpoint.")
+        raise _checks.error("convert", must, "none with known names", "There is nothing to convert in this checkpoint.")
     if source.form != "adapter":
         _check_complete(source, found, layers)
     if quantised == "fp8":
@@ -179,9 +179,9 @@ def _check_complete(source: Checkpoint, found: Mapping[str, list[Part]], layers:
     for layer, rope in enumerate(source.ropes.layers):
         missing = [role for role in ("q", "k") if rope is not None and (layer, role) not in have]
         if missing or layer not in layers:
-            what = " and ".join(missing) or "every tensor"
+            missing_weights = f"weights of {' and '.join(missing)}" if layer in layers else "tensor"
             must = f"the checkpoint must hold the weights of all {len(source.ropes.layers)} layers"
-            came = f"none that is known as {what} of layer {layer}"
+            came = f"no known {missing_weights} of layer {layer}"
             fix = "Download or copy missing files, or use the config that belongs to these weights."
             raise _checks.error("convert", must, came, fix)
 

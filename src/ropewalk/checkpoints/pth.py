@@ -54,7 +54,7 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
     """
     import torch
 
-    must = f"{file} must be a file of torch.save with nothing but tensors"
+    must = f"{file} must be a file that torch.save wrote, and contain only tensors"
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         members = _members(file)
@@ -111,7 +111,7 @@ def join_pieces(files: list[dict[str, StoredTensor]], width: int) -> dict[str, T
     for other in files[1:]:
         if different := sorted(other.keys() ^ files[0].keys()):
             must = "all consolidated files must hold pieces of the same tensors"
-            raise _checks.error("convert", must, f"{different[0]} in some", "Download or copy them again.")
+            raise _checks.error("convert", must, f"{different[0]} in only some of them", "Download or copy them again.")
     return {name: _join_tensor(name, [tensors[name] for tensors in files], width) for name in files[0]}
 
 

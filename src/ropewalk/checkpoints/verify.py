@@ -46,7 +46,7 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
     after = _written_tensors(plan, written)
     before = plan.source.tensors
     if before.keys() - after.keys():
-        _refuse(min(before.keys() - after.keys()), "missing")
+        _refuse(min(before.keys() - after.keys()), "no such tensor")
     for name, tensor in before.items():
         _check_unmoved(name, tensor, after[name], plan.parts.get(name, []))
     generator = torch.Generator().manual_seed(0)

@@ -32,7 +32,7 @@ def check_target(plan: Plan, folder: Path) -> None:
         raise _checks.error("convert", must, came, "Pass a new folder.")
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         fix = "Pass a new folder, because existing files are never replaced."
-        raise _checks.error("convert", f"{folder} must not exist yet", "an existing one", fix)
+        raise _checks.error("convert", f"{folder} must not exist yet", "an existing file or folder", fix)
     above = next(path for path in target.parents if path.exists())
     free, needed = shutil.disk_usage(above).free + _written_bytes(_unfinished(folder)), plan.nbytes
     if free < needed:
