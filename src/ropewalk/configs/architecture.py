@@ -23,7 +23,7 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Kind:
-    """What a model_type implies about one kind of layer that rotates.
+    """The facts that a model_type implies about one kind of layer that rotates.
 
     Args:
         bases: top-level keys of the base. If a config has several of them, their values must be equal.
@@ -43,7 +43,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model_type implies about rotation, and the methods that read its config.
+    """The facts that a model_type implies about rotation, and the methods that read its config.
 
     Args:
         source: the code from which these facts were taken.

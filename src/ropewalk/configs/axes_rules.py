@@ -42,13 +42,13 @@ def time_last(sections: tuple[int, ...], _: int) -> Axes:
 
 @dataclass(frozen=True)
 class AxesRule:
-    """How to compute the `Axes` of a model from its config.
+    """A rule that computes the `Axes` of a model from its config.
 
     Args:
         default: the sections of the model's class, for configs that state none. None makes them required.
-        names: the names of the axes, in the order of the positions. If there are fewer sections, the last names apply.
+        names: the names of the axes, in the order of the positions. A config with fewer sections uses the last ones.
         pattern: a function from the sections and the number of pairs to `Axes`.
-        is_interleaved: whether the axes alternate. The key `mrope_interleaved`, if present, must be equal.
+        is_interleaved: whether the axes alternate. The key `mrope_interleaved` must have this value, if present.
         order: the index of the axis of each section; () if the sections are in the order of the axes.
         min_sections: the minimum number of sections. None means one for each of `names`.
         keys: config keys of the sections; () if the number of pairs determines them.

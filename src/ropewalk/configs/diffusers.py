@@ -56,7 +56,7 @@ class Denoiser:
 
 
 def _wan(head_dim: int) -> tuple[int, ...]:
-    """Return the channels of time, height and width: a third, rounded down to even, for height and for width."""
+    """Return the channels of time, height and width. Height and width have a third each, rounded down to even."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 

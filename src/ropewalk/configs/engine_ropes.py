@@ -72,7 +72,7 @@ def _section_name(model_type: str, kind: str) -> str:
 
 
 def _section_keys(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
-    """Return the rope keys that the config has for a kind of layer, and whether they are in an object of this kind."""
+    """Return the rope keys of a kind of layer, and whether the config has an object for this kind."""
     keys: dict[str, Any] = {}
     nested = False
     for name in SECTIONS:

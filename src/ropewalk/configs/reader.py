@@ -322,7 +322,7 @@ class Reader:
         return int(head_dim * value)
 
     def scheme(self, collected: dict[str, ConfigValue], other_keys: frozenset[str]) -> Scaling | None:
-        """Return the scheme that the collected keys describe, or None if there is none.
+        """Return the scheme that the collected keys describe, or None for no scaling.
 
         `other_keys` are keys of `rope_scaling` and `rope_parameters` that are not parameters of a scheme.
         """

@@ -23,7 +23,7 @@ _MEMORY = "integers: column and row of each cell of the feature map, from 0; tok
 
 @dataclass(frozen=True)
 class Tower:
-    """What the model_type of a vision tower implies about rotation.
+    """The facts that the model_type of a vision tower implies about rotation.
 
     Args:
         source: the code from which these facts were taken.

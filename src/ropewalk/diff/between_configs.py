@@ -20,7 +20,7 @@ _CHANNELS = ("head_dim", "rotary_dim", "rotary_offset")
 
 @dataclass(frozen=True)
 class ConfigDiff:
-    """How the rotation of a second config differs from that of a first.
+    """The differences between the rotations of two configs.
 
     Args:
         facts: the whole comparison as a dict of JSON values.
@@ -94,7 +94,7 @@ def configs(
 
 
 def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
-    """Return the keys to ignore in each config: those that it has, since `from_config` refuses to ignore others."""
+    """Return which of the keys to ignore each config has, since `from_config` refuses to ignore a missing key."""
     if not ignore or isinstance(ignore, str) or not all(isinstance(key, str) for key in ignore):
         return [ignore, ignore]  # from_config raises the error
     found: list[Collection[str]] = [tuple(key for key in ignore if _has_key(config, key, download)) for config in both]

@@ -17,7 +17,7 @@ from ropewalk.rope import Rope
 
 @dataclass(frozen=True)
 class EngineDiff:
-    """How engines rotate for one config.
+    """A comparison of the rotations of inference engines for one config.
 
     Args:
         facts: the whole comparison as a dict of JSON values.

@@ -22,7 +22,7 @@ _LAST_BITS = 1e-9
 
 @dataclass(frozen=True)
 class RopeDifference:
-    """How a static rope differs from another one, the first.
+    """The difference between two static ropes, which are called the first and the second.
 
     Args:
         times: the largest ratio, over all pairs, of the larger to the smaller frequency of a pair. inf if one of them

@@ -113,7 +113,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Rule:
-    """How an engine computes the rope for one scheme.
+    """The rule by which an engine computes the rope for one scheme.
 
     Args:
         source: the file of the engine from which the rule was taken.

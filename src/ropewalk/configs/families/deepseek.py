@@ -59,7 +59,7 @@ class DeepSeekV4(Architecture):
         return head_dim, rotary_dim, head_dim - min(rotary_dim, head_dim)
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return the rope of the indexer of sparse layers."""
+        """Return the rope of the indexer, which only layers of the kind "compressed_sparse_attention" have."""
         if name != _SPARSE:
             return {}
         return read_indexer(c, rope, "interleaved", rotates_tail=True, source=self.name_and_source(c))

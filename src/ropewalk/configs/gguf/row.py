@@ -26,7 +26,7 @@ Axes = Literal["one", "mrope", "imrope", "mrope if sections"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What an architecture implies about one kind of layer that rotates.
+    """The facts that an architecture implies about one kind of layer that rotates.
 
     Args:
         bases: keys of the base. The first one with a value is used. rope.freq_base is the base of the model. If it is
@@ -73,8 +73,7 @@ class Layers:
             or 0.
         window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
         fixed: whether `default` applies even if the file has a list, which must then state the same kinds.
-        count: the number of layers of the only model of this architecture whose layers differ; None if they differ in
-            all models.
+        count: the only number of layers with which the layers of a model differ; None if they differ with any number.
         zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
@@ -100,7 +99,7 @@ class ImpliedBase:
 
 @dataclass(frozen=True)
 class GgufRow:
-    """What an architecture implies about rotation.
+    """The facts that an architecture implies about rotation.
 
     Args:
         pairing: "interleaved" for LLAMA_ROPE_TYPE_NORM, "half" for NEOX, MROPE and IMROPE. None if it is not known.

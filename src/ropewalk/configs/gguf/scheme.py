@@ -194,7 +194,7 @@ class SchemeReader:
         return {"mscale": weight if self.keys.row.yarn_log_is_mscale else 1.0, "mscale_all_dim": weight}
 
     def _from_gguf_keys(self, scheme: type[Scaling]) -> Scaling:
-        """Build a scheme whose fields are all read from the keys in its `gguf`."""
+        """Build a scheme from the keys in its `gguf`, which maps the fields of the scheme to keys of a GGUF file."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cast(Any, scheme)):
             name = scheme.gguf.get(field.name)
