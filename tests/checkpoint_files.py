@@ -77,8 +77,8 @@ def run(*arguments: object, status: int = 0) -> str:
 def refused(match: str, *arguments: object, target: Path) -> None:
     """It says why, in one line, and writes nothing."""
     before = sorted(target.parent.iterdir())
-    said = run(*arguments, status=1)
-    assert said.startswith("Error: ")
-    assert said.count("\n") == 1
-    assert match in said
+    output = run(*arguments, status=1)
+    assert output.startswith("Error: ")
+    assert output.count("\n") == 1
+    assert match in output
     assert sorted(target.parent.iterdir()) == before

@@ -39,8 +39,8 @@ def write_adapter(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
 class TestAdapters:
     def test_only_what_makes_outputs_moves(self, model: Path, tmp_path: Path) -> None:
         old = write_adapter(tmp_path / "a", base_model_name_or_path=str(model))
-        said = run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--verify")
-        assert "note: The adapter now fits a model whose q and k are interleaved" in said
+        output = run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--verify")
+        assert "note: The adapter now fits a model whose q and k are interleaved" in output
         new = load_file(tmp_path / "b" / "adapter_model.safetensors")
         for name, tensor in old.items():
             moves = ("q_proj" in name or "k_proj" in name) and "lora_A" not in name

@@ -29,10 +29,10 @@ class TestWhatItWrites:
         source = write_model(tmp_path / "a", shards=3)
         (source / "tokenizer.json").write_text("{}")
         (source / "pytorch_model.bin").write_text("other weights")
-        said = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
-        assert "pairing: half -> interleaved; rows move in 4 tensors, 17 stay" in said
-        assert "left out, since they are other weights: pytorch_model.bin" in said
-        assert "layer 1: scores agree" in said
+        output = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
+        assert "pairing: half -> interleaved; rows move in 4 tensors, 17 stay" in output
+        assert "left out, since they are other weights: pytorch_model.bin" in output
+        assert "layer 1: scores agree" in output
         names = {path.name for path in source.iterdir()} - {"pytorch_model.bin"}
         assert {path.name for path in (tmp_path / "b").iterdir()} == names
         assert sorted(os.listdir(tmp_path)) == ["a", "b"]
@@ -44,9 +44,11 @@ class TestWhatItWrites:
                 assert json.loads((tmp_path / "c" / name).read_text()) == json.loads((source / name).read_text())
 
     def test_a_note_about_other_programs(self, model: Path, tmp_path: Path) -> None:
-        said = run(model, tmp_path / "b", "--to", "interleaved")
-        assert "note: Other programs give wrong results with these weights: code for llama (transformers, vLLM" in said
-        assert "always rotates with the pairing half" in said
+        output = run(model, tmp_path / "b", "--to", "interleaved")
+        assert (
+            "note: Other programs give wrong results with these weights: code for llama (transformers, vLLM" in output
+        )
+        assert "always rotates with the pairing half" in output
         assert json.loads((tmp_path / "b" / "config.json").read_text())["ropewalk_pairing"] == "interleaved"
         ropes = from_config(tmp_path / "b")
         assert ropes.rope.pairing == "interleaved"
@@ -54,10 +56,10 @@ class TestWhatItWrites:
         assert "Other programs" not in run(tmp_path / "b", tmp_path / "c", "--to", "half")
 
     def test_dry_run(self, model: Path, tmp_path: Path) -> None:
-        said = run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
-        assert "  model.layers.1.self_attn.k_proj.weight [16, 32]  k: 2 x 8 rows\n" in said
-        assert "v_proj" not in said
-        assert f"nothing was written: without --dry-run, 33,088 bytes go to {tmp_path / 'b'}\n" in said
+        output = run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
+        assert "  model.layers.1.self_attn.k_proj.weight [16, 32]  k: 2 x 8 rows\n" in output
+        assert "v_proj" not in output
+        assert f"nothing was written: without --dry-run, 33,088 bytes go to {tmp_path / 'b'}\n" in output
         assert sorted(os.listdir(tmp_path)) == ["model"]
 
     def test_tensors_of_every_dtype_that_stay_in_place(self, tmp_path: Path) -> None:
@@ -115,8 +117,8 @@ class TestVerify:
 
         monkeypatch.setattr(layouts, "channels", channels)
         match = "layer 0 must give the same attention before and after, got scores that differ by"
-        said = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
-        assert match in said
+        output = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
+        assert match in output
         assert os.listdir(tmp_path) == ["model"]
 
     def test_bytes_that_change_elsewhere_are_found(
@@ -131,8 +133,8 @@ class TestVerify:
                 yield chunk ^ damage
 
         monkeypatch.setattr(raw, "chunks", damaged)
-        said = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
-        assert "got other bytes in rows that are not rotated" in said
+        output = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
+        assert "got other bytes in rows that are not rotated" in output
         assert os.listdir(tmp_path) == ["model"]
 
 
@@ -193,8 +195,8 @@ def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        said = run(model, tmp_path / "b", "--to", "interleaved", status=1)
-    assert "must be writable, got No space left on device. Free some space" in said
+        output = run(model, tmp_path / "b", "--to", "interleaved", status=1)
+    assert "must be writable, got No space left on device. Free some space" in output
     assert not (tmp_path / "b").exists()
     run(model, tmp_path / "b", "--to", "interleaved")
     assert sorted(os.listdir(tmp_path)) == ["b", "model"]
@@ -202,6 +204,6 @@ def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_one_writer_at_a_time(model: Path, tmp_path: Path) -> None:
     with _lock.held("convert", tmp_path / ".b.lock", "it"):
-        said = run(model, tmp_path / "b", "--to", "interleaved", status=1)
-    assert f"only one process may write {tmp_path / 'b'} at a time" in said
+        output = run(model, tmp_path / "b", "--to", "interleaved", status=1)
+    assert f"only one process may write {tmp_path / 'b'} at a time" in output
     assert sorted(os.listdir(tmp_path)) == ["model"]

@@ -23,8 +23,8 @@ class TestMeta:
     def meta(self, folder: Path, tensors: dict[str, Any] | object, **params: Any) -> Path:
         folder.mkdir()
         torch.save(tensors, folder / "consolidated.00.pth")
-        said = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 10000.0}
-        (folder / "params.json").write_text(json.dumps(said | params))
+        output = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 10000.0}
+        (folder / "params.json").write_text(json.dumps(output | params))
         return folder
 
     def tensors(self, tmp_path: Path) -> dict[str, torch.Tensor]:
@@ -39,8 +39,8 @@ class TestMeta:
     def test_marked_in_hugging_faces_format(self, model: Path, tmp_path: Path) -> None:
         """Converting only the format moves no row."""
         run(model, tmp_path / "b", "--to", "interleaved")
-        said = run(tmp_path / "b", tmp_path / "c", "--to", "interleaved", "--format", "meta", "--verify")
-        assert "pairing: interleaved, as it is; no rows move" in said
+        output = run(tmp_path / "b", tmp_path / "c", "--to", "interleaved", "--format", "meta", "--verify")
+        assert "pairing: interleaved, as it is; no rows move" in output
         run(model, tmp_path / "d", "--to", "interleaved", "--format", "meta")
         file = "consolidated.00.pth"
         assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "d" / file).read_bytes()
@@ -67,8 +67,8 @@ class TestMeta:
     def test_the_length_is_required(self, tmp_path: Path) -> None:
         source = self.meta(tmp_path / "a", self.tensors(tmp_path))
         refused("max_positions must be passed", source, tmp_path / "b", "--to", "half", target=source)
-        said = run(source, tmp_path / "b", "--to", "half", "--max-positions", 64)
-        assert "note: The tokenizer is not converted" in said
+        output = run(source, tmp_path / "b", "--to", "half", "--max-positions", 64)
+        assert "note: The tokenizer is not converted" in output
 
     def test_a_pickle_that_runs_code(self, tmp_path: Path) -> None:
         class Evil:

@@ -148,8 +148,8 @@ class TestRefusals:
     def test_layers_that_predict_further_tokens(self, tmp_path: Path) -> None:
         """DeepSeek-V3 and GLM have such layers after the last one, with the rope of the last one."""
         source = write_model(tmp_path / "a", config={**CONFIG, "num_hidden_layers": 1, "num_nextn_predict_layers": 1})
-        said = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
-        assert "rows move in 4 tensors" in said
+        output = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
+        assert "rows move in 4 tensors" in output
 
     def test_an_unknown_tensor(self, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", model__layers__0__self_attn__q_extra__weight=torch.ones(32, 32))

@@ -88,9 +88,9 @@ def test_no_key_is_suggested_for_itself(model_type: str) -> None:
         (row["config"] for row in DEFAULTS if row["model_type"] == model_type), {**LLAMA, "model_type": model_type}
     )
     sizes = {"num_layers": 1, "n_head": 2, "n_layer": 1, "kv_channels": 64, "multi_query_group_num": 2}
-    said = refusal({**row, **(sizes if model_type in ("chatglm", "telechat") else {}), "rope_theta": 1e5})
-    assert "Did you mean 'rope_theta'" not in said
-    assert "Did you mean 'base'" not in said
+    message = refusal({**row, **(sizes if model_type in ("chatglm", "telechat") else {}), "rope_theta": 1e5})
+    assert "Did you mean 'rope_theta'" not in message
+    assert "Did you mean 'base'" not in message
 
 
 def test_two_values_that_disagree() -> None:
@@ -114,8 +114,8 @@ def test_the_reason_why_a_value_is_refused() -> None:
 def test_files_of_other_programs() -> None:
     for name in ("299.json", "300.json"):  # ExecuTorch
         assert "as transformers writes it; other programs use other keys." in refusal(RELEASED[name])
-    said = refusal(RELEASED["311.json"])
-    (factor,) = re.findall(r"Pass factor=([\d.]+) \(Llama 3\.2 Vision\)", said)
+    message = refusal(RELEASED["311.json"])
+    (factor,) = re.findall(r"Pass factor=([\d.]+) \(Llama 3\.2 Vision\)", message)
     assert from_config(RELEASED["311.json"], factor=float(factor)).rope.scaling.factor == 8.0  # type: ignore[union-attr]
 
 

@@ -39,24 +39,27 @@ def facts(length: int | None = None) -> dict[str, Any]:
 
 
 def test_facts_of_llama_31() -> None:
-    said = facts()
+    explanation = facts()
     exact = np.array(oracle.by_parts(5e5, 128, 8, 1, 4, 8192), float)
-    np.testing.assert_allclose(said["inv_freq"], exact, rtol=1e-14)
-    np.testing.assert_allclose(said["wavelength"], 2 * math.pi / exact, rtol=1e-14)
+    np.testing.assert_allclose(explanation["inv_freq"], exact, rtol=1e-14)
+    np.testing.assert_allclose(explanation["wavelength"], 2 * math.pi / exact, rtol=1e-14)
     slowed = np.array(oracle.inv_freq(5e5, 128), float) / exact
-    np.testing.assert_allclose(said["slowed_by"], slowed, rtol=1e-14)
-    assert said["full_turns_when_trained"] == (2 * math.pi / np.array(oracle.inv_freq(5e5, 128), float) <= 8192).sum()
-    assert said["full_turns_at_length"] is None
+    np.testing.assert_allclose(explanation["slowed_by"], slowed, rtol=1e-14)
+    assert (
+        explanation["full_turns_when_trained"]
+        == (2 * math.pi / np.array(oracle.inv_freq(5e5, 128), float) <= 8192).sum()
+    )
+    assert explanation["full_turns_at_length"] is None
     assert facts(100_000)["full_turns_at_length"] == (2 * math.pi / exact <= 100_000).sum()
 
 
 def test_facts_are_json() -> None:
-    said = from_config(LLAMA31).facts(4096)
-    assert json.loads(json.dumps(said, allow_nan=False)) == said
+    explanation = from_config(LLAMA31).facts(4096)
+    assert json.loads(json.dumps(explanation, allow_nan=False)) == explanation
 
 
 def test_text_of_llama_31() -> None:
-    said = from_config(LLAMA31).explain()
+    explanation = from_config(LLAMA31).explain()
     for line in (
         "config (model_type llama)",
         "layers 0-31 of 32",
@@ -71,9 +74,9 @@ def test_text_of_llama_31() -> None:
         f"{'head_dim':<32}  hidden_size / num_attention_heads",
         f"{'scaling':<32}  rope_scaling.rope_type",
     ):
-        assert line in said
-    assert "warnings" not in said
-    assert "at length" not in said
+        assert line in explanation
+    assert "warnings" not in explanation
+    assert "at length" not in explanation
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_length_must_be_one(length: Any) -> None:
 
 def test_layers_that_differ_are_listed_separately() -> None:
     local, far = Rope(8, 1e4, "interleaved"), Rope(16, 1e6, "half", rotary_dim=4, rotary_offset=8, scaling=Linear(8))
-    said = ModelRopes(layers=(local, far, local, None), model_type="test", source="here").explain()
+    explanation = ModelRopes(layers=(local, far, local, None), model_type="test", source="here").explain()
     for line in (
         "layers 0, 2 of 4",
         "channel 2i rotates with 2i + 1 (GPT-J, Meta's Llama)",
@@ -113,17 +116,17 @@ def test_layers_that_differ_are_listed_separately() -> None:
         "pairs 0-1 by a factor of 8",
         "layers 3 of 4\n  no rotation",
     ):
-        assert line in said
+        assert line in explanation
 
 
 def test_axes_in_words() -> None:
     """Linear scaling slows pairs of each axis, and the frequencies may start again for each axis."""
     axes = Axes.axial((4, 8))
     ropes = ModelRopes((Rope(12, 1e4, "half", scaling=Linear(2), axes=axes),), "test", "here", axis_names=("h", "w"))
-    said = ropes.facts()
-    assert said["axis_names"] == ["h", "w"]
-    assert said["ropes"][0]["rope"]["axes"]["axis"] == [0, 0, 1, 1, 1, 1]
-    assert said["ropes"][0]["rope"]["slowed_by"] == [2.0] * 6
+    explanation = ropes.facts()
+    assert explanation["axis_names"] == ["h", "w"]
+    assert explanation["ropes"][0]["rope"]["axes"]["axis"] == [0, 0, 1, 1, 1, 1]
+    assert explanation["ropes"][0]["rope"]["slowed_by"] == [2.0] * 6
     assert "axes              2 positions for each token; h: pairs 0-1; w: pairs 2-5\n" in ropes.explain()
     for axes, words in (
         (
@@ -141,8 +144,8 @@ def test_axes_in_words() -> None:
 
 def test_attention_factor_in_words() -> None:
     rope = Rope(8, 1e4, "half", scaling=YaRN(16, 64))
-    said = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
-    assert "1.27726 multiplies cos and sin, so attention scores are multiplied by 1.63139" in said
+    explanation = ModelRopes(layers=(rope,), model_type="test", source="here").explain()
+    assert "1.27726 multiplies cos and sin, so attention scores are multiplied by 1.63139" in explanation
 
 
 def test_ranges() -> None:
@@ -155,7 +158,7 @@ def test_what_the_architecture_does_in_addition() -> None:
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
     sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128, "num_hidden_layers": 2}
     ropes = from_config({"model_type": "deepseek_v32", "rope_theta": 1e4, "rope_scaling": yarn, **sizes})
-    said = ropes.explain()
+    explanation = ropes.explain()
     for line in (
         "channels          128 to 191 of 192 rotate, in 32 pairs",
         "a second rope in each layer: indexer",
@@ -163,7 +166,7 @@ def test_what_the_architecture_does_in_addition() -> None:
         "the softmax scale of the attention is multiplied by 1.87385",
         "pairs are read interleaved and written in half order; scores are the same",
     ):
-        assert line in said
+        assert line in explanation
     facts = ropes.facts()
     assert facts["others"]["indexer"]["pairing"] == "half"
     assert facts["softmax_factor"] == pytest.approx((0.1 * math.log(40) + 1) ** 2)
@@ -171,13 +174,13 @@ def test_what_the_architecture_does_in_addition() -> None:
 
 
 def test_query_scales_in_words() -> None:
-    def said(**scale: Any) -> str:
+    def explanation(**scale: Any) -> str:
         rope = Rope(8, 1e4, "half")
         return ModelRopes((rope,), "test", "here", query_scale=QueryScale(**scale)).explain()
 
-    assert "q is multiplied by 0.125\n" in said(constant=0.125)
-    assert "q and k are multiplied by 0.125\n" in said(constant=0.125, scales_keys=True)
-    growing = said(beta=0.1, original_max_position_embeddings=8192)
+    assert "q is multiplied by 0.125\n" in explanation(constant=0.125)
+    assert "q and k are multiplied by 0.125\n" in explanation(constant=0.125, scales_keys=True)
+    growing = explanation(beta=0.1, original_max_position_embeddings=8192)
     assert "q is multiplied by 1 + 0.1 ln(1 + floor(position / 8192))" in growing
 
 
@@ -209,8 +212,8 @@ def test_several_axes() -> None:
     ropes = ModelRopes((rope,), "test", "here")
     assert "axes              2 positions for each token; 0: pairs 2-7; 1: pairs 0-1" in ropes.explain()
     assert "pairs 0-7 by a factor of 2" in ropes.explain()
-    said = ropes.facts()["ropes"][0]["rope"]["axes"]
-    assert json.loads(json.dumps(said)) == {
+    explanation = ropes.facts()["ropes"][0]["rope"]["axes"]
+    assert json.loads(json.dumps(explanation)) == {
         "count": 2,
         "pattern": "Axes.axial((4, 12), order=(1, 0))",
         "axis": [1, 1, 0, 0, 0, 0, 0, 0],

@@ -150,12 +150,12 @@ class TestSections:
             config = {**QWEN2_VL, "model_type": model_type, "rope_scaling": {"rope_type": "default", key: value}}
             with pytest.raises(RopeError) as raised:
                 from_config(config, **how)  # type: ignore[arg-type]
-            said = str(raised.value)
+            message = str(raised.value)
             assert (
-                f"rope_scaling.{key} must not be given, since ropewalk knows this model_type with one position" in said
+                f"rope_scaling.{key} must not be given, since ropewalk knows this model_type with one position" in message
             )
-            assert "to several axes: build Rope(..., axes=Axes.sections(...)) by hand" in said
-            assert said.endswith(f"For text alone, pass ignore=('rope_scaling.{key}',).")
+            assert "to several axes: build Rope(..., axes=Axes.sections(...)) by hand" in message
+            assert message.endswith(f"For text alone, pass ignore=('rope_scaling.{key}',).")
             assert from_config(config, **how, ignore=(f"rope_scaling.{key}",)).rope.axes is None  # type: ignore[arg-type]
 
     def test_what_writing_refuses(self) -> None:

@@ -30,8 +30,8 @@ LIBRARIES = {
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_forms(path: Path) -> None:
-    said = runpy.run_path(str(path))
-    report = conformance.check(f"{path}:{said['TARGET']}", **said["GIVEN"])
+    example = runpy.run_path(str(path))
+    report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
     assert report.verdict == "right", str(report)
     assert all(grade.right is not False for grade in report.grades)
 

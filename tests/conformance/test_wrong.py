@@ -32,8 +32,8 @@ ALSO = {
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_bug_in_the_file_name_is_the_only_finding(path: Path) -> None:
-    said = runpy.run_path(str(path))
-    report = conformance.check(f"{path}:{said['TARGET']}", **said["GIVEN"])
+    example = runpy.run_path(str(path))
+    report = conformance.check(f"{path}:{example['TARGET']}", **example["GIVEN"])
     bug = bug_of(path)
     assert report.codes[0] == bug, str(report)
     assert report.verdict == ("wrong" if BUGS[bug].severity == "wrong" else "right")

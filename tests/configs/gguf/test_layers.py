@@ -270,10 +270,10 @@ def test_axes(path: Path, architecture: str, sections: list[int], axis: list[int
     assert ropes.layers == (dataclasses.replace(HALF, axes=axes),) * 2
     assert ropes.axis_names == ("time", "height", "width", "fourth row")[: axes.count]
     assert ropes.origins["axes"].endswith(SECTIONS)
-    said = [f"covers {sum(sections)} pairs, but 8 rotate: llama.cpp"] * (sum(sections) != 8)
-    said += ["a fourth row of positions filled with 0"] * (3 in axis)
-    assert len(ropes.warnings) == len(said)
-    assert all(words in warning for words, warning in zip(said, ropes.warnings, strict=True))
+    expected = [f"covers {sum(sections)} pairs, but 8 rotate: llama.cpp"] * (sum(sections) != 8)
+    expected += ["a fourth row of positions filled with 0"] * (3 in axis)
+    assert len(ropes.warnings) == len(expected)
+    assert all(words in warning for words, warning in zip(expected, ropes.warnings, strict=True))
     assert not any("but 8 rotate" in warning for warning in text.warnings)
 
 
