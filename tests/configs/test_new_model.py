@@ -29,10 +29,10 @@ class Heron(Architecture):
         return [ALL if i % 2 else NO_ROPE for i in range(self.number_of_layers(c))]
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        collected = super().collect(c, name, kind, layers)
+        rope_keys = super().collect(c, name, kind, layers)
         thousands = c.fields.get("rope_thousands")
-        c.add(collected, "rope_theta", thousands and 1000.0 * c.fields.size("rope_thousands"), "rope_thousands")
-        return collected
+        c.add(rope_keys, "rope_theta", thousands and 1000.0 * c.fields.size("rope_thousands"), "rope_thousands")
+        return rope_keys
 
 
 HERON = Heron(source="a pond", pairing="interleaved", partial=0.5, kinds={ALL: Kind(bases=())}, in_transformers=False)

@@ -152,7 +152,8 @@ class TestSections:
                 from_config(config, **how)  # type: ignore[arg-type]
             message = str(raised.value)
             assert (
-                f"rope_scaling.{key} must not be given, since ropewalk knows this model_type with one position" in message
+                f"rope_scaling.{key} must not be given, since ropewalk knows this model_type with one position"
+                in message
             )
             assert "to several axes: build Rope(..., axes=Axes.sections(...)) by hand" in message
             assert message.endswith(f"For text alone, pass ignore=('rope_scaling.{key}',).")

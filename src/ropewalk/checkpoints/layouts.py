@@ -101,17 +101,17 @@ _MAGNITUDE_WEIGHT = "lora_magnitude_vector.weight"
 _UNCHANGED_PARAMETERS = frozenset({"lora_A.weight"})
 
 
-def _concatenated(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
+def _starts_by_role(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
     """Return the first row of each head if a tensor has all heads of q, then of k, then of v (Phi-3, ModernBERT)."""
     return {"q": [i * head for i in range(queries)], "k": [(queries + i) * head for i in range(keys)]}
 
 
-def _by_head(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
+def _starts_by_head(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
     """Return the first row of each head if a tensor has the q, k and v of one head after another (GPT-NeoX)."""
     return {"q": [3 * i * head for i in range(queries)], "k": [(3 * i + 1) * head for i in range(queries)]}
 
 
-def _by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
+def _starts_by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
     """Return the first row of each head if a tensor has one group after another (Falcon's new decoder).
 
     A group is the heads of q that share a head of k, then that head of k, then its head of v.
@@ -121,32 +121,32 @@ def _by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
     return {"q": [g + j * head for g in group for j in range(share)], "k": [g + share * head for g in group]}
 
 
-def _codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
+def _starts_of_codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
     """Return the first row of each head if a tensor has four blocks of a quarter of q, of v and of k (CodeGen)."""
     quarter = queries // 4
     starts = [block * 3 * quarter + i for block in range(4) for i in range(quarter)]
     return {"q": [s * head for s in starts], "k": [(s + 2 * quarter) * head for s in starts]}
 
 
-def _falcon(config: Mapping[str, Any]) -> Callable[[int, int, int], dict[Role, list[int]]]:
+def _starts_of_falcon(config: Mapping[str, Any]) -> Callable[[int, int, int], dict[Role, list[int]]]:
     if config.get("new_decoder_architecture", False):
-        return _by_group
-    return _concatenated if config.get("multi_query", True) else _by_head
+        return _starts_by_group
+    return _starts_by_role if config.get("multi_query", True) else _starts_by_head
 
 
 _Fusion = Callable[[Mapping[str, Any]], Callable[[int, int, int], dict[Role, list[int]]]]
 FUSED: dict[str, tuple[str, _Fusion]] = {
-    "phi3": ("qkv_proj", lambda config: _concatenated),
-    "modernbert": ("Wqkv", lambda config: _concatenated),
-    "molmo2_text": ("att_proj", lambda config: _concatenated),
-    "nomic_bert": ("Wqkv", lambda config: _concatenated),
-    "jina_embeddings_v3": ("Wqkv", lambda config: _concatenated),
-    "gte": ("qkv_proj", lambda config: _concatenated),
-    "gpt_neox": ("query_key_value", lambda config: _by_head),
-    "gpt_neox_japanese": ("query_key_value", lambda config: _by_head),
-    "persimmon": ("query_key_value", lambda config: _by_head),
-    "falcon": ("query_key_value", _falcon),
-    "codegen": ("qkv_proj", lambda config: _codegen),
+    "phi3": ("qkv_proj", lambda config: _starts_by_role),
+    "modernbert": ("Wqkv", lambda config: _starts_by_role),
+    "molmo2_text": ("att_proj", lambda config: _starts_by_role),
+    "nomic_bert": ("Wqkv", lambda config: _starts_by_role),
+    "jina_embeddings_v3": ("Wqkv", lambda config: _starts_by_role),
+    "gte": ("qkv_proj", lambda config: _starts_by_role),
+    "gpt_neox": ("query_key_value", lambda config: _starts_by_head),
+    "gpt_neox_japanese": ("query_key_value", lambda config: _starts_by_head),
+    "persimmon": ("query_key_value", lambda config: _starts_by_head),
+    "falcon": ("query_key_value", _starts_of_falcon),
+    "codegen": ("qkv_proj", lambda config: _starts_of_codegen),
 }
 """Maps a model_type to the tensor that holds q, k and v, and to their order in it, as transformers 5.23 splits it."""
 _GATED = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
@@ -224,7 +224,7 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
         if queries is None or keys is None:
             must = f"the config must state the number of heads of {name}"
             raise _checks.error("convert", must, "none", "Add num_attention_heads and num_key_value_heads.")
-        rows = (queries + 2 * (queries if fusion(config) in (_by_head, _codegen) else keys)) * whole
+        rows = (queries + 2 * (queries if fusion(config) in (_starts_by_head, _starts_of_codegen) else keys)) * whole
     else:
         stride = 2 * whole if role == "q" and config.get("model_type") in _GATED else whole
         count = count if count is not None else shape[0] // stride if shape else 0
@@ -241,8 +241,8 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
     if parameter == "weight" and module != "q_b_proj" and heads.width is not None and shape[1] != heads.width:
         _refuse_shape(name, shape, f"{heads.width} columns")
     return [
-        Part(at.layer, role, "proj", tuple(s + rope.rotary_offset for s in found), rope.rotary_dim)
-        for role, found in starts.items()
+        Part(at.layer, role, "proj", tuple(s + rope.rotary_offset for s in role_starts), rope.rotary_dim)
+        for role, role_starts in starts.items()
     ]
 
 
@@ -275,5 +275,5 @@ def _check_counts(name: str, heads: Heads) -> tuple[int | None, int | None]:
 _OTHER_CONFIG = "Use the config that belongs to these weights."
 
 
-def _refuse_shape(name: str, shape: tuple[int, ...], wanted: str) -> None:
-    raise _checks.error("convert", f"{name} must have {wanted} by its config", f"the shape {shape}", _OTHER_CONFIG)
+def _refuse_shape(name: str, shape: tuple[int, ...], expected: str) -> None:
+    raise _checks.error("convert", f"{name} must have {expected} by its config", f"the shape {shape}", _OTHER_CONFIG)

@@ -136,10 +136,10 @@ def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
     if config.get("model_type") != "llama":
         must, fix = "the model must be a Llama for Meta's format", "Use --format hf."
         raise _checks.error("convert", must, _checks.shown(config.get("model_type")), fix)
-    for key, wanted in _PLAIN.items():
-        if config.get(key, wanted) != wanted:
+    for key, required in _PLAIN.items():
+        if config.get(key, required) != required:
             fix = "Meta's code supports no other value. Use --format hf."
-            raise _checks.error("convert", f"{key} must be {wanted!r}", _checks.shown(config[key]), fix)
+            raise _checks.error("convert", f"{key} must be {required!r}", _checks.shown(config[key]), fix)
     rope, sizes = ropes.rope, {}
     for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
         sizes[key] = _checks.integer("config.json", key, config.get(key), at_least=1)

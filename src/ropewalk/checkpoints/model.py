@@ -122,8 +122,8 @@ def read(
     )
 
 
-def _refuse(refused: bool, name: str, value: object, kind: str) -> None:
-    if refused and value is not None:
+def _refuse(is_refused: bool, name: str, value: object, kind: str) -> None:
+    if is_refused and value is not None:
         raise _checks.error("convert", f"{name} is for {kind} only", _checks.shown(value), "Do not pass it.")
 
 
@@ -178,7 +178,7 @@ def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore
     file = base_config / "config.json" if base_config.is_dir() else base_config
     config, ropes, own, _ = _config(file, pairing, ignore)
     tensors, metadata = shards.header(folder / shards.ADAPTER)
-    marked = metadata.get(PAIRING_KEY)
+    marked_pairing = metadata.get(PAIRING_KEY)
     companion_files, unread_weights = _other_files(folder, {shards.ADAPTER, ADAPTER_CONFIG})
     return Checkpoint(
         folder=folder,
@@ -186,7 +186,7 @@ def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore
         config=config,
         own_config=own_config,
         ropes=ropes,
-        pairing=own if marked is None else _checks.check_pairing(f"{folder / shards.ADAPTER}", marked),
+        pairing=own if marked_pairing is None else _checks.check_pairing(f"{folder / shards.ADAPTER}", marked_pairing),
         native_pairing=own,
         files={shards.ADAPTER: tensors},
         metadata={shards.ADAPTER: metadata},
@@ -232,12 +232,12 @@ def read_json(file: Path) -> dict[str, Any]:
         RopeError: the file cannot be read, or contains something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
         raise _checks.unreadable(str(file), e) from e
-    if not isinstance(found, dict):
-        raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(found), "Download it again.")
-    return found
+    if not isinstance(content, dict):
+        raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(content), "Download it again.")
+    return content
 
 
 def row_keys(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -37,13 +37,13 @@ def pieces(folder: Path) -> list[Path]:
     Raises:
         RopeError: there are no files, or one is missing.
     """
-    found = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name))
-    numbers = [int(NAME.fullmatch(path.name)[1]) for path in found]  # type: ignore[index]
-    if numbers != list(range(len(found))) or not found:
-        came = ", ".join(path.name for path in found[:4]) or "none"
+    paths = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name))
+    numbers = [int(NAME.fullmatch(path.name)[1]) for path in paths]  # type: ignore[index]
+    if numbers != list(range(len(paths))) or not paths:
+        came = ", ".join(path.name for path in paths[:4]) or "none"
         must = f"{folder} must hold consolidated.00.pth and the files that follow it, without a gap"
         raise _checks.error("convert", must, came, "Download or copy the missing files.")
-    return found
+    return paths
 
 
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
@@ -56,23 +56,23 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
 
     must = f"{file} must be a file that torch.save wrote, and contain only tensors"
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         members = _members(file)
     except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, KeyError, ValueError) as e:
         came = f"one that cannot be read ({str(e).strip().splitlines()[0][:200] if str(e) else type(e).__name__})"
         raise _checks.error("convert", must, came, "Download or copy it again.") from e
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise _checks.error("convert", must, _checks.shown(type(found)), "Save only the state_dict.")
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise _checks.error("convert", must, _checks.shown(type(loaded)), "Save only the state_dict.")
     names = {getattr(torch, name): dtype for dtype, name in _DTYPES.items()}
     # The file is mapped as a whole, so distances in memory equal those in the file.
-    mapped = sorted({tensor.untyped_storage().data_ptr() for tensor in found.values()})
+    mapped = sorted({tensor.untyped_storage().data_ptr() for tensor in loaded.values()})
     base = mapped[0] - members[0] if mapped and members else 0
     if [begin - base for begin in mapped] != members:
         must = f"{file} must be little-endian, and hold each storage of its tensors once"
-        came = f"{len(members)} storages for {len(found)} tensors"
+        came = f"{len(members)} storages for {len(loaded)} tensors"
         raise _checks.error("convert", must, came, "Save it again with torch.save.")
     tensors = {}
-    for name, tensor in found.items():
+    for name, tensor in loaded.items():
         dtype = names.get(tensor.dtype)
         if dtype is None or not tensor.is_contiguous():
             must = f"{name} of {file.name} must be a contiguous tensor of {', '.join(_DTYPES.values())}"

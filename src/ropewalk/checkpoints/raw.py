@@ -94,13 +94,13 @@ class JoinedTensor:
         """Read rows from the pieces that contain them, as in `Tensor`."""
         if self.axis == 1:
             return np.concatenate([piece.read(first, last) for piece in self.pieces], axis=1)
-        found, begin = [], 0
+        parts, begin = [], 0
         for piece in self.pieces:
             end = begin + piece.shape[0]
             if first < end and begin < last:
-                found.append(piece.read(max(first, begin) - begin, min(last, end) - begin))
+                parts.append(piece.read(max(first, begin) - begin, min(last, end) - begin))
             begin = end
-        return np.concatenate(found) if found else np.empty((0, row_bytes(self)), np.uint8)
+        return np.concatenate(parts) if parts else np.empty((0, row_bytes(self)), np.uint8)
 
 
 @dataclass(frozen=True, eq=False)

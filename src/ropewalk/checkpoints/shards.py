@@ -90,13 +90,13 @@ def _weight_map(index: Path) -> Mapping[str, object]:
     try:
         if index.stat().st_size > _MAX_INDEX_BYTES:
             raise ValueError(f"more than {_MAX_INDEX_BYTES:,} bytes")
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(found, dict) or not found:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError("its weight_map is not an object with entries")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         must, came = f"{index} must be JSON with a weight_map", f"{type(e).__name__}: {_checks.shown(str(e))}"
         raise _checks.error("convert", must, came, "Download or copy it again.") from e
-    return found
+    return weight_map
 
 
 def tensors_of(folder: Path) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, str]]]:

@@ -48,7 +48,7 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
     if before.keys() - after.keys():
         _refuse(min(before.keys() - after.keys()), "no such tensor")
     for name, tensor in before.items():
-        _check_unmoved(name, tensor, after[name], plan.parts.get(name, []))
+        _check_unrotated_rows(name, tensor, after[name], plan.parts.get(name, []))
     generator = torch.Generator().manual_seed(0)
     layers: dict[int, dict[str, list[tuple[str, Part]]]] = {}
     for name, parts in plan.parts.items():
@@ -77,7 +77,7 @@ def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _check_unmoved(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:
+def _check_unrotated_rows(name: str, before: Tensor, after: Tensor, parts: list[Part]) -> None:
     """Raise a RopeError if a row that is not rotated has changed."""
     if (before.dtype, before.shape) != (after.dtype, after.shape):
         _refuse(name, f"{after.dtype} of shape {after.shape} instead of {before.dtype} of shape {before.shape}")

@@ -34,7 +34,7 @@ def check_target(plan: Plan, folder: Path) -> None:
         fix = "Pass a new folder, because existing files are never replaced."
         raise _checks.error("convert", f"{folder} must not exist yet", "an existing file or folder", fix)
     above = next(path for path in target.parents if path.exists())
-    free, needed = shutil.disk_usage(above).free + _written_bytes(_unfinished(folder)), plan.nbytes
+    free, needed = shutil.disk_usage(above).free + _written_bytes(_hidden_folder(folder)), plan.nbytes
     if free < needed:
         must = f"{above} must have {needed:,} bytes of free space"
         raise _checks.error("convert", must, f"{free:,}", "Free some space, or pass another folder.")
@@ -55,7 +55,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
     """
     check_target(plan, folder)
     target = folder.resolve()
-    unfinished = _unfinished(folder)
+    unfinished = _hidden_folder(folder)
     with _lock.held("convert", target.with_name(f".{target.name}.lock"), str(folder)):
         try:
             _prepare(unfinished, _state(plan))
@@ -81,7 +81,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
             raise _checks.error("convert", must, e.strerror or str(e), fix) from e
 
 
-def _unfinished(folder: Path) -> Path:
+def _hidden_folder(folder: Path) -> Path:
     target = folder.resolve()
     return target.with_name(f".{target.name}.unfinished")
 

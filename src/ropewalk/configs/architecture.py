@@ -120,11 +120,11 @@ class Architecture:
             if kind is None or c.is_null_kind(kind.section or name):
                 ropes[name] = None
                 continue
-            collected = self.collect(c, name, kind, layers)
-            base = self.base(c, name, kind, collected)
-            scheme = c.scheme(collected, self.other_keys())
-            head_dim, rotary_dim, offset = self.shape(c, name, kind, collected, scheme, layers)
-            axes = self.axes_of(c, collected, rotary_dim)
+            rope_keys = self.collect(c, name, kind, layers)
+            base = self.base(c, name, kind, rope_keys)
+            scheme = c.scheme(rope_keys, self.other_keys())
+            head_dim, rotary_dim, offset = self.shape(c, name, kind, rope_keys, scheme, layers)
+            axes = self.axes_of(c, rope_keys, rotary_dim)
             with c.fields.prefix_errors():
                 rope = Rope(
                     head_dim, base, pairing, rotary_dim=rotary_dim, rotary_offset=offset, scaling=scheme, axes=axes
@@ -153,8 +153,8 @@ class Architecture:
         """Raise a RopeError if a key in `fixed` has an unsupported value, and add the warnings about several axes."""
         for key, (value, other_meaning) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
-                stated = shown(c.fields.get(key))
-                raise c.fields.error(key, f"must be {shown(value)}", stated, f"Not supported yet: {other_meaning}.")
+                received = shown(c.fields.get(key))
+                raise c.fields.error(key, f"must be {shown(value)}", received, f"Not supported yet: {other_meaning}.")
         if self.axes is not None and c.text_only:
             c.warnings.append(TEXT_ONLY)
         elif self.axes is not None and self.axes.warning:
@@ -165,11 +165,11 @@ class Architecture:
         beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
         return beta | (frozenset() if self.axes is None else self.axes.other_keys)
 
-    def axes_of(self, c: Reader, collected: dict[str, ConfigValue], rotary_dim: int) -> Axes | None:
+    def axes_of(self, c: Reader, rope_keys: dict[str, ConfigValue], rotary_dim: int) -> Axes | None:
         """Return the axis of each pair of a kind of layer, or None if tokens have one position."""
         if self.axes is None or c.text_only:
             return None
-        axes, where = self.axes.read(c.fields, collected, rotary_dim // 2, self.name_and_source(c))
+        axes, where = self.axes.read(c.fields, rope_keys, rotary_dim // 2, self.name_and_source(c))
         c.record_origin("axes", where)
         return axes
 
@@ -200,9 +200,9 @@ class Architecture:
             origins["layer_types"] = f"sliding_window is null, so {effect}"
             return [self.null_window] * count
         if self.pattern is not None and self.pattern.overrides_layer_types:
-            decided = self.pattern.kinds(fields, count, origins)
-            if decided is not None:
-                return decided
+            kinds = self.pattern.kinds(fields, count, origins)
+            if kinds is not None:
+                return kinds
         if set(self.kinds) == {ALL}:
             return [ALL] * count
         kinds = read_kinds(fields, "layer_types", self.kinds, count, origins)
@@ -228,25 +228,25 @@ class Architecture:
         Raises:
             RopeError: two keys state different values for the same parameter.
         """
-        collected: dict[str, ConfigValue] = {}
+        rope_keys: dict[str, ConfigValue] = {}
         for key in kind.bases:
-            c.add(collected, "rope_theta", c.fields.get(key), key)
+            c.add(rope_keys, "rope_theta", c.fields.get(key), key)
         for key in self.partial_keys:
-            c.add(collected, "partial_rotary_factor", c.fields.get(key), key)
-        c.add(collected, TRAINED, c.fields.get(TRAINED), TRAINED)
-        self.add_sections(c, collected, name, kind)
-        return collected
+            c.add(rope_keys, "partial_rotary_factor", c.fields.get(key), key)
+        c.add(rope_keys, TRAINED, c.fields.get(TRAINED), TRAINED)
+        self.add_sections(c, rope_keys, name, kind)
+        return rope_keys
 
-    def add_sections(self, c: Reader, collected: dict[str, ConfigValue], name: str, kind: Kind) -> None:
+    def add_sections(self, c: Reader, rope_keys: dict[str, ConfigValue], name: str, kind: Kind) -> None:
         """Add the keys of `rope_scaling` and `rope_parameters` for a kind of layer."""
         for section in c.sections:
             if section == "rope_parameters" and c.nested:
                 sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
-                c.add_nested(collected, kind.section or name, sections)
+                c.add_nested(rope_keys, kind.section or name, sections)
             else:
-                c.add_flat(collected, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
+                c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
 
-    def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
+    def base(self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue]) -> float:
         """Return the base of a kind of layer, stated by the config, passed by the caller, or implied."""
         implied = None if kind.implied_base is None else (kind.implied_base, self.name_and_source(c))
         if kind.bases:
@@ -254,14 +254,14 @@ class Architecture:
         else:
             section = kind.section or (name if len(self.kinds) > 1 and not self.flat else "")
             key = ".".join(filter(None, ("rope_parameters", section, "rope_theta")))
-        return c.base(collected, implied, key=key, newer="rope_theta" in kind.bases)
+        return c.base(rope_keys, implied, key=key, newer="rope_theta" in kind.bases)
 
     def shape(
         self,
         c: Reader,
         name: str,
         kind: Kind,
-        collected: dict[str, ConfigValue],
+        rope_keys: dict[str, ConfigValue],
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:
@@ -271,7 +271,7 @@ class Architecture:
             return head_dim, head_dim, 0
         return (
             head_dim,
-            c.rotary_dim(collected, head_dim, share=self.partial, dim_key=self.dim_key, source=self.name_and_source(c)),
+            c.rotary_dim(rope_keys, head_dim, share=self.partial, dim_key=self.dim_key, source=self.name_and_source(c)),
             0,
         )
 
@@ -297,10 +297,10 @@ class Architecture:
 
     def query_scale(self, c: Reader) -> QueryScale | None:
         """Return the factor by which the model multiplies q in addition to the rotation, or None if there is none."""
-        found = c.section_value("llama_4_scaling_beta") if self.query_beta else None
-        if found is None:
+        entry = c.section_value("llama_4_scaling_beta") if self.query_beta else None
+        if entry is None:
             return None
-        section, beta = found
+        section, beta = entry
         where = f"{section}.llama_4_scaling_beta"
         c.origins["query_scale"] = where
         length = c.sections[section].get(TRAINED)

@@ -21,7 +21,7 @@ TEXT_ONLY = "text only: the several axes of the positions of images and video ar
 """The warning of `from_config(text_only=True)`."""
 
 
-def interleaved(sections: tuple[int, ...], pairs: int) -> Axes:
+def interleaved_axes(sections: tuple[int, ...], pairs: int) -> Axes:
     """Return `Axes.interleaved`. Pairs beyond the sum of the sections (only with class defaults) use the first axis."""
     if sum(sections) == pairs:
         return Axes.interleaved(sections)
@@ -69,12 +69,12 @@ class AxesRule:
         """The keys of `rope_parameters` that concern axes and not frequencies."""
         return frozenset((*self.keys, *_FLAGS))
 
-    def read(self, fields: Fields, collected: Mapping[str, ConfigValue], pairs: int, source: str) -> tuple[Axes, str]:
+    def read(self, fields: Fields, rope_keys: Mapping[str, ConfigValue], pairs: int, source: str) -> tuple[Axes, str]:
         """Return the axes of a kind of layer, and the key that they came from.
 
         Args:
             fields: the config, for messages.
-            collected: the rope keys of this kind of layer.
+            rope_keys: the rope keys of this kind of layer.
             pairs: the number of pairs that rotate.
             source: model_type and source of the row.
 
@@ -83,8 +83,8 @@ class AxesRule:
         """
         if not self.keys:
             return self.pattern((), pairs), f"implied by model_type {source}"
-        self._check_flags(fields, collected, source)
-        entries = [collected[key] for key in self.keys if key in collected]
+        self._check_flags(fields, rope_keys, source)
+        entries = [rope_keys[key] for key in self.keys if key in rope_keys]
         for entry in entries[1:]:
             if entry.value != entries[0].value:
                 must = f"must agree with {entries[0].where}, which is {shown(entries[0].value)}"
@@ -108,15 +108,15 @@ class AxesRule:
 
     def sections(self, axes: Axes) -> list[int] | None:
         """Return the sections that a config must state for these axes, or None if this rule cannot express them."""
-        found = tuple(axes.axis.count(a) for a in self.order or range(axes.count))
-        return list(found) if self.pattern(found, axes.pairs) == axes else None
+        counts = tuple(axes.axis.count(a) for a in self.order or range(axes.count))
+        return list(counts) if self.pattern(counts, axes.pairs) == axes else None
 
-    def _check_flags(self, fields: Fields, collected: Mapping[str, ConfigValue], source: str) -> None:
+    def _check_flags(self, fields: Fields, rope_keys: Mapping[str, ConfigValue], source: str) -> None:
         for flag in _FLAGS:
-            if flag in collected and collected[flag].value is not self.is_interleaved:
+            if flag in rope_keys and rope_keys[flag].value is not self.is_interleaved:
                 must = f"must be {str(self.is_interleaved).lower()}, as in {source}"
                 cure = "Check that the config belongs to this model_type."
-                raise fields.error(collected[flag].where, must, shown(collected[flag].value), cure)
+                raise fields.error(rope_keys[flag].where, must, shown(rope_keys[flag].value), cure)
 
     def _sections(self, fields: Fields, entry: ConfigValue) -> tuple[int, ...]:
         value, most = entry.value, len(self.names)
@@ -133,8 +133,8 @@ class AxesRule:
 
 
 QWEN2_VL = AxesRule((16, 24, 24))
-QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved, is_interleaved=True)
-QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved, is_interleaved=True)
+QWEN3_VL = AxesRule((24, 20, 20), pattern=interleaved_axes, is_interleaved=True)
+QWEN3_5 = AxesRule((11, 11, 10), pattern=interleaved_axes, is_interleaved=True)
 GLM4V = AxesRule((8, 12, 12))
 ERNIE = AxesRule((22, 22, 20), pattern=time_last, order=(1, 2, 0))
 NEOMME = AxesRule(None, names=("row", "column"), pattern=half_for_each, is_interleaved=True, keys=())

@@ -253,13 +253,13 @@ def _channels(fields: Fields, row: Denoiser, head_dim: int) -> tuple[int, ...]:
     """Return the number of channels of each axis."""
     if not isinstance(row.channels, tuple):
         return row.channels(head_dim)
-    stated = fields.get(row.key)
-    if stated is None:
+    numbers = fields.get(row.key)
+    if numbers is None:
         return row.channels
-    if not isinstance(stated, list | tuple) or len(stated) != len(row.axis_names):
+    if not isinstance(numbers, list | tuple) or len(numbers) != len(row.axis_names):
         must = f"must be a list of {len(row.axis_names)} numbers of channels: {', '.join(row.axis_names)}"
-        raise fields.error(row.key, must, shown(stated), "Check that it is the list of this model.")
+        raise fields.error(row.key, must, shown(numbers), "Check that it is the list of this model.")
     return tuple(
         integer(fields.source, f"{row.key}[{i}]", value, at_least=2, at_most=MAX_HEAD_DIM)
-        for i, value in enumerate(stated)
+        for i, value in enumerate(numbers)
     )

@@ -31,15 +31,15 @@ def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) 
     Returns:
         A dict from the paths of the keys, e.g. "rope_scaling.attn_factor", to their values.
     """
-    found = {}
+    engine_keys = {}
     inside = any(section in path.split(".") for section in SECTIONS)
     for key, value in values.items():
         here = f"{path}.{key}".strip(".")
         if isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            found.update(find_engine_keys(value, here, depth + 1))
+            engine_keys.update(find_engine_keys(value, here, depth + 1))
         elif inside and key in ENGINE_KEYS:
-            found[here] = value
-    return found
+            engine_keys[here] = value
+    return engine_keys
 
 
 def distinct_ropes(ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> list[tuple[ConfigRope, list[int]]]:

@@ -16,7 +16,7 @@ SHARED = ("rope_type", "rope_theta", "partial_rotary_factor")
 
 def read(
     fields: Fields,
-    collected: dict[str, ConfigValue],
+    rope_keys: dict[str, ConfigValue],
     longest: int | None,
     origins: dict[str, str],
     warnings: list[str],
@@ -26,7 +26,7 @@ def read(
 
     Args:
         fields: the config, for messages.
-        collected: the rope keys of this kind of layer.
+        rope_keys: the rope keys of this kind of layer.
         longest: max_position_embeddings, in tokens, or None.
         origins: extended by the key that each parameter came from.
         warnings: extended by a sentence for each key without an effect.
@@ -35,7 +35,7 @@ def read(
     Raises:
         RopeError: the scheme is unknown, a parameter is missing or invalid, or the scheme does not read a key.
     """
-    rope_type = collected.get("rope_type", ConfigValue("default", "rope_type"))
+    rope_type = rope_keys.get("rope_type", ConfigValue("default", "rope_type"))
     name = rope_type.value
     if name != "default" and (not isinstance(name, str) or name not in SCHEMES):
         raise fields.error(
@@ -44,9 +44,9 @@ def read(
             shown(rope_type.value),
             f"ropewalk knows no other scheme.{nearest(name, SCHEMES) if isinstance(name, str) else ''}",
         )
-    origins["scaling"] = rope_type.where if "rope_type" in collected else "no rope_type is given"
-    scheme = None if name == "default" else SCHEMES[name].meant(collected.keys())
-    parameters = _parameters(fields, collected, str(name), scheme, warnings, other_keys)
+    origins["scaling"] = rope_type.where if "rope_type" in rope_keys else "no rope_type is given"
+    scheme = None if name == "default" else SCHEMES[name].meant(rope_keys.keys())
+    parameters = _parameters(fields, rope_keys, str(name), scheme, warnings, other_keys)
     if scheme is None:
         return None
     values = {key: entry.value for key, entry in parameters.items()}
@@ -63,7 +63,7 @@ def read(
 
 def _parameters(
     fields: Fields,
-    collected: dict[str, ConfigValue],
+    rope_keys: dict[str, ConfigValue],
     name: str,
     scheme: type[Scaling] | None,
     warnings: list[str],
@@ -77,7 +77,7 @@ def _parameters(
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
     idle = {} if scheme is None else scheme.idle
     parameters = {}
-    for key, entry in collected.items():
+    for key, entry in rope_keys.items():
         at_top = "." not in entry.where
         if key in known:
             parameters[key] = entry
@@ -94,7 +94,7 @@ def _parameters(
             )
             raise fields.error(entry.where, must, shown(entry.value), cure)
         else:
-            missing = "" if "rope_type" in collected else " Check whether rope_type is missing."
+            missing = "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
             raise fields.error(
                 entry.where,
                 f"must be a key that rope_type {name!r} reads",

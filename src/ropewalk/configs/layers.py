@@ -57,10 +57,10 @@ class Every:
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the kind of each layer."""
-        stated = bool(self.key) and fields.has(self.key)
-        n = fields.size(self.key) if stated else self.n
+        has_key = bool(self.key) and fields.has(self.key)
+        n = fields.size(self.key) if has_key else self.n
         which = "first" if self.first else "last"
-        origins["layer_types"] = f"{self.key if stated else 'implied'}: the {which} of every {n} is {self.kind}"
+        origins["layer_types"] = f"{self.key if has_key else 'implied'}: the {which} of every {n} is {self.kind}"
         at = 0 if self.first else n - 1
         return [self.kind if i % n == at else self.rest for i in range(count)]
 
@@ -88,24 +88,24 @@ class NoRopeLayers:
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the kind of each layer."""
-        listed = fields.layer_list(self.key, count) if fields.get(self.key) != [] else None
-        if listed is not None:
-            for flag in listed:
+        flags = fields.layer_list(self.key, count) if fields.get(self.key) != [] else None
+        if flags is not None:
+            for flag in flags:
                 if isinstance(flag, bool) or not isinstance(flag, int | float) or flag < 0:
                     must = "must contain only numbers of at least 0"
                     raise fields.error(self.key, must, shown(flag), "Write 1 if a layer rotates and 0 if not.")
             origins["layer_types"] = f"{self.key}: 0 does not rotate"
-            return [ALL if flag else NO_ROPE for flag in listed]
+            return [ALL if flag else NO_ROPE for flag in flags]
         return self.without_list(fields, count, origins)
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the kind of each layer of a config without the list."""
         if not self.interval_key:
             raise fields.error(self.key, "must be given, since some layers do not rotate", "none", "Add it.")
-        stated = fields.has(self.interval_key)
-        n = fields.size(self.interval_key) if stated else self.interval
+        has_key = fields.has(self.interval_key)
+        n = fields.size(self.interval_key) if has_key else self.interval
         origins["layer_types"] = (
-            f"{self.interval_key if stated else 'implied'}: one of every {n} layers does not rotate"
+            f"{self.interval_key if has_key else 'implied'}: one of every {n} layers does not rotate"
         )
         return [NO_ROPE if (i + 1) % n == 0 else ALL for i in range(count)]
 
@@ -135,12 +135,12 @@ class LayerIndices:
         """Return the kind of each layer."""
         if not fields.has(self.key) and self.if_missing != "rest":
             return None if self.if_missing is None else [self.kind] * count
-        listed = fields.get(self.key) or []
-        if not isinstance(listed, list) or not all(type(i) is int and 0 <= i < count for i in listed):
+        indices = fields.get(self.key) or []
+        if not isinstance(indices, list) or not all(type(i) is int and 0 <= i < count for i in indices):
             must = f"must be a list of layer numbers below {count}"
-            raise fields.error(self.key, must, shown(listed), "Check that it is the list of this model.")
+            raise fields.error(self.key, must, shown(indices), "Check that it is the list of this model.")
         does = {NO_ROPE: "do not rotate", ALL: "rotate"}.get(self.kind, f"are {self.kind}")
-        chosen = set(listed)
+        chosen = set(indices)
         origins["layer_types"] = f"{self.key}: the layers that {does}"
         return [self.kind if i in chosen else self.rest for i in range(count)]
 
@@ -161,14 +161,14 @@ class LayerCodes:
         """Return the kind of each layer, or None if the list is missing."""
         if not fields.has(self.key):
             return None
-        listed = fields.layer_list(self.key, count) or []
-        for code in listed:
+        codes = fields.layer_list(self.key, count) or []
+        for code in codes:
             if type(code) is not int or code not in self.names:
                 known = ", ".join(str(code) for code in self.names)
                 must = f"must contain only {known}"
                 raise fields.error(self.key, must, shown(code), "ropewalk knows no other kind of layer.")
         origins["layer_types"] = self.key
-        return [self.names[code] for code in listed]
+        return [self.names[code] for code in codes]
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,11 @@ class LayerNames:
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the kind of each layer."""
-        found = read_kinds(fields, self.key, dict.fromkeys(self.known), count, origins)
-        if found is None:
+        names = read_kinds(fields, self.key, dict.fromkeys(self.known), count, origins)
+        if names is None:
             cure = "Add a list with one entry for each layer."
             raise fields.error(self.key, "must be given, since the layers differ", "none", cure)
-        return found
+        return names
 
 
 def read_kinds(

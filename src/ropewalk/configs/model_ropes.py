@@ -52,8 +52,8 @@ class ModelRopes(LayerRopes):
             return rope
         if not self.layers:
             raise error(self.source, "rope needs a text model", "only a vision tower", "Use .vision.ropes.")
-        listed = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
-        raise error(self.source, "rope must be the same in all layers", listed, "Use .layers[i].")
+        descriptions = "; ".join(f"layers {explain.ranges(rows)}: {rope}" for rope, rows in self.groups())
+        raise error(self.source, "rope must be the same in all layers", descriptions, "Use .layers[i].")
 
     def to_hf_config(self, *, version: int) -> dict[str, Any]:
         """Return the Hugging Face config that was read, with its rope keys in the schema of transformers 4 or 5.

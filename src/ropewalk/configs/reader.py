@@ -111,11 +111,11 @@ class Reader:
         parameters = self.sections.get("rope_parameters", {})
         return self.nested and section in parameters and parameters[section] is None
 
-    def add(self, collected: dict[str, ConfigValue], key: str, value: Any, where: str) -> None:
+    def add(self, rope_keys: dict[str, ConfigValue], key: str, value: Any, where: str) -> None:
         """Add a value to the collected rope keys, unless it is None. A value that the key already has must be equal.
 
         Args:
-            collected: the keys collected so far, which this method extends.
+            rope_keys: the keys collected so far, which this method extends.
             key: the name of the key in transformers 4 or 5.
             value: its value.
             where: the key with its section, for messages.
@@ -127,9 +127,9 @@ class Reader:
             value = ALIASES.get(value, value)
         if isinstance(value, Mapping):
             raise self.nested_error(where)
-        previous = collected.get(key)
+        previous = rope_keys.get(key)
         if previous is None:
-            collected[key] = ConfigValue(value, where)
+            rope_keys[key] = ConfigValue(value, where)
         elif previous.value != value:
             must = f"must agree with {previous.where}, which is {shown(previous.value)}"
             cure = f"Remove the wrong one. To ignore this one, pass ignore=({self.fields.path + where!r},)."
@@ -140,11 +140,11 @@ class Reader:
         cure = "Only architectures whose layers differ have an object for each layer type."
         return self.fields.error(where, "must not be an object for this model_type", "an object", cure)
 
-    def add_flat(self, collected: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
+    def add_flat(self, rope_keys: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
         """Add the flat keys of a section.
 
         Args:
-            collected: the keys collected so far, which this method extends.
+            rope_keys: the keys collected so far, which this method extends.
             section: "rope_scaling" or "rope_parameters".
             scaled: whether its scaling applies to this kind of layer.
             with_base: whether its base applies to this kind of layer, even if its scaling does not.
@@ -152,15 +152,15 @@ class Reader:
         for key, value in self.sections[section].items():
             where = f"{section}.{short(key)}"
             if scaled or (key == "rope_theta" and with_base) or key == "partial_rotary_factor":
-                self.add(collected, str(key), value, where)
+                self.add(rope_keys, str(key), value, where)
             elif isinstance(value, Mapping):
                 raise self.nested_error(where)
 
-    def add_nested(self, collected: dict[str, ConfigValue], name: str, names: Iterable[str]) -> None:
+    def add_nested(self, rope_keys: dict[str, ConfigValue], name: str, names: Iterable[str]) -> None:
         """Add the keys that nested `rope_parameters` have for one kind of layer.
 
         Args:
-            collected: the keys collected so far, which this method extends.
+            rope_keys: the keys collected so far, which this method extends.
             name: the key of this kind in `rope_parameters`.
             names: the keys of all kinds.
         """
@@ -176,22 +176,22 @@ class Reader:
             raise self.fields.error(f"rope_parameters.{name}", must, shown(own), cure)
         for key, value in (own or {}).items():
             where = f"rope_parameters.{name}.{short(key)}"
-            previous = collected.get(str(key))
+            previous = rope_keys.get(str(key))
             if key == "partial_rotary_factor" and value is not None and previous and previous.value != value:
                 self.warnings.append(
                     f"{where} is {shown(value)} and overrides {previous.where} ({shown(previous.value)}) here."
                 )
-                del collected[str(key)]
-            self.add(collected, str(key), value, where)
+                del rope_keys[str(key)]
+            self.add(rope_keys, str(key), value, where)
         for key, value in values.items():
             # Some files have flat parameters next to the nested ones. The values of both must be equal.
             if key in names or value is None:
                 continue
             where = f"rope_parameters.{short(key)}"
-            known = str(key) in collected
-            self.add(collected, str(key), value, where)
-            if not known and str(key) in collected:
-                collected[str(key)] = ConfigValue(value, where, own=False)
+            known = str(key) in rope_keys
+            self.add(rope_keys, str(key), value, where)
+            if not known and str(key) in rope_keys:
+                rope_keys[str(key)] = ConfigValue(value, where, own=False)
 
     # sizes and numbers
 
@@ -248,12 +248,12 @@ class Reader:
         return self.fields.head_width(hidden, heads, "head_dim", cure=cure)
 
     def base(
-        self, collected: dict[str, ConfigValue], implied: tuple[float, str] | None, *, key: str, newer: bool
+        self, rope_keys: dict[str, ConfigValue], implied: tuple[float, str] | None, *, key: str, newer: bool
     ) -> float:
         """Return the base that the config states, else the one that the caller passed, else the implied one.
 
         Args:
-            collected: the rope keys of this kind of layer.
+            rope_keys: the rope keys of this kind of layer.
             implied: the base of a config that states none, and the source of this rule; None if the base is required.
             key: the name of the base in messages.
             newer: whether newer configs of this model_type state the base. An implied base then adds a warning, because
@@ -262,7 +262,7 @@ class Reader:
         Raises:
             RopeError: the base is required but missing, or the passed base contradicts the config.
         """
-        entry = collected.get("rope_theta")
+        entry = rope_keys.get("rope_theta")
         if entry is not None:
             base = self.fields.base(entry.where, entry.value, self.passed_base)
             self.record_origin("base", entry.where)
@@ -284,19 +284,19 @@ class Reader:
         return base
 
     def rotary_dim(
-        self, collected: dict[str, ConfigValue], head_dim: int, *, share: float | None, dim_key: str, source: str
+        self, rope_keys: dict[str, ConfigValue], head_dim: int, *, share: float | None, dim_key: str, source: str
     ) -> int:
         """Return the number of channels of a head that rotate.
 
         Args:
-            collected: the rope keys of this kind of layer.
+            rope_keys: the rope keys of this kind of layer.
             head_dim: channels of a head.
             share: the fraction of the head that rotates if no key states it. None means that the whole head always
                 rotates.
             dim_key: key of the number of rotated channels; "" if there is none.
             source: model_type and source of the architecture.
         """
-        entry = collected.get("partial_rotary_factor")
+        entry = rope_keys.get("partial_rotary_factor")
         has_dim_key = bool(dim_key) and self.fields.has(dim_key)
         if has_dim_key and entry is None:
             self.record_origin("rotary_dim", dim_key)
@@ -321,13 +321,13 @@ class Reader:
         self.record_origin("rotary_dim", f"{entry.where} · head_dim")
         return int(head_dim * value)
 
-    def scheme(self, collected: dict[str, ConfigValue], other_keys: frozenset[str]) -> Scaling | None:
+    def scheme(self, rope_keys: dict[str, ConfigValue], other_keys: frozenset[str]) -> Scaling | None:
         """Return the scheme that the collected keys describe, or None for no scaling.
 
         `other_keys` are keys of `rope_scaling` and `rope_parameters` that are not parameters of a scheme.
         """
         origins: dict[str, str] = {}
-        scheme = hf_scheme.read(self.fields, collected, self.longest, origins, self.warnings, other_keys)
+        scheme = hf_scheme.read(self.fields, rope_keys, self.longest, origins, self.warnings, other_keys)
         if scheme is not None and not self._scaled:
             self._scaled = True
             self.origins.pop("scaling", None)  # the origin that layers without a scheme recorded

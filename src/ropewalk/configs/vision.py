@@ -52,9 +52,9 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         # In files of Qwen-VL, the config of the tower has no model_type, or that of the whole model.
         model_type = TOWER_OF_MODEL.get(outer, f"{outer}_vision") if inner_type in (None, "", outer) else inner_type
         row = TOWERS.get(model_type) if isinstance(model_type, str) else None
-        found = nested_tower(inner, warnings) if row is None else _read(inner, row, model_type, inside=True)
-        if found is not None:
-            return found
+        vision_ropes = nested_tower(inner, warnings) if row is None else _read(inner, row, model_type, inside=True)
+        if vision_ropes is not None:
+            return vision_ropes
         rope_keys = sorted(
             str(name) for name, value in part.items() if value is not None and unread_keys.mentions_rope(str(name))
         )

@@ -16,7 +16,7 @@ def configs_text(facts: Mapping[str, Any]) -> str:
     for row in facts["layers"]:
         lines += ["", layers(row["layers"], min(facts["layer_counts"]))]
         lines += [f"  {_describe_change(change)}" for change in row["changed"]]
-        lines += [_compared(found) for found in row["at"]]
+        lines += [_describe_difference(difference) for difference in row["at"]]
     if facts["beside"]:
         lines += ["", "other differences", *(f"  {_describe_change(change)}" for change in facts["beside"])]
     lines += ["", f"weights   {_weights(facts['weights'])}", f"KV cache  {_kv_cache(facts['kv_cache'])}"]
@@ -68,12 +68,12 @@ def _plain(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _compared(found: Mapping[str, Any]) -> str:
-    ratio = found["attention_factor_ratio"]
+def _describe_difference(difference: Mapping[str, Any]) -> str:
+    ratio = difference["attention_factor_ratio"]
     factor = "same" if abs(ratio - 1) < 1e-9 else f"{ratio:.6g} times"
     return (
-        f"  at {found['sequence']:,} tokens: frequencies {frequencies(found)}; attention factor {factor}; "
-        f"scores {'' if found['same'] else 'up to '}{scores(found)}"
+        f"  at {difference['sequence']:,} tokens: frequencies {frequencies(difference)}; attention factor {factor}; "
+        f"scores {'' if difference['same'] else 'up to '}{scores(difference)}"
     )
 
 

@@ -50,11 +50,11 @@ def _verdict(facts: Mapping[str, Any]) -> str:
     first = next((row["compared_with"] for row in facts["ropes"] if row["compared_with"]), None)
     sentences = []
     if same := [name for name in by_state.get("same", []) if name != first]:
-        sentences.append(f"{_listed(same)} agree{'s' if len(same) == 1 else ''} with {first}.")
+        sentences.append(f"{_join_names(same)} agree{'s' if len(same) == 1 else ''} with {first}.")
     if differ := by_state.get("differs"):
-        sentences.append(f"{_listed(differ)} differ{'s' if len(differ) == 1 else ''} from {first}.")
+        sentences.append(f"{_join_names(differ)} differ{'s' if len(differ) == 1 else ''} from {first}.")
     if refuse := by_state.get("refuses"):
-        sentences.append(f"{_listed(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config.")
+        sentences.append(f"{_join_names(refuse)} do{'es' if len(refuse) == 1 else ''} not run this config.")
     return f"{' '.join(sentences)} The engines are configured for {facts['length']:,} tokens."
 
 
@@ -67,7 +67,7 @@ def _state(name: str, facts: Mapping[str, Any]) -> str:
     )
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

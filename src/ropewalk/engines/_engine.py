@@ -46,7 +46,7 @@ HUNYUAN = ("hunyuan",)
 
 _OWN_CODE = "the scaling is in the model's own code instead of the config, which is not described here"
 
-Decided = Literal["nothing", "the call", "the setting"]
+DecidingLength = Literal["nothing", "the call", "the setting"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ConfigRope:
         """Whether tokens have several positions (M-RoPE)."""
         return self.rope.axes is not None or "mrope_section" in self.section
 
-    def scaled(self, scaling: Scaling | None) -> Rope:
+    def with_scaling(self, scaling: Scaling | None) -> Rope:
         """Return the rope with another scaling, or the rope itself if it has this scaling already."""
         return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)
 
@@ -93,7 +93,7 @@ class Answer:
     """
 
     rope: Rope | None
-    decided_by: Decided = "nothing"
+    decided_by: DecidingLength = "nothing"
     notes: tuple[str, ...] = ()
     refusal: str = ""
     source: str = ""
@@ -199,7 +199,7 @@ def dynamic_by_factor(config: ConfigRope) -> Answer:
         return Answer(None, refusal="it needs factor even if alpha is given (KeyError: 'factor')")
     if config.longest is None:
         return Answer(None, refusal=NO_LENGTH)
-    return Answer(config.scaled(DynamicNTK(factor, config.longest)), "the call")
+    return Answer(config.with_scaling(DynamicNTK(factor, config.longest)), "the call")
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
@@ -261,8 +261,8 @@ def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: boo
 
 def ignored_keys_note(config: ConfigRope, *keys: str) -> tuple[str, ...]:
     """Return a note for those of the keys in the config that the engine ignores for this model, but not for others."""
-    stated = [key for key in keys if config.section.get(key) is not None]
-    return (f"For {config.model_type} it ignores {', '.join(stated)}.",) if stated else ()
+    ignored = [key for key in keys if config.section.get(key) is not None]
+    return (f"For {config.model_type} it ignores {', '.join(ignored)}.",) if ignored else ()
 
 
 NO_LENGTH = "it needs max_position_embeddings, which the config does not state"

@@ -34,7 +34,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         notes = (f"{computed}. The config's factor {scaling.factor:g} is ignored.",)
     stretched = replace(scaling, factor=factor)
     attention, more = _attention(config, scaling, factor)
-    return Answer(config.scaled(with_attention_factor(stretched, attention)), notes=(*notes, *more))
+    return Answer(config.with_scaling(with_attention_factor(stretched, attention)), notes=(*notes, *more))
 
 
 def _attention(config: ConfigRope, scaling: YaRN, factor: float) -> tuple[float, tuple[str, ...]]:
@@ -57,7 +57,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     if scheme is None:
         return Answer(None, refusal=NO_LENGTH)
     note = f"The list is chosen when the model is loaded: the long one if the requested length exceeds {length:,}."
-    return Answer(config.scaled(scheme), "the setting", (note,))
+    return Answer(config.with_scaling(scheme), "the setting", (note,))
 
 
 EXLLAMAV3 = Engine(

@@ -31,7 +31,7 @@ _READS_BETAS = frozenset({"ministral3"})
 
 def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
     if not config.model_type.startswith(HUNYUAN):
-        return Answer(config.scaled(None), notes=("The converter writes no scaling for dynamic NTK.",))
+        return Answer(config.with_scaling(None), notes=("The converter writes no scaling for dynamic NTK.",))
     moe = config.model_type == "hunyuan_v1_moe"
     known = config.rope.base == 10_000.0 and config.longest in (32_768, 262_144)
     if moe:
@@ -42,7 +42,7 @@ def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
-    return Answer(config.scaled(None), notes=("The converter silently writes no scaling for dynamic NTK.",))
+    return Answer(config.with_scaling(None), notes=("The converter silently writes no scaling for dynamic NTK.",))
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
@@ -51,10 +51,10 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         scaling = replace(scaling, beta_fast=32.0, beta_slow=1.0)
         unread += ["beta_fast", "beta_slow"]
     unread += ["mscale"] if config.model_type in _WRITES_MSCALE else ["mscale", "mscale_all_dim"]
-    stated = sorted(key for key in unread if config.section.get(key) is not None)
+    unread_keys = sorted(key for key in unread if config.section.get(key) is not None)
     reason = "not written, not read, or overwritten for this model"
-    notes = (f"It ignores {', '.join(stated)} ({reason}).",) if stated else ()
-    return Answer(config.scaled(with_attention_factor(scaling, _attention(config, scaling))), notes=notes)
+    notes = (f"It ignores {', '.join(unread_keys)} ({reason}).",) if unread_keys else ()
+    return Answer(config.with_scaling(with_attention_factor(scaling, _attention(config, scaling))), notes=notes)
 
 
 def _attention(config: ConfigRope, scaling: YaRN) -> float:
@@ -82,22 +82,24 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
             long_mscale=None,
         )
         note = "For MiniCPM the converter writes neither the trained length nor the attention factor."
-        return Answer(config.scaled(scaling), "the setting", (note,))
+        return Answer(config.with_scaling(scaling), "the setting", (note,))
     if config.model_type not in _PHI:
         note = "The converter writes the two lists for Phi and MiniCPM only, so nothing is scaled."
-        return Answer(config.scaled(None), notes=(note,))
+        return Answer(config.with_scaling(None), notes=(note,))
     scheme = longrope_from_lengths(config, scaling, mscales=False)
     if scheme is None:
         return Answer(None, refusal=NO_LENGTH)
     note = f"The context length of one sequence chooses the list: the long one if it exceeds {length:,}."
-    return Answer(config.scaled(scheme), "the setting", (note,))
+    return Answer(config.with_scaling(scheme), "the setting", (note,))
 
 
 def _proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     if not config.model_type.startswith("gemma4"):
-        return Answer(config.scaled(None), notes=("The converter writes it for Gemma 4 only, so nothing is scaled.",))
+        return Answer(
+            config.with_scaling(None), notes=("The converter writes it for Gemma 4 only, so nothing is scaled.",)
+        )
     if scaling.factor != 1.0:
-        return Answer(config.scaled(replace(scaling, factor=1.0)))
+        return Answer(config.with_scaling(replace(scaling, factor=1.0)))
     return Answer(config.rope)
 
 

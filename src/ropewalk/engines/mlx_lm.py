@@ -30,7 +30,10 @@ def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
 
 
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
-    note = "The length is that of the cache plus the call. Cached keys keep the rotation of the length they came at."
+    note = (
+        "The length is that of the cache plus the call. Cached keys keep the rotation for the length at which they "
+        "were stored."
+    )
     return Answer(config.rope, "the call", (note,))
 
 
@@ -40,7 +43,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
     alone = (scaling.mscale is None) is not (scaling.mscale_all_dim is None)
     note = ("It reads mscale or mscale_all_dim alone as well, and uses 1 or 0 for the missing one.",) if alone else ()
-    return Answer(config.scaled(with_attention_factor(scaling, factor)), notes=note)
+    return Answer(config.with_scaling(with_attention_factor(scaling, factor)), notes=note)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
@@ -49,11 +52,11 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
         factor = scaling.long_mscale
     if factor is None:
         return Answer(None, refusal=NO_LENGTH)
-    rope = config.scaled(PerPair(factors=scaling.long_factor, attention_factor=factor))
+    rope = config.with_scaling(PerPair(factors=scaling.long_factor, attention_factor=factor))
     if config.section.get("type", config.section.get("rope_type")) == "su" and config.model_type not in _ACCEPTS_SU:
         return Answer(None, refusal="Unsupported RoPE type su (ValueError)")
     if config.rope.pairing != "half":
-        return Answer(None, refusal="its class rotates the pairing half only")
+        return Answer(None, refusal="its class supports only the pairing half")
     return Answer(rope, notes=("It uses the long list at every length and ignores short_factor.",))
 
 

@@ -28,7 +28,7 @@ _FOLDER = "srt/layers/rotary_embedding"
 def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
     longest = scaling.factor * scaling.max_position_embeddings
     note = f"The base is scaled once, for {longest:,.0f} tokens, even if prompts are short."
-    return Answer(config.scaled(NTK(alpha=scaling.factor * scaling.factor - (scaling.factor - 1))), notes=(note,))
+    return Answer(config.with_scaling(NTK(alpha=scaling.factor * scaling.factor - (scaling.factor - 1))), notes=(note,))
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
@@ -43,20 +43,20 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         scaling, notes = replace(scaling, truncate=True), ignored_keys_note(config, "truncate")
         top, bottom = 1.0 if top is None else top, bottom or 0.0
     elif config.several_axes and (top is not None or bottom is not None):
-        return Answer(None, refusal="its class for several axes takes no mscale (TypeError)")
+        return Answer(None, refusal="its class for M-RoPE accepts no mscale (TypeError)")
     if top is not None and bottom is not None:
         factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, bottom)
         notes += ("It reads mscale and mscale_all_dim if both are given, even if one is 0.",) * (not (top and bottom))
     if share != 1.0:
         rope = yarn_with_extrapolation(config, scaling, share, factor * times)
         return Answer(rope, notes=(*notes, f"extrapolation_factor {share:g} slows the fast pairs as well."))
-    return Answer(config.scaled(with_attention_factor(scaling, factor * times)), notes=notes)
+    return Answer(config.with_scaling(with_attention_factor(scaling, factor * times)), notes=notes)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.rope.pairing != "half":
-        return Answer(None, refusal="its class takes the pairing half only (ValueError)")
+        return Answer(None, refusal="its class accepts only the pairing half (ValueError)")
     scheme = longrope_from_lengths(config, scaling, mscales=True)
     if scheme is None:
         return Answer(None, refusal=NO_LENGTH)
@@ -69,7 +69,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     # In a call with length + 1 tokens, all tokens but the last still use the short list.
     attention = None if scheme.short_mscale is not None else scheme.at_length(length).attention_factor
     later = replace(scheme, original_max_position_embeddings=length + 1, attention_factor=attention)
-    return Answer(config.scaled(later), "the call", notes)
+    return Answer(config.with_scaling(later), "the call", notes)
 
 
 SGLANG = Engine(

@@ -37,7 +37,7 @@ def _ntk(config: ConfigRope, scaling: NTK) -> Answer:
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if config.nested and not scaling.truncate:
         note = "It ignores truncate and rounds the ramp if the parameters are nested by the kind of layer."
-        return Answer(config.scaled(replace(scaling, truncate=True)), notes=(note,))
+        return Answer(config.with_scaling(replace(scaling, truncate=True)), notes=(note,))
     return Answer(config.rope)
 
 
@@ -45,7 +45,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.model_type == "phimoe":
         note = "PhiMoE uses the short list at every length. Only long_mscale depends on the length."
-        return Answer(config.scaled(replace(scaling, long_factor=scaling.short_factor)), "the call", (note,))
+        return Answer(config.with_scaling(replace(scaling, long_factor=scaling.short_factor)), "the call", (note,))
     note = (
         f"The list is chosen in each call: the long one if a position is {length:,} or more. Phi-3's generate drops "
         "the KV cache at that point, because its keys were rotated with the short list."
@@ -54,7 +54,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
         return Answer(config.rope, "the call", (note,))
     if scaling.attention_factor is None and scaling.factor is None:
         return Answer(None, refusal="it needs factor or max_position_embeddings to compute the attention factor")
-    return Answer(config.scaled(replace(scaling, short_mscale=None, long_mscale=None)), "the call", (note,))
+    return Answer(config.with_scaling(replace(scaling, short_mscale=None, long_mscale=None)), "the call", (note,))
 
 
 _LONGROPE_KEYS = frozenset({"short_factor", "long_factor", "factor", "attention_factor"})

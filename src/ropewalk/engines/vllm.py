@@ -34,7 +34,7 @@ def linear(config: ConfigRope, scaling: Linear) -> Answer:
 def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
     """Apply the rule of proportional scaling, which ignores the factor. SGLang uses the same class."""
     if scaling.factor != 1.0:
-        return Answer(config.scaled(replace(scaling, factor=1.0)))
+        return Answer(config.with_scaling(replace(scaling, factor=1.0)))
     return Answer(config.rope)
 
 
@@ -42,10 +42,10 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
     trained = config.section.get("max_trained_positions")
     if config.longest is None:
         return Answer(None, refusal=NO_LENGTH)
-    rows = f"The table has {config.longest:,} rows, and larger positions read the memory behind it."
+    rows = f"The table has {config.longest:,} rows, and larger positions read memory beyond it."
     if trained is None:
         note = "It never scales, because max_trained_positions is not given and defaults to max_position_embeddings."
-        return Answer(config.scaled(None), notes=(note, rows))
+        return Answer(config.with_scaling(None), notes=(note, rows))
     number = to_finite(trained)
     if number is None or number <= 0.0:
         return Answer(None, refusal="max_trained_positions must be a number above 0")
@@ -54,7 +54,7 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
         larger = "max_trained_positions is greater than max_position_embeddings"
         return Answer(None, refusal=f"{larger}, which is not described here")
     note = "The base is scaled once, by max_position_embeddings / max_trained_positions, for all lengths."
-    return Answer(config.scaled(NTK(alpha=alpha)), notes=(note, rows))
+    return Answer(config.with_scaling(NTK(alpha=alpha)), notes=(note, rows))
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
@@ -67,7 +67,7 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
         f"If tokens have several positions, the ends of the ramp are computed from 4 · {trained:,} tokens, because the "
         "length is multiplied before YaRN reads it."
     )
-    return Answer(config.scaled(replace(scaling, original_max_position_embeddings=4 * trained)), notes=(note,))
+    return Answer(config.with_scaling(replace(scaling, original_max_position_embeddings=4 * trained)), notes=(note,))
 
 
 def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
@@ -82,13 +82,13 @@ def _deepseek(config: ConfigRope, scaling: YaRN) -> Answer:
         notes += ("An attention_factor of 1 also drops mscale_all_dim from the softmax scale.",)
     top = 1.0 if scaling.mscale is None else scaling.mscale
     factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim or 0.0)
-    return Answer(config.scaled(with_attention_factor(scaling, factor)), notes=notes)
+    return Answer(config.with_scaling(with_attention_factor(scaling, factor)), notes=notes)
 
 
 def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
     length = scaling.original_max_position_embeddings
     if config.rope.pairing != "half":
-        return Answer(None, refusal="its class takes the pairing half only (ValueError)")
+        return Answer(None, refusal="its class accepts only the pairing half (ValueError)")
     scheme = longrope_from_lengths(config, scaling, mscales=True)
     if scheme is None:
         return Answer(None, refusal=NO_LENGTH)
@@ -96,7 +96,7 @@ def _longrope(config: ConfigRope, scaling: LongRoPE) -> Answer:
         f"The list is chosen once, when the engine starts: the long one, even for short sequences, if max_model_len "
         f"exceeds {length:,}. If original_max_position_embeddings is a top-level key of the config, it is the default."
     )
-    return Answer(config.scaled(scheme), "the setting", (note,))
+    return Answer(config.with_scaling(scheme), "the setting", (note,))
 
 
 VLLM = Engine(

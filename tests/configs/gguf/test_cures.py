@@ -41,7 +41,7 @@ def refused(path: Path) -> str:
         (
             {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
             "llama.rope.scaling.factor",
-            "llama.cpp ignores it there, or uses it as no scheme does.",
+            "llama.cpp ignores the key there, or uses it in a way that no scheme describes.",
             PLAIN,
         ),
         (

@@ -376,10 +376,10 @@ def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> N
         (
             "qwen2vl",
             {SECTIONS: [2, 2, 2, 2]},
-            "must not give pairs a fourth axis, got (2, 2, 2, 2). The content of the fourth row of positions is not",
+            "must not assign pairs to a fourth axis, got (2, 2, 2, 2). The content of the fourth row of positions is",
         ),
-        ("hunyuan_vl", {SECTIONS: [2, 2, 2, 2]}, "must not give pairs a fourth axis"),
-        ("qwen2vl", {SECTIONS: [0, 0, 0, 0]}, "must give at least one pair an axis, got (0, 0, 0, 0)"),
+        ("hunyuan_vl", {SECTIONS: [2, 2, 2, 2]}, "must not assign pairs to a fourth axis"),
+        ("qwen2vl", {SECTIONS: [0, 0, 0, 0]}, "must assign at least one pair to an axis, got (0, 0, 0, 0)"),
     ],
 )
 def test_refusals(path: Path, architecture: str, keys: dict[str, Any], message: str) -> None:

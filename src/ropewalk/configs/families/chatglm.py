@@ -24,11 +24,11 @@ class ChatGLM(Architecture):
         """Return "half" if original_rope is false, else the pairing of the row."""
         return self.pairing if c.fields.boolean("original_rope", True) else "half"
 
-    def base(self, c: Reader, name: str, kind: Kind, collected: dict[str, ConfigValue]) -> float:
+    def base(self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue]) -> float:
         """Return 10000 · rope_ratio, unless the config or the caller states the base itself."""
         key = "rope_ratio"
-        if "rope_theta" in collected or c.passed_base is not None or not c.fields.has(key):
-            return super().base(c, name, kind, collected)
+        if "rope_theta" in rope_keys or c.passed_base is not None or not c.fields.has(key):
+            return super().base(c, name, kind, rope_keys)
         factor = number(c.fields.source, key, c.fields.get(key), above=0.0)
         if factor != 1.0:
             self._check_meaning(c, key)

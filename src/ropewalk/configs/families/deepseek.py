@@ -32,29 +32,29 @@ class DeepSeekV4(Architecture):
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the rope keys. Those of compressed layers may be in a section that llm-compressor writes."""
         if kind is _COMPRESSED and c.fields.has(_OWN_SECTION):
-            collected: dict[str, ConfigValue] = {}
-            c.add(collected, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")
+            rope_keys: dict[str, ConfigValue] = {}
+            c.add(rope_keys, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")
             c.sections[_OWN_SECTION] = c.section(_OWN_SECTION)
-            c.add_flat(collected, _OWN_SECTION, scaled=True, with_base=True)
+            c.add_flat(rope_keys, _OWN_SECTION, scaled=True, with_base=True)
             del c.sections[_OWN_SECTION]
         else:
-            collected = super().collect(c, name, kind, layers)
-        if kind is _COMPRESSED and not c.nested and collected.get("rope_type", ConfigValue("", "")).value == "yarn":
+            rope_keys = super().collect(c, name, kind, layers)
+        if kind is _COMPRESSED and not c.nested and rope_keys.get("rope_type", ConfigValue("", "")).value == "yarn":
             implied = f"implied by {c.fields.get('model_type')} ({self.source})"
-            collected.setdefault("attention_factor", ConfigValue(1.0, implied))
-        return collected
+            rope_keys.setdefault("attention_factor", ConfigValue(1.0, implied))
+        return rope_keys
 
     def shape(
         self,
         c: Reader,
         name: str,
         kind: Kind,
-        collected: dict[str, ConfigValue],
+        rope_keys: dict[str, ConfigValue],
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:
         """Return head_dim, rotary_dim and the rotary_offset with which the last channels rotate."""
-        head_dim, rotary_dim, _ = super().shape(c, name, kind, collected, scheme, layers)
+        head_dim, rotary_dim, _ = super().shape(c, name, kind, rope_keys, scheme, layers)
         c.origins["rotary_dim"] += ", the last of the head"
         return head_dim, rotary_dim, head_dim - min(rotary_dim, head_dim)
 

@@ -30,11 +30,11 @@ class GraniteSWA(Architecture):
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the rope keys, including the bases in the list."""
-        collected = super().collect(c, name, kind, layers)
+        rope_keys = super().collect(c, name, kind, layers)
         bases = c.fields.get(_KEY)
         for i, base in enumerate(bases if isinstance(bases, list) else []):
-            c.add(collected, "rope_theta", base or None, f"{_KEY}[{i}]")
-        return collected
+            c.add(rope_keys, "rope_theta", base or None, f"{_KEY}[{i}]")
+        return rope_keys
 
 
 MODELS = {

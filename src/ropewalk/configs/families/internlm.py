@@ -23,10 +23,10 @@ class InternLM(Architecture):
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the rope keys, including those in `rotary`."""
-        collected = super().collect(c, name, kind, layers)
+        rope_keys = super().collect(c, name, kind, layers)
         rotary = c.fields.get("rotary")
         if rotary is None:
-            return collected
+            return rope_keys
         if not isinstance(rotary, Mapping):
             raise c.fields.error(
                 "rotary", "must be an object or null", shown(rotary), "Write an object with the keys base and type."
@@ -36,12 +36,12 @@ class InternLM(Architecture):
             if key not in _KEYS:
                 cure = f"The model's own code reads no other key.{nearest(str(key), _KEYS)}"
                 raise c.fields.error(where, f"must be one of {', '.join(_KEYS)}", shown(value), cure)
-            c.add(collected, _KEYS[key], "default" if (key, value) == ("type", "origin") else value, where)
-        if collected.get("rope_type", ConfigValue("", "")).value == "dynamic":
-            collected.setdefault("factor", ConfigValue(1.0, f"implied by {self.name_and_source(c)}"))
+            c.add(rope_keys, _KEYS[key], "default" if (key, value) == ("type", "origin") else value, where)
+        if rope_keys.get("rope_type", ConfigValue("", "")).value == "dynamic":
+            rope_keys.setdefault("factor", ConfigValue(1.0, f"implied by {self.name_and_source(c)}"))
         else:
-            collected.pop("factor", None)
-        return collected
+            rope_keys.pop("factor", None)
+        return rope_keys
 
 
 MODELS = {

@@ -38,7 +38,7 @@ class Latent(Architecture):
         c: Reader,
         name: str,
         kind: Kind,
-        collected: dict[str, ConfigValue],
+        rope_keys: dict[str, ConfigValue],
         scheme: Scaling | None,
         layers: list[str],
     ) -> tuple[int, int, int]:

@@ -44,11 +44,11 @@ class NemotronH(Architecture):
     def number_of_layers(self, c: Reader) -> int:
         """Return num_hidden_layers, or the length of layers_block_type."""
         key = "layers_block_type"
-        listed = c.fields.get(key)
-        if c.fields.has("num_hidden_layers") or not isinstance(listed, list) or not listed:
+        layer_kinds = c.fields.get(key)
+        if c.fields.has("num_hidden_layers") or not isinstance(layer_kinds, list) or not layer_kinds:
             return super().number_of_layers(c)
         c.origins["layers"] = f"the length of {key}"
-        return len(listed)
+        return len(layer_kinds)
 
 
 MODELS = {

@@ -23,16 +23,16 @@ class Qwen(Architecture):
         super().check(c)
         if c.fields.boolean("use_dynamic_ntk", False):
             c.warnings.append(
-                f"use_dynamic_ntk: beyond {self._trained(c)} tokens the model's own code uses NTK with "
+                f"use_dynamic_ntk: beyond {self._sequence_length(c)} tokens the model's own code uses NTK with "
                 "alpha = 2^ceil(log2(n / seq_length) + 1) - 1 at n tokens, and vLLM does not. These ropes do not "
                 "include it. For longer texts use dataclasses.replace(rope, scaling=NTK(alpha))."
             )
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
         """Return seq_length, in tokens."""
-        return self._trained(c)
+        return self._sequence_length(c)
 
-    def _trained(self, c: Reader) -> int | None:
+    def _sequence_length(self, c: Reader) -> int | None:
         key = "seq_length"
         return length(c.fields.source, key, c.fields.get(key)) if c.fields.has(key) else c.longest
 

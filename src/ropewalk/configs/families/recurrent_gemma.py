@@ -20,10 +20,12 @@ class RecurrentGemma(Architecture):
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer, by repeating `block_types`."""
         key, count = "block_types", self.number_of_layers(c)
-        listed = c.fields.get(key)
-        if not isinstance(listed, list) or not listed:
-            raise c.fields.error(key, "must be a list of kinds of layers", shown(listed), "Add it.")
-        return check_kinds(c.fields, key, [listed[i % len(listed)] for i in range(count)], self.kinds, c.origins)
+        block_types = c.fields.get(key)
+        if not isinstance(block_types, list) or not block_types:
+            raise c.fields.error(key, "must be a list of kinds of layers", shown(block_types), "Add it.")
+        return check_kinds(
+            c.fields, key, [block_types[i % len(block_types)] for i in range(count)], self.kinds, c.origins
+        )
 
 
 MODELS = {

@@ -24,18 +24,18 @@ class Step(Architecture):
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the rope keys from the lists, and then from the sections."""
-        collected: dict[str, ConfigValue] = {}
+        rope_keys: dict[str, ConfigValue] = {}
         for key, config_keys in _LISTED.items():
             for config_key in config_keys:
                 if not isinstance(c.fields.get(config_key), list):
-                    c.add(collected, key, c.fields.get(config_key), config_key)
+                    c.add(rope_keys, key, c.fields.get(config_key), config_key)
                     continue
                 for i, value in enumerate(c.fields.layer_list(config_key, len(layers)) or []):
                     if layers[i] == name:
-                        c.add(collected, key, value, f"{config_key}[{i}]")
-        c.add(collected, TRAINED, c.fields.get(TRAINED), TRAINED)
-        self.add_sections(c, collected, name, kind)
-        return collected
+                        c.add(rope_keys, key, value, f"{config_key}[{i}]")
+        c.add(rope_keys, TRAINED, c.fields.get(TRAINED), TRAINED)
+        self.add_sections(c, rope_keys, name, kind)
+        return rope_keys
 
 
 MODELS = {

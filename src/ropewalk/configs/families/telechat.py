@@ -22,16 +22,16 @@ class TeleChat(Architecture):
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the rope keys, and add the NTK scaling (rope_type "dynamic" with alpha) if alpha is more than 1."""
-        collected = super().collect(c, name, kind, layers)
+        rope_keys = super().collect(c, name, kind, layers)
         trained = c.fields.size("training_seqlen") if c.fields.has("training_seqlen") else _BASE_LENGTH
         base_length = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
         alpha = max(2 ** math.ceil(math.log2(trained / base_length) + 1) - 1, 1)
         where = "training_seqlen / base_seqlen"
         c.warnings.append(f"beyond {trained} tokens the model's own code changes the base with the length.")
         if alpha > 1:
-            c.add(collected, "rope_type", "dynamic", where)
-            c.add(collected, "alpha", float(alpha), where)
-        return collected
+            c.add(rope_keys, "rope_type", "dynamic", where)
+            c.add(rope_keys, "alpha", float(alpha), where)
+        return rope_keys
 
     def why_unwritable(self, version: int) -> str:
         """Return the reason, which is that no key states the base."""

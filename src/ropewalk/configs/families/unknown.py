@@ -64,8 +64,8 @@ def architecture(c: Reader, pairing: str) -> Architecture:
 
 def _refuse_different_layers(c: Reader) -> None:
     for key in ("layer_types", "no_rope_layers"):
-        listed = c.fields.get(key)
-        if isinstance(listed, list) and any(entry != listed[0] for entry in listed):
+        entries = c.fields.get(key)
+        if isinstance(entries, list) and any(entry != entries[0] for entry in entries):
             raise c.fields.error(
                 key,
                 "must be the same for all layers if ropewalk does not know the model_type",

@@ -50,21 +50,38 @@ def _first(n: int) -> Every:
 
 
 def _windows(
-    full: Kind | None, local: Kind, default: Every | None, *, window: bool = False, count: int | None = None
+    full: Kind | None,
+    local: Kind,
+    default: Every | None,
+    *,
+    alike_without_window: bool = False,
+    count: int | None = None,
 ) -> Layers:
     """Build the layers of an architecture in which some layers have a sliding window and the others full attention.
 
     Args:
         full, local: the kind of the full and of the sliding layers; None if they do not rotate.
-        default, window, count: as in `Layers`.
+        default, alike_without_window, count: as in `Layers`.
     """
     kinds = {_FULL: full, _SLIDING: local}
-    return Layers(kinds, default, _WINDOWS, flagged=_SLIDING, unflagged=_FULL, window=window, count=count)
+    return Layers(
+        kinds,
+        default,
+        _WINDOWS,
+        true_kind=_SLIDING,
+        false_kind=_FULL,
+        alike_without_window=alike_without_window,
+        count=count,
+    )
 
 
-def _fixed(default: Every, *, window: bool = False, zero_window_refusal: str = "") -> Layers:
+def _unrotated_fourth(default: Every, *, alike_without_window: bool = False, zero_window_refusal: str = "") -> Layers:
     """Build layers of which every fourth does not rotate in any file. The others may have their own base."""
-    return replace(_windows(None, _LOCAL, default, window=window), fixed=True, zero_window_refusal=zero_window_refusal)
+    return replace(
+        _windows(None, _LOCAL, default, alike_without_window=alike_without_window),
+        ignores_list=True,
+        zero_window_refusal=zero_window_refusal,
+    )
 
 
 def _linear(interval: int) -> Layers:
@@ -78,7 +95,7 @@ def _kv_heads(other: str) -> Layers:
     return Layers({_FULL: _MODEL_KIND, other: None}, _FULL, KV_HEADS, _FULL, other)
 
 
-def _refused(why: str) -> GgufRow:
+def _refused_row(why: str) -> GgufRow:
     return GgufRow(None, refusal=why)
 
 
@@ -150,7 +167,9 @@ _ROWS: dict[str, GgufRow] = {
     "glm4moe": GgufRow("half", axes="mrope if sections"),
     "hunyuan_vl": GgufRow("half", axes="mrope if sections", alpha=True),
     # ---- sliding layers have their own base and no scaling ----
-    "gemma3": GgufRow("half", _in("gemma3"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(6), window=True)),
+    "gemma3": GgufRow(
+        "half", _in("gemma3"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(6), alike_without_window=True)
+    ),
     "gemma3n": GgufRow("half", _in("gemma3n"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(5))),
     "gemma-embedding": GgufRow("half", _in("gemma-embedding"), layers=_windows(_MODEL_KIND, _GEMMA_LOCAL, _last(6))),
     "gemma4": GgufRow(
@@ -160,18 +179,26 @@ _ROWS: dict[str, GgufRow] = {
         freqs="needed",
     ),
     "modern-bert": GgufRow(
-        "half", _in("modern-bert"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, _first(3), window=True)
+        "half", _in("modern-bert"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, _first(3), alike_without_window=True)
     ),
-    "plamo3": GgufRow("half", _in("plamo3"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, _last(8), window=True)),
+    "plamo3": GgufRow(
+        "half", _in("plamo3"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, _last(8), alike_without_window=True)
+    ),
     "mimo2": GgufRow("half", _in("mimo2"), layers=_windows(_MODEL_KIND, _LOCAL_WITH_BASE, None)),
     "laguna": GgufRow(
         "half",
         _in("laguna"),
-        layers=_windows(_MODEL_KIND, replace(_LOCAL, scaled=False, own_head=True), _first(4), window=True),
+        layers=_windows(
+            _MODEL_KIND, replace(_LOCAL, scaled=False, own_head=True), _first(4), alike_without_window=True
+        ),
     ),
     # ---- sliding layers have the base of the model and no scaling ----
-    "olmo2": GgufRow("half", _in("olmo2"), layers=_windows(_MODEL_KIND, _UNSCALED, _last(4), window=True)),
-    "mellum": GgufRow("half", _in("mellum"), layers=_windows(_MODEL_KIND, _UNSCALED, _last(4), window=True)),
+    "olmo2": GgufRow(
+        "half", _in("olmo2"), layers=_windows(_MODEL_KIND, _UNSCALED, _last(4), alike_without_window=True)
+    ),
+    "mellum": GgufRow(
+        "half", _in("mellum"), layers=_windows(_MODEL_KIND, _UNSCALED, _last(4), alike_without_window=True)
+    ),
     # ---- sliding layers may have their own base, and have the scaling of the model ----
     "gemma2": GgufRow("half", _in("gemma2"), layers=_windows(_MODEL_KIND, _LOCAL, _last(2))),
     "gpt-oss": GgufRow(
@@ -193,13 +220,15 @@ _ROWS: dict[str, GgufRow] = {
     "llama4": GgufRow(
         "interleaved",
         _in("llama4"),
-        layers=_fixed(
+        layers=_unrotated_fourth(
             _last(4), zero_window_refusal="With 0, llama.cpp rotates all layers but the last, which is not supported."
         ),
         freqs="read",
     ),
-    "afmoe": GgufRow("half", _in("afmoe"), layers=_fixed(_last(4))),
-    "smallthinker": GgufRow("half", _in("smallthinker"), layers=_fixed(_first(4), window=True)),
+    "afmoe": GgufRow("half", _in("afmoe"), layers=_unrotated_fourth(_last(4))),
+    "smallthinker": GgufRow(
+        "half", _in("smallthinker"), layers=_unrotated_fourth(_first(4), alike_without_window=True)
+    ),
     # ---- some layers do not rotate, according to a pattern or a list ----
     "smollm3": GgufRow(
         "interleaved", _in("smollm3"), layers=Layers({ALL: _MODEL_KIND, NO_ROPE: None}, Every(4, NO_ROPE, ALL))
@@ -223,21 +252,25 @@ _ROWS: dict[str, GgufRow] = {
     "qwen35moe": GgufRow("half", _in("qwen35moe"), layers=_linear(4), axes="imrope"),
     "minimax-01": GgufRow("half", _in("minimax-01"), layers=_linear(8)),
     # ---- no Rope describes them ----
-    "bailingmoe3 deepseek4 dots3note": _refused("Latent attention of several kinds is not supported yet."),
+    "bailingmoe3 deepseek4 dots3note": _refused_row("Latent attention of several kinds is not supported yet."),
     "arwkv7 bert bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt "
-    "nemotron_h nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 t5encoder wavtokenizer-dec": _refused(
+    "nemotron_h nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 starcoder t5 t5encoder wavtokenizer-dec": _refused_row(
         "llama.cpp rotates nothing in this architecture."
     ),
-    "cohere2moe deci graniteswitch nanbeige": _refused(NOT_ALL_LAYERS),
-    "baichuan": _refused("The 7B rotates all layers and the 13B none, and no key distinguishes them."),
-    "deepseek2-ocr": _refused(
+    "cohere2moe deci graniteswitch nanbeige": _refused_row(NOT_ALL_LAYERS),
+    "baichuan": _refused_row("The 7B rotates all layers and the 13B none, and no key distinguishes them."),
+    "deepseek2-ocr": _refused_row(
         "Its attention rotates the whole head instead of rope.dimension_count channels, which is not supported yet."
     ),
-    "gemma4-assistant": _refused("It drafts for another model and uses that model's keys, which is not supported yet."),
-    "hy_v4": _refused("llama.cpp and transformers pair different channels in it, which is not supported yet."),
-    "qwen4exp": _refused("It also rotates pooled blocks, which is not supported yet."),
-    "step35": _refused("Its full layers rotate half of the channels that the file states, which is not supported yet."),
-    "cogvlm dflash eagle3 grok hrm_text minimax-m3 plamo pockettts talkie": _refused("It is not supported yet."),
+    "gemma4-assistant": _refused_row(
+        "It drafts for another model and uses that model's keys, which is not supported yet."
+    ),
+    "hy_v4": _refused_row("llama.cpp and transformers pair different channels in it, which is not supported yet."),
+    "qwen4exp": _refused_row("It also rotates pooled blocks, which is not supported yet."),
+    "step35": _refused_row(
+        "Its full layers rotate half of the channels that the file states, which is not supported yet."
+    ),
+    "cogvlm dflash eagle3 grok hrm_text minimax-m3 plamo pockettts talkie": _refused_row("It is not supported yet."),
 }
 
 ARCHITECTURES: dict[str, GgufRow] = {name: row for names, row in _ROWS.items() for name in names.split()}

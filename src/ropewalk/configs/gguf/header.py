@@ -259,7 +259,7 @@ class _HeaderParser:
     def tensors(self, count: int) -> dict[str, _Tensor]:
         """Read the descriptions of `count` tensors. Return the shape, type and offset of each factor tensor."""
         names: set[str] = set()
-        found: dict[str, _Tensor] = {}
+        factor_tensors: dict[str, _Tensor] = {}
         self._check_remaining(count * 24)
         for i in range(count):
             self.where = f"tensor {i} of {count}"
@@ -277,8 +277,8 @@ class _HeaderParser:
             if name not in (FREQS, SHORT, LONG):
                 must = f"a tensor about rotation must be one of {FREQS}, {SHORT}, {LONG}"
                 raise self.error(must, "another one", "llama.cpp does not read it. Convert the model again.")
-            found[name] = _Tensor(tuple(dims), kind, offset)
-        return found
+            factor_tensors[name] = _Tensor(tuple(dims), kind, offset)
+        return factor_tensors
 
     def floats(self, name: str, tensor: _Tensor, start: int) -> tuple[float, ...]:
         """Read the numbers of a factor tensor. The factor of a pair that does not rotate is infinity."""

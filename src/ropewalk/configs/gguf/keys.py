@@ -140,8 +140,9 @@ class Keys:
                 if isinstance(value, bool) or value not in _NEUTRAL[name]:
                     must = f"must not be given for {self.architecture} with scaling {kind!r}"
                     cure = (
-                        "llama.cpp ignores it there, or uses it as no scheme does. Read the model's config.json "
-                        f"instead. If the key has no effect, pass ignore=({key!r},) to from_config, or {REMOVE}."
+                        "llama.cpp ignores the key there, or uses it in a way that no scheme describes. Read the "
+                        "model's config.json instead. If the key has no effect, pass "
+                        f"ignore=({key!r},) to from_config, or {REMOVE}."
                     )
                     raise self.fields.error(key, must, shown(value), cure)
             elif key.rpartition(".")[2] in _ROPE_NAMES or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):

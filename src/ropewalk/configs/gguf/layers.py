@@ -26,7 +26,7 @@ def kinds_of_layers(keys: Keys) -> list[str]:
     if layers is None or _are_alike(keys, layers, count):
         return [ALL] * count
     kinds = _kinds_by_list(keys, layers, count, blocks) or _kinds_by_pattern(keys, layers, count)
-    if layers.fixed and isinstance(layers.default, Every):
+    if layers.ignores_list and isinstance(layers.default, Every):
         pattern_kinds, implied = _repeat(layers.default, layers.default.n, count)
         if kinds != pattern_kinds:
             must = f"must agree with the implied kinds ({implied})"
@@ -52,7 +52,7 @@ def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
     slides = fields.get(key) not in (None, 0) and fields.size(key) > 0
     if layers.zero_window_refusal and fields.has(key) and not slides:
         raise fields.error(key, "must not be 0", shown(fields.get(key)), layers.zero_window_refusal)
-    if layers.window and not slides:
+    if layers.alike_without_window and not slides:
         keys.origins["layer_types"] = f"no {key} is given, so all layers are alike"
         return True
     if layers.count in (None, count):
@@ -90,7 +90,7 @@ def _kinds_by_list(keys: Keys, layers: Layers, count: int, blocks: int) -> list[
     for flag in value:
         if not isinstance(flag, int) or flag < 0:
             raise fields.error(key, "must contain only booleans or counts", shown(flag), "Convert the model again.")
-    return [layers.flagged if flag else layers.unflagged for flag in value[:count]]
+    return [layers.true_kind if flag else layers.false_kind for flag in value[:count]]
 
 
 def _kinds_by_pattern(keys: Keys, layers: Layers, count: int) -> list[str]:
@@ -98,9 +98,9 @@ def _kinds_by_pattern(keys: Keys, layers: Layers, count: int) -> list[str]:
     pattern = layers.default
     if isinstance(pattern, Every):
         key = keys.key(pattern.key)
-        stated = bool(pattern.key) and keys.fields.has(key)
-        kinds, which = _repeat(pattern, keys.fields.size(key) if stated else pattern.n, count)
-        keys.origins["layer_types"] = f"{key if stated else 'implied'}: {which}"
+        has_key = bool(pattern.key) and keys.fields.has(key)
+        kinds, which = _repeat(pattern, keys.fields.size(key) if has_key else pattern.n, count)
+        keys.origins["layer_types"] = f"{key if has_key else 'implied'}: {which}"
         return kinds
     if pattern is None:
         key = keys.key(layers.key)

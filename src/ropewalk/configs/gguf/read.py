@@ -125,10 +125,12 @@ class _Reader:
         if axes == "mrope if sections" and not (value[0] and value[1]):
             return None
         if not any(value):
-            raise fields.error(key, "must give at least one pair an axis", shown(value), "Convert the model again.")
+            raise fields.error(
+                key, "must assign at least one pair to an axis", shown(value), "Convert the model again."
+            )
         if value[3]:
             cure = "The content of the fourth row of positions is not known. Read the model's config.json instead."
-            raise fields.error(key, "must not give pairs a fourth axis", shown(value), cure)
+            raise fields.error(key, "must not assign pairs to a fourth axis", shown(value), cure)
         if self.text_only:
             self.keys.warnings.append(TEXT_ONLY)
         return value

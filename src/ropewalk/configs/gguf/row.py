@@ -69,10 +69,10 @@ class Layers:
         kinds: maps the name of each kind to a `Kind`, or to None if layers of this kind do not rotate.
         default: a pattern, or the kind of all layers, for files without a list. None makes the list required.
         key: key of a list with an entry for each layer; "" if llama.cpp reads no such list.
-        flagged, unflagged: the kind of a layer whose entry is true or greater than 0, and of one whose entry is false
-            or 0.
-        window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
-        fixed: whether `default` applies even if the file has a list, which must then state the same kinds.
+        true_kind, false_kind: the kind of a layer whose entry is true or greater than 0, and of one whose entry is
+            false or 0.
+        alike_without_window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
+        ignores_list: whether `default` applies even if the file has a list, which must then agree with it.
         count: the only number of layers with which the layers of a model differ; None if they differ with any number.
         zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
@@ -80,10 +80,10 @@ class Layers:
     kinds: Mapping[str, Kind | None]
     default: Every | str | None
     key: str = ""
-    flagged: str = ""
-    unflagged: str = ""
-    window: bool = False
-    fixed: bool = False
+    true_kind: str = ""
+    false_kind: str = ""
+    alike_without_window: bool = False
+    ignores_list: bool = False
     count: int | None = None
     zero_window_refusal: str = ""
 

@@ -42,7 +42,7 @@ class SchemeReader:
         kind = self.kind = self._kind()
         self._check_tensors(kind)
         readers: dict[str, Callable[[], Scaling | None]] = {
-            "none": self._unscaled,
+            "none": self._no_scaling,
             "linear": self._linear,
             "yarn": self._yarn,
             "longrope": self._longrope,
@@ -129,7 +129,7 @@ class SchemeReader:
             )
         return new if new is not None else old
 
-    def _unscaled(self) -> Scaling | None:
+    def _no_scaling(self) -> Scaling | None:
         self.keys.used -= {self.keys.key(_FACTOR), self.keys.key(_OLD_FACTOR)}
         if FREQS in self.tensors:
             self.keys.origins["factors"] = FREQS
@@ -144,7 +144,7 @@ class SchemeReader:
     def _linear(self) -> Scaling | None:
         factor = self._factor()
         if factor in (None, 0.0, 1.0):
-            return self._unscaled()
+            return self._no_scaling()
         self.keys.origins["factor"] = self._factor_key()
         return Linear(factor=factor)
 
@@ -198,10 +198,10 @@ class SchemeReader:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cast(Any, scheme)):
             name = scheme.gguf.get(field.name)
-            stated = None if name is None else self.keys.fields.get(self.keys.key(name))
+            value = None if name is None else self.keys.fields.get(self.keys.key(name))
             optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-            if name is not None and (stated is not None or not optional):
-                values[field.name] = self.keys.require(name, stated, f"{scheme.__name__} needs it.")
+            if name is not None and (value is not None or not optional):
+                values[field.name] = self.keys.require(name, value, f"{scheme.__name__} needs it.")
                 self.keys.origins[field.name] = self.keys.key(name)
                 self.keys.used.add(self.keys.key(name))
         try:
