@@ -17,7 +17,7 @@ import tiny_models
 _ROTATED = ("q", "k", "x", "xq", "xk", "tensor", "query", "key", "query_states", "key_states")
 
 
-def places(rotary_dim: int, source: str) -> list[int]:
+def channels_in_other_pairing(rotary_dim: int, source: str) -> list[int]:
     """Return for each channel in the pairing `source` its index in the other pairing."""
     half = rotary_dim // 2
     if source == "half":  # channels i and i + half are a pair, and become channels 2i and 2i + 1
@@ -49,8 +49,8 @@ def logits(model: nn.Module) -> torch.Tensor:
     """Return the logits of a model for 12 tokens, or its last hidden state if it has no logits."""
     tokens = torch.arange(3, 15)[None]
     with torch.no_grad():
-        made = model(input_ids=tokens)
-    return made.logits if hasattr(made, "logits") else made.last_hidden_state
+        result = model(input_ids=tokens)
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
 
 
 @contextlib.contextmanager
@@ -65,10 +65,10 @@ def other_rotation(model: nn.Module, source: str, head_dim: int, rotary_dim: int
     module = sys.modules[type(model).__module__]
     functions = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and n.startswith("apply_rotary")}
     assert functions
-    there = places(rotary_dim, source)
+    other_channels = channels_in_other_pairing(rotary_dim, source)
     called = []
 
-    def reordered(x: torch.Tensor, by: list[int]) -> torch.Tensor:
+    def reorder(x: torch.Tensor, by: list[int]) -> torch.Tensor:
         if x.shape[-1] == rotary_dim:
             return x[..., by]
         assert x.shape[-1] == head_dim
@@ -83,12 +83,12 @@ def other_rotation(model: nn.Module, source: str, head_dim: int, rotary_dim: int
             bound = signature.bind(*args, **kwargs)
             for name, value in bound.arguments.items():
                 if name in _ROTATED:
-                    bound.arguments[name] = reordered(value, there)
-            made = function(*bound.args, **bound.kwargs)
-            back = [there.index(c) for c in range(rotary_dim)]
-            if isinstance(made, torch.Tensor):
-                return reordered(made, back)
-            return tuple(reordered(x, back) for x in made)
+                    bound.arguments[name] = reorder(value, other_channels)
+            result = function(*bound.args, **bound.kwargs)
+            inverse = [other_channels.index(c) for c in range(rotary_dim)]
+            if isinstance(result, torch.Tensor):
+                return reorder(result, inverse)
+            return tuple(reorder(x, inverse) for x in result)
 
         return rotate
 

@@ -92,8 +92,8 @@ def mutate(config: dict[Any, Any], draw: random.Random) -> None:
     # Half of the changes are made where rotation is defined, so that not all of them hit unread keys.
     about_rope = [key for key in keys if isinstance(key, str) and any(word in key for word in ABOUT_ROPE)]
     key = draw.choice(about_rope if about_rope and draw.random() < 0.5 else keys or ["rope_theta"])
-    other = draw.choice(keys or ["rope_theta"])
-    listed = [value for value in place.values() if isinstance(value, list) and value]
+    other_key = draw.choice(keys or ["rope_theta"])
+    lists = [value for value in place.values() if isinstance(value, list) and value]
     match draw.randrange(11):
         case 0:
             place.pop(key, None)
@@ -102,7 +102,7 @@ def mutate(config: dict[Any, Any], draw: random.Random) -> None:
         case 2:
             place[key] = some_value(draw)
         case 3:
-            place[key], place[other] = place.get(other), place.get(key)
+            place[key], place[other_key] = place.get(other_key), place.get(key)
         case 4:
             place[key] = {draw.choice([*KEYS, key]): place.get(key)}
         case 5:
@@ -111,8 +111,8 @@ def mutate(config: dict[Any, Any], draw: random.Random) -> None:
             elsewhere[draw.choice([*KEYS, key])] = place.get(key)  # this may create a cycle
         case 7:
             place[key] = [place.get(key)] * draw.choice([1, 2, 8])
-        case 8 if listed:
-            chosen = draw.choice(listed)
+        case 8 if lists:
+            chosen = draw.choice(lists)
             match draw.randrange(3):
                 case 0:
                     chosen.pop()

@@ -46,8 +46,8 @@ class TestAdapters:
             moves = ("q_proj" in name or "k_proj" in name) and "lora_A" not in name
             for row in range(len(tensor)):
                 head, i = divmod(row, 8)
-                there = head * 8 + (2 * i if i < 4 else 2 * (i - 4) + 1) if moves else row
-                assert torch.equal(new[name][there], tensor[row])
+                expected_row = head * 8 + (2 * i if i < 4 else 2 * (i - 4) + 1) if moves else row
+                assert torch.equal(new[name][expected_row], tensor[row])
         refused("got 'interleaved'", tmp_path / "b", tmp_path / "c", "--to", "interleaved", target=model)
         run(tmp_path / "b", tmp_path / "c", "--to", "half")
         file = "adapter_model.safetensors"

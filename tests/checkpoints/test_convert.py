@@ -153,8 +153,8 @@ def test_an_interrupted_run_is_continued(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         checkpoints.write(plan, tmp_path / "b", stop)
     assert not (tmp_path / "b").exists()
-    left = tmp_path / ".b.unfinished"
-    first = left / "model-00001-of-00003.safetensors"
+    unfinished = tmp_path / ".b.unfinished"
+    first = unfinished / "model-00001-of-00003.safetensors"
     assert first.exists()
     stamp = first.stat().st_mtime_ns
     files = []

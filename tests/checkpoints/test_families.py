@@ -67,14 +67,14 @@ def check_round_trip(name: str, folder: Path, **changes: Any) -> None:
     converted = load(model, second)
     assert {rope.pairing for rope in from_config(second).layers if rope is not None} == {to}
     if source.model_type in OWN_KEY:
-        made = logits(converted)
+        result = logits(converted)
     else:
         assert (logits(converted) - expected).abs().max() > 1e-2  # the model's own rotation gives wrong logits
         with other_rotation(converted, source.pairing, rope.head_dim, rope.rotary_dim, rope.rotary_offset):
-            made = logits(converted)
-    torch.testing.assert_close(made, expected, atol=2e-5, rtol=2e-5)
-    back = checkpoints.plan(checkpoints.read(second), source.pairing, "hf")
-    checkpoints.write(back, third, lambda *_: None)
+            result = logits(converted)
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
+    inverse_plan = checkpoints.plan(checkpoints.read(second), source.pairing, "hf")
+    checkpoints.write(inverse_plan, third, lambda *_: None)
     assert {path.name for path in third.iterdir()} == {path.name for path in first.iterdir()}
     for path in third.glob("*.safetensors"):
         assert path.read_bytes() == (first / path.name).read_bytes()

@@ -61,8 +61,8 @@ class TestQuantised:
             old, new = numbers(tensors, key), numbers(written, key)
             for row in range(len(old)):
                 head, i = divmod(row, 8)
-                there = row if name == "v_proj" else head * 8 + (2 * i if i < 4 else 2 * (i - 4) + 1)
-                assert torch.equal(new[there], old[row])
+                expected_row = row if name == "v_proj" else head * 8 + (2 * i if i < 4 else 2 * (i - 4) + 1)
+                assert torch.equal(new[expected_row], old[row])
 
     def test_fp8_with_one_scale(self, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", config={**CONFIG, "quantization_config": {"quant_method": "fp8"}})

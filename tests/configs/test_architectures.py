@@ -47,8 +47,8 @@ def rope_of(row: dict[str, Any], case: dict[str, Any]) -> Rope | None:
 
 class TestReleasedModels:
     def test_frequencies(self) -> None:
-        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
-            row, case = given
+        def check(row_and_case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = row_and_case
             rope = rope_of(row, case)
             if case.get("layout") == "none":
                 assert rope is None
@@ -60,8 +60,8 @@ class TestReleasedModels:
         each(CASES, check)
 
     def test_pairing_and_slice(self) -> None:
-        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
-            row, case = given
+        def check(row_and_case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = row_and_case
             rope, layout = rope_of(row, case), case.get("layout")
             if rope is None or layout is None:
                 return  # this case is at another length, and the pairs are in the first case
@@ -76,8 +76,8 @@ class TestReleasedModels:
         each(CASES, check)
 
     def test_rotated(self) -> None:
-        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
-            row, case = given
+        def check(row_and_case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = row_and_case
             rope = rope_of(row, case)
             if "q_rot" not in case or rope is None:
                 return
@@ -95,25 +95,25 @@ class TestReleasedModels:
                     alone = Rope(rope.rotary_dim, rope.base, rope.pairing, scaling=rope.scaling)
                 else:
                     alone = rope
-                mine = alone.at(rows)(x, layout="bhsd").numpy().copy()
+                rotated = alone.at(rows)(x, layout="bhsd").numpy().copy()
                 if ropes.output_order == "half" and case["id"] != "dsa_indexer":
                     start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
-                    mine[..., start:end] = np.concatenate(
-                        (mine[..., start:end:2], mine[..., start + 1 : end : 2]), axis=-1
+                    rotated[..., start:end] = np.concatenate(
+                        (rotated[..., start:end:2], rotated[..., start + 1 : end : 2]), axis=-1
                     )
                 scale = ropes.query_scale
                 if scale is not None and (name == "q" or scale.scales_keys):
                     factors = [scale.at(p) if name == "q" else scale.constant for p in positions]
-                    mine = mine * np.array(factors)[:, None]
+                    rotated = rotated * np.array(factors)[:, None]
                 assert (
-                    np.abs(mine - expected) <= bound * max(1.0, 0 if scale is None else scale.at(max(positions)))
+                    np.abs(rotated - expected) <= bound * max(1.0, 0 if scale is None else scale.at(max(positions)))
                 ).all()
 
         each(CASES, check)
 
     def test_softmax_factor(self) -> None:
-        def check(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
-            row, case = given
+        def check(row_and_case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+            row, case = row_and_case
             rope, ropes = rope_of(row, case), ropes_of(row["config"])
             row_of_table = ARCHITECTURES[ropes.model_type]
             if (
@@ -158,8 +158,8 @@ def test_class_defaults() -> None:
 
 def test_most_rows_were_run() -> None:
     run = {row["model_type"] for row in DEFAULTS} | {ropes_of(row["config"]).model_type for row in MODELS}
-    described = {name for name, row in ARCHITECTURES.items() if row.is_supported and row.in_transformers}
-    assert len(described & run) >= 0.9 * len(described), sorted(described - run)
+    supported = {name for name, row in ARCHITECTURES.items() if row.is_supported and row.in_transformers}
+    assert len(supported & run) >= 0.9 * len(supported), sorted(supported - run)
 
 
 def test_a_model_without_a_rope_gives_the_reason() -> None:
@@ -471,9 +471,12 @@ class TestLayers:
     def test_unknown_model_whose_layers_differ(self) -> None:
         values = {"model_type": "mine", "head_dim": 8, "num_hidden_layers": 2, "rope_theta": 1e4}
         assert from_config(values, pairing="half").rope == Rope(8, 1e4, "half")
-        for key, listed in (("layer_types", ["full_attention", "sliding_attention"]), ("no_rope_layers", [1, 0])):
+        for key, values_of_layers in (
+            ("layer_types", ["full_attention", "sliding_attention"]),
+            ("no_rope_layers", [1, 0]),
+        ):
             with pytest.raises(RopeError, match="must be the same for all layers if ropewalk does not know"):
-                from_config({**values, key: listed}, pairing="half")
+                from_config({**values, key: values_of_layers}, pairing="half")
 
 
 class TestLatentAttention:
@@ -559,7 +562,7 @@ class TestParametersFromOtherKeys:
 
     def test_dynamic_with_alpha_is_ntk(self) -> None:
         """The files of Hunyuan also contain parameters of other schemes."""
-        given = {
+        scaling = {
             "type": "dynamic",
             "alpha": 1000.0,
             "factor": 1.0,
@@ -567,19 +570,19 @@ class TestParametersFromOtherKeys:
             "mscale_all_dim": 1.0,
             "beta_fast": 32,
         }
-        ropes = from_config({**self.base, "model_type": "hunyuan_v1_dense", "rope_scaling": given})
+        ropes = from_config({**self.base, "model_type": "hunyuan_v1_dense", "rope_scaling": scaling})
         assert ropes.rope.scaling.alpha == 1000.0
         assert any("is not read if alpha is given" in warning for warning in ropes.warnings)
 
     def test_longrope_with_each_of_its_names(self) -> None:
-        given = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        scaling = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         values = {**self.base, "model_type": "phi3", "original_max_position_embeddings": 1024}
-        ropes = [from_config({**values, "rope_scaling": {"type": name, **given}}).rope for name in ("longrope", "su")]
+        ropes = [from_config({**values, "rope_scaling": {"type": name, **scaling}}).rope for name in ("longrope", "su")]
         assert ropes[0] == ropes[1]
         assert ropes[0].scaling.factor == 4.0
         assert ropes[0].at_length(1025).inv_freq[0] == 0.5
         with pytest.raises(RopeError, match="LongRoPE: short_factor must have 4 numbers"):
-            from_config({**values, "rope_scaling": {"type": "su", **given, "short_factor": [1.0]}})
+            from_config({**values, "rope_scaling": {"type": "su", **scaling, "short_factor": [1.0]}})
 
 
 def test_sizes_of_single_layers() -> None:

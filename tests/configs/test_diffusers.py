@@ -158,21 +158,21 @@ def test_text_only_is_refused() -> None:
 
 
 def test_a_misspelt_class_is_recognised() -> None:
-    def meant(name: str) -> str:
+    def suggested_class(name: str) -> str:
         with pytest.raises(RopeError, match="_class_name must be a transformer that ropewalk knows") as raised:
             from_config({"_class_name": name})
         return str(raised.value).partition("Did you mean ")[2].strip("'?")
 
     for name in ("FluxTransformer", "FluxTransfomer2DModel", "fluxTransformer2DModel", "FluxxTransformer2DModel"):
-        assert meant(name) == "FluxTransformer2DModel"
-    assert meant("HunyuanVideoTransformer2DModel") == "HunyuanVideoTransformer3DModel"
+        assert suggested_class(name) == "FluxTransformer2DModel"
+    assert suggested_class("HunyuanVideoTransformer2DModel") == "HunyuanVideoTransformer3DModel"
     # Other classes of diffusers 0.42.1, some with names that are similar to a known one.
     others = (
         "BriaFibo2Transformer2DModel CogView4Transformer2DModel CosmosTransformer3DModel EasyAnimateTransformer3DModel "
         "ErnieImageTransformer2DModel Flux3Transformer2DModel GlmImageTransformer2DModel SanaTransformer2DModel "
         "SanaVideoTransformer3DModel Transformer2DModel WanAnimate2Transformer3DModel AutoencoderKL"
     )
-    assert {meant(name) for name in others.split()} == {""}
+    assert {suggested_class(name) for name in others.split()} == {""}
 
 
 def test_the_folder_of_a_pipeline(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ CONFIGS = [
 ]
 
 
-def same(one: ModelRopes, other: ModelRopes) -> bool:
+def same_ropes(first: ModelRopes, second: ModelRopes) -> bool:
     names = (
         "layers",
         "extra_ropes",
@@ -31,7 +31,7 @@ def same(one: ModelRopes, other: ModelRopes) -> bool:
         "max_position_embeddings",
         "axis_names",
     )
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def test_version_5() -> None:
@@ -44,7 +44,7 @@ def check_version_5(config: dict[str, Any]) -> None:
     json.dumps(written)
     assert "rope_scaling" not in written
     again = from_config(written)
-    assert same(again, ropes)
+    assert same_ropes(again, ropes)
     assert again.to_hf_config(version=5) == written
 
 
@@ -76,7 +76,7 @@ def check_version_4(config: dict[str, Any]) -> None:
         assert "Pass version=5." in str(refusal)  # noqa: PT017
         return
     assert "rope_parameters" not in written
-    assert same(from_config(written), ropes)
+    assert same_ropes(from_config(written), ropes)
 
 
 def test_from_one_schema_to_the_other() -> None:

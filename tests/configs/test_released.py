@@ -15,16 +15,16 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "released.json"
 ROWS = [(f"{row['file']} {row['model_type']}", row) for row in json.loads(GOLDEN.read_text())["rows"]]
 
 
-def listed(ropes: ModelRopes) -> list[list[Any]]:
+def rope_facts(ropes: ModelRopes) -> list[list[Any]]:
     return [[repr(rope), len(layers)] for rope, layers in ropes.groups()]
 
 
 def test_ropes() -> None:
     def check(row: dict[str, Any]) -> None:
         ropes = from_config(row["config"])
-        assert listed(ropes) == row["ropes"]
+        assert rope_facts(ropes) == row["ropes"]
         if "text_only" in row:
-            assert listed(from_config(row["config"], text_only=True)) == row["text_only"]
+            assert rope_facts(from_config(row["config"], text_only=True)) == row["text_only"]
         json.dumps(ropes.facts(), allow_nan=False)
         assert ropes.explain(5000)
 

@@ -41,9 +41,9 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
 
     def check(row: dict[str, Any]) -> None:
         # In the golden rows of Gemma, the rope is that of the last kind of layer.
-        [*_, (asked, _)] = ropes_for_engines(row["config"])[1]
-        answer = engine.answer(asked)
-        seen.add("default" if asked.rope.scaling is None else asked.rope.scaling.rope_type)
+        [*_, (config_rope, _)] = ropes_for_engines(row["config"])[1]
+        answer = engine.answer(config_rope)
+        seen.add("default" if config_rope.rope.scaling is None else config_rope.rope.scaling.rope_type)
         rope = answer.at(row["sequence"], row["setting"])
         if "refused" in row:
             assert rope is None
@@ -52,7 +52,7 @@ def test_rules_are_those_of_the_running_engine(name: str) -> None:
         assert rope is not None, answer.refusal
         # Powers in float32 have an error of 2.4e-7, and of 5.3e-7 in MLX. YaRN's weight of the unscaled frequency is
         # rounded to 2⁻²⁴, and this error is `factor` times as large relative to the scaled frequency.
-        factor = getattr(asked.rope.scaling, "factor", None) or 1.0
+        factor = getattr(config_rope.rope.scaling, "factor", None) or 1.0
         np.testing.assert_allclose(rope.inv_freq, row["inv_freq"], rtol=6e-7 + 2**-24 * factor, atol=0)
         assert rope.attention_factor == pytest.approx(row["attention_factor"], rel=2e-7)
 
@@ -97,8 +97,8 @@ def test_exactly_the_keys_without_effect_are_noted_as_ignored(name: str) -> None
     rows = {row["case"]: row for row in golden(name)["rows"]}
     for case, keys in KEYS.items():
         row, plain = rows[case], rows[PLAIN[case[:4]]]
-        [*_, (asked, _)] = ropes_for_engines(row["config"])[1]
-        notes = " ".join(ENGINES[name].answer(asked).notes)
+        [*_, (config_rope, _)] = ropes_for_engines(row["config"])[1]
+        notes = " ".join(ENGINES[name].answer(config_rope).notes)
         said = all(key in notes for key in keys) and "ignores" in notes
         same = (row["attention_factor"], row["inv_freq"]) == (plain["attention_factor"], plain["inv_freq"])
         if row["config"]["model_type"] == plain["config"]["model_type"]:

@@ -293,8 +293,11 @@ def test_the_last_pairs_of_qwen3_vl(path: Path) -> None:
     axes = from_config(path).rope.axes
     assert axes is not None
     assert axes.count == 4
-    theirs = Axes.interleaved((24, 20, 20)).axis
-    assert [(i, axes.axis[i], theirs[i]) for i in range(64) if axes.axis[i] != theirs[i]] == [(61, 3, 0), (62, 3, 0)]
+    model_axes = Axes.interleaved((24, 20, 20)).axis
+    assert [(i, axes.axis[i], model_axes[i]) for i in range(64) if axes.axis[i] != model_axes[i]] == [
+        (61, 3, 0),
+        (62, 3, 0),
+    ]
     assert "no axis of rope.dimension_sections covers pairs 61-62" in from_config(path).warnings[0]
     write(path, {**keys, SECTIONS: [22, 21, 21, 0]}, architecture="qwen3vl")
     assert len(from_config(path, text_only=True).warnings) == 1
@@ -315,8 +318,8 @@ def test_several_axes_and_layers_that_differ(path: Path, architecture: str) -> N
     rope = dataclasses.replace(HALF, axes=Axes.interleaved((3, 3, 2)))
     ropes = from_config(write(path, keys, architecture=architecture))
     assert ropes.layers == (None, None, None, rope)
-    listed = {**keys, "attention.recurrent_layers": [False, True, True, True, False]}
-    ropes = from_config(write(path, listed, architecture=architecture))
+    keys_with_list = {**keys, "attention.recurrent_layers": [False, True, True, True, False]}
+    ropes = from_config(write(path, keys_with_list, architecture=architecture))
     assert ropes.layers == (rope, None, None, None)
 
 
@@ -393,14 +396,14 @@ def test_refusals(path: Path, architecture: str, keys: dict[str, Any], message: 
 # ---- compared with the Hugging Face config of the same model --------------------------------------------------------
 
 
-def assert_same(our: Rope, their: Rope) -> None:
+def assert_same(gguf_rope: Rope, hf_rope: Rope) -> None:
     """Check that two ropes rotate alike. Factors in a GGUF file have float32 precision."""
-    assert (our.head_dim, our.rotary_offset) == (their.head_dim, their.rotary_offset)
-    np.testing.assert_allclose(our.inv_freq, their.inv_freq, rtol=1e-6)
-    assert our.attention_factor == pytest.approx(their.attention_factor)
+    assert (gguf_rope.head_dim, gguf_rope.rotary_offset) == (hf_rope.head_dim, hf_rope.rotary_offset)
+    np.testing.assert_allclose(gguf_rope.inv_freq, hf_rope.inv_freq, rtol=1e-6)
+    assert gguf_rope.attention_factor == pytest.approx(hf_rope.attention_factor)
 
 
-def described(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+def converter_keys(config: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     """Return the keys that the converter writes for the sizes of a config, and `more`."""
     text = config.get("text_config", config)
     keys = {
@@ -427,12 +430,12 @@ def yarn_keys(factor: float, original: int, **more: float) -> dict[str, Any]:
 DEEPSEEK_YARN = yarn_keys(40.0, 4096, beta_fast=32.0, beta_slow=1.0)
 
 
-def by_list(name: str) -> dict[str, Any]:
+def window_keys(name: str) -> dict[str, Any]:
     config = MODELS[name].get("text_config", MODELS[name])
     return {WINDOW: config["sliding_window"], PATTERN: [kind == "sliding_attention" for kind in config["layer_types"]]}
 
 
-def same(
+def check_same_ropes(
     config: dict[str, Any],
     path: Path,
     architecture: str,
@@ -442,16 +445,18 @@ def same(
     pairing: str | None = None,
 ) -> None:
     """Check that the GGUF file and the config of a model give the same ropes, except for the pairing `pairing`."""
-    theirs = from_config(config, text_only=True)
-    ours = from_config(write(path, described(config, keys), tensors, architecture=architecture), text_only=True)
-    assert len(ours.layers) == len(theirs.layers)
-    for our, their in zip(ours.layers, theirs.layers, strict=True):
-        assert (our is None) == (their is None)
-        if our is not None and their is not None:
-            assert_same(our, their)
-            assert our.pairing == (pairing or their.pairing)
-    assert ours.softmax_factor == pytest.approx(theirs.softmax_factor)
-    assert dict(ours.extra_ropes) == dict(theirs.extra_ropes)
+    hf_ropes = from_config(config, text_only=True)
+    gguf_ropes = from_config(
+        write(path, converter_keys(config, keys), tensors, architecture=architecture), text_only=True
+    )
+    assert len(gguf_ropes.layers) == len(hf_ropes.layers)
+    for gguf_rope, hf_rope in zip(gguf_ropes.layers, hf_ropes.layers, strict=True):
+        assert (gguf_rope is None) == (hf_rope is None)
+        if gguf_rope is not None and hf_rope is not None:
+            assert_same(gguf_rope, hf_rope)
+            assert gguf_rope.pairing == (pairing or hf_rope.pairing)
+    assert gguf_ropes.softmax_factor == pytest.approx(hf_ropes.softmax_factor)
+    assert dict(gguf_ropes.extra_ropes) == dict(hf_ropes.extra_ropes)
 
 
 LLAMA3_EXAONE = from_config(MODELS["exaone-4.0-32b"]).layers[0]
@@ -466,7 +471,7 @@ LLAMA3_EXAONE = from_config(MODELS["exaone-4.0-32b"]).layers[0]
         (
             "olmo-3.1-32b-instruct",
             "olmo2",
-            {BASE: 5e5, **by_list("olmo-3.1-32b-instruct"),
+            {BASE: 5e5, **window_keys("olmo-3.1-32b-instruct"),
              **yarn_keys(8.0, 8192, attn_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0)},
         ),
         ("deepseek-v2-lite", "deepseek2",
@@ -477,7 +482,7 @@ LLAMA3_EXAONE = from_config(MODELS["exaone-4.0-32b"]).layers[0]
         ("default-glm4_moe_lite", "deepseek2", {BASE: 1e4}),
         ("default-minicpm3", "minicpm3", {BASE: 1e4, "attention.key_length": 96, "attention.key_length_mla": None}),
         ("default-afmoe", "afmoe", {BASE: 1e4, WINDOW: 1024}),
-        ("default-exaone_moe", "exaone-moe", {BASE: 1e4, **by_list("default-exaone_moe")}),
+        ("default-exaone_moe", "exaone-moe", {BASE: 1e4, **window_keys("default-exaone_moe")}),
         ("default-lfm2", "lfm2", {BASE: 1e6, "attention.head_count_kv": [8] * 32}),
         ("qwen3-next-80b-a3b", "qwen3next", {BASE: 1e7, "rope.dimension_count": 64, "full_attention_interval": 4}),
         ("qwen3.5-27b", "qwen35", {BASE: 1e7, "rope.dimension_count": 64, "full_attention_interval": 4,
@@ -486,7 +491,7 @@ LLAMA3_EXAONE = from_config(MODELS["exaone-4.0-32b"]).layers[0]
     ],
 )  # fmt: skip
 def test_models(path: Path, name: str, architecture: str, keys: dict[str, Any]) -> None:
-    same(MODELS[name], path, architecture, keys)
+    check_same_ropes(MODELS[name], path, architecture, keys)
 
 
 @pytest.mark.parametrize(
@@ -499,11 +504,11 @@ def test_models(path: Path, name: str, architecture: str, keys: dict[str, Any]) 
     ],
 )
 def test_class_defaults(path: Path, name: str, architecture: str, keys: dict[str, Any]) -> None:
-    same(CLASSES[name], path, architecture, keys)
+    check_same_ropes(CLASSES[name], path, architecture, keys)
 
 
 def test_smollm3_which_its_converter_permutes(path: Path) -> None:
-    same(CLASSES["smollm3"], path, "smollm3", {BASE: 2e6}, pairing="interleaved")
+    check_same_ropes(CLASSES["smollm3"], path, "smollm3", {BASE: 2e6}, pairing="interleaved")
 
 
 def test_exaone_4_with_its_factors(path: Path) -> None:
@@ -511,16 +516,20 @@ def test_exaone_4_with_its_factors(path: Path) -> None:
     rope = LLAMA3_EXAONE
     assert rope is not None
     factors = (dataclasses.replace(rope, scaling=None).inv_freq / rope.inv_freq).astype(np.float32)
-    same(MODELS["exaone-4.0-32b"], path, "exaone4", {BASE: 1e6, **by_list("exaone-4.0-32b")}, {FREQS: factors})
+    check_same_ropes(
+        MODELS["exaone-4.0-32b"], path, "exaone4", {BASE: 1e6, **window_keys("exaone-4.0-32b")}, {FREQS: factors}
+    )
 
 
 def test_gemma_4_with_its_factors(path: Path) -> None:
-    keys = {BASE: 1e6, LOCAL: 1e4, **by_list("gemma-4-26b-a4b"), "attention.key_length": 512,
+    keys = {BASE: 1e6, LOCAL: 1e4, **window_keys("gemma-4-26b-a4b"), "attention.key_length": 512,
             "attention.key_length_swa": 256, "rope.dimension_count": 512, "rope.dimension_count_swa": 256}  # fmt: skip
-    same(MODELS["gemma-4-26b-a4b"], path, "gemma4", keys, {FREQS: [1.0] * 64 + [1e30] * 192})
+    check_same_ropes(MODELS["gemma-4-26b-a4b"], path, "gemma4", keys, {FREQS: [1.0] * 64 + [1e30] * 192})
 
 
 def test_gpt_oss_except_for_the_ramp(path: Path) -> None:
     config = CLASSES["gpt_oss"]
     rounded = {**config, "rope_parameters": {**config["rope_parameters"], "truncate": True}}
-    same(rounded, path, "gpt-oss", {BASE: 1.5e5, WINDOW: 128, **yarn_keys(32.0, 4096, beta_fast=32.0, beta_slow=1.0)})
+    check_same_ropes(
+        rounded, path, "gpt-oss", {BASE: 1.5e5, WINDOW: 128, **yarn_keys(32.0, 4096, beta_fast=32.0, beta_slow=1.0)}
+    )

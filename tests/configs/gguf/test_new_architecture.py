@@ -125,7 +125,7 @@ def test_a_refused_architecture_is_a_row(path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("given", "far", "near"),
+    ("base_keys", "far", "near"),
     [
         ({"rope.angle_root": 2e4}, 2e4, 2e4),
         ({BASE: 3e4, "rope.angle_root": 2e4}, 2e4, 3e4),
@@ -133,11 +133,11 @@ def test_a_refused_architecture_is_a_row(path: Path, monkeypatch: pytest.MonkeyP
         ({"rope.angle_root": 2e4, "rope.near_root": 4e4}, 2e4, 4e4),
     ],
 )
-def test_keys_of_bases(given: dict[str, Any], far: float, near: float, path: Path) -> None:
+def test_keys_of_bases(base_keys: dict[str, Any], far: float, near: float, path: Path) -> None:
     """The base of a kind is the value of the first of its keys that has one."""
     kinds = {"far": Kind(("rope.angle_root",)), "near": Kind((BASE, "rope.near_root", "rope.angle_root"))}
     register("madeup", GgufRow("half", layers=Layers(kinds, Every(2, "far", "near"))))
-    keys = {"block_count": 2, "attention.key_length": 16, **given}
+    keys = {"block_count": 2, "attention.key_length": 16, **base_keys}
     ropes = from_config(write(path, keys, architecture="madeup"))
     assert [rope.base for rope in ropes.layers if rope is not None] == [near, far]
     assert "madeup.rope.angle_root" in ropes.origins["base"]

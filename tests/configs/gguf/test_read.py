@@ -308,17 +308,17 @@ def test_ggml_rotates_alike(path: Path, case: dict[str, Any]) -> None:
 def test_the_gguf_package_reads_the_same(path: Path) -> None:
     factors = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 1e30]
     write(path, {**LLAMA, "per_layer": [True, False]}, {FREQS: factors})
-    theirs = gguf.GGUFReader(str(path))
+    reader = gguf.GGUFReader(str(path))
     values, tensors = gguf_header.read(path)
     assert values["tokenizer.ggml.scores"] == (0.0, -1.0, -2.0)
     assert values["llama.per_layer"] == (True, False)
     for key, value in values.items():
         if isinstance(value, int | float | str):
-            assert theirs.fields[key].contents() == value
+            assert reader.fields[key].contents() == value
         if isinstance(value, tuple):
-            assert theirs.fields[key].contents() == list(value)
-    assert {name for name in theirs.fields if not name.startswith("GGUF.")} == set(values)
-    expected = next(t.data for t in theirs.tensors if t.name == FREQS)
+            assert reader.fields[key].contents() == list(value)
+    assert {name for name in reader.fields if not name.startswith("GGUF.")} == set(values)
+    expected = next(t.data for t in reader.tensors if t.name == FREQS)
     np.testing.assert_array_equal(np.array(tensors[FREQS][:-1], np.float32), expected[:-1])
     assert tensors[FREQS][-1] == math.inf
 
@@ -330,8 +330,8 @@ def test_every_architecture_has_one_row() -> None:
         assert (row.pairing is None) == bool(row.refusal), name
         assert row.latent or not (row.scales_softmax or row.indexer), name
         assert row.yarn_log or not row.yarn_log_is_mscale, name
-    theirs = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
-    assert len(theirs & table.ARCHITECTURES.keys()) > 100  # the list of llama.cpp's names
+    names = set(gguf.MODEL_ARCH_NAMES.values()) - {"mmproj"}
+    assert len(names & table.ARCHITECTURES.keys()) > 100  # the list of llama.cpp's names
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
