@@ -14,10 +14,8 @@ _PART_KEYS = ("vision_config", "thinker_config", "backbone_config")  # keys of a
 _TOWER_ONLY = ("sam3", "sam3_vision_model")  # models of which only the tower rotates
 _BASES = ("rope_theta", "rope_scaling.rope_theta", "rope_parameters.rope_theta")
 _SECTIONS = ("rope_scaling", "rope_parameters")
-_LEARNED = (
-    "num_position_embeddings",
-    "position_embedding_size",
-)  # sizes of learned positions that are added to the patches
+# Sizes of learned positions, which are added to the patches.
+_LEARNED = ("num_position_embeddings", "position_embedding_size")
 _TYPES = ("axial", "default", None)
 
 
@@ -86,7 +84,7 @@ def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple
         return own, f"{own}, the default of the class of {model_type}"
     of_class = {row.width[0]: width, row.heads[0]: heads}
     keys = (row.width, row.heads)
-    # In a config of several models, transformers omits values that equal the defaults of a class.
+    # transformers omits values that equal the defaults of a class from nested configs.
     filled = {key[0]: of_class[key[0]] for key in keys if inside and not any(map(fields.has, key))}
     fields = _with_defaults(fields, filled)
     head_dim = fields.head_width(*keys, "head_dim")

@@ -244,7 +244,7 @@ def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: boo
     Args:
         config: the rope of the config.
         scaling: its scheme.
-        mscales: whether the engine uses short_mscale and long_mscale, if the config states them, instead.
+        mscales: whether the engine uses short_mscale and long_mscale instead, if the config states them.
 
     Returns:
         The scheme, or None if the config has no max_position_embeddings.

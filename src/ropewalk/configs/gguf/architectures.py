@@ -150,7 +150,7 @@ _ROWS: dict[str, GgufRow] = {
         yarn_log_is_mscale=True,
         temperature_length=_LENGTH,
     ),
-    # mistral4 has the graph of deepseek2.
+    # llama.cpp runs mistral4 with the code of deepseek2.
     "mistral4": GgufRow(
         "interleaved", _in("deepseek2"), latent=True, scales_softmax=True, yarn_log="tenth", temperature_length=_LENGTH
     ),

@@ -94,7 +94,7 @@ def _kinds_by_list(keys: Keys, layers: Layers, count: int, blocks: int) -> list[
 
 
 def _kinds_by_pattern(keys: Keys, layers: Layers, count: int) -> list[str]:
-    """Return the kinds of the layers of a file that has no list of them."""
+    """Return the kind of each layer of a file that has no list of kinds."""
     pattern = layers.default
     if isinstance(pattern, Every):
         key = keys.key(pattern.key)
