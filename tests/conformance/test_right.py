@@ -105,7 +105,7 @@ def test_rotary_embedding_torch() -> None:
     """This library is correct in float32. In bfloat16 it has a bug: it creates positions in the dtype of the input."""
     _here("rotary_embedding_torch")
     report = conformance.check("rotary_embedding_torch:RotaryEmbedding.rotate_queries_or_keys", pairing="interleaved")
-    assert [one.code for one in report.findings if one.severity == "wrong"] == ["low-precision-positions"]
+    assert [finding.code for finding in report.findings if finding.severity == "wrong"] == ["low-precision-positions"]
     assert "bfloat16" in report.findings[0].says
 
 

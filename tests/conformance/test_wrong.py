@@ -59,7 +59,7 @@ def test_the_size_under_the_exponents_is_named(size: int, base: str) -> None:
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).type_as(x)
 
     report = conformance.check(rotate, base=10_000.0)
-    assert [(one.code, one.says) for one in report.findings] == [
+    assert [(finding.code, finding.says) for finding in report.findings] == [
         (
             "wrong-exponent",
             f"The exponents are 2i/{size}, but 64 channels are rotated. This equals base {base} with 2i/64.",

@@ -116,9 +116,9 @@ def _starts_by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]
 
     A group is the heads of q that share a head of k, then that head of k, then its head of v.
     """
-    share = queries // keys
-    group = [(i * (share + 2)) * head for i in range(keys)]
-    return {"q": [g + j * head for g in group for j in range(share)], "k": [g + share * head for g in group]}
+    group_size = queries // keys
+    group = [(i * (group_size + 2)) * head for i in range(keys)]
+    return {"q": [g + j * head for g in group for j in range(group_size)], "k": [g + group_size * head for g in group]}
 
 
 def _starts_of_codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:

@@ -145,8 +145,8 @@ def _scores(q: torch.Tensor | None, k: torch.Tensor | None) -> torch.Tensor:
     """Return the scores of each head of q with its head of k, `[q heads, tokens, tokens]`."""
     if q is None or k is None:
         return torch.zeros(1, dtype=torch.float64)
-    share = max(1, q.shape[1] // k.shape[1])
-    return torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(share, dim=1)[:, : q.shape[1]])
+    group_size = max(1, q.shape[1] // k.shape[1])
+    return torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(group_size, dim=1)[:, : q.shape[1]])
 
 
 def _vectors(

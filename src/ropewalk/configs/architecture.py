@@ -271,7 +271,9 @@ class Architecture:
             return head_dim, head_dim, 0
         return (
             head_dim,
-            c.rotary_dim(rope_keys, head_dim, share=self.partial, dim_key=self.dim_key, source=self.name_and_source(c)),
+            c.rotary_dim(
+                rope_keys, head_dim, fraction=self.partial, dim_key=self.dim_key, source=self.name_and_source(c)
+            ),
             0,
         )
 
@@ -315,7 +317,7 @@ class Architecture:
         """Return the top-level keys of bases, which `to_hf_config` replaces."""
         return {base for kind in self.kinds.values() if kind is not None for base in kind.bases}
 
-    def needs_share(self, config: Mapping[str, object]) -> bool:
+    def needs_fraction(self, config: Mapping[str, object]) -> bool:
         """Whether a written config must state the fraction of the head that rotates."""
         return self.partial is not None and not (self.dim_key and config.get(self.dim_key) is not None)
 

@@ -74,9 +74,9 @@ def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, A
         )
     scheme = rope.scaling
     parameters = {"rope_theta": rope.base, **({"rope_type": "default"} if scheme is None else scheme.to_hf())}
-    share = _share(rope, row, ropes)
-    if share is not None:
-        parameters["partial_rotary_factor"] = share
+    fraction = _fraction(rope, row, ropes)
+    if fraction is not None:
+        parameters["partial_rotary_factor"] = fraction
     if row.axes is not None:
         parameters.update(_sections(rope, row.axes, ropes))
     if ropes.query_scale is not None and ropes.query_scale.beta:
@@ -96,12 +96,12 @@ def _sections(rope: Rope, rule: AxesRule, ropes: LayerRopes) -> dict[str, Any]:
     return {rule.keys[0]: sections} if rule.keys else {}
 
 
-def _share(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
+def _fraction(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
     """Return partial_rotary_factor, or None if the config does not need it."""
-    if not row.needs_share(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
+    if not row.needs_fraction(ropes.config or {}) or (rope.scaling is not None and rope.scaling.whole_head):
         return None
-    share = rope.rotary_dim / rope.head_dim
-    return share if int(rope.head_dim * share) == rope.rotary_dim else math.nextafter(share, 1.0)
+    fraction = rope.rotary_dim / rope.head_dim
+    return fraction if int(rope.head_dim * fraction) == rope.rotary_dim else math.nextafter(fraction, 1.0)
 
 
 def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes:
         elif kind.implied_base is None:
             raise error(_WHO, "each kind of layer must have its own key for the base", name, "Pass version=5.")
         parameters = _parameters(rope, row, ropes)
-        share = parameters.pop("partial_rotary_factor", None)
-        if share is not None and row.partial_keys:
-            config[row.partial_keys[0]] = share
+        fraction = parameters.pop("partial_rotary_factor", None)
+        if fraction is not None and row.partial_keys:
+            config[row.partial_keys[0]] = fraction
         del parameters["rope_theta"]
         if kind.scaled:
             scalings.append(parameters)

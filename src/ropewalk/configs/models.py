@@ -132,10 +132,10 @@ ARCHITECTURES: dict[str, Architecture] = {
             name,
             head_dim_keys=(),
             partial_keys=("rotary_pct", "partial_rotary_factor"),
-            partial=share,
+            partial=fraction,
             kinds={ALL: Kind(bases=("rotary_emb_base", "rope_theta"))},
         )
-        for name, share in (("gpt_neox", 0.25), ("gpt_neox_japanese", 1.0))
+        for name, fraction in (("gpt_neox", 0.25), ("gpt_neox_japanese", 1.0))
     },
     **{
         name: row(

@@ -284,14 +284,14 @@ class Reader:
         return base
 
     def rotary_dim(
-        self, rope_keys: dict[str, ConfigValue], head_dim: int, *, share: float | None, dim_key: str, source: str
+        self, rope_keys: dict[str, ConfigValue], head_dim: int, *, fraction: float | None, dim_key: str, source: str
     ) -> int:
         """Return the number of channels of a head that rotate.
 
         Args:
             rope_keys: the rope keys of this kind of layer.
             head_dim: channels of a head.
-            share: the fraction of the head that rotates if no key states it. None means that the whole head always
+            fraction: the fraction of the head that rotates if no key states it. None means that the whole head always
                 rotates.
             dim_key: key of the number of rotated channels; "" if there is none.
             source: model_type and source of the architecture.
@@ -302,15 +302,15 @@ class Reader:
             self.record_origin("rotary_dim", dim_key)
             return self.fields.size(dim_key)
         if entry is None:
-            if share in (None, 1.0):
+            if fraction in (None, 1.0):
                 self.record_origin("rotary_dim", "the whole head")
                 return head_dim
-            self.record_origin("rotary_dim", f"{share} of the head, implied by model_type {source}")
-            return int(head_dim * share)
+            self.record_origin("rotary_dim", f"{fraction} of the head, implied by model_type {source}")
+            return int(head_dim * fraction)
         value = number(self.fields.source, entry.where, entry.value, above=0.0)
-        if value > 1.0 or (value < 1.0 and share is None):
+        if value > 1.0 or (value < 1.0 and fraction is None):
             whole = f"must be 1, since {source.split(' (')[0]} rotates the whole head"
-            must = "must be at most 1" if share is not None else whole
+            must = "must be at most 1" if fraction is not None else whole
             cure = (
                 "It is a fraction of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
             )

@@ -58,10 +58,10 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
 
 
 def partial_rotation(
-    folder: str, share: float, *, pairing: str = "half", head_dim_divides: bool = True
+    folder: str, fraction: float, *, pairing: str = "half", head_dim_divides: bool = True
 ) -> Architecture:
     """Build the row of a model in which a fraction of the head rotates in every layer."""
-    return row(folder, pairing=pairing, partial=share, head_dim_divides=head_dim_divides)
+    return row(folder, pairing=pairing, partial=fraction, head_dim_divides=head_dim_divides)
 
 
 def remote(code: str, **fields: Any) -> Architecture:
@@ -98,9 +98,9 @@ def local_only(folder: str, pattern: Pattern | None, **fields: Any) -> Architect
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **fields)
 
 
-def several_axes(folder: str, axes: AxesRule, *, share: float | None = None, **fields: Any) -> Architecture:
+def several_axes(folder: str, axes: AxesRule, *, fraction: float | None = None, **fields: Any) -> Architecture:
     """Build the row of a model whose tokens have several positions, such as time, height and width."""
-    return row(folder, axes=axes, partial=share, **fields)
+    return row(folder, axes=axes, partial=fraction, **fields)
 
 
 def without_rope(folder: str) -> Architecture:

@@ -25,19 +25,19 @@ SEVERAL_AXES: dict[str, Architecture] = {
     "qwen3_omni_moe_talker_text": several_axes("qwen3_omni_moe", QWEN3_VL),
     "cosmos3_edge_text": several_axes("cosmos3_edge", QWEN3_VL),
     "ernie4_5_vl_moe_text": several_axes("ernie4_5_vl_moe", ERNIE, pairing="interleaved"),
-    "glm4v_text": several_axes("glm4v", GLM4V, share=1.0, pairing="interleaved"),
-    "glm4v_moe_text": several_axes("glm4v_moe", GLM4V, share=0.5),
-    "glm_image_text": several_axes("glm_image", GLM4V, share=1.0),
-    "glm_ocr_text": several_axes("glm_ocr", GLM4V, share=1.0, pairing="interleaved"),
+    "glm4v_text": several_axes("glm4v", GLM4V, fraction=1.0, pairing="interleaved"),
+    "glm4v_moe_text": several_axes("glm4v_moe", GLM4V, fraction=0.5),
+    "glm_image_text": several_axes("glm_image", GLM4V, fraction=1.0),
+    "glm_ocr_text": several_axes("glm_ocr", GLM4V, fraction=1.0, pairing="interleaved"),
     "paddleocr_vl_text": several_axes("paddleocr_vl", QWEN2_VL, head_dim_divides=False),
     "hunyuan_vl_text": several_axes("hunyuan_vl", HUNYUAN, head_dim_divides=False),
     "neomme": several_axes(
-        "neomme", NEOMME, share=1.0, head_dim_divides=False, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
+        "neomme", NEOMME, fraction=1.0, head_dim_divides=False, kinds={_FULL: Kind(bases=()), _SLIDING: Kind(bases=())}
     ),
     "qwen4_exp_text": several_axes(
         "qwen4_exp",
         QWEN3_5,
-        share=1.0,
+        fraction=1.0,
         flat=True,
         head_dim_divides=False,
         kinds={"indexed_attention": Kind(), _FULL: Kind(), "linear_attention": None},
@@ -47,7 +47,7 @@ SEVERAL_AXES: dict[str, Architecture] = {
         f"{name}_text": several_axes(
             name,
             QWEN3_5,
-            share=0.25,
+            fraction=0.25,
             head_dim_divides=False,
             kinds={_FULL: Kind(), "linear_attention": None},
             pattern=Every(4, _FULL, "linear_attention", key="full_attention_interval"),

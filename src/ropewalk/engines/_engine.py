@@ -212,20 +212,21 @@ def with_attention_factor(scaling: YaRN, factor: float) -> YaRN:
     return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
-def yarn_with_extrapolation(config: ConfigRope, scaling: YaRN, share: float, attention: float) -> Rope:
+def yarn_with_extrapolation(config: ConfigRope, scaling: YaRN, extrapolation: float, attention: float) -> Rope:
     """Return the rope of YaRN with an `extrapolation_factor`, as a `PerPair` scheme because no other describes it.
 
     Args:
         config: the rope of the config.
         scaling: its scheme.
-        share: the extrapolation_factor. The frequency of a pair is a weighted mean of the scaled and the unscaled one,
-            and this factor multiplies the weight of the unscaled one.
+        extrapolation: the extrapolation_factor, which multiplies the weight of the unscaled frequency in YaRN's mean of
+            the scaled and the unscaled frequency of a pair.
         attention: the attention factor of the result, dimensionless.
     """
     rope = config.rope
     low, high = scaling.ramp(rope.base, rope.rotary_dim)
-    kept = [(1 - min(max((i - low) / (high - low), 0.0), 1.0)) * share for i in range(rope.rotary_dim // 2)]
-    factors = tuple(1 / ((1 - keep) / scaling.factor + keep) for keep in kept)
+    ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(rope.rotary_dim // 2)]
+    weights = [(1 - position) * extrapolation for position in ramp]
+    factors = tuple(1 / ((1 - weight) / scaling.factor + weight) for weight in weights)
     return replace(rope, scaling=PerPair(factors=factors, attention_factor=attention))
 
 

@@ -32,8 +32,8 @@ def _dynamic(config: ConfigRope, scaling: DynamicNTK) -> Answer:
 
 
 def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
-    times, share = (to_finite(config.section.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
-    if times is None or share is None or times <= 0.0 or not 0.0 <= share <= 1.0:
+    times, extrapolation = (to_finite(config.section.get(key), 1.0) for key in ("attn_factor", "extrapolation_factor"))
+    if times is None or extrapolation is None or times <= 0.0 or not 0.0 <= extrapolation <= 1.0:
         odd = "attn_factor is not above 0, or extrapolation_factor is not between 0 and 1"
         return Answer(None, refusal=f"{odd}, which is not described here")
     top, bottom = scaling.mscale, scaling.mscale_all_dim
@@ -47,9 +47,9 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
     if top is not None and bottom is not None:
         factor = yarn_magnitude(scaling.factor, top) / yarn_magnitude(scaling.factor, bottom)
         notes += ("It reads mscale and mscale_all_dim if both are given, even if one is 0.",) * (not (top and bottom))
-    if share != 1.0:
-        rope = yarn_with_extrapolation(config, scaling, share, factor * times)
-        return Answer(rope, notes=(*notes, f"extrapolation_factor {share:g} slows the fast pairs as well."))
+    if extrapolation != 1.0:
+        rope = yarn_with_extrapolation(config, scaling, extrapolation, factor * times)
+        return Answer(rope, notes=(*notes, f"extrapolation_factor {extrapolation:g} slows the fast pairs as well."))
     return Answer(config.with_scaling(with_attention_factor(scaling, factor * times)), notes=notes)
 
 

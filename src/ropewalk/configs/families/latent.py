@@ -58,7 +58,7 @@ class Latent(Architecture):
         rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.fields.size(rotated_key)
         return unrotated + rotated, rotated, unrotated
 
-    def needs_share(self, config: Mapping[str, object]) -> bool:
+    def needs_fraction(self, config: Mapping[str, object]) -> bool:
         """Return False, since the two sizes of a head determine the fraction."""
         return False
 
