@@ -49,6 +49,7 @@ def test_from_a_folder(tmp_path: Path) -> None:
     ("config", "kwargs", "message"),
     [
         (LLAMA31, {}, "use_scaled_rope needs the factor of the scaling, which the format does not contain"),
+        (LLAMA31, {}, "add rope_scaling_factor to the file"),
         (LLAMA31, {}, "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B)"),
         (LLAMA31, {"factor": 0.5}, "factor must be a finite number of at least 1"),
         (

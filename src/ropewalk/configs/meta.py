@@ -113,13 +113,15 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
         origins["scaling"] = "use_scaled_rope" if fields.has("use_scaled_rope") else "no use_scaled_rope is given"
         return None
     if config_factor is None and factor is None:
+        vision = fields.has("vision_chunk_size")
+        factors = (
+            "factor=8.0 (Llama 3.2 Vision)" if vision else "factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B)"
+        )
         raise fields.error(
             "use_scaled_rope",
             "needs the factor of the scaling, which the format does not contain",
             "none",
-            "Pass factor=8.0 (Llama 3.2 Vision) to from_config."
-            if fields.has("vision_chunk_size")
-            else "Pass factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B) to from_config.",
+            f"Pass {factors} to from_config, --factor to explain or convert, or add rope_scaling_factor to the file.",
         )
     if config_factor is not None and factor is not None and config_factor != factor:
         raise fields.error(
