@@ -71,7 +71,7 @@ class TestTarget:
             ("nothing", "TARGET must name a module and something in it, got 'nothing'"),
             ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
             ("no/such/file.py:f", "TARGET must name an existing file"),
-            (f"{RIGHT / 'meta_complex.py'}:rotate", "It has apply_rotary_emb, precompute_freqs_cis"),
+            (f"{RIGHT / 'meta_complex.py'}:rotate", "Its callables are: apply_rotary_emb, precompute_freqs_cis"),
             (f"{RIGHT / 'meta_complex.py'}:a,b,c", "TARGET must have one or two names"),
             ("transformers:no_such_model", "transformers:no_such_model cannot be loaded"),
             (5, "target must be one or two callables"),
@@ -98,7 +98,7 @@ class TestCall:
         def f(a: Tensor, b: Tensor) -> Tensor:
             return rotated(a, b)
 
-        with pytest.raises(RopeError, match="TARGET must take q and k, or x"):
+        with pytest.raises(RopeError, match="TARGET must have parameters for q and k, or for x"):
             conformance.check(f)
         assert conformance.check(f, call="x,positions").codes == []
 
@@ -173,7 +173,7 @@ class TestCall:
 
     @pytest.mark.parametrize("returned", [None, [1, 2], {"x": 1}, torch.zeros(3)])
     def test_functions_that_return_no_tensor_of_the_shape(self, returned: Any) -> None:
-        with pytest.raises(RopeError, match="must rotate tensors in one of the known ways"):
+        with pytest.raises(RopeError, match="must be callable in a known way, and rotate tensors"):
             conformance.check(lambda x, positions: returned)
 
     @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ class TestExpected:
 
 
 class TestFoundAlone:
-    """Frequencies found without a config or a base, for functions with constants in their code."""
+    """Frequencies that are found without an expected config or base."""
 
     def test_llama3(self) -> None:
         def f(x: Tensor, positions: Tensor) -> Tensor:

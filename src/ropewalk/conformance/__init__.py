@@ -1,4 +1,4 @@
-"""Check an implementation of rotary embeddings: call it, measure what it computes, and name its bug."""
+"""Check an implementation of rotary embeddings: call it, measure what it computes, and name its bugs."""
 
 from ropewalk.conformance.api import assert_right as assert_right
 from ropewalk.conformance.api import check as check

@@ -1,4 +1,4 @@
-"""`check`, which takes a target and returns a report, and `assert_right`, the same as a test."""
+"""The public functions: `check`, which returns a report on a target, and `assert_right`, which fails a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ropewalk import Rope, _checks
 from ropewalk._layout import AXES, Layout
-from ropewalk.conformance import diagnose, expected, forms
+from ropewalk.conformance import diagnose, expected, find_call
 from ropewalk.conformance import target as targets
 from ropewalk.conformance.report import Report
 from ropewalk.conformance.subject import CallError
@@ -32,28 +32,28 @@ def check(
 ) -> Report:
     """Check what an implementation of rotary embeddings computes, and name its bugs.
 
-    The target is imported and called, so check only code that you would run. Nothing is expected of it unless `config`,
-    `rope`, `base` or `pairing` says so; without them, only results that can never be right are wrong.
+    The target is imported and called, so check only code that you would run. Pass `config`, `rope`, `base` or `pairing`
+    to state what it should compute. Without them, only results that no rope explains count as wrong.
 
     Args:
-        target: a function or a class, or a tuple of two: the first computes cos and sin, the second applies them. Also
-            their name: "module:name", "file.py:name", "file.py:make,apply" or "transformers:llama".
+        target: a function or a class; or a tuple of two, of which the first computes cos and sin and the second applies
+            them. A string names them: "module:name", "file.py:name", "file.py:make,apply" or "transformers:llama".
         config: the config that the code should implement, as for `from_config`. Pass `layer` as well if its layers
             differ.
         rope: the `Rope` that the code should implement, instead of a config.
         head_dim: the number of channels of a head, without config and rope. None means 64.
         base: the expected base, without config and rope. None accepts the base that a class was constructed with, or
-            the base that fits.
+            any base that fits the measured angles.
         pairing: "half" or "interleaved", without config and rope. None accepts both.
-        layout: the layout of the tensors. None finds it by trying.
-        call: the roles of the parameters, in order, for parameters whose names do not tell: "q,k,cos,sin" or
-            "x,positions". "_" omits one.
+        layout: the layout of the tensors. None tries all layouts.
+        call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
+            "x,positions". "_" omits a parameter.
         layer: the index of the layer of the config whose rope is expected.
-        arguments: name → value, for parameters of a class that `check` cannot fill by itself.
+        arguments: name → value, for parameters of a class for which `check` has no value.
         compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
 
     Returns:
-        A `Report` with `verdict`, `findings`, `grades` and `to_dict()`. Its `str` is the report as text.
+        A `Report` with `verdict`, `findings`, `grades` and `to_dict()`. `str(report)` is the report as text.
 
     Raises:
         RopeError: the target cannot be judged: it does not exist, no known way of calling it works, or the config
@@ -63,36 +63,39 @@ def check(
         raise _checks.error(
             "check", f"layout must be one of {', '.join(AXES)}", _checks.shown(layout), "Pass one of them."
         )
-    found = targets.load(target)
-    config = found.config if config is None and rope is None else config
-    wanted, settings = expected.read(
+    loaded = targets.load(target)
+    config = loaded.config if config is None and rope is None else config
+    expectation, settings = expected.read(
         config, rope, head_dim=head_dim, base=base, pairing=pairing, layer=layer, arguments=arguments or {}
     )
-    report = Report(found.name)
+    report = Report(loaded.name)
     with torch.no_grad():
         try:
-            subject = forms.find(found, settings, call, layout)
+            subject = find_call.find(loaded, settings, call, layout)
         except _checks.RopeError:
-            if (narrow := expected.for_slice(wanted, settings)) is None:
+            if (sliced := expected.for_slice(expectation, settings)) is None:
                 raise
-            wanted, settings = narrow
-            subject = forms.find(found, settings, call, layout)
+            expectation, settings = sliced
+            subject = find_call.find(loaded, settings, call, layout)
             report.found["head"] = "only the rotated channels, which the caller slices out"
         try:
             diagnose.run(
-                replace(subject, channels=forms.channels_of(subject, settings)), wanted, report, compiled=compiled
+                replace(subject, channels=find_call.channels_of(subject, settings)),
+                expectation,
+                report,
+                compiled=compiled,
             )
         except CallError as e:
             raise _checks.failed(
-                f"check: {found.name} accepts one call and fails on another",
+                f"check: {loaded.name} accepts one call but raises in another",
                 e,
-                "If it was called in the wrong way, pass --call or --layout.",
+                "If `check` calls it in the wrong way, pass --call or --layout.",
             ) from e
     return report
 
 
 def assert_right(target: Any, **options: Any) -> Report:
-    """Run `check` as a test: fail with the whole report if anything is wrong. Cautions pass.
+    """Run `check` in a test, and fail with the whole report if anything is wrong. Cautions do not fail.
 
     Args:
         target: as for `check`.
@@ -102,7 +105,7 @@ def assert_right(target: Any, **options: Any) -> Report:
         The `Report`, if nothing is wrong.
 
     Raises:
-        AssertionError: something is wrong.
+        AssertionError: the report has a finding that is wrong. The message is the report.
         RopeError: the target cannot be judged.
     """
     report = check(target, **options)

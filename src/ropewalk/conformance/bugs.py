@@ -1,4 +1,4 @@
-"""The bugs that a check can name: code, title and fix. They are ordered so that earlier ones explain later ones."""
+"""The bugs that `check` can name: code, title and fix. A bug comes before those that it can cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Bug:
     Args:
         title: what is wrong, in a few words.
         fix: how to fix it.
-        severity: "wrong" if the results are wrong today, "caution" if they become wrong once something else is done.
+        severity: "wrong" if results are wrong, "caution" if they are right now but a common use makes them wrong.
     """
 
     title: str
@@ -142,7 +142,7 @@ BUGS: dict[str, Bug] = {
     "wrong-output-dtype": Bug("the output has another dtype than the input", "Cast the result back: `.type_as(x)`."),
     "no-gradient": Bug("no gradient reaches the input", "Remove `detach` and `no_grad`."),
     "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle."),
-    "raises": Bug("it raises on a call that models make", "See the message. No wrong result is returned.", "caution"),
+    "raises": Bug("a call that models make raises", "Read the message. No wrong result is returned.", "caution"),
     "output-order": Bug(
         "channels are written in another order than they were read",
         "Write each pair where it was read (stack, not cat). Scores are right only if q and k share the order.",

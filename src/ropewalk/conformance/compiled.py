@@ -1,4 +1,4 @@
-"""Count the graph breaks of the function under torch.compile."""
+"""Count the graph breaks of the target under torch.compile."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ropewalk.conformance.report import Report
 
 
 def judge(baseline: Baseline, report: Report) -> None:
-    """Count the graph breaks of one call. If the target is a maker of tables and a function, count the function's."""
+    """Count the graph breaks of one call. Of two functions, only the one that rotates is compiled."""
     subject = baseline.subject if baseline.subject.rebuild is None else baseline.subject.rebuild()
     positions = torch.arange(5)[None]
     q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()
-    function, given = subject.prepare(q, q.clone() if subject.has_k else None, positions)
+    function, arguments = subject.prepare(q, q.clone() if subject.has_k else None, positions)
     torch.compiler.reset()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            explanation = torch._dynamo.explain(function)(**given)
+            explanation = torch._dynamo.explain(function)(**arguments)
     except Exception as e:  # Dynamo may raise anything on code that it cannot trace
-        report.add("graph-break", f"It cannot be traced: {type(e).__name__}: {str(e)[:150]}")
+        report.add("graph-break", f"The function cannot be traced: {type(e).__name__}: {str(e)[:150]}")
         return
     finally:
         torch.compiler.reset()

@@ -1,7 +1,7 @@
-"""Judge calls that models make: offsets, batches, ragged rows, one token, fewer key heads, views and gradients.
+"""Test the calls that models make: offsets, batches, ragged rows, one token, fewer key heads, views and gradients.
 
-Each result is compared with the prediction from the multipliers that were measured on one plain call. A bug that this
-call already shows is therefore not reported again.
+The first, plain call measures the multiplier (cos + i·sin) of each pair at each position. Every other call is compared
+with the prediction from these multipliers, so a bug in the plain call is reported only once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ropewalk.conformance.structure import Structure
 from ropewalk.conformance.subject import CallError, Subject
 
 TOKENS, HEADS = 5, 6
-CLOSE = 1e-4  # float32 results of size 1
+CLOSE = 1e-4  # tolerance of float32 results of size 1
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """What one plain call measured, with which all other calls are compared.
+    """The measurement of one plain call, with which all other calls are compared.
 
     Args:
-        subject: what is checked.
+        subject: the target.
         structure: its pairs.
-        channels: of the heads that are passed to it.
-        numbers: what each pair of q is multiplied by at positions 0 to 63, complex128 `[positions, pairs]`.
-        of_keys: the same for k; equal to `numbers` if the subject takes no k.
+        channels: the number of channels of the heads that are passed to it.
+        multipliers: the measured multiplier of each pair of q at positions 0 to 63, complex128 `[positions, pairs]`.
+        k_multipliers: the same for k. Equal to `multipliers` if the subject takes no k.
     """
 
     subject: Subject
@@ -39,16 +39,19 @@ class Baseline:
     k_multipliers: Tensor
 
     def predict(self, x: Tensor, positions: Tensor, *, key: bool = False) -> Tensor:
-        """The output that the measured multipliers predict, float64 `[batch, seq, heads, channels]`."""
+        """Predict the output for x at positions `[batch, seq]`, float64 `[batch, seq, heads, channels]`."""
         return self.structure.predict(x, (self.k_multipliers if key else self.multipliers)[positions])
 
     def tensor(self, rows: int, tokens: int, heads: int, seed: int) -> Tensor:
-        """`[rows, tokens, heads, channels]` computed by a formula, without touching any random state."""
+        """Compute a tensor `[rows, tokens, heads, channels]` by a formula, without using any random state."""
         n = torch.arange(rows * tokens * heads * self.channels, dtype=torch.float32)
         return torch.sin(0.1 + 0.7 * n + seed).reshape(rows, tokens, heads, self.channels)
 
     def errors(self, positions: Tensor, k_heads: int = HEADS) -> tuple[Tensor, Tensor]:
-        """The absolute errors of q and k at these positions, `[batch, seq]`. Without a k, its errors are zero."""
+        """Return the absolute errors of q and k, each with its own shape, at positions `[batch, seq]`.
+
+        If the subject takes no k, the errors of k are zero.
+        """
         rows, tokens = positions.shape
         q, k = self.tensor(rows, tokens, HEADS, 1), self.tensor(rows, tokens, k_heads, 2)
         q_out, k_out = self.subject(q, k, positions)
@@ -57,8 +60,8 @@ class Baseline:
 
 
 def judge(baseline: Baseline, report: Report) -> None:
-    """Try all conditions that the subject supports."""
-    tried: list[tuple[str, Callable[[Baseline, Report], str | None]]] = [
+    """Run every test that the subject supports, and add findings and grades to the report."""
+    tests: list[tuple[str, Callable[[Baseline, Report], str | None]]] = [
         ("positions passed", _offset),
         ("one token", _one_token),
         ("batch", _batch),
@@ -68,10 +71,10 @@ def judge(baseline: Baseline, report: Report) -> None:
         ("input unchanged", _mutated),
         ("gradients", _gradients),
     ]
-    for name, attempt in tried:
+    for name, test in tests:
         before = len(report.findings)
         try:
-            says = attempt(baseline, report)
+            says = test(baseline, report)
         except CallError as e:
             report.add("raises", f"In the test of {name}: {e}.")
             report.grade(name, f"raises: {e}")
@@ -82,7 +85,8 @@ def judge(baseline: Baseline, report: Report) -> None:
 
 
 def _differ(*errors: Tensor) -> bool:
-    return not all(bool((one < CLOSE).all()) for one in errors)
+    """Return whether any error is at least CLOSE, or NaN."""
+    return not all(bool((error < CLOSE).all()) for error in errors)
 
 
 def _offset(baseline: Baseline, report: Report) -> str | None:
@@ -161,11 +165,11 @@ def _grouped(baseline: Baseline, report: Report) -> str | None:
 
 
 def _views(baseline: Baseline) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, q, k) in the layout of the function, with the strides that occur in models."""
-    subject, found = baseline.subject, []
+    """Return (name, q, k) in the target's layout, with the memory layouts that occur in models."""
+    subject, views = baseline.subject, []
     for seed in (1, 2):
         x = baseline.tensor(1, TOKENS, HEADS, seed)
-        found.append(
+        views.append(
             {
                 "contiguous tensors": subject.to_native(x).contiguous(),
                 "slices of one tensor with q, k and v": subject.to_native(
@@ -177,15 +181,15 @@ def _views(baseline: Baseline) -> list[tuple[str, Tensor, Tensor]]:
                 ),
             }
         )
-    return [(name, found[0][name], found[1][name]) for name in found[0]]
+    return [(name, views[0][name], views[1][name]) for name in views[0]]
 
 
 def _strided(baseline: Baseline, report: Report) -> str | None:
     positions = torch.arange(TOKENS)[None]
     for name, q, k in _views(baseline)[1:]:
-        wanted = [baseline.predict(baseline.subject.from_native(x).clone(), positions, key=x is k) for x in (q, k)]
+        expected = [baseline.predict(baseline.subject.from_native(x).clone(), positions, key=x is k) for x in (q, k)]
         results = baseline.subject.call_native(q, k, positions)
-        for out, right in zip(results, wanted, strict=True):
+        for out, right in zip(results, expected, strict=True):
             if out is not None and (out.shape != q.shape or _differ((baseline.subject.from_native(out) - right).abs())):
                 report.add("strided-input", f"The results for {name} are wrong.")
     return ""
@@ -211,7 +215,9 @@ def _gradients(baseline: Baseline, report: Report) -> str | None:
             if out is None:
                 continue
             if not out.requires_grad:
-                report.add("no-gradient", f"The result for {'q' if x is q else 'k'} is detached from its input.")
+                report.add(
+                    "no-gradient", f"The result for {'q' if x is q else 'k'} has no gradient with respect to its input."
+                )
                 return ""
             try:
                 (grad,) = torch.autograd.grad(
@@ -223,9 +229,9 @@ def _gradients(baseline: Baseline, report: Report) -> str | None:
             if grad is None:
                 report.add("no-gradient", f"The gradient of {'q' if x is q else 'k'} is None.")
                 return ""
-            wanted = baseline.structure.predict_gradient(
+            expected = baseline.structure.predict_gradient(
                 weight, (baseline.multipliers if x is q else baseline.k_multipliers)[positions]
             )
-            if _differ((baseline.subject.from_native(grad) - wanted).abs()):
+            if _differ((baseline.subject.from_native(grad) - expected).abs()):
                 report.add("wrong-gradient", "The gradient is not the output gradient rotated by minus the angle.")
     return ""

@@ -1,4 +1,4 @@
-"""Construct an object of the class that is checked, with a value for each of its parameters."""
+"""Construct an object of the class under test, and choose a value for each parameter of its constructor."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _OF_A_HEAD = {"head_dim", "head_size", "d_head", "dim_head", "d_k"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The values with which a class is constructed.
+    """The values from which the arguments of a constructor are chosen.
 
     Args:
         head_dim, rotary_dim: the number of channels of a head, and of its rotated channels.
-        channels: the number of channels of the tensors that are passed, if that is the rotated slice only. None means
-            head_dim.
+        channels: the number of channels of the tensors that are passed to the target. It is rotary_dim if the target is
+            passed only the rotated slice of a head. None means head_dim.
         base: the base. None keeps the default of the class, or means 10000 if it has no default.
-        length: the number of tokens, for classes that ask for it. None keeps the default of the class, or means 4096.
-        config: the config, for classes that take one.
-        arguments: name → value of a parameter. They take precedence over all other fields.
+        length: the number of tokens, for classes with such a parameter. None keeps the default of the class, or means
+            4096.
+        config: the config, for classes with a parameter for it.
+        arguments: parameter name → value, as passed by the user. They take precedence over all other fields.
     """
 
     head_dim: int = 64
@@ -40,7 +41,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a constructor: base and length (None if no parameter takes them), and all values by name."""
+    """The chosen arguments of a constructor.
+
+    Args:
+        base: the base that is passed, or None if the constructor has no parameter for it.
+        length: the same for the number of tokens.
+        values: parameter name → value, of all arguments.
+        base_name: the name of the parameter for the base, or None.
+    """
 
     base: float | None
     length: int | None
@@ -54,10 +62,10 @@ def choose_arguments(constructor: Any, settings: Settings) -> Arguments:
     Raises:
         RopeError: a parameter without default has no known role. The message says how to pass a value.
     """
-    found = roles.constructor_roles(constructor)
+    parameter_of = roles.constructor_roles(constructor)
     values: dict[str, Any] = {}
     base = length = None
-    for role, name in found.items():
+    for role, name in parameter_of.items():
         if name in settings.arguments:
             continue
         default = roles.default_of(constructor, name)
@@ -72,19 +80,19 @@ def choose_arguments(constructor: Any, settings: Settings) -> Arguments:
         elif role == "config":
             values[name] = _config_object(constructor, settings)
     values.update(settings.arguments)
-    if missing := roles.missing(constructor, values):
+    if missing := roles.missing_parameters(constructor, values):
         raise _checks.error(
             "check",
-            "every parameter of the class must have a default or a known meaning",
+            "every parameter of the class must have a default or a name whose meaning is known",
             ", ".join(missing),
             f"Pass a value: --arg {missing[0]}=VALUE.",
         )
-    base_name = found.get("base")
+    base_name = parameter_of.get("base")
     return Arguments(base, length, values, base_name if base is not None else None)
 
 
 def build(constructor: Any, values: Mapping[str, Any]) -> Any:
-    """Construct the object.
+    """Call the constructor with these values.
 
     Raises:
         RopeError: the constructor raises.
@@ -98,13 +106,13 @@ def build(constructor: Any, values: Mapping[str, Any]) -> Any:
         ) from e
 
 
-def is_maker(found: Any) -> bool:
-    """Whether it must be called first to get a callable that rotates: a class, or a method of a class."""
-    return inspect.isclass(found) or isinstance(found, Method)
+def is_constructor(target: Any) -> bool:
+    """Return whether this object must be constructed before it can rotate: a class, or a method of a class."""
+    return inspect.isclass(target) or isinstance(target, Method)
 
 
 class _Config(SimpleNamespace):
-    """A config with attributes, like those of transformers. Its rope_scaling is None if the config has none."""
+    """A config with attributes, like those of transformers."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an attribute or the default, like `dict.get`."""
@@ -112,6 +120,7 @@ class _Config(SimpleNamespace):
 
 
 def _config_object(constructor: Any, settings: Settings) -> Any:
+    """Build the config object to pass. Common attributes that the config lacks are added, such as rope_scaling=None."""
     config = dict(settings.config or {})
     if str(getattr(constructor, "__module__", "")).startswith("transformers."):
         from transformers import AutoConfig

@@ -1,4 +1,4 @@
-"""Run the steps of a check: structure, law, conditions, far positions, dtypes, state."""
+"""Run the steps of a check in order: structure, law, conditions, far positions, dtypes, state."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor
 from ropewalk import Rope
 from ropewalk._layout import Pairing
 from ropewalk.conformance import compiled as compile_
-from ropewalk.conformance import conditions, dtypes, forms, law, reach, states, structure, ways
+from ropewalk.conformance import conditions, dtypes, far_positions, law, states
+from ropewalk.conformance.candidates import GIVEN_BASE, GIVEN_CHANNELS
 from ropewalk.conformance.conditions import Baseline
 from ropewalk.conformance.expected import Expected
+from ropewalk.conformance.find_call import linear_maps
 from ropewalk.conformance.law import Law
 from ropewalk.conformance.report import Report
-from ropewalk.conformance.structure import Structure
+from ropewalk.conformance.structure import Structure, infer
 from ropewalk.conformance.subject import Subject
 
-SMALL = torch.arange(64)
+SMALL = torch.arange(64)  # the positions of the plain call
 
 
 def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool) -> None:
-    """Run all steps and add what they find to the report. Steps that an earlier finding makes pointless are skipped."""
+    """Run all steps, and add findings and grades to the report. Skip a step if a finding makes it meaningless."""
     channels = subject.channels
     report.found["call"] = subject.signature + (f", tables: {subject.tables}" if subject.given_tables else "")
     report.found["layout"] = subject.layout
@@ -34,23 +36,27 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         "none": "counted from 0",
     }[subject.positions]
     if _rotates_along_heads(subject, channels):
-        report.add("heads-taken-for-tokens", f"In layout {subject.layout} the angle follows the head, not the token.")
+        report.add(
+            "heads-taken-for-tokens", f"In layout {subject.layout}, the angle depends on the head instead of the token."
+        )
         return
-    found = structure.infer(forms.linear_maps(subject, channels, SMALL[None, :16]))
-    if found is None:
+    structure = infer(linear_maps(subject, channels, SMALL[None, :16]))
+    if structure is None:
         _report_no_pairs(subject, channels, report)
         return
-    _judge_structure(found, channels, expected, subject, report)
-    if found.flaw is not None:
-        report.add(found.flaw, _FLAWS[found.flaw])
+    _judge_structure(structure, channels, expected, subject, report)
+    if structure.flaw is not None:
+        report.add(structure.flaw, _FLAWS[structure.flaw])
         return
-    multipliers = reach.measure(subject, found, channels, SMALL[None])[0]
+    multipliers = far_positions.measure(subject, structure, channels, SMALL[None])[0]
     sizes = multipliers.abs()
     if bool(sizes.isfinite().all()) and float((sizes - sizes[:1]).abs().max()) > 0.02 * float(sizes.max()):
         report.add("not-a-rotation", "The length of a pair depends on the position of its token.")
         return
-    measured = _judge_law(subject, found, channels, multipliers, expected, report)
-    baseline = Baseline(subject, found, channels, multipliers, _judge_k(subject, found, channels, multipliers, report))
+    measured = _judge_law(subject, structure, channels, multipliers, expected, report)
+    baseline = Baseline(
+        subject, structure, channels, multipliers, _judge_k(subject, structure, channels, multipliers, report)
+    )
     sure = report.codes
     if not {"query-and-key-crossed", "key-not-rotated", "key-unlike-query", "rest-not-passed"} & {*report.codes}:
         conditions.judge(baseline, report)
@@ -59,14 +65,14 @@ def run(subject: Subject, expected: Expected, report: Report, *, compiled: bool)
         and measured.code is None
         and not {"positions-ignored", "offset-ignored"} & {*report.codes}
     ):
-        reach.judge(subject, found, channels, measured, report, expected.length)
+        far_positions.judge(subject, structure, channels, measured, report, expected.length)
     if (
         not subject.given_tables
         and expected.longer is not None
         and expected.length is not None
         and measured.code is None
     ):
-        reach.judge_length(subject, found, channels, measured, report, expected.longer, 2 * expected.length)
+        far_positions.judge_length(subject, structure, channels, measured, report, expected.longer, 2 * expected.length)
     if measured.rounding is None:
         dtypes.judge(baseline, measured, report, expected.length)
     states.judge(baseline, report, expected.length, sure)
@@ -98,64 +104,66 @@ def _report_no_pairs(subject: Subject, channels: int, report: Report) -> None:
     x = torch.sin(1 + torch.arange(channels, dtype=torch.float32)).expand(1, 5, 3, channels)
     out, _ = subject(x, x, SMALL[None, :5])
     if not bool(out.isfinite().all()):
-        report.add("not-finite", "It is not finite at positions 0 to 4 already.")
+        report.add("not-finite", "The result is not finite even at positions 0 to 4.")
     elif torch.equal(out, x):
         report.add("not-rotated", "The output equals the input.")
     else:
         report.add("not-rotated", "The channels do not change in pairs.")
 
 
-def _judge_structure(found: Structure, channels: int, expected: Expected, subject: Subject, report: Report) -> None:
-    report.found["pairing"] = found.pairing or "neither half nor interleaved"
-    end = found.rotary_offset + found.rotary_dim
-    report.found["rotated channels"] = f"{found.rotary_offset} to {end - 1} of {channels}"
-    report.found["output order"] = {"same": "same as the input"}.get(found.order, found.order)
-    if found.order != "same" and found.order != expected.output_order:
-        order = "with the second channel first" if found.order == "swapped" else f"in {found.order} order"
-        report.add("output-order", f"Pairs are read in {found.pairing} order and written {order}.")
-    if found.pairing is None:
-        first, second = found.ins[0].tolist()
+def _judge_structure(structure: Structure, channels: int, expected: Expected, subject: Subject, report: Report) -> None:
+    report.found["pairing"] = structure.pairing or "neither half nor interleaved"
+    end = structure.rotary_offset + structure.rotary_dim
+    report.found["rotated channels"] = f"{structure.rotary_offset} to {end - 1} of {channels}"
+    report.found["output order"] = {"same": "same as the input"}.get(structure.order, structure.order)
+    if structure.order != "same" and structure.order != expected.output_order:
+        order = "with the second channel first" if structure.order == "swapped" else f"in {structure.order} order"
+        report.add("output-order", f"Pairs are read in {structure.pairing} order and written {order}.")
+    if structure.pairing is None:
+        first, second = structure.ins[0].tolist()
         says = f"Channels {first} and {second} form the first pair, which is neither half nor interleaved pairing."
         report.add("wrong-pairing", says)
-    elif expected.pairing is not None and found.pairing != expected.pairing:
-        says = f"The pairing is {found.pairing}, but {expected.pairing} is expected."
+    elif expected.pairing is not None and structure.pairing != expected.pairing:
+        says = f"The pairing is {structure.pairing}, but {expected.pairing} is expected."
         if expected.model_type:
             model = f"weights of model_type {expected.model_type}"
-            says = f"The pairing is {found.pairing}, but {model} use {expected.pairing}."
+            says = f"The pairing is {structure.pairing}, but {model} use {expected.pairing}."
         report.add("wrong-pairing", says)
-    if found.lost:
-        report.add("rest-not-passed", f"Channel {found.lost[0]} and {len(found.lost) - 1} more are changed.")
+    if structure.lost:
+        report.add("rest-not-passed", f"Channel {structure.lost[0]} and {len(structure.lost) - 1} more are changed.")
     rope = expected.rope
     if (
         rope is not None
         and not subject.given_tables
-        and (found.rotary_dim, found.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
+        and (structure.rotary_dim, structure.rotary_offset) != (rope.rotary_dim, rope.rotary_offset)
     ):
-        if found.pairs == int((rope.inv_freq != 0).sum()) and found.rotary_offset == rope.rotary_offset:
+        if structure.pairs == int((rope.inv_freq != 0).sum()) and structure.rotary_offset == rope.rotary_offset:
             return
-        wanted = f"{rope.rotary_offset} to {rope.rotary_offset + rope.rotary_dim - 1}"
-        report.add("wrong-slice", f"Channels {found.rotary_offset} to {end - 1} are rotated instead of {wanted}.")
+        expected_range = f"{rope.rotary_offset} to {rope.rotary_offset + rope.rotary_dim - 1}"
+        report.add(
+            "wrong-slice", f"Channels {structure.rotary_offset} to {end - 1} are rotated instead of {expected_range}."
+        )
 
 
 def _judge_law(
-    subject: Subject, found: Structure, channels: int, multipliers: Tensor, expected: Expected, report: Report
+    subject: Subject, structure: Structure, channels: int, multipliers: Tensor, expected: Expected, report: Report
 ) -> Law:
-    """Judge direction, base, scheme and attention factor."""
+    """Identify the law of the angles, and report a wrong direction, base, scheme or attention factor."""
     rope = expected.rope
     if subject.given_tables:
-        rope = Rope(ways.GIVEN_CHANNELS, ways.GIVEN_BASE, "half")
+        rope = Rope(GIVEN_CHANNELS, GIVEN_BASE, "half")
     elif rope is None:
-        rope = _fitting_rope(subject, found, channels, multipliers, expected, report)
+        rope = _fitting_rope(subject, structure, channels, multipliers, expected, report)
     measured = law.identify(multipliers, SMALL, rope, channels)
     if (
         measured.code in ("wrong-base", "wrong-frequencies")
         and expected.longer is not None
         and not subject.given_tables
     ):
-        other = law.identify(multipliers, SMALL, expected.longer, channels)
-        if other.code is None:
+        long_law = law.identify(multipliers, SMALL, expected.longer, channels)
+        if long_law.code is None:
             measured = replace(
-                other, code="length-ignored", says="A short sequence gets the frequencies of a long one."
+                long_law, code="length-ignored", says="A short sequence gets the frequencies of a long one."
             )
     stated = subject.given_tables or expected.rope is not None or expected.base is not None
     if not stated and measured.code in ("wrong-base", "wrong-frequencies"):
@@ -170,99 +178,107 @@ def _judge_law(
     if measured.code is not None and not (measured.code == "wrong-frequencies" and "wrong-slice" in report.codes):
         report.add(measured.code, measured.says)
     if not subject.given_tables:
-        report.found["frequencies"] = _describe_frequencies(measured, found, rope)
-    wanted = 1.0 if rope is None else rope.attention_factor
-    if stated and abs(measured.factor / wanted - 1) > 2e-3 and measured.code != "not-finite":
-        known = {wanted**2: "applied twice", 1.0: "missing", 1 / wanted: "inverted"}
-        how = next(
+        report.found["frequencies"] = _describe_frequencies(measured, structure, rope)
+    expected_factor = 1.0 if rope is None else rope.attention_factor
+    if stated and abs(measured.factor / expected_factor - 1) > 2e-3 and measured.code != "not-finite":
+        explanations = {expected_factor**2: "applied twice", 1.0: "missing", 1 / expected_factor: "inverted"}
+        explanation = next(
             (
                 f": the attention factor is {says}"
-                for value, says in known.items()
+                for value, says in explanations.items()
                 if abs(measured.factor / value - 1) < 1e-3
             ),
             "",
         )
         report.add(
             "attention-factor",
-            f"cos and sin are multiplied by {measured.factor:.5g} instead of {wanted:.5g}{how}.",
+            f"cos and sin are multiplied by {measured.factor:.5g} instead of {expected_factor:.5g}{explanation}.",
         )
     return measured
 
 
 def _fitting_rope(
-    subject: Subject, found: Structure, channels: int, multipliers: Tensor, expected: Expected, report: Report
+    subject: Subject, structure: Structure, channels: int, multipliers: Tensor, expected: Expected, report: Report
 ) -> Rope | None:
-    """The rope to compare with if no config is passed: with the requested base, or else with the base that fits."""
-    pairing = cast(Pairing | None, found.pairing)
+    """Return the rope to compare with if none is expected. Its base is the expected one, or else the one that fits."""
+    pairing = cast(Pairing | None, structure.pairing)
     if pairing is None:
         return None
-    asked = expected.base or (subject.arguments.base if subject.arguments is not None else None)
-    fitted = law.fit_base(law.measure_frequencies(multipliers, SMALL), found.rotary_dim)
+    expected_base = expected.base or (subject.arguments.base if subject.arguments is not None else None)
+    fitted = law.fit_base(law.measure_frequencies(multipliers, SMALL), structure.rotary_dim)
     plain = fitted is not None and abs(fitted[1] - 1) < 1e-4
-    base = asked or (fitted[0] if plain and fitted is not None else _rounded_base(found, multipliers))
+    base = expected_base or (fitted[0] if plain and fitted is not None else _rounded_base(structure, multipliers))
     if base is None or base <= 1:
         return None
     return Rope(
         channels,
         base,
         pairing,
-        rotary_dim=found.rotary_dim,
-        rotary_offset=found.rotary_offset,
+        rotary_dim=structure.rotary_dim,
+        rotary_offset=structure.rotary_offset,
     )
 
 
-def _rounded_base(found: Structure, multipliers: Tensor) -> float | None:
-    """The common base that explains the multipliers with one bug, such as a rounding to 16 bits. None if none does."""
+def _rounded_base(structure: Structure, multipliers: Tensor) -> float | None:
+    """Return the common base that, together with one bug, explains the multipliers, or None.
+
+    Such a bug is rounding to 16 bits.
+    """
     for base in (1e4, 1e5, 1.5e5, 5e5, 1e6, 5e6, 1e7):
-        rope = Rope(found.rotary_dim, base, "half")
-        one = law.identify(multipliers, SMALL, rope, found.rotary_dim)
-        if one.rounding is not None or one.kind != "plain" or one.shift:
+        rope = Rope(structure.rotary_dim, base, "half")
+        measured = law.identify(multipliers, SMALL, rope, structure.rotary_dim)
+        if measured.rounding is not None or measured.kind != "plain" or measured.shift:
             return base
     return None
 
 
-def _describe_frequencies(measured: Law, found: Structure, rope: Rope | None) -> str:
-    """Describe the frequencies in words."""
-    fitted = law.fit_base(measured.inv_freq, found.rotary_dim)
+def _describe_frequencies(measured: Law, structure: Structure, rope: Rope | None) -> str:
+    """Describe the measured frequencies in words, for the report."""
+    fitted = law.fit_base(measured.inv_freq, structure.rotary_dim)
     if fitted is not None:
         divided = "" if abs(fitted[1] - 1) < 1e-4 else f", divided by {fitted[1]:g}"
         return f"base {fitted[0]:.10g}{divided}"
     if rope is not None and rope.scaling is not None and measured.code is None:
         return f"{type(rope.scaling).__name__}, base {rope.base:.10g}"
-    scaled = law.fit_scaled_base(measured.inv_freq, found.rotary_dim)
+    scaled = law.fit_scaled_base(measured.inv_freq, structure.rotary_dim)
     if scaled is None:
         return "not a geometric progression"
     return f"base {scaled[0]:.10g}, slow pairs divided by {scaled[1]:g}, as in Llama 3 and YaRN"
 
 
-def _judge_k(subject: Subject, found: Structure, channels: int, multipliers: Tensor, report: Report) -> Tensor:
-    """Judge k, and return its multipliers. Return those of q if there is no k, or if k is too wrong to measure."""
+def _judge_k(subject: Subject, structure: Structure, channels: int, multipliers: Tensor, report: Report) -> Tensor:
+    """Compare k with q, and return the multipliers of k.
+
+    Return those of q if the subject takes no k, or if k has a bug that prevents the measurement.
+    """
     if not subject.has_k:
         return multipliers
-    k_structure = structure.infer(forms.linear_maps(subject, channels, SMALL[None, :16], of="k"))
+    k_structure = infer(linear_maps(subject, channels, SMALL[None, :16], of="k"))
     x = torch.ones(1, 5, 3, channels)
-    _, crossed = subject(x, torch.zeros_like(x), SMALL[None, :5])
-    if crossed is not None and bool(crossed.abs().max() > 1e-3):
+    _, k_of_zeros = subject(x, torch.zeros_like(x), SMALL[None, :5])
+    if k_of_zeros is not None and bool(k_of_zeros.abs().max() > 1e-3):
         report.add("query-and-key-crossed", "If k is all zeros, the result for k is not zero.")
         return multipliers
     if k_structure is None:
         report.add("key-not-rotated", "k is returned unchanged.")
         return multipliers
     same = (
-        torch.equal(k_structure.ins, found.ins)
-        and torch.equal(k_structure.outs, found.outs)
+        torch.equal(k_structure.ins, structure.ins)
+        and torch.equal(k_structure.outs, structure.outs)
         and k_structure.flaw is None
     )
-    x = found.unit_input(channels).expand(1, len(SMALL), 2, channels)
+    x = structure.unit_input(channels).expand(1, len(SMALL), 2, channels)
     _, out = subject(x, x, SMALL[None])
     if not same or out is None:
         report.add("key-unlike-query", "The pairs of k differ from those of q.")
         return multipliers
-    k_multipliers = found.multipliers(out)[0, :, 0]
+    k_multipliers = structure.multipliers(out)[0, :, 0]
     sizes = float(k_multipliers.abs().median() / multipliers.abs().median())
     if law.largest_error(k_multipliers / sizes, multipliers, 1.0) > 1e-4:
-        other = law.largest_error(k_multipliers.conj() / sizes, multipliers, 1.0) < 1e-4
-        report.add("key-unlike-query", f"k is rotated {'in the opposite direction' if other else 'by other angles'}.")
+        is_opposite = law.largest_error(k_multipliers.conj() / sizes, multipliers, 1.0) < 1e-4
+        report.add(
+            "key-unlike-query", f"k is rotated {'in the opposite direction' if is_opposite else 'by other angles'}."
+        )
     elif abs(sizes - 1) > 1e-3:
         report.drop("attention-factor")
         report.add("attention-factor", f"The factor of k is {sizes:.5g} times that of q.")

@@ -1,24 +1,24 @@
-"""Measure what 16-bit dtypes lose: with q and k in bfloat16 or float16, and with the whole module cast to bfloat16."""
+"""Measure the loss of precision in 16 bits: of q and k in bfloat16 or float16, and of a module cast to bfloat16."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ropewalk.conformance import reach
 from ropewalk.conformance.conditions import Baseline
+from ropewalk.conformance.far_positions import float32_error, measure, name_bug
 from ropewalk.conformance.law import Law
 from ropewalk.conformance.report import Report
 from ropewalk.conformance.subject import CallError, Subject
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# cos and sin, the product and the sum are rounded: half a unit each, of numbers up to √2.
-ROUNDED = {torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
+# The error that rounding explains: cos and sin, the product and the sum lose half a unit each, of numbers up to √2.
+ROUNDING = {torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
 PROBES = (0, 252, 300, 1_020, 2_044, 4_092)
 
 
 def judge(baseline: Baseline, law: Law, report: Report, length: int | None) -> None:
-    """Pass q and k in 16 bits, and judge the dtype and the error of the result."""
+    """Pass q and k in 16 bits, and check the dtype and the error of the results."""
     for dtype, name in NAMES.items():
         try:
             out = _rotate_once(baseline, dtype)
@@ -36,7 +36,7 @@ def judge(baseline: Baseline, law: Law, report: Report, length: int | None) -> N
         rounding = _relative_rms(out[2].to(dtype).to(torch.float64), out[2])
         right = worst <= 1
         if not right and report.verdict == "right":
-            code, says = reach.name_bug(at[0], at[1], law, baseline.subject)
+            code, says = name_bug(at[0], at[1], law, baseline.subject)
             report.add(code, f"With {name} tensors: {says[0].lower()}{says[1:]}")
         report.grade(
             f"{name} tensors",
@@ -59,16 +59,20 @@ def _relative_rms(a: Tensor, b: Tensor) -> float:
 def _largest_error(
     subject: Subject, baseline: Baseline, law: Law, dtype: torch.dtype, length: int | None
 ) -> tuple[float, tuple[Tensor, int]]:
-    """The largest error as a share of what rounding explains, and the multipliers and the position of that error."""
-    found, at = 0.0, (baseline.multipliers[0], 0)
+    """Find the largest error, as a multiple of the error that rounding explains.
+
+    Returns:
+        That multiple; and the measured multipliers `[pairs]` and the position of the error.
+    """
+    worst, at = 0.0, (baseline.multipliers[0], 0)
     for positions in _probes(subject, length):
-        z = reach.measure(subject, baseline.structure, baseline.channels, positions[None], dtype)[0]
-        limits = torch.tensor([ROUNDED[dtype] + reach.float32_error(int(p)) for p in positions], dtype=torch.float64)
+        z = measure(subject, baseline.structure, baseline.channels, positions[None], dtype)[0]
+        limits = torch.tensor([ROUNDING[dtype] + float32_error(int(p)) for p in positions], dtype=torch.float64)
         parts = ((z - law.at(positions)).abs().amax(-1) / law.factor / limits).nan_to_num(nan=torch.inf)
-        if float(parts.max()) > found:
+        if float(parts.max()) > worst:
             token = int(parts.argmax())
-            found, at = float(parts.max()), (z[token], int(positions[token]))
-    return found, at
+            worst, at = float(parts.max()), (z[token], int(positions[token]))
+    return worst, at
 
 
 def _probes(subject: Subject, length: int | None) -> list[Tensor]:
@@ -80,7 +84,7 @@ def _probes(subject: Subject, length: int | None) -> list[Tensor]:
 
 
 def judge_cast(baseline: Baseline, law: Law, report: Report, length: int | None) -> None:
-    """Cast the module as `model.bfloat16()` does, and judge its angles."""
+    """Cast the module as `model.bfloat16()` does, and check its angles."""
     if baseline.subject.rebuild is None or baseline.subject.module is None:
         return
     subject = baseline.subject.rebuild()

@@ -1,4 +1,4 @@
-"""Read what the target should compute from a config, a rope, or the user's options."""
+"""Determine what the target should compute, from a config, a rope, or the user's options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ropewalk.conformance.construct import Settings
 
 @dataclass(frozen=True)
 class Expected:
-    """What the target should compute. If all fields are None, only results that can never be right are wrong.
+    """What the target should compute. If all fields are None, only results that no rope explains count as wrong.
 
     Args:
         rope: the expected rope, for one fixed length. None if the user's options do not determine a whole rope.
         pairing, base: the expected pairing and base.
         output_order: "half" if the model reads interleaved pairs and writes them in halves.
         model_type: the model_type of the config, for the report.
-        length: the number of tokens up to which `rope` holds, if its scheme depends on the length. None means any.
+        length: the number of tokens up to which `rope` holds, if its scheme depends on the length. Otherwise None.
         longer: the expected rope for twice as many tokens. None if the scheme does not depend on the length.
     """
 
@@ -42,11 +42,13 @@ def read(
     layer: int | None,
     arguments: Mapping[str, Any],
 ) -> tuple[Expected, Settings]:
-    """Return what to expect, and the values with which a class is constructed.
+    """Return what to expect from the target, and the settings with which a class is constructed.
+
+    The arguments are those of `check`.
 
     Raises:
-        RopeError: the config cannot be read, its layers differ and no layer is named, or the expectation is passed
-            twice.
+        RopeError: the config cannot be read, its layers differ and no layer is chosen, or what is expected is passed in
+            two ways.
     """
     if rope is not None and config is not None:
         raise _checks.error(
@@ -76,43 +78,51 @@ def read(
             str(layer),
             "Pass the index of a layer of the model.",
         )
-    rotating = {one for one in ropes.layers if one is not None}
-    found = (
+    rotating = {rope for rope in ropes.layers if rope is not None}
+    layer_rope = (
         next(iter(rotating))
         if layer is None and len(rotating) == 1
         else ropes.rope
         if layer is None
         else ropes.layers[layer]
     )
-    if found is None:
+    if layer_rope is None:
         raise _checks.error(
             "check", "the layer must rotate", f"layer {layer}, which does not", "Pass a layer that rotates."
         )
-    found, length, longer = _static(found, ropes.trained_length or 2048)
-    stated = ropes.max_position_embeddings
+    layer_rope, length, longer = _static(layer_rope, ropes.trained_length or 2048)
+    max_positions = ropes.max_position_embeddings
     settings = Settings(
-        found.head_dim,
-        found.rotary_dim,
-        found.base,
-        None if stated is None else min(stated, 131_072),
+        layer_rope.head_dim,
+        layer_rope.rotary_dim,
+        layer_rope.base,
+        None if max_positions is None else min(max_positions, 131_072),
         ropes.config,
         arguments,
     )
     return (
-        Expected(found, found.pairing, found.base, ropes.output_order, ropes.model_type, length, longer),
+        Expected(layer_rope, layer_rope.pairing, layer_rope.base, ropes.output_order, ropes.model_type, length, longer),
         settings,
     )
 
 
 def for_slice(expected: Expected, settings: Settings) -> tuple[Expected, Settings] | None:
-    """The same for a function that is passed only the rotated channels. None if all channels are rotated."""
+    """Return `expected` and `settings` for a function that is passed only the rotated channels of each head.
+
+    Return None if all channels are rotated.
+    """
     rope = expected.rope
     if rope is None or rope.rotary_dim == rope.head_dim:
         return None
-    alone = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
-    return replace(expected, rope=alone), replace(settings, channels=rope.rotary_dim)
+    slice_rope = replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
+    return replace(expected, rope=slice_rope), replace(settings, channels=rope.rotary_dim)
 
 
 def _static(rope: Rope, trained: int) -> tuple[Rope, int | None, Rope | None]:
-    """The rope of short sequences and, if the length matters, the length it holds for and the rope of twice that."""
+    """Resolve a rope that may depend on the length.
+
+    Returns:
+        The rope of short sequences; the trained length; and the rope of sequences twice as long. The last two are None
+        if the rope does not depend on the length.
+    """
     return (rope, None, None) if rope.is_static else (rope.at_length(1), trained, rope.at_length(2 * trained))

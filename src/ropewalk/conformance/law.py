@@ -1,4 +1,4 @@
-"""Identify the law that the angles follow: the expected frequencies, those of a known bug, or a base that fits."""
+"""Identify the law of the measured angles: the expected frequencies, those of a known bug, or a base that fits."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torch import Tensor
 from ropewalk import Rope
 
 CLOSE = 2e-5
-"""Tolerance of cos and sin at positions below 64. Float32 frequencies and products are off by 64 · 2⁻²² at most."""
+"""Tolerance of cos and sin at positions below 64. Float32 frequencies and products cost at most 64 · 2⁻²²."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """A rule that gives the complex multiplier of each pair at a position.
+    """A rule for the multiplier of each pair at a position, which is cos + i·sin times the factor.
 
     Args:
         inv_freq: radians per token, `[pairs]`, float64.
-        factor: the factor of cos and sin.
+        factor: the factor of cos and sin, dimensionless.
         shift: the number of tokens added to each position.
         kind: "plain", "backwards" (minus the angle), or "swapped" (cos and sin).
         rounding: what is rounded to `dtype`: "frequencies", "angles", "tables" or "positions". None means nothing.
         dtype: the dtype of the rounding.
         code: the code of the bug that this law describes, or None for a right law.
-        says: what was seen, in one sentence.
+        says: what was measured, in one sentence.
     """
 
     inv_freq: Tensor
@@ -42,7 +42,7 @@ class Law:
     says: str = ""
 
     def at(self, positions: Tensor) -> Tensor:
-        """The multipliers at these positions: `[...]` → complex128 `[..., pairs]`."""
+        """Return the multipliers at positions `[...]`, complex128 `[..., pairs]`."""
         p = (positions + self.shift).to(torch.float64)
         f = self.inv_freq
         if self.rounding == "positions":
@@ -59,64 +59,74 @@ class Law:
         return self.factor * z
 
     def error(self, multipliers: Tensor, positions: Tensor) -> float:
-        """The largest distance of measured multipliers from the law, relative to the factor."""
+        """Return the largest distance of measured multipliers from the law, relative to the factor."""
         return largest_error(multipliers, self.at(positions), self.factor)
 
 
-def largest_error(multipliers: Tensor, wanted: Tensor, factor: float) -> float:
-    """The largest distance, relative to the factor. Infinite if any number is not finite."""
-    far = float((multipliers - wanted).abs().max()) / factor
-    return far if math.isfinite(far) else math.inf
+def largest_error(multipliers: Tensor, expected: Tensor, factor: float) -> float:
+    """Return the largest distance of the multipliers, relative to the factor. It is infinite if any is not finite."""
+    error = float((multipliers - expected).abs().max()) / factor
+    return error if math.isfinite(error) else math.inf
 
 
 def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim: int) -> Law:
-    """Identify the law of multipliers `[tokens, pairs]` that were measured at small positions.
+    """Identify the law of multipliers that were measured at small positions.
 
-    Without an expected rope, the measured frequencies are taken to be right.
+    Args:
+        multipliers: complex128 `[tokens, pairs]`.
+        positions: int64 `[tokens]`.
+        rope: the expected rope. With None, the measured frequencies count as right.
+        head_dim: the number of channels of a head.
+
+    Returns:
+        The first candidate within CLOSE of the multipliers. If there is none, a law with the measured frequencies and
+        the code "wrong-base" or "wrong-frequencies".
     """
     size = float(multipliers.abs().median())
     factor = size if math.isfinite(size) and size > 0 else 1.0
     if rope is None:
         return Law(measure_frequencies(multipliers, positions), factor)
-    wanted = _nonzero(rope.inv_freq)
-    if len(wanted) != multipliers.shape[-1]:
+    expected = _nonzero(rope.inv_freq)
+    if len(expected) != multipliers.shape[-1]:
         return Law(
             measure_frequencies(multipliers, positions),
             factor,
             code="wrong-frequencies",
-            says=f"{multipliers.shape[-1]} pairs are rotated instead of {len(wanted)}.",
+            says=f"{multipliers.shape[-1]} pairs are rotated instead of {len(expected)}.",
         )
-    for law in _candidates(rope, torch.from_numpy(wanted), head_dim):
+    for law in _candidates(rope, torch.from_numpy(expected), head_dim):
         law = replace(law, factor=rope.attention_factor if law.rounding else factor)
         if law.error(multipliers, positions) < CLOSE:
             return law
-    found = measure_frequencies(multipliers, positions)
-    if (fitted := fit_base(found, rope.rotary_dim)) is not None:
+    inv_freq = measure_frequencies(multipliers, positions)
+    if (fitted := fit_base(inv_freq, rope.rotary_dim)) is not None:
         base, divided = fitted
         says = f"The base is {base:.10g} instead of {rope.base:.10g}." if abs(divided - 1) < 1e-4 else ""
         return Law(
-            found,
+            inv_freq,
             factor,
             code="wrong-base" if says else "wrong-frequencies",
-            says=says or _describe_difference(found, wanted),
+            says=says or _describe_difference(inv_freq, expected),
         )
-    return Law(found, factor, code="wrong-frequencies", says=_describe_difference(found, wanted))
+    return Law(inv_freq, factor, code="wrong-frequencies", says=_describe_difference(inv_freq, expected))
 
 
-def _candidates(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
+def _candidates(rope: Rope, expected: Tensor, head_dim: int) -> Iterator[Law]:
     """Yield the right law first, then laws with one bug, then laws with two."""
     kinds = [
-        Law(wanted),
+        Law(expected),
         Law(
-            wanted,
+            expected,
             kind="backwards",
             code="rotates-backwards",
             says="Every pair is rotated by minus its angle. This is right only for weights that were trained with it.",
         ),
-        Law(wanted, kind="swapped", code="cos-and-sin-swapped", says="At position 0, pairs are rotated by 90 degrees."),
+        Law(
+            expected, kind="swapped", code="cos-and-sin-swapped", says="At position 0, pairs are rotated by 90 degrees."
+        ),
         *(
             Law(
-                wanted,
+                expected,
                 shift=by,
                 code="positions-off-by-one",
                 says=f"The token at position 0 is rotated by the angles of {by}.",
@@ -131,18 +141,18 @@ def _candidates(rope: Rope, wanted: Tensor, head_dim: int) -> Iterator[Law]:
                 dtype == torch.float16 and stage == "frequencies"
             )
             says = f"They are rounded to {_dtype_name(dtype)}{like}."
-            yield Law(wanted, rounding=stage, dtype=dtype, code=f"low-precision-{stage}", says=says)
+            yield Law(expected, rounding=stage, dtype=dtype, code=f"low-precision-{stage}", says=says)
     for code, says, inv_freq in _wrong_frequencies(rope, head_dim):
         for kind in kinds[:2]:
             yield (
                 replace(kind, inv_freq=torch.from_numpy(_nonzero(inv_freq)), code=code, says=says)
-                if len(_nonzero(inv_freq)) == len(wanted)
+                if len(_nonzero(inv_freq)) == len(expected)
                 else kind
             )
 
 
-def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield the frequencies of known bugs: code, what was seen, inv_freq."""
+def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
+    """Yield the code, the description and inv_freq of each known bug in the frequencies."""
     dim, scaling = rope.rotary_dim, rope.scaling
     steps = np.arange(0, dim, 2)
     yield "rotated-twice", "Position 1 has the angles of position 2.", 2 * rope.inv_freq
@@ -153,12 +163,16 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
-            of_scheme = _OF_SCHEME.get(scaling.rope_type)
-            if of_scheme is not None:
-                yield from of_scheme(rope, scaling, plain)
+            scheme_bugs = _SCHEME_BUGS.get(scaling.rope_type)
+            if scheme_bugs is not None:
+                yield from scheme_bugs(rope, scaling, plain)
     if dim != head_dim:
-        over = rope.base ** (-steps / head_dim)
-        yield "frequencies-over-head-dim", f"The exponents are 2i/{head_dim}, but {dim} channels are rotated.", over
+        frequencies = rope.base ** (-steps / head_dim)
+        yield (
+            "frequencies-over-head-dim",
+            f"The exponents are 2i/{head_dim}, but {dim} channels are rotated.",
+            frequencies,
+        )
     for size in (dim - 2, dim + 2, dim // 2, 2 * dim):
         if size > 0:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
@@ -166,27 +180,28 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[tuple[str, str, np
             yield "wrong-exponent", f"{says} {as_base}", rope.base ** (-steps / size)
 
 
-_Known = tuple[str, str, np.ndarray]
+_KnownBug = tuple[str, str, np.ndarray]
+"""Code, description and inv_freq of a bug."""
 
 
-def _of_ntk(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
+def _ntk_bugs(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
     steps = np.arange(0, rope.rotary_dim, 2)
     frequencies = (rope.base * scaling.alpha) ** (-steps / rope.rotary_dim)
     yield "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
 
 
-def _of_yarn(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
-    other = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
+def _yarn_bugs(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
+    flipped = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
     yield (
         "yarn-truncate",
         f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.",
-        other.inv_freq,
+        flipped.inv_freq,
     )
     mirrored = plain + plain / scaling.factor - rope.inv_freq
     yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, and slow ones are not.", mirrored
 
 
-def _of_llama3(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
+def _llama3_bugs(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
     slowest = plain / scaling.factor
     between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
     mirrored = plain + slowest - rope.inv_freq
@@ -195,17 +210,17 @@ def _of_llama3(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_Known]:
     yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, and slow ones are not.", mirrored
 
 
-# rope_type → the known bugs of that scheme.
-_OF_SCHEME = {"ntk": _of_ntk, "yarn": _of_yarn, "llama3": _of_llama3}
+# rope_type → a function that yields the known bugs of that scheme.
+_SCHEME_BUGS = {"ntk": _ntk_bugs, "yarn": _yarn_bugs, "llama3": _llama3_bugs}
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
-    """The radians per token of each pair, between ±π, measured between the first two tokens."""
+    """Measure the radians per token of each pair, between ±π, from the first two tokens."""
     return (multipliers[1] / multipliers[0]).angle() / int(positions[1] - positions[0])
 
 
 def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """The base of a geometric progression and the divisor of all its terms. None for any other sequence."""
+    """Fit a geometric progression. Return its base and the divisor of all terms, or None for any other sequence."""
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None
@@ -217,7 +232,7 @@ def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
 
 
 def fit_scaled_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """The base of the fast pairs, and the divisor of the slowest pair. None if this does not look like a scaling."""
+    """Return the base of the fast pairs and the divisor of the slowest pair, or None if no scaling explains them."""
     f = inv_freq.abs().numpy()
     if len(f) < 8 or (f <= 0).any() or abs(f[0] - 1) > 1e-4:
         return None
@@ -230,7 +245,7 @@ def fit_scaled_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | 
 
 
 def round_digits(number: float) -> float:
-    """Round to the fewest digits that float32 cannot tell from the number."""
+    """Round to the fewest digits whose value differs from the number by less than 2e-5 of it."""
     for digits in range(1, 8):
         rounded = float(f"{number:.{digits}g}")
         if abs(rounded / number - 1) < 2e-5:
@@ -239,14 +254,14 @@ def round_digits(number: float) -> float:
 
 
 def _nonzero(inv_freq: np.ndarray) -> np.ndarray:
-    """Drop the pairs of frequency 0, which cannot be told from channels that are not rotated."""
+    """Drop the pairs with frequency 0, which are indistinguishable from channels that are not rotated."""
     return np.asarray(inv_freq[inv_freq != 0], dtype=np.float64)
 
 
-def _describe_difference(found: Tensor, wanted: np.ndarray) -> str:
-    ratio = np.abs(found.numpy()) / wanted
+def _describe_difference(measured: Tensor, expected: np.ndarray) -> str:
+    ratio = np.abs(measured.numpy()) / expected
     pair = int(np.abs(np.log(np.maximum(ratio, 1e-30))).argmax())
-    return f"Pair {pair} has {ratio[pair]:.4g} times the expected frequency of {wanted[pair]:.4g} radians per token."
+    return f"Pair {pair} has {ratio[pair]:.4g} times the expected frequency of {expected[pair]:.4g} radians per token."
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ Verdict = Literal["right", "wrong"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """A bug, or a caution, that `check` has found.
 
     Args:
         code: the code of the bug, a key of `bugs.BUGS`.
@@ -34,8 +34,8 @@ class Grade:
 
     Args:
         name: what was tried.
-        says: what came out.
-        right: whether that is right. None if it is neither right nor wrong, but worth knowing.
+        says: the result, in words.
+        right: whether the result is right. None if it is neither right nor wrong, but worth knowing.
         number: the largest error of cos and sin, if it was measured.
     """
 
@@ -47,13 +47,13 @@ class Grade:
 
 @dataclass
 class Report:
-    """The result of `check`. Its `str` is the report as text.
+    """The result of `check`. `str(report)` is the report as text.
 
     Args:
-        target: the name of what was checked.
-        found: what the code computes: pairing, frequencies, layout and so on.
-        findings: what is wrong, wrong results before cautions, and causes before their effects.
-        grades: what was tried, and what came out.
+        target: the name of the target.
+        found: what the target computes: pairing, frequencies, layout and so on.
+        findings: bugs before cautions, and causes before their effects.
+        grades: the tests that were run, and their results.
     """
 
     target: str
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """ "wrong" if anything is wrong now; cautions do not count."""
+        """ "wrong" if a finding is wrong, else "right". Cautions do not count."""
         return "wrong" if any(finding.severity == "wrong" for finding in self.findings) else "right"
 
     @property
@@ -72,13 +72,13 @@ class Report:
         return [finding.code for finding in self.findings]
 
     def add(self, code: str, says: str) -> None:
-        """Add a finding, unless there is one of this code already."""
+        """Add a finding, unless the report has one with this code."""
         if code not in self.codes:
             self.findings.append(Finding(code, says))
             self.findings.sort(key=lambda f: (f.severity != "wrong", ORDER[f.code]))
 
     def drop(self, *codes: str) -> None:
-        """Remove findings that another one explains."""
+        """Remove the findings with these codes, because another finding explains them."""
         self.findings = [finding for finding in self.findings if finding.code not in codes]
 
     def grade(self, name: str, says: str, right: bool | None = None, number: float | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Find the role of each parameter of a function or class, from its name or from `--call`."""
+"""Find the role of each parameter of a function or class: q, k, cos, positions and so on.
+
+The role follows from the parameter's name, or the user states it with `--call`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from ropewalk import _checks
 
-# Role → the names that are common for it.
+# Role of a parameter of a function that rotates → the common names of such a parameter.
 _CALL_NAMES = {
     "q": {"q", "xq", "query", "queries", "query_states", "query_layer"},
     "k": {"k", "xk", "key", "keys", "key_states", "key_layer"},
@@ -42,6 +45,7 @@ _CALL_NAMES = {
     "seq_len": {"seq_len", "seqlen", "max_seq", "length"},
     "axis": {"unsqueeze_dim"},
 }
+# The same for parameters of a constructor, or of a function that computes cos and sin.
 _MAKE_NAMES = {
     "dim": {
         "dim",
@@ -65,14 +69,14 @@ _MAKE_NAMES = {
     "config": {"config", "args", "cfg", "params", "model_args"},
 }
 
-_NAMELESS = "argument "
+_NAMELESS = "argument "  # followed by a number: the name that a parameter without a name gets here
 
 Roles = dict[str, str]
-"""Role → name of the parameter."""
+"""Role → name of the parameter that has it."""
 
 
 def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """The named parameters of a callable, without self. None if it has no readable signature."""
+    """Return the named parameters of a callable, without self, or None if its signature cannot be read."""
     function = called.forward if isinstance(called, torch.nn.Module) else called
     try:
         found = inspect.signature(function).parameters
@@ -83,10 +87,10 @@ def parameters(called: Callable[..., Any]) -> dict[str, inspect.Parameter] | Non
 
 
 def call_roles(called: Callable[..., Any], call: str | None) -> Roles:
-    """The roles of the parameters of a function that rotates or makes tables.
+    """Return the roles of the parameters of a function that rotates or computes tables.
 
     Raises:
-        RopeError: the signature cannot be read, or `call` is not a list of roles.
+        RopeError: the signature cannot be read, or `call`, the user's --call, is not a list of roles.
     """
     known = parameters(called)
     if call is not None:
@@ -100,23 +104,23 @@ def call_roles(called: Callable[..., Any], call: str | None) -> Roles:
 
 
 def constructor_roles(constructor: Callable[..., Any]) -> Roles:
-    """The roles of the parameters of a constructor, or of a function that makes tables."""
+    """Return the roles of the parameters of a constructor, or of a function that computes tables."""
     return _match(parameters(_constructor_of(constructor)) or {}, _MAKE_NAMES)
 
 
-def missing(constructor: Callable[..., Any], keywords: dict[str, Any]) -> list[str]:
-    """The parameters that have neither a default nor a value in `given`."""
+def missing_parameters(constructor: Callable[..., Any], keywords: dict[str, Any]) -> list[str]:
+    """Return the names of the parameters that have neither a default nor a value in `keywords`."""
     known = parameters(_constructor_of(constructor)) or {}
     return [n for n, p in known.items() if p.default is inspect.Parameter.empty and n not in keywords]
 
 
-def required(function: Callable[..., Any], name: str) -> bool:
-    """Whether a parameter has no default."""
+def is_required(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a parameter has no default."""
     return (parameters(function) or {})[name].default is inspect.Parameter.empty
 
 
 def default_of(constructor: Callable[..., Any], name: str) -> Any:
-    """The default of a parameter. None if it has none."""
+    """Return the default of a parameter, or None if it has no default."""
     default = (parameters(_constructor_of(constructor)) or {})[name].default
     return None if default is inspect.Parameter.empty else default
 
@@ -139,12 +143,12 @@ def _match(known: dict[str, inspect.Parameter], names: dict[str, set[str]]) -> R
 def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that every parameter can be passed by name, even if it is positional-only or has no name."""
     known = parameters(function) or {}
-    alone = [name for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
-    if known and not alone:
+    positional_only = [name for name, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if known and not positional_only:
         return function
 
     def called(**keywords: Any) -> Any:
-        first = [name for name in (alone or sorted(keywords)) if name in keywords]
+        first = [name for name in (positional_only or sorted(keywords)) if name in keywords]
         values = [keywords.pop(name) for name in first]
         return function(*values, **keywords)
 

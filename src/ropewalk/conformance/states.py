@@ -1,4 +1,4 @@
-"""Judge the state of an object: a base shared with other objects, effects of earlier calls, tables lost on meta."""
+"""Find state that makes results wrong: a base shared by objects, effects of earlier calls, angles lost on meta."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Collection
 
 import torch
 
-from ropewalk.conformance import reach
 from ropewalk.conformance.conditions import Baseline
+from ropewalk.conformance.far_positions import measure
 from ropewalk.conformance.law import CLOSE, largest_error
 from ropewalk.conformance.report import Grade, Report
 from ropewalk.conformance.subject import CallError, Subject
 
 FAR = 5_000
-_OF_ROWS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored"}
+_ROW_BUGS = {"positions-ignored", "first-row-positions", "rows-mixed-up", "batch-ignored"}
 
 
 def judge(baseline: Baseline, report: Report, length: int | None, sure: Collection[str]) -> None:
-    """Compare new, used and loaded objects. `sure` holds the codes that the first calls have shown."""
+    """Compare the angles of new, used and loaded objects.
+
+    Args:
+        baseline: the first measurement.
+        report: receives the findings.
+        length: the number of tokens up to which the expected rope holds, or None if its scheme does not depend on it.
+        sure: the codes of findings from the first calls, which no earlier call can have caused.
+    """
     if length is None:
         _judge_earlier_calls(baseline, report, sure)
         _judge_rows(baseline, report)
@@ -26,8 +33,9 @@ def judge(baseline: Baseline, report: Report, length: int | None, sure: Collecti
 
 
 def _angles_match(subject: Subject, baseline: Baseline, first: int = 0) -> bool:
+    """Return whether 16 tokens from position `first` on have the angles of the baseline."""
     positions = torch.arange(first, first + 16)[None]
-    z = reach.measure(subject, baseline.structure, baseline.channels, positions)[0]
+    z = measure(subject, baseline.structure, baseline.channels, positions)[0]
     return largest_error(z, baseline.multipliers[first : first + 16], 1.0) < CLOSE
 
 
@@ -36,8 +44,8 @@ def _judge_base(baseline: Baseline, report: Report) -> None:
     if baseline.subject.rebuild is None or arguments is None or arguments.base is None:
         return
     try:
-        other = baseline.subject.rebuild(arguments.base * 37)
-        if _angles_match(other, baseline):
+        rebuilt = baseline.subject.rebuild(arguments.base * 37)
+        if _angles_match(rebuilt, baseline):
             report.add(
                 "base-ignored", f"An object of base {arguments.base * 37:g} has the angles of base {arguments.base:g}."
             )
@@ -55,18 +63,20 @@ def _judge_earlier_calls(baseline: Baseline, report: Report, sure: Collection[st
     far = torch.arange(FAR, FAR + 16)[None]
     try:
         if subject.accepts(far):
-            reach.measure(subject, baseline.structure, baseline.channels, far)
+            measure(subject, baseline.structure, baseline.channels, far)
         else:
-            reach.measure(subject, baseline.structure, baseline.channels, torch.arange(600)[None])
+            measure(subject, baseline.structure, baseline.channels, torch.arange(600)[None])
     except CallError:
-        pass  # the end of a table, which `reach` reports
+        pass  # the end of a table, which `far_positions` reports
     right = _angles_match(subject, baseline)
     offset = torch.arange(7, 23)[None]
     if right and subject.rebuild is not None and subject.accepts(offset):
         right = _angles_match(subject, baseline, 7) or not _angles_match(subject.rebuild(), baseline, 7)
     if not right:
         report.drop(*(code for code in report.codes if code not in sure))
-        report.grades = [Grade(one.name, "not judged: the result depends on earlier calls") for one in report.grades]
+        report.grades = [
+            Grade(grade.name, "not judged: the result depends on earlier calls") for grade in report.grades
+        ]
         report.add("earlier-calls-matter", "The same call returns another result after a different call.")
     report.grade("earlier calls", "no effect, as expected" if right else "they change the result", right)
 
@@ -77,16 +87,18 @@ def _judge_rows(baseline: Baseline, report: Report) -> None:
     if not subject.accepts(positions) or "earlier-calls-matter" in report.codes:
         return
     try:
-        z = reach.measure(subject, baseline.structure, baseline.channels, positions)[0]
+        z = measure(subject, baseline.structure, baseline.channels, positions)[0]
     except CallError:
         return
-    if largest_error(z, baseline.multipliers[:16], 1.0) > CLOSE and not _OF_ROWS & {*report.codes}:
-        report.add("rows-disturb-each-other", f"Positions 0 to 15 get other angles next to a row at {FAR:,}.")
+    if largest_error(z, baseline.multipliers[:16], 1.0) > CLOSE and not _ROW_BUGS & {*report.codes}:
+        report.add(
+            "rows-disturb-each-other", f"Positions 0 to 15 get other angles if another row of the batch is at {FAR:,}."
+        )
         report.drop("wrong-far-positions")
 
 
 def _judge_meta(baseline: Baseline, report: Report) -> None:
-    """Load the module as models are loaded: create it on the meta device, allocate memory, load the checkpoint."""
+    """Load the module as large models are loaded: create it on meta, allocate memory, load the checkpoint."""
     if baseline.subject.rebuild is None or baseline.subject.module is None:
         return
     try:
@@ -109,5 +121,5 @@ def _judge_meta(baseline: Baseline, report: Report) -> None:
     except CallError:
         right = False
     if not right:
-        report.add("lost-on-meta", "Its angles are neither in the checkpoint nor recomputed.")
+        report.add("lost-on-meta", "The angles are neither stored in the checkpoint nor computed again.")
     report.grade("meta device", "as expected" if right else "the angles are lost", right or None)

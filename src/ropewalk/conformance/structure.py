@@ -1,4 +1,4 @@
-"""Read from the linear map of each token which channels form pairs, and what happens to each pair."""
+"""Find out which channels form pairs, and how each pair is changed, from the linear map of each token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Structure:
     """The pairs of a rotation, which are the same at every token.
 
     Args:
-        ins, outs: the channels from which each pair is read and to which it is written, `[pairs, 2]`.
+        ins, outs: the channels from which each pair is read and to which it is written, int64 `[pairs, 2]`.
         pairing: "half", "interleaved", or None for neither.
         rotary_dim, rotary_offset: the number of rotated channels, and the first of them.
         order: "same" if each pair is written where it was read, "half" if pairs are written in halves, "swapped" if the
             second channel of each pair is written where the first was read, or "other".
-        lost: the channels outside of the pairs that are changed.
-        flaw: the code of the bug that all pairs share, or None if each pair is rotated by one angle.
+        lost: the channels outside the pairs that are changed, although they should be copied.
+        flaw: the code of a bug that all pairs have, or None if each pair is rotated by one angle.
     """
 
     ins: Tensor
@@ -33,22 +33,22 @@ class Structure:
 
     @property
     def pairs(self) -> int:
-        """How many pairs are rotated."""
+        """The number of rotated pairs."""
         return int(self.ins.shape[0])
 
     def multipliers(self, out: Tensor) -> Tensor:
-        """The multiplier of each pair, complex128 `[..., pairs]`, given the rotated `firsts`."""
+        """Return cos + i·sin of each pair, complex128 `[..., pairs]`, from the output for `unit_input`."""
         out = out.to(torch.float64)
         return torch.complex(out[..., self.outs[:, 0]], out[..., self.outs[:, 1]])
 
     def unit_input(self, channels: int) -> Tensor:
-        """One head with 1 in the first channel of each pair and 0 elsewhere."""
+        """Return a head `[channels]` with 1 in the first channel of each pair and 0 elsewhere."""
         x = torch.zeros(channels)
         x[self.ins[:, 0]] = 1.0
         return x
 
     def predict(self, x: Tensor, multipliers: Tensor) -> Tensor:
-        """The expected output for x `[batch, seq, heads, dim]` with multipliers `[..., seq, pairs]`, in float64."""
+        """Return the expected float64 output for x `[batch, seq, heads, dim]` and multipliers `[..., seq, pairs]`."""
         x = x.to(torch.float64)
         pair = torch.complex(x[..., self.ins[:, 0]], x[..., self.ins[:, 1]]) * multipliers[..., :, None, :]
         out = x.clone()
@@ -56,7 +56,7 @@ class Structure:
         return out
 
     def predict_gradient(self, grad: Tensor, multipliers: Tensor) -> Tensor:
-        """The expected gradient of x for a gradient of the output, in float64."""
+        """Return the expected gradient of x for a gradient of the output, in float64."""
         grad = grad.to(torch.float64)
         pair = (
             torch.complex(grad[..., self.outs[:, 0]], grad[..., self.outs[:, 1]]) * multipliers.conj()[..., :, None, :]
@@ -67,11 +67,11 @@ class Structure:
 
 
 def infer(matrices: Tensor) -> Structure | None:
-    """Infer the pairs from linear maps `[tokens, out channels, in channels]`. None if no channels form a pair."""
-    seen = (matrices.abs() > 0).any(0) | matrices.isnan().any(0)
-    groups = _groups(seen)
+    """Infer the pairs from linear maps `[tokens, out channels, in channels]`. Return None if there are none."""
+    depends = (matrices.abs() > 0).any(0) | matrices.isnan().any(0)
+    groups = _groups(depends)
     pairs = [(i, o) for i, o in groups if len(i) == 2 and len(o) == 2]
-    strange = [(i, o) for i, o in groups if not len(i) == len(o) == 2 and len(i) + len(o) > 2]
+    irregular = [(i, o) for i, o in groups if not len(i) == len(o) == 2 and len(i) + len(o) > 2]
     if not pairs:
         return None
     ins, outs = torch.tensor([i for i, _ in pairs]), torch.tensor([o for _, o in pairs])
@@ -85,7 +85,7 @@ def infer(matrices: Tensor) -> Structure | None:
     pairing, rotary_dim, offset = _pairing(ins)
     order = "same" if torch.equal(ins, outs) else ("half" if _pairing(outs)[0] == "half" else "other")
     blocks = matrices[:, outs[:, :, None], ins[:, None, :]].to(torch.float64)  # [tokens, pairs, 2, 2]
-    flaw = "mixed-pairings" if strange else None
+    flaw = "mixed-pairings" if irregular else None
     if flaw is None and order == "same" and _is_rotation(blocks.flip(2)):
         order, outs = "swapped", outs.flip(1)
     elif flaw is None:
@@ -93,39 +93,46 @@ def infer(matrices: Tensor) -> Structure | None:
     return Structure(ins, outs, pairing, rotary_dim, offset, order, lost, flaw)
 
 
-def _groups(seen: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Group the channels that depend on each other: channels read and channels written, sorted by the channels read."""
-    n = seen.shape[0]
-    left, found = set(range(n)), []
-    while left:
-        ins, outs = {min(left)}, set[int]()
+def _groups(depends: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Group channels that depend on each other.
+
+    Args:
+        depends: bool `[out channels, in channels]`, True where an output depends on an input.
+
+    Returns:
+        For each group, the channels read and the channels written. Groups are sorted by the channels read.
+    """
+    n = depends.shape[0]
+    remaining, groups = set(range(n)), []
+    while remaining:
+        ins, outs = {min(remaining)}, set[int]()
         while True:
-            more_outs = {o for i in ins for o in seen[:, i].nonzero().flatten().tolist()}
-            more_ins = {i for o in more_outs for i in seen[o].nonzero().flatten().tolist()} | ins
+            more_outs = {o for i in ins for o in depends[:, i].nonzero().flatten().tolist()}
+            more_ins = {i for o in more_outs for i in depends[o].nonzero().flatten().tolist()} | ins
             if more_ins == ins and more_outs == outs:
                 break
             ins, outs = more_ins, more_outs
-        left -= ins
-        found.append((sorted(ins), sorted(outs)))
-    return found
+        remaining -= ins
+        groups.append((sorted(ins), sorted(outs)))
+    return groups
 
 
 def _pairing(channels: Tensor) -> tuple[str | None, int, int]:
-    """The pairing, rotary_dim and rotary_offset of pairs of channels `[pairs, 2]`."""
+    """Return the pairing (None if it has no name), rotary_dim and rotary_offset of pairs of channels `[pairs, 2]`."""
     first, second = channels[:, 0], channels[:, 1]
-    apart = int(second[0] - first[0])
+    distance = int(second[0] - first[0])
     offset = int(channels.min())
     steps = first.diff()
-    if bool((second - first == apart).all()):
-        if apart == 1 and bool((steps == 2).all()):
+    if bool((second - first == distance).all()):
+        if distance == 1 and bool((steps == 2).all()):
             return "interleaved", 2 * len(channels), offset
-        if bool((steps == 1).all()) and len(channels) <= apart:
-            return "half", 2 * apart, offset
+        if bool((steps == 1).all()) and len(channels) <= distance:
+            return "half", 2 * distance, offset
     return None, int(channels.max()) + 1 - offset, offset
 
 
 def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """cos + i·sin according to the first and to the second row of each block."""
+    """Return cos + i·sin as the first row of each 2×2 block states it, and as the second row states it."""
     return (
         torch.complex(blocks[..., 0, 0], -blocks[..., 0, 1]),
         torch.complex(blocks[..., 1, 1], blocks[..., 1, 0]),
@@ -133,15 +140,18 @@ def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_rotation(blocks: Tensor) -> bool:
-    one, other = _complex_rows(blocks)
-    return bool(torch.allclose(one, other, atol=1e-5))
+    first_row, second_row = _complex_rows(blocks)
+    return bool(torch.allclose(first_row, second_row, atol=1e-5))
 
 
 def _flaw(blocks: Tensor) -> str | None:
+    """Return the code of the bug of these blocks `[tokens, pairs, 2, 2]`, or None if they are rotations (or NaN)."""
     if bool(blocks.isnan().any()) or _is_rotation(blocks):
         return None
-    one, other = _complex_rows(blocks)
-    if torch.allclose(one, other.conj(), atol=1e-5) or not torch.allclose(one.abs(), other.abs(), atol=1e-4):
+    first_row, second_row = _complex_rows(blocks)
+    if torch.allclose(first_row, second_row.conj(), atol=1e-5) or not torch.allclose(
+        first_row.abs(), second_row.abs(), atol=1e-4
+    ):
         return "not-a-rotation"
-    moves = [bool((row - row[:1]).abs().max() > 1e-5) for row in (one, other)]
-    return "mixed-pairings" if all(moves) else "not-a-rotation"
+    varies = [bool((row - row[:1]).abs().max() > 1e-5) for row in (first_row, second_row)]
+    return "mixed-pairings" if all(varies) else "not-a-rotation"

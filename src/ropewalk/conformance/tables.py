@@ -1,4 +1,4 @@
-"""Write cos and sin in the forms that functions take: repeated columns, one or two tensors, different axes."""
+"""Convert cos and sin to the formats that functions expect: repeated columns, one or two tensors, different axes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,28 @@ Width = Literal[
     "sin, cos",
     "cos, sin",
 ]
-"""The columns of tables: two equal halves, each column twice, or one for each pair; the later ones are one tensor."""
+"""How cos and sin of the pairs are stored.
+
+"halves" repeats all columns, "twice" repeats each column, and "half" has one column for each pair. The first three are
+two tensors, and the others are one: complex numbers, angles, or cos and sin stacked or concatenated in the named order.
+"""
 
 PAIRED: tuple[Width, ...] = ("halves", "twice", "half")
 SINGLE: tuple[Width, ...] = get_args(Width)[3:]
 
 Axes = Literal["bs", "b1s", "bs1", "sb1", "s"]
-"""The axes before the columns: batch and seq, with 1 for the axis of the heads, or seq only."""
+"""The axes before the columns: b is batch, s is seq, and 1 is an axis of size 1 for the heads."""
 
-OF_ROWS: tuple[Axes, ...] = get_args(Axes)[:-1]
-"""The axes with one for the rows of a batch."""
+BATCHED: tuple[Axes, ...] = get_args(Axes)[:-1]
+"""The axes that include batch."""
 
 
-def write(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tuple[Tensor, ...]:
-    """`[..., pairs]` → cos and sin, or one tensor, in this form."""
+def format_tables(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tuple[Tensor, ...]:
+    """Convert cos, sin and angles, all `[..., pairs]`, to a format.
+
+    Returns:
+        cos and sin, or one tensor.
+    """
     if width in PAIRED:
         return _repeat_columns(cos, width), _repeat_columns(sin, width)
     if width == "complex":
@@ -50,7 +58,7 @@ def write(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tuple[Tenso
 
 
 def with_axes(table: Tensor, axes: Axes) -> Tensor:
-    """`[batch, seq, ...]` → these axes."""
+    """Convert a table `[batch, seq, ...]` to these axes."""
     if axes == "s":
         return table[0]
     if axes == "sb1":
@@ -59,7 +67,7 @@ def with_axes(table: Tensor, axes: Axes) -> Tensor:
 
 
 def _repeat_columns(t: Tensor, width: Width) -> Tensor:
-    """One column for each pair → the columns that the end of the form's name says."""
+    """Repeat the columns of t `[..., pairs]` as the end of the format's name states."""
     if width.endswith("halves"):
         return torch.cat((t, t), dim=-1)
     return t.repeat_interleave(2, dim=-1) if width.endswith("twice") else t

@@ -14,7 +14,10 @@ from typing import Any
 from ropewalk import _checks
 
 _WHO = "check"
-_FORMS = "Pass module:name, file.py:name, or transformers:MODEL; two names for tables and the function that takes them."
+_FORMS = (
+    "Pass module:name, file.py:name or transformers:MODEL. If one function computes cos and sin for another, pass "
+    "file.py:make,apply."
+)
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,9 @@ class Target:
     """The loaded target.
 
     Args:
-        name: the name that the user passed, or the name of the object.
+        name: the name that the user passed, or the qualified name of the object.
         objects: one callable, or two: the first computes cos and sin, the second applies them.
-        runs: the file that was executed, or None.
+        runs: the path of the file that was executed, or None.
         config: the default config of a model of transformers, or None.
     """
 
@@ -35,7 +38,7 @@ class Target:
 
 
 def says_what_runs(target: str) -> str:
-    """One line that warns which code is about to be executed."""
+    """Return one line that warns which code `check` is about to execute."""
     where, _, _ = target.rpartition(":")
     if where == "transformers":
         return f"This imports transformers and runs its code for {target.rpartition(':')[2]}."
@@ -43,33 +46,33 @@ def says_what_runs(target: str) -> str:
 
 
 def load(target: Any) -> Target:
-    """Load the objects that a target names.
+    """Load the objects of a target, which is a string such as "module:name" or the objects themselves.
 
     Raises:
-        RopeError: the file, module or name does not exist, or importing it raises.
+        RopeError: the file, module or name does not exist, or the import raises.
     """
     if not isinstance(target, str):
         objects = tuple(target) if isinstance(target, (list, tuple)) else (target,)
-        if not 1 <= len(objects) <= 2 or not all(callable(one) for one in objects):
+        if not 1 <= len(objects) <= 2 or not all(callable(obj) for obj in objects):
             raise _checks.error(_WHO, "target must be one or two callables", _checks.shown(target), _FORMS)
-        return Target(" and ".join(name_of(one) for one in objects), objects)
+        return Target(" and ".join(name_of(obj) for obj in objects), objects)
     where, colon, names = target.rpartition(":")
     if not colon or not where or not names:
         raise _checks.error(_WHO, "TARGET must name a module and something in it", _checks.shown(target), _FORMS)
     if where == "transformers":
         return _from_transformers(target, names)
     module, runs = _load_module(where)
-    wanted = [name.strip() for name in names.split(",")]
-    if len(wanted) > 2:
+    attributes = [name.strip() for name in names.split(",")]
+    if len(attributes) > 2:
         raise _checks.error(_WHO, "TARGET must have one or two names", _checks.shown(names), _FORMS)
-    return Target(target, tuple(_find_attribute(module, where, name) for name in wanted), runs)
+    return Target(target, tuple(_find_attribute(module, where, name) for name in attributes), runs)
 
 
-def name_of(one: Any) -> str:
-    """The qualified name of an object, or of its type."""
-    if isinstance(one, Method):
-        return f"{name_of(one.owner)}.{one.name}"
-    return str(getattr(one, "__qualname__", None) or type(one).__qualname__)
+def name_of(obj: Any) -> str:
+    """Return the qualified name of an object, or of its type if it has none."""
+    if isinstance(obj, Method):
+        return f"{name_of(obj.owner)}.{obj.name}"
+    return str(getattr(obj, "__qualname__", None) or type(obj).__qualname__)
 
 
 def _load_module(where: str) -> tuple[ModuleType, str | None]:
@@ -104,18 +107,21 @@ def _load_module(where: str) -> tuple[ModuleType, str | None]:
 
 
 def _find_attribute(module: ModuleType, where: str, dotted: str) -> Any:
-    """The object of this name. `Class.method` becomes a `Method`, because the class must be constructed first."""
+    """Look up a name in a module. `Class.method` becomes a `Method`, because the class must be constructed first."""
     head, _, method = dotted.partition(".")
     found = getattr(module, head, None)
     if found is None or not callable(found) or (method and not callable(getattr(found, method, None))):
         known = ", ".join(sorted(n for n in vars(module) if callable(vars(module)[n]) and not n.startswith("_"))[:12])
         raise _checks.error(
-            _WHO, f"{where} must have a callable of that name", _checks.shown(dotted), f"It has {known or 'none'}."
+            _WHO,
+            f"{where} must have a callable of that name",
+            _checks.shown(dotted),
+            f"Its callables are: {known or 'none'}.",
         )
     if not method:
         return found
-    alone = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
-    return getattr(found, method) if alone else Method(found, method)
+    is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
+    return getattr(found, method) if is_static else Method(found, method)
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,12 @@ class Method:
     name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Construct the object, and return its method."""
+        """Construct an object of the class with these arguments, and return its method."""
         return getattr(self.owner(*args, **kwargs), self.name)
 
 
 def _from_transformers(target: str, model: str) -> Target:
-    """The rotary class and the function of a model of transformers, with the model's default config."""
+    """Return the rotary class and the rotating function of a model of transformers, with its default config."""
     try:
         default = importlib.import_module("transformers").AutoConfig.for_model(model)
         modeling = importlib.import_module(type(default).__module__.replace(".configuration_", ".modeling_"))
@@ -142,14 +148,20 @@ def _from_transformers(target: str, model: str) -> Target:
             e,
             "Install transformers (pip install transformers) and pass one of its model types.",
         ) from e
-    makers = [n for n, v in vars(modeling).items() if n.endswith("RotaryEmbedding") and isinstance(v, type)]
-    own = [n for n in makers if "Vision" not in n and "2D" not in n and "Audio" not in n]
-    known = ("apply_rotary_pos_emb_interleave",) * bool(config.get("rope_interleave"))
-    takers = [n for n in (*known, "apply_rotary_pos_emb", "apply_rotary_emb") if n in vars(modeling)]
-    if not own or not takers:
+    rotary_classes = [n for n, v in vars(modeling).items() if n.endswith("RotaryEmbedding") and isinstance(v, type)]
+    text_classes = [n for n in rotary_classes if "Vision" not in n and "2D" not in n and "Audio" not in n]
+    preferred = ("apply_rotary_pos_emb_interleave",) * bool(config.get("rope_interleave"))
+    functions = [n for n in (*preferred, "apply_rotary_pos_emb", "apply_rotary_emb") if n in vars(modeling)]
+    if not text_classes or not functions:
         raise _checks.error(
-            _WHO, "the model must have a rotary class and a function", target, "Pass both: module:Class,function."
+            _WHO,
+            "the model's file must have a rotary class and a function that rotates",
+            target,
+            "Pass both by name: module:Class,function.",
         )
     return Target(
-        target, (getattr(modeling, own[0]), getattr(modeling, takers[0])), getattr(modeling, "__file__", None), config
+        target,
+        (getattr(modeling, text_classes[0]), getattr(modeling, functions[0])),
+        getattr(modeling, "__file__", None),
+        config,
     )
