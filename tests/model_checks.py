@@ -1,7 +1,7 @@
-"""What is measured of a model before and after `accelerate`, and exact tables for its own function to compare with.
+"""Measure a model before and after `accelerate`, and compare it with its own function given exact tables.
 
-The exact tables come from the model's rope parameters through oracle.py: float64 cos and sin of position · frequency in
-60 digits, rounded once to float32. Nothing of ropewalk is in them.
+The exact tables are computed from the model's rope parameters by oracle.py: float64 cos and sin of position · frequency
+in 60 digits, rounded once to float32. They do not depend on ropewalk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def cos_sin(positions: tuple[int, ...], frequencies: tuple[float, ...]) -> tuple
 
 
 def frequencies(parameters: dict[str, Any], pairs: int, config: Any) -> list[Any]:
-    """Those that the rope parameters of a config mean, from the papers' formulas."""
+    """Compute the frequencies of a config's rope parameters by the formulas of the papers."""
     kind, base, dim = parameters["rope_type"], parameters["rope_theta"], 2 * pairs
     trained = parameters.get("original_max_position_embeddings")
     if kind == "default":
@@ -49,7 +49,7 @@ def frequencies(parameters: dict[str, Any], pairs: int, config: Any) -> list[Any
 
 
 class ExactTables(nn.Module):
-    """In the place of a rotary module: exact cos and sin, written as the model writes them. The function stays."""
+    """Replaces a rotary module: returns exact cos and sin in the format of the model, which keeps its function."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ExactTables(nn.Module):
 
 
 def with_exact_tables(model: nn.Module, positions: Tensor) -> None:
-    """Feed the model's own function exact tables at these positions."""
+    """Run the model with its own function and exact tables at these positions."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if "RotaryEmbedding" in type(child).__name__:
@@ -96,7 +96,7 @@ def tokens(batch: int = 2, seq: int = 64) -> Tensor:
 
 
 def output(model: nn.Module, ids: Tensor, start: int = 0) -> Tensor:
-    """Logits, or the last hidden states of a model without a head, at positions from `start` on."""
+    """Return the logits, or the last hidden states of a model without a head, at positions from `start` on."""
     return model(input_ids=ids, position_ids=torch.arange(start, start + ids.shape[1])[None])[0]
 
 
@@ -109,17 +109,17 @@ def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 
 
 def worst_gradient(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest difference of a parameter's gradient, over its norm, but at least over 1 % of the largest norm.
+    """Return the largest difference of a parameter's gradient, divided by its norm or by 1 % of the largest norm.
 
-    Without that floor it would be a number about sums that cancel (a single factor of an activation): there float32
-    gradients of transformers differ from its own in float64 by as much.
+    Without that lower bound, parameters whose gradient is a sum that cancels (a single factor of an activation) would
+    dominate. There, float32 gradients of transformers differ from its own in float64 by as much.
     """
     floor = 0.01 * max(float(grad.norm()) for grad in expected.values())
     return max(float((got[name] - grad).norm()) / max(floor, float(grad.norm())) for name, grad in expected.items())
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, over the largest element."""
+    """Return the largest difference, divided by the largest element."""
     return float((got - expected).abs().max() / expected.abs().max())
 
 
@@ -129,7 +129,7 @@ def rms(got: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """One model of the table: figures of float32 and of random weights."""
+    """The measurements of one model of the table, in float32 and with random weights."""
 
     name: str
     function: str
@@ -182,7 +182,7 @@ def measure(name: str) -> Row:
 
 
 def generated(model: nn.Module, ids: Tensor) -> Tensor | None:
-    """12 tokens after these, greedily; None where the model does not generate."""
+    """Generate 12 tokens greedily. Return None if the model does not generate."""
     if not model.can_generate():
         return None
     return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=-1)

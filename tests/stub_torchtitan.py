@@ -1,5 +1,7 @@
-"""As much of torchtitan 0.3.0 and spmd_types as the override touches. The arithmetic of its modules is left out:
-tests/integrations/test_torchtitan_itself.py runs the real ones where they are installed.
+"""A stub of torchtitan 0.3.0 and spmd_types, with everything that the override uses.
+
+It omits the arithmetic of the modules. tests/integrations/test_torchtitan_itself.py runs the real ones if they are
+installed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ NAME = "ropewalk.integrations.torchtitan"
 
 
 class Stub:
-    """The modules of a torchtitan that nothing else has seen, and the override that was imported with them."""
+    """The modules of a new torchtitan, and the override that was imported with them."""
 
     module: Any
 
@@ -76,11 +78,11 @@ class Stub:
         self.RoPE, self.ComplexRoPE, self.CosSinRoPE, self.MRoPE = RoPE, ComplexRoPE, CosSinRoPE, MRoPE
 
     def config(self, class_name: str, **values: Any) -> Any:
-        """A config of torchtitan's class of that name."""
+        """Create a config of the torchtitan class with this name."""
         return getattr(self, class_name).Config(**{"dim": 8, "max_seq_len": 16, **values})
 
     def build(self, class_name: str, **values: Any) -> Any:
-        """The module that torchtitan builds from what the override makes of such a config."""
+        """Build the module that torchtitan builds from the config that the override returns."""
         made = self.module.rope(self.config(class_name, **values))
         return getattr(self.module, type(made).__qualname__.split(".")[0])(made)
 
@@ -122,7 +124,7 @@ def derive(source: Any, target: type) -> Any:
 
 @contextmanager
 def installed() -> Iterator[Stub]:
-    """The override with the stub in the place of torchtitan; afterwards all modules are what they were."""
+    """Import the override with the stub in place of torchtitan, and restore all modules afterwards."""
     stub = Stub()
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in sys.modules if name.split(".")[0] in ("torchtitan", "spmd_types")]:
@@ -139,7 +141,7 @@ def installed() -> Iterator[Stub]:
 
 
 def one_process(path: Any) -> Any:
-    """A mesh of this process alone, over gloo."""
+    """Create a mesh of this process only, with gloo."""
     from torch.distributed import device_mesh
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}/rendezvous", rank=0, world_size=1)

@@ -1,6 +1,6 @@
-"""As much of vLLM as the plugin touches: its registry, rotary layers, forward context, config and workers.
+"""A stub of vLLM with everything that the plugin uses: registry, rotary layers, forward context, config, workers.
 
-The names and the order of calls are those of vLLM 0.32; the arithmetic is PyTorch's. tests/engines runs the real one.
+The names and the order of calls are those of vLLM 0.32. The arithmetic is PyTorch's. tests/engines runs vLLM itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class Stub:
-    """The modules of a vLLM that nothing else has seen."""
+    """The modules of a new vLLM."""
 
     def __init__(self, max_model_len: int) -> None:
         self.registry: dict[str, type] = {}
@@ -66,15 +66,15 @@ class Stub:
             scaling_factor, beta_fast, beta_slow, mscale = 1.0, 32, 1, 1.0
 
         class NTKScalingRotaryEmbedding(RotaryEmbedding):
-            """Its table is another than its numbers say."""
+            """A layer whose table does not agree with its attributes."""
 
             scaling_factor, mixed_b = 4.0, None
 
         class Phi3LongRoPEScaledRotaryEmbedding(nn.Module):
-            """No CustomOp: only its name can be replaced."""
+            """A layer that is not a CustomOp, so only its name can be replaced."""
 
         class MRotaryEmbedding(RotaryEmbedding):
-            """Its positions have three axes, and its table four times the rows that were asked for."""
+            """A layer whose positions have three axes, and whose table has four times the requested rows."""
 
             mscale, beta_fast, beta_slow, truncate = 1.138629436111989, 32, 1, True
 
@@ -85,7 +85,7 @@ class Stub:
                 self.mrope_section, self.mrope_interleaved = mrope_section, interleaved
 
         class FourierRotaryEmbedding(RotaryEmbedding):
-            """Not served."""
+            """A layer that is not supported."""
 
         package = ModuleType("rotary_embedding")
         for cls in (
@@ -124,7 +124,7 @@ class Stub:
 
     @contextmanager
     def forward_pass(self) -> Any:
-        """A new forward context, as vLLM makes one in each pass."""
+        """Start a new forward context, as vLLM does in each pass."""
         self.context = SimpleNamespace(additional_kwargs={})
         try:
             yield
@@ -133,7 +133,7 @@ class Stub:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, max_model_len: int = 128) -> Stub:
-    """A stub that `import vllm` finds."""
+    """Create a stub that `import vllm` finds."""
     stub = Stub(max_model_len)
     for name, module in stub.modules.items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -1,4 +1,4 @@
-"""A small model with random weights of every model type in the table of docs/transformers-models.md."""
+"""Small models with random weights, one for every row of the table in docs/transformers-models.md."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ LENGTH = {"phi3:longrope": 131_072}  # what accelerate has to be told
 
 
 def config(name: str, **changes: Any) -> Any:
-    """The config of a small model."""
+    """Return the config of a small model."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[name.partition(":")[0]]
@@ -225,7 +225,7 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def build(name: str, **changes: Any) -> nn.Module:
-    """The model: with a head for tokens where there is one. The same weights each time."""
+    """Build a small model with the same weights each time, and with a language-model head if it has one."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     made = config(name, **changes)

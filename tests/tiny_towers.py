@@ -81,7 +81,7 @@ NOT_SERVED = {"mlcd_vision_model": ("MLCDVisionModel", {})}
 
 
 def config(name: str, **changes: Any) -> Any:
-    """The config of a small tower."""
+    """Return the config of a small tower."""
     kind = _class(name).config_class
     default = kind()
     given = {key: value for key, value in TINY.items() if hasattr(default, key)}
@@ -89,7 +89,10 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def build(name: str, **changes: Any) -> Any:
-    """The same weights each time; larger than a new model's, so that what is rotated wrongly shows."""
+    """Build a tower with the same weights each time.
+
+    They are larger than usual, so that a wrong rotation is visible.
+    """
     with torch.random.fork_rng(devices=[]), _without_loss(name), torch.no_grad():
         torch.default_generator.manual_seed(0)
         model = _class(name)(config(name, **changes)).eval()
@@ -111,14 +114,14 @@ def _file(name: str) -> Any:
 
 
 def _without_loss(name: str) -> Any:
-    """EoMT asks for SciPy, which its loss needs."""
+    """Remove the loss of EoMT, which needs SciPy."""
     if name != "eomt_dinov3":
         return contextlib.nullcontext()
     return mock.patch.object(_file(name), "requires_backends")
 
 
 def numbers(*shape: int) -> Tensor:
-    """Between −1 and 1, the same each time."""
+    """Return numbers between −1 and 1, the same each time."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
 
 
@@ -127,7 +130,7 @@ ONE, TWO, VIDEO = [[1, 4, 6]], [[1, 4, 6], [1, 8, 4]], [[3, 4, 4]]
 
 
 def _packed(*shape: int, name: str = "pixel_values", **more: Any) -> Callable[[list[list[int]]], dict[str, Any]]:
-    """Patches of all images one after another, each of this shape."""
+    """Return the patches of all images one after another, each of this shape."""
 
     def given(grids: list[list[int]]) -> dict[str, Any]:
         patches = sum(t * h * w for t, h, w in grids)
@@ -151,12 +154,12 @@ _FLAT = {
 
 
 def _images(*sizes: tuple[int, int], batch: int = 2) -> list[dict[str, Any]]:
-    """Images of these sizes in patches: batches one by one."""
+    """Return batches of images with these sizes in patches."""
     return [{"pixel_values": numbers(batch, 3, SIDE * height, SIDE * width)} for height, width in sizes]
 
 
 def calls(name: str) -> list[dict[str, Any]]:
-    """What the tower is called with: images of several sizes, several of them packed, and video where it has it."""
+    """Return the arguments of calls: images of several sizes, packed images, and video if the tower supports it."""
     if name in ("dinov3_vit", "sapiens2", "step3p5_vision"):
         return _images((4, 6), (8, 4))
     if name in ("llama4_vision_model", "sam3_vit_model", "eomt_dinov3", *NOT_SERVED):
@@ -183,6 +186,6 @@ def calls(name: str) -> list[dict[str, Any]]:
 
 
 def output(model: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The last hidden states."""
+    """Return the last hidden states."""
     made = model(**given)
     return made if isinstance(made, Tensor) else made[0]

@@ -1,4 +1,4 @@
-"""What is measured of a vision tower before and after `accelerate`, and of which angles its tables must be."""
+"""Measure a vision tower before and after `accelerate`, and state the angles that its tables must have."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BASES = {"dinov3_vit": 100.0, "eomt_dinov3": 100.0, "gemma4_vision": 100.0, "lfm
 
 
 def exact_tables(name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin `[tokens, pairs]` of integer positions `[axes, tokens]`, by oracle.py in float64."""
+    """Compute cos and sin `[tokens, pairs]` of integer positions `[axes, tokens]` with oracle.py in float64."""
     axis, place, length = PAIRS.get(name, (HALVES, TWICE, 4))
     inv_freq = [float(w) for w in oracle.inv_freq(BASES.get(name, 10_000.0), 2 * length)]
     pairs = [
@@ -40,12 +40,12 @@ def exact_tables(name: str, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotary(model: nn.Module) -> list[nn.Module]:
-    """The tower's own rotary modules."""
+    """Return the tower's own rotary modules."""
     return [module for module in model.modules() if {"inv_freq", "freqs_ci"} & set(module._buffers)]
 
 
 def unrotated(model: nn.Module, given: dict[str, Any]) -> Tensor:
-    """What it gives at the angle 0 everywhere."""
+    """Return the output of the tower with all angles set to 0."""
     kept = []
     for module in rotary(model):
         for name in ("inv_freq", "freqs_ci"):
@@ -67,7 +67,7 @@ def gradients(model: nn.Module, given: dict[str, Any]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Row:
-    """One tower of the table: figures of float32 and of random weights; the worst of its calls."""
+    """The measurements of one tower of the table, in float32 and with random weights: the worst of its calls."""
 
     name: str
     function: str
@@ -111,7 +111,7 @@ def measure(name: str) -> Row:
 
 
 def check(row: Row) -> None:
-    """Near transformers forward and backward, bitwise with its own angles, and bitwise as before after restore."""
+    """Require results near transformers. They must be bitwise equal with the tower's own angles, and after restore."""
     assert row.seen > 0.1  # a rotation that was left out would show
     assert row.near <= NEAR
     assert row.gradient <= 1e-5

@@ -12,7 +12,10 @@ from torch import Tensor
 def turns(
     pairing: str, order: str = "same", whole: str | None = None, wide: bool = True, sign: float = 1.0
 ) -> Callable[..., Any]:
-    """A function that turns in this way, written out; tables of full width are read by their first half."""
+    """Return a function that rotates in this way, written out.
+
+    From tables of full width it uses only the first half.
+    """
 
     def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         pairs = cos.shape[-1] // 2 if wide else cos.shape[-1]

@@ -1,6 +1,6 @@
 """vLLM on the CPU with rotation by ropewalk gives the same greedy tokens in float32 as transformers and as vLLM alone.
 
-Before a release: `tests/engines/environment.sh FOLDER`, then `FOLDER/bin/python -m pytest tests/engines -v`.
+Before a release, run `tests/engines/environment.sh FOLDER`, then `FOLDER/bin/python -m pytest tests/engines -v`.
 """
 
 from __future__ import annotations
@@ -303,8 +303,10 @@ def test_preempted_requests() -> None:
 def test_the_compile_cache_knows_the_plugin() -> None:
     """Compiled graphs have different names with and without the plugin, if both runs use one cache.
 
-    vLLM 0.32 on the CPU compiles again where it has found a graph ("'function' object has no attribute
-    'finalize_loading'"), so what a loaded graph does cannot be seen here.
+    The graphs differ.
+
+    vLLM 0.32 on the CPU compiles again if it finds a graph ("'function' object has no attribute 'finalize_loading'"),
+    so the effect of a loaded graph cannot be tested here.
     """
     asked = prompts(*LENGTHS)
     root = folder() / "toggled"

@@ -1,8 +1,8 @@
-"""Compiles accelerated models in a process of its own, where no test has left a dispatcher. Prints what came out.
+"""Compile accelerated models in a new process, where no other test has installed a dispatcher. Print the results.
 
-python compile_worker.py dynamo NAME ...     fullgraph, by Dynamo alone: name and relative difference to eager
-python compile_worker.py inductor NAME       forward, and forward with backward, through Inductor
-python compile_worker.py pickled FILE        a whole model from a file, before anything else of ropewalk is imported
+python compile_worker.py dynamo NAME ...     fullgraph, only with Dynamo: name and relative difference from eager mode
+python compile_worker.py inductor NAME       forward, and forward with backward, with Inductor
+python compile_worker.py pickled FILE        load a whole model from a file before importing anything else of ropewalk
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def inductor(name: str) -> object:
 
 
 def pickled(file: str) -> object:
-    """The outputs of the model, before and after `restore`, beside those that were saved with it."""
+    """Print the outputs of the model before and after `restore`, and those that were saved with it."""
     model, ids, exact, plain = torch.load(file, weights_only=False)
     from ropewalk.integrations.transformers import restore
 

@@ -1,4 +1,4 @@
-"""The override for torchtitan, with a stub in torchtitan's place: against what its own modules gave, and mpmath."""
+"""Test the override for torchtitan with a stub of torchtitan, against recordings of its own modules and mpmath."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inputs(tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TestRecorded:
-    """What torchtitan's own modules gave (golden/README.md)."""
+    """Compare with recordings of torchtitan's own modules (golden/README.md)."""
 
     @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
     def test_frequencies_and_pairs(self, titan: Stub, case: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class TestRecorded:
 
 
 class TestExact:
-    """Against mpmath."""
+    """Compare with mpmath."""
 
     @pytest.mark.parametrize(
         ("name", "values", "wanted"),
@@ -123,7 +123,7 @@ class TestCall:
         np.testing.assert_allclose(rotated[1].flatten(0, 1), exact, atol=1e-6)
 
     def test_positions_that_change_in_place(self, titan: Stub) -> None:
-        """No call keeps anything for the next."""
+        """No call stores anything for the next one."""
         module, (q, k), positions = titan.build("ComplexRoPE"), inputs(3, 8), torch.tensor([0, 1, 2])
         with torch.inference_mode():
             module(q, k, positions)
@@ -160,7 +160,7 @@ def oracle_tables(positions: Any) -> tuple[np.ndarray, np.ndarray]:
 
 class TestModule:
     def test_holds_no_numbers(self, titan: Stub) -> None:
-        """Checkpoints of torchtitan have nothing of its rotary modules, and the buffer keeps its name."""
+        """Checkpoints of torchtitan contain nothing of its rotary modules, and the buffer keeps its name."""
         module = titan.build("ComplexRoPE", max_seq_len=131_072)
         assert [name for name, _ in module.named_buffers()] == ["cache"]
         assert module.cache.numel() == 0
@@ -176,7 +176,7 @@ class TestModule:
         np.testing.assert_allclose(copy.deepcopy(module)(*inputs(3, 8))[0], exact, atol=1e-6)
 
     def test_is_still_one_of_torchtitan(self, titan: Stub) -> None:
-        """FusedMLA asks whether its rope is a ComplexRoPE, and models read fields of the config."""
+        """FusedMLA checks whether its rope is a ComplexRoPE, and models read fields of the config."""
         config = titan.config("ComplexRoPE", theta=5e5, max_seq_len=77, sharding_config="theirs")
         made = titan.module.rope(config)
         assert isinstance(made, titan.ComplexRoPE.Config)
@@ -185,7 +185,7 @@ class TestModule:
 
 
 def test_registered_under_the_name_of_the_flag(titan: Stub) -> None:
-    """Every rotary module is claimed, so that none of another class is left over without a word."""
+    """The override is registered for every rotary module, so none of another class keeps its rotation silently."""
     assert titan.registry == {"ropewalk.integrations.torchtitan.rope": (titan.RoPE.Config, titan.module.rope, False)}
     page = (Path(__file__).parents[2] / "docs" / "torchtitan.md").read_text("utf-8")
     assert set(re.findall(r"--override\.imports (\S+)", page)) == set(titan.registry)
@@ -218,7 +218,7 @@ class TestRefused:
         ],
     )
     def test_a_value(self, titan: Stub, values: dict[str, Any], says: str) -> None:
-        """Already the override refuses it, before a model is built."""
+        """The override itself refuses it, before a model is built."""
         with pytest.raises(RopeError, match=says):
             titan.module.rope(titan.config("ComplexRoPE", **values))
 
@@ -253,7 +253,7 @@ class TestShards:
         np.testing.assert_allclose(k.grad.to_local(), exact, atol=1e-6)  # type: ignore[union-attr]
 
     def test_spmd_types_are_kept(self, titan: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The checker is off while ropewalk rotates, and each tensor gets the type of its own input, if it has one."""
+        """The type checker is off while ropewalk rotates. Each result gets the type of its input, if it has one."""
         monkeypatch.setattr(titan, "checking", True)
         monkeypatch.setattr(titan, "events", [])
         module, (q, k) = titan.build("ComplexRoPE"), inputs(4, 8)
@@ -266,13 +266,13 @@ class TestShards:
 
 
 def transposed(x: np.ndarray, positions: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As q and as k with tokens before heads, and the positions of one sequence."""
+    """Return x as q and as k with tokens before heads, and the positions of one sequence."""
     swapped = torch.from_numpy(x).transpose(1, 2)
     return swapped, swapped, torch.tensor([positions])
 
 
 def test_size_of_the_differences(titan: Stub) -> None:
-    """The figures of docs/torchtitan.md: how far the recorded rotations of torchtitan are from exact ones."""
+    """Check the figures of docs/torchtitan.md: the distance of the recorded rotations from exact ones."""
     exact_frequencies = {
         "llama3 without scaling": oracle.inv_freq(5e5, 128),
         "llama3": oracle.by_parts(5e5, 128, 8, 1, 4, 8192),

@@ -1,4 +1,4 @@
-"""The override beside torchtitan's own modules, where torchtitan is installed (it was tried with 0.3.0 and b5bcd76)."""
+"""Compare the override with torchtitan's own modules, if torchtitan is installed (tested with 0.3.0 and b5bcd76)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LENGTH, DIM = 4096, 64
 
 @pytest.fixture(scope="module")
 def titan() -> Any:
-    """torchtitan's rotary modules, and the override as `ours`."""
+    """Import torchtitan's rotary modules, and the override as `ours`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what torchtitan imports
         from torchtitan.models.common import rope
@@ -43,7 +43,7 @@ def titan() -> Any:
 
 
 def both(titan: Any, name: str, **values: Any) -> tuple[Any, Any]:
-    """torchtitan's module, and ours from the same config."""
+    """Build torchtitan's module, and ours from the same config."""
     cls = getattr(titan, name)
     length = {"max_context_length": LENGTH} if folded(titan) else {"max_seq_len": LENGTH}
     config = cls.Config(**{"dim": DIM, **length, **values})
@@ -51,7 +51,7 @@ def both(titan: Any, name: str, **values: Any) -> tuple[Any, Any]:
 
 
 def folded(titan: Any) -> bool:
-    """Whether this torchtitan folds the sequences of a batch into one axis of tokens."""
+    """Return whether this torchtitan folds the sequences of a batch into one axis of tokens."""
     return "max_context_length" in {field.name for field in dataclasses.fields(titan.RoPE.Config)}
 
 
@@ -63,7 +63,10 @@ def inputs(titan: Any, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 def near(got: Tensor, theirs: Tensor, positions: Tensor) -> None:
-    """Within the drift of float32 angles, for pairs of length 2√2 at most: the bound of the golden files."""
+    """Check that both are within the drift of float32 angles, for pairs of length 2√2 at most.
+
+    This is the bound of the golden files.
+    """
     bound = 8**0.5 * (positions[..., None, None] * 2.0**-23 + 1e-6)
     assert got.dtype == theirs.dtype
     assert got.shape == theirs.shape
@@ -95,7 +98,7 @@ def test_positions_none_and_of_one_sequence(titan: Any, name: str) -> None:
 
 
 def test_what_torchtitan_does_not_refuse_or_serve(titan: Any) -> None:
-    """docs/torchtitan.md names both: Llama's scaling for pairs half a head apart, and a scaling with another name."""
+    """docs/torchtitan.md names both cases: Llama's scaling in half pairing, and an unknown scaling."""
     with pytest.raises(NotImplementedError):
         both(titan, "CosSinRoPE", scaling="llama")
     length = {"max_context_length" if folded(titan) else "max_seq_len": LENGTH}
@@ -117,7 +120,7 @@ def test_compiled_as_one_graph(titan: Any) -> None:
 
 
 def test_the_flag_on_a_whole_model(titan: Any) -> None:
-    """A Llama 3 of torchtitan, built on the meta device; attention by PyTorch, since its own needs a GPU."""
+    """Build a Llama 3 of torchtitan on the meta device, with PyTorch's attention, because its own needs a GPU."""
     from torchtitan.config import OverrideConfig, apply_overrides
     from torchtitan.models.llama3 import llama3_configs
 
@@ -185,7 +188,7 @@ class TestShards:
 
 @pytest.fixture(scope="class")
 def eight_processes() -> Iterator[Any]:
-    """A mesh of eight processes of which this is one, and the others do not exist: nothing can be sent."""
+    """Create a mesh of eight processes, of which only this one exists. Nothing can be sent."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -1,6 +1,6 @@
-"""A model of transformers that rotates through ropewalk: its numbers, in every way that a model is run.
+"""Test models of transformers that rotate through ropewalk, in every way in which models are run.
 
-Each model is tiny and has random weights. The table over all model types is in test_transformers_table.py.
+Each model is tiny and has random weights. test_transformers_table.py tests all model types.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def far_with_exact_tables(name: str) -> Tensor:
 
 
 class TestNumbers:
-    """One model of each way to call and to write tables; the others are in the table."""
+    """One model for each kind of function and table. The others are in the table."""
 
     @pytest.mark.parametrize(
         "name", ["llama", "glm", "cohere", "gpt_oss", "gemma3n_text", "deepseek_v3", "llama4_text", "gptj", "codegen"]
@@ -64,7 +64,7 @@ class TestNumbers:
             assert torch.equal(output(model, ids, FAR), far)
 
     def test_their_angles_in_bfloat16(self) -> None:
-        """OLMo 2 rotates in float32 with float32 tables and rounds once, as the kernel does: equal to the bit."""
+        """Like the kernel, OLMo 2 rotates in float32 and rounds once, so the results are bitwise equal."""
         model, ids = tiny_models.build("olmo2").to(torch.bfloat16), tokens()
         with torch.no_grad():
             expected = output(model, ids)
@@ -72,7 +72,10 @@ class TestNumbers:
             assert torch.equal(output(model, ids), expected)
 
     def test_their_angles_are_never_cast(self, llama: Any) -> None:
-        """Llama's module rounds cos and sin to bfloat16; here they are taken in float32, and q and k round once."""
+        """Llama's module rounds cos and sin to bfloat16.
+
+        Here they stay float32, and only the rotated q and k are rounded.
+        """
         llama.to(torch.bfloat16)
         ids = tokens()
         with torch.no_grad():
@@ -83,7 +86,7 @@ class TestNumbers:
             assert rms(output(llama, ids).float(), expected) < 0.03
 
     def test_rows_with_positions_of_their_own(self, llama: Any) -> None:
-        """Two rows of a batch, far apart: each as it is alone."""
+        """Each of two rows with distant positions gives the same result as in a batch of one."""
         ids, places = tokens(2, 16), torch.stack((torch.arange(16), torch.arange(90_000, 90_016)))
         accelerate(llama)
         with torch.no_grad():
@@ -93,7 +96,7 @@ class TestNumbers:
                 assert relative(both[row], alone[0]) < 1e-6
 
     def test_rotations_are_counted(self, llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Each layer that rotates does it through a Rotation: nothing falls back to the original."""
+        """Every layer that rotates uses a Rotation, and none falls back to the original function."""
         calls = []
         turn = ropewalk.Rotation.__call__
         monkeypatch.setattr(ropewalk.Rotation, "__call__", lambda *a, **k: calls.append(1) or turn(*a, **k))
@@ -132,7 +135,7 @@ class TestNumbers:
         assert torch.equal(generate(), expected)
 
     def test_after_a_cast_to_bfloat16(self) -> None:
-        """`.to` casts inv_freq of transformers, which ruins its angles; those of ropewalk are not in the model."""
+        """`.to` casts inv_freq of transformers and ruins its angles. Those of ropewalk are not in the model."""
         model, ids = tiny_models.build("llama"), tokens(2, 32)
         places = torch.cat((torch.arange(16), torch.arange(4_000, 4_016)))[
             None
@@ -154,7 +157,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_after_a_cast_there_and_back(self, llama: Any, dtype: torch.dtype) -> None:
-        """Its inv_freq is float32 again, and keeps the rounding."""
+        """inv_freq is float32 again, but still rounded."""
         llama.to(dtype).float()
         ids = tokens()
         wanted = copy.deepcopy(llama)
@@ -175,7 +178,7 @@ class TestNumbers:
             assert relative(output(llama, ids), near) <= NEAR
 
     def test_under_another_default_dtype(self, llama: Any) -> None:
-        """What accelerate tries out does not depend on it."""
+        """The probes of `accelerate` do not depend on it."""
         torch.set_default_dtype(torch.bfloat16)
         try:
             accelerate(llama)
@@ -185,7 +188,7 @@ class TestNumbers:
             assert torch.equal(output(llama, tokens(), FAR), far_with_exact_tables("llama"))
 
     def test_autocast(self, llama: Any) -> None:
-        """PyTorch casts q and k to bfloat16 before they are multiplied: rounding then, or in the rotation, is one."""
+        """PyTorch casts q and k to bfloat16 before attention, so the rotation may round them as well."""
         ids = tokens()
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             accelerate(llama, angles="theirs")
@@ -231,7 +234,7 @@ class TestLengths:
     DYNAMIC: ClassVar = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 
     def test_dynamic_ntk(self) -> None:
-        """Agrees with transformers in one call of the length that was said."""
+        """It agrees with transformers in one call of the length that was passed."""
         model = tiny_models.build("llama", rope_parameters=self.DYNAMIC, max_position_embeddings=32)
         ids = tokens()
         with torch.no_grad():
@@ -267,7 +270,7 @@ class TestLengths:
             assert torch.equal(output(model, ids, 8_192), long)
 
     def test_a_length_that_nothing_needs(self, llama: Any) -> None:
-        with pytest.raises(RopeError, match="length is for frequencies that depend on it"):
+        with pytest.raises(RopeError, match="length must be None, because no frequencies depend on it"):
             accelerate(llama, length=64)
-        with pytest.raises(RopeError, match="length is for angles='exact'"):
+        with pytest.raises(RopeError, match="length must be None with angles='theirs'"):
             accelerate(llama, angles="theirs", length=64)

@@ -1,4 +1,4 @@
-"""Models of transformers whose tokens have several positions (M-RoPE): text, and tokens of images and video."""
+"""Test models of transformers whose tokens have several positions (M-RoPE): text, images and video."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CLASSES = {
 
 
 def built(name: str) -> Any:
-    """A small model with random weights, the same each time."""
+    """Build a small model with the same random weights each time."""
     if name not in CLASSES:
         return tiny_models.build(name, **MODELS[name][0])
     folder = name.removesuffix("_text")
@@ -64,13 +64,13 @@ def built(name: str) -> Any:
 
 
 def places(seq: int) -> Tensor:
-    """[axes, batch, seq], each axis in an order of its own."""
+    """Return positions [axes, batch, seq] with a different order on each axis."""
     return torch.stack([(torch.arange(2 * seq).reshape(2, seq) * step) % 37 for step in (1, 5, 11)])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_text_and_images(name: str) -> None:
-    """Near transformers, bitwise with its own angles, and bitwise as before after restore."""
+    """The results are near transformers. They are bitwise equal with the model's own angles, and after restore."""
     model, ids = built(name), tokens(2, 16)
     given: list[dict[str, Tensor]] = [{}, {"position_ids": places(16)}]
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_text_and_images(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_angle_of_each_pair(name: str) -> None:
-    """By mpmath, at positions where float32 products drift."""
+    """Compare with mpmath, at positions where float32 products drift."""
     model, axis = built(name), MODELS[name][1]
     [where] = accelerate(model).ropes
     positions = torch.tensor([[99_999, 3], [70_001, 65_537], [2, 131_071]])[:, None]  # [axes, batch, seq]
@@ -134,7 +134,7 @@ def test_a_model_that_was_cast(name: str) -> None:
 class TestRefused:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_sections_of_another_order(self, dtype: torch.dtype) -> None:
-        """Also in a model that was cast, whose frequencies are rounded."""
+        """This is also detected in a model that was cast, whose frequencies are rounded."""
         model = built("qwen2_vl_text").to(dtype)
         model.rotary_emb.mrope_section = [3, 3, 2]
         with pytest.raises(RopeError, match=r"rotary_emb must rotate by the axes of its config .*sections\(\(2, 3"):
@@ -142,7 +142,7 @@ class TestRefused:
         accelerate(model, angles="theirs")
 
     def test_channels_of_a_pair_with_other_axes(self) -> None:
-        """Hunyuan VL in transformers 5.23 does not rotate there."""
+        """Hunyuan VL in transformers 5.23 has such pairs, which is not a rotation."""
         sections = {**SECTIONS, "mrope_section": [2, 2, 2, 2]}
         model = tiny_models.build("hunyuan_vl_text", rope_parameters=sections)
         with pytest.raises(RopeError, match="must rotate by the axes of its config"):

@@ -1,4 +1,4 @@
-"""The functions of modeling files: what a probe finds out about them, and what a dispatcher does in their place."""
+"""Test the functions of modeling files: what a probe finds out about them, and the dispatchers that replace them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestProbe:
 
     @pytest.mark.parametrize(("axis", "layout"), [(1, "bhsd"), (2, "bshd")])
     def test_one_name_and_two_layouts(self, axis: int, layout: str) -> None:
-        """Llama 4 and DeepSeek-V2 have a function of one name: tokens before heads in one, after them in the other."""
+        """Llama 4 and DeepSeek-V2 have functions of the same name, for different layouts."""
 
         def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
             freqs = freqs_cis.unsqueeze(axis)
@@ -75,11 +75,11 @@ class TestProbe:
 
 
 class TestDispatcher:
-    """Against oracle.py, for the ways that no tested model combines."""
+    """Compare with oracle.py, for combinations that no tested model has."""
 
     @pytest.mark.parametrize(("axis", "layout"), [(1, "bhsd"), (2, "bshd")])
     @pytest.mark.parametrize("whole", ["first", "last"])
-    def test_it_turns_as_the_function_does(self, axis: int, layout: str, whole: str) -> None:
+    def test_dispatcher_rotates_as_the_function_does(self, axis: int, layout: str, whole: str) -> None:
         function = turns("interleaved", "half", whole)
         form = probe(function, "halves")
         assert form is not None
@@ -111,7 +111,7 @@ class TestDispatcher:
         assert torch.equal(got, wanted)
 
     def test_a_function_that_is_a_module(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With the package `kernels` the function of the file is an object of nn.Module."""
+        """With the package `kernels`, the function of the file is an nn.Module."""
         import transformers.models.llama.modeling_llama as file
 
         plain, ids = dispatch.original(file.apply_rotary_pos_emb), tokens()
@@ -128,7 +128,7 @@ class TestDispatcher:
         assert torch.equal(output(other, ids), expected)
 
     def test_a_second_form_of_one_function(self, llama: Any) -> None:
-        """Two models of a file whose tables differ cannot share its function: the second is refused."""
+        """Two models of a file whose tables differ cannot share its function, so the second is refused."""
         import transformers.models.llama.modeling_llama as file
 
         accelerate(llama)
@@ -151,8 +151,9 @@ class TestDispatcher:
         expected = model(input_ids=ids)[0]
         said = accelerate(model, angles="theirs")
         assert said.modules == ("model.language_model.rotary_emb",)
-        assert "left as it was: model.vision_tower.patch_positional_embedding: it is not part of the text model" in str(
-            said
+        assert (
+            "keeps its own rotation: model.vision_tower.patch_positional_embedding: it is not part of the text model"
+            in str(said)
         )
         assert torch.equal(model(input_ids=ids)[0], expected)
         restore(model)

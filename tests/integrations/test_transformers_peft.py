@@ -1,4 +1,4 @@
-"""Adapters of PEFT around an accelerated model, and the other way round; accelerate's moves between devices."""
+"""Test adapters of PEFT around and inside an accelerated model, and device moves of the library accelerate."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_merged_adapters() -> None:
 
 
 def test_a_rotation_is_sent_to_another_device() -> None:
-    """accelerate's hooks move what layers are given with arguments that only tensors take."""
+    """Hooks of the library accelerate move the arguments of layers, with keywords that only tensors accept."""
     send = pytest.importorskip("accelerate.utils").send_to_device
     rotation = Rope(16, 10_000.0, "half").at(torch.arange(4))
     sent = send({"position_embeddings": (rotation, rotation)}, "meta", non_blocking=True)["position_embeddings"]

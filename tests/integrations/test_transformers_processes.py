@@ -1,4 +1,4 @@
-"""What a process that has not seen the models before has to do: compile them, and load them from a pickle."""
+"""Test models in a new process, which compiles them or loads them from a pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `accelerate` finds out before it changes anything, and what it refuses by name."""
+"""Test what `accelerate` refuses before it changes anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def llama() -> Any:
 
 
 def refused(model: Any, message: str, **options: Any) -> None:
-    """It raises, and the model is as it was."""
+    """Check that `accelerate` raises, and that the model does not change."""
     before = {name: id(module) for name, module in model.named_modules()}
     with pytest.raises(RopeError, match=message):
         accelerate(model, **options)
@@ -67,7 +67,7 @@ class TestRefused:
 
     def test_on_the_meta_device(self) -> None:
         for name in ("llama", "gptj"):
-            refused(tiny_models.build(name).to("meta"), "must have its numbers, got a model on the meta device")
+            refused(tiny_models.build(name).to("meta"), "must have values, got a model on the meta device")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     def test_a_config_that_was_changed(self, llama: Any, dtype: torch.dtype) -> None:
@@ -75,7 +75,8 @@ class TestRefused:
         llama.config.rope_parameters["rope_theta"] = 20_000.0
         refused(
             llama,
-            r"model.rotary_emb must have the numbers of its config, got inv_freq\[\d\] 0.*If the config was changed",
+            r"model.rotary_emb must have the frequencies and the attention factor of its config, "
+            r"got inv_freq\[\d\] 0.*If the config was changed",
         )
         accelerate(llama, angles="theirs")
 
@@ -95,7 +96,7 @@ class TestRefused:
         refused(model, r"transformer.h.1.attn.embed_positions must have sin and cos of Rope\(")
 
     def test_another_pairing(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A fork of the modeling file that pairs channels otherwise than the config's model type does."""
+        """A fork of the modeling file has another pairing than the model type of the config."""
         import transformers.models.llama.modeling_llama as file
 
         monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
@@ -120,7 +121,7 @@ class TestRefused:
         refused(llama, "must return cos and sin of position · inv_freq, got other numbers")
 
     def test_the_last_channels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A fork of the modeling file that turns the last channels of a head, where the config means the first."""
+        """A fork of the modeling file rotates the last channels of a head, but the config means the first ones."""
         import transformers.models.gpt_neox.modeling_gpt_neox as file
 
         monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("half", whole="last"))
@@ -128,8 +129,9 @@ class TestRefused:
         refused(model, "must rotate the first 4 channels, as its config says, got a function that rotates the last")
 
     def test_a_config_without_ropes(self) -> None:
-        """Flint rotates in its first layers only; this one has a rotary module that no layer uses."""
-        refused(tiny_models.build("flint"), "must have the numbers of its config, got a config without ropes")
+        """Flint rotates only in its first layers. This model has a rotary module that no layer uses."""
+        message = "must have the frequencies and the attention factor of its config, got a config without ropes"
+        refused(tiny_models.build("flint"), message)
 
     def test_two_ropes_that_cannot_be_told_apart(self, llama: Any) -> None:
         ropes = [Rope(16, 10_000.0, "half"), Rope(16, 10_000.001, "half")]
@@ -139,7 +141,7 @@ class TestRefused:
 
     def test_a_config_that_cannot_be_read(self, llama: Any) -> None:
         llama.config.rope_parameters["rope_thet"] = 1.0
-        refused(llama, "angles='theirs' needs no config; from_config cannot read this one: .*rope_thet")
+        refused(llama, "from_config cannot read the config, which angles='theirs' does not need: .*rope_thet")
         accelerate(llama, angles="theirs")
 
 
@@ -157,7 +159,7 @@ class TestWhileRunning:
             rotary(torch.zeros(1, 4, 1), torch.arange(4)[None])
 
     def test_code_that_expects_a_tensor_raises(self, llama: Any) -> None:
-        """Never silently wrong: what stands for cos and sin is no tensor, and has none of its methods."""
+        """It is never silently wrong, because the Rotation in place of cos and sin has no methods of tensors."""
         accelerate(llama)
         cos, sin = llama.model.rotary_emb(torch.zeros(1, 4, 1), torch.arange(4)[None])
         x = torch.zeros(1, 2, 4, 16)
@@ -191,7 +193,7 @@ class TestWhileRunning:
 
 
 class TestChanged:
-    """A model whose numbers somebody changed by hand keeps them, or is refused by name."""
+    """A model whose numbers were changed by hand keeps them, or is refused with their name."""
 
     @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox", "deepseek_v3"])
     @pytest.mark.parametrize("how", ["slower", "one of them", "none"])
@@ -207,7 +209,7 @@ class TestChanged:
         model = tiny_models.build("gptj")
         attention = next(module for module in model.modules() if "embed_positions" in module._buffers)
         attention.embed_positions[2:] = 0.5
-        refused(model, "must have sin and cos of .* use angles='theirs', which takes the model's own numbers")
+        refused(model, "must have sin and cos of .* use angles='theirs', which uses the model's own numbers")
 
     @pytest.mark.parametrize("dtypes", [["double"], ["bfloat16", "float"], ["half", "double"], ["bfloat16"]])
     def test_a_table_that_was_cast(self, dtypes: list[str]) -> None:
@@ -216,8 +218,8 @@ class TestChanged:
             getattr(model, dtype)()
         accelerate(model)
 
-    def test_a_module_of_ones_own(self, llama: Any) -> None:
-        """Under another name, and with other positions beyond the eighth."""
+    def test_a_custom_rotary_module(self, llama: Any) -> None:
+        """It has another name, and other positions from the eighth on."""
         theirs = type(llama.model.rotary_emb)
 
         class Slower(theirs):  # type: ignore[misc,valid-type]
@@ -235,7 +237,7 @@ class TestChanged:
 
     @pytest.mark.parametrize("name", ["phi3", "llama"])
     def test_frequencies_that_a_long_text_has_changed(self, name: str) -> None:
-        """LongRoPE and dynamic NTK write into their buffers; that is no change by hand."""
+        """LongRoPE and dynamic NTK write into their buffers, which does not count as a change by hand."""
         parameters = {
             "phi3": {
                 "rope_type": "longrope",
@@ -259,10 +261,10 @@ class TestChanged:
     def test_a_module_around_a_model(self, llama: Any) -> None:
         around = nn.Module()
         around.model, around.config = llama, {"lr": 1}
-        refused(around, "without modules around it")
+        refused(around, "and not a module that contains it")
 
     def test_attention_of_an_adapter_that_rotates_by_itself(self, llama: Any) -> None:
-        """PEFT's adaption prompts."""
+        """PEFT's adaption prompts do this."""
         adapted = type("AdaptedAttention", (nn.Module,), {"__module__": "peft.tuners.adaption_prompt.layer"})
         llama.model.layers[1].self_attn = adapted()
-        refused(llama, "attention must be the model's own, got model.layers.1.self_attn, AdaptedAttention of PEFT")
+        refused(llama, "the model must use its own attention, got model.layers.1.self_attn, AdaptedAttention of PEFT")

@@ -1,4 +1,4 @@
-"""What `accelerate` leaves as it was: weights and files, other models, copies; and what `restore` brings back."""
+"""Test what `accelerate` does not change (weights, files, other models, copies), and what `restore` undoes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_state_and_saved_model(llama: Any, tmp_path: Any) -> None:
 
 
 def test_frequencies_that_are_saved() -> None:
-    """ESM keeps inv_freq in its checkpoints."""
+    """ESM stores inv_freq in its checkpoints."""
     changes = {"vocab_size": 33, "pad_token_id": 1, "position_embedding_type": "rotary", "mask_token_id": 32}
     model = tiny_models.build("esm", **changes)
     state = copy.deepcopy(model.state_dict())
@@ -55,7 +55,7 @@ def test_other_models_of_the_file(llama: Any) -> None:
     assert torch.equal(output(other, ids), expected)
 
 
-def test_undone_in_another_order() -> None:
+def test_restored_in_another_order() -> None:
     first, second, ids = tiny_models.build("llama"), tiny_models.build("llama"), tokens()
     expected = output(first, ids, FAR)
     accelerate(first)
@@ -95,7 +95,7 @@ def test_device_moves(name: str) -> None:
 
 
 def test_encoder_and_decoder() -> None:
-    """Each has a rotary module and a config of its own."""
+    """Each has its own rotary module and config."""
     from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
 
     sizes = {key: tiny_models.TINY[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")}
@@ -112,7 +112,7 @@ def test_encoder_and_decoder() -> None:
         assert torch.equal(model(input_ids=ids, decoder_input_ids=begun).logits, expected)
 
 
-def test_what_is_asked_of_the_rotary_module(llama: Any) -> None:
+def test_attributes_of_the_rotary_module(llama: Any) -> None:
     theirs = llama.model.rotary_emb
     accelerate(llama)
     ours = llama.model.rotary_emb
@@ -126,7 +126,7 @@ def test_what_is_asked_of_the_rotary_module(llama: Any) -> None:
 
 
 def test_a_second_reference(llama: Any) -> None:
-    """Heads that predict several tokens hold the base model's rotary module as their own."""
+    """Multi-token-prediction heads share the rotary module of the base model."""
     llama.head = nn.Module()
     llama.head.rotary_emb = llama.model.rotary_emb
     accelerate(llama)
@@ -137,7 +137,7 @@ def test_a_second_reference(llama: Any) -> None:
     assert type(llama.head.rotary_emb).__name__ == "LlamaRotaryEmbedding"
 
 
-def test_what_it_says(llama: Any) -> None:
+def test_the_report_as_text(llama: Any) -> None:
     said = accelerate(llama)
     assert said.modules == ("model.rotary_emb",)
     assert said.functions == (f"{LLAMA}.apply_rotary_pos_emb",)

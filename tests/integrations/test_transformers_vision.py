@@ -1,4 +1,4 @@
-"""Vision towers of transformers: images of several sizes, several images packed, and video."""
+"""Test vision towers of transformers with images of several sizes, packed images, and video."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import tiny_towers
 from model_checks import NEAR, relative
 from ropewalk import Rope, RopeError
 from ropewalk.integrations.transformers import accelerate, compare, dispatch, restore
-from ropewalk.integrations.transformers.not_served import check_tower_served
 from ropewalk.integrations.transformers.probe import probe
+from ropewalk.integrations.transformers.unsupported import check_tower_supported
 from tower_checks import check, exact_tables, measure, rotary
 from turning import turns
 
@@ -43,12 +43,12 @@ GIVEN_POSITIONS = sorted(
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way(name: str) -> None:
-    """The others are in the table."""
+    """One tower for each kind of replacement. The others are in the table."""
     check(measure(name))
 
 
 def given_positions(module: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin that a stand-in makes for `[axes, tokens]`; those of all parts of a head."""
+    """Return cos and sin of all parts of a head that a replacement computes for positions `[axes, tokens]`."""
     ids, x = positions.T, torch.zeros(positions.shape[1], 64)
     made = module(x, ids) if type(module).__name__ == "GridAngles" else module(x[None], ids[None])
     first = made[0] if isinstance(made, tuple) else made
@@ -59,7 +59,7 @@ def given_positions(module: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", GIVEN_POSITIONS)
 def test_the_angle_of_each_pair(name: str) -> None:
-    """By mpmath, at positions where float32 products drift."""
+    """Compare with mpmath, at positions where float32 products drift."""
     model = tiny_towers.build(name)
     positions = torch.tensor([[99_999, 3, 8], [70_001, 65_537, 0], [2, 131_071, 5]])
     positions = positions if name == "minimax_m3_vl_vision" else positions[:2]
@@ -76,7 +76,7 @@ def test_the_angle_of_each_pair(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dinov3_vit", "llama4_vision_model"])
 def test_the_angles_of_towers_that_are_given_none(name: str) -> None:
-    """In float64, where transformers is near in its own float32."""
+    """Compare in float64, because float32 tables of transformers are only near."""
     model, [given, *_] = tiny_towers.build(name), tiny_towers.calls(name)
     [rotary_module] = rotary(model)
     pixels = given["pixel_values"]
@@ -103,7 +103,7 @@ def test_the_angles_of_towers_that_are_given_none(name: str) -> None:
 
 @torch.no_grad()
 def test_training_of_dinov3_draws_the_same_numbers() -> None:
-    """Shift, jitter and rescale of the coordinates."""
+    """These numbers shift, jitter and rescale the coordinates."""
     changes = {"pos_embed_shift": 0.3, "pos_embed_jitter": 1.2, "pos_embed_rescale": 2.0}
     model, [given, *_] = tiny_towers.build("dinov3_vit", **changes), tiny_towers.calls("dinov3_vit")
     still = tiny_towers.output(model, given)
@@ -123,7 +123,7 @@ def test_training_of_dinov3_draws_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["dinov3_vit", "sam3_vit_model", "llama4_vision_model", "qwen2_5_vl_vision"])
 def test_compiled(name: str) -> None:
-    """In one graph, where transformers' own code has one."""
+    """The tower compiles to one graph if the code of transformers does."""
     model, [*_, given] = tiny_towers.build(name), tiny_towers.calls(name)
     accelerate(model)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_compiled(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(WAYS) - {"llama4_vision_model"}))  # whose complex table becomes real
 def test_a_tower_that_was_cast(name: str) -> None:
-    """Nearer to the same weights in float32 than transformers, whose frequencies were rounded; or as near."""
+    """It is at least as near to the same weights in float32 as transformers, whose frequencies were rounded."""
     model, [given, *_] = tiny_towers.build(name).to(torch.bfloat16), tiny_towers.calls(name)
     given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in given.items()}
     exact = copy.deepcopy(model).float()
@@ -167,7 +167,7 @@ def test_copies_pickles_and_state(name: str) -> None:
 
 
 def whole(tower: str = "pixtral") -> Any:
-    """LLaVA with a text model and a tower."""
+    """Build a LLaVA with a text model and a tower."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     text = tiny_models.config("mistral")
@@ -204,7 +204,7 @@ class TestWhole:
         assert torch.equal(model(**given).logits, expected)
 
     def test_frequencies_that_were_changed(self) -> None:
-        """The text model is served, and the tower named."""
+        """The text model is accelerated, and the tower is listed with the reason."""
         model = whole()
         model.model.vision_tower.patch_positional_embedding.inv_freq.mul_(0.5)
         said = accelerate(model)
@@ -221,7 +221,7 @@ class TestWhole:
 
     def test_learned_angles_of_the_class_token(self) -> None:
         said = str(accelerate(whole("mlcd_vision_model")))
-        assert "left as it was: model.vision_tower.vision_rotary_embedding: " in said
+        assert "keeps its own rotation: model.vision_tower.vision_rotary_embedding: " in said
         assert "got 'mlcd_vision_model'. It prepends the learned angles of the class token" in said
 
 
@@ -229,7 +229,7 @@ class TestLeftAlone:
     @pytest.mark.parametrize("name", ["sam2_video", "sam3_tracker_video", "edgetam_video"])
     def test_keys_of_several_frames(self, name: str) -> None:
         with pytest.raises(RopeError, match=f"got '{name}'. Its keys belong to several frames"):
-            check_tower_served(name)
+            check_tower_supported(name)
 
     def refused(self, model: Any, message: str, **options: Any) -> None:
         before = {name: id(module) for name, module in model.named_modules()}
@@ -273,7 +273,7 @@ class TestLeftAlone:
         self.refused(tiny_towers.build("pixtral"), "must rotate the channels of its config .* got .*: interleaved")
 
     def test_a_function_that_rotates_in_another_way_already(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For another model of the file."""
+        """It was replaced for another model of the same file."""
         import transformers.models.pixtral.modeling_pixtral as file
 
         model = tiny_towers.build("pixtral")
@@ -284,9 +284,7 @@ class TestLeftAlone:
         self.refused(model, "code must call functions that rotate q and k by the cos and sin")
 
     def test_on_the_meta_device(self) -> None:
-        self.refused(
-            tiny_towers.build("dinov3_vit").to("meta"), "must have its numbers, got a model on the meta device"
-        )
+        self.refused(tiny_towers.build("dinov3_vit").to("meta"), "must have values, got a model on the meta device")
 
     def test_code_of_another_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = tiny_towers.build("qwen2_vl_vision")
@@ -295,7 +293,7 @@ class TestLeftAlone:
 
 
 class TestProbe:
-    """Against functions of this test, with tables that have no batch axis."""
+    """Probe functions that are written here, with tables without a batch axis."""
 
     @pytest.mark.parametrize("pairing", ["half", "interleaved"])
     def test_shared_tables(self, pairing: Any) -> None:
@@ -322,7 +320,7 @@ class TestProbe:
         assert all(map(torch.equal, got, apply_rope(q, k, *tables)))
 
     def test_frequencies_kept_once(self) -> None:
-        """A tower's module has those of one axis."""
+        """The module of a tower stores the frequencies of one axis only."""
         [module] = rotary(tiny_towers.build("qwen2_vl_vision"))
         [rope] = accelerate(tiny_towers.build("qwen2_vl_vision")).ropes.values()
         assert compare.matching("it", module, None, [rope]) == rope

@@ -1,4 +1,4 @@
-"""The plugin for vLLM, with a stub in vLLM's place; tests/engines holds the tests with vLLM itself."""
+"""Test the plugin for vLLM with a stub of vLLM. The tests with vLLM itself are in tests/engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layer_of(row: dict[str, Any]) -> Any:
 
 
 def table_of(row: dict[str, Any]) -> Tensor:
-    """Rows 0 and 1 of vLLM's float32 table, by its formula, from the frequencies that were recorded."""
+    """Compute rows 0 and 1 of vLLM's float32 table by its formula, from the recorded frequencies."""
     inv_freq = torch.tensor(row["inv_freq"], dtype=torch.float32)
     angles = torch.outer(torch.arange(2) / row.get("positions_divided_by", 1.0), inv_freq)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * row["attention_factor_from_cache"]
@@ -48,7 +48,7 @@ def table_of(row: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['class']}")
 def test_ropes_of_recorded_layers(row: dict[str, Any]) -> None:
-    """Frequencies and attention factor of every layer that vLLM made from real configs."""
+    """Compare frequencies and attention factors of every layer that vLLM built from real configs."""
     name, layer = row["class"], layer_of(row)
     length = min(row["max_model_len"], row.get("max_trained_positions", math.inf))
     rope = ropes.rope_of(name, layer, int(length))
@@ -61,13 +61,13 @@ def test_ropes_of_recorded_layers(row: dict[str, Any]) -> None:
 
 
 def test_classes_recorded() -> None:
-    """What the recording does not have is built by hand in the next tests."""
+    """The next tests build by hand what the recordings lack."""
     missing = set(ropes.SCHEMES) - {row["class"] for row in ROWS}
     assert missing == {"NTKScalingRotaryEmbedding", "DynamicNTKAlphaRotaryEmbedding"}
 
 
 def test_ntk() -> None:
-    """vLLM's own formula for "ntk", and Hunyuan's alpha."""
+    """Compare with vLLM's formula for "ntk", and with Hunyuan's alpha."""
     numbers = {"head_size": 16, "rotary_dim": 16, "base": 10_000.0, "is_neox_style": True}
     found = ropes.rope_of("NTKScalingRotaryEmbedding", SimpleNamespace(scaling_factor=4.0, mixed_b=None, **numbers), 64)
     wanted = [float(w / mpmath.mpf(4) ** (mpmath.mpf(2) / 16)) for w in oracle.inv_freq(40_000.0, 16)]
@@ -77,7 +77,7 @@ def test_ntk() -> None:
 
 
 def test_dynamic_ntk_beyond_its_length_is_left_alone() -> None:
-    """vLLM never scales it; the model's config does."""
+    """vLLM never scales it, although the config of the model does."""
     row = recorded("grag-llama-3.1-8b-cpt-dynamic")
     assert row["max_model_len"] > row["max_trained_positions"]
     rope = ropes.rope_of(row["class"], layer_of(row), row["max_model_len"])
@@ -107,7 +107,7 @@ def test_a_table_that_differs_is_named(wrong: str) -> None:
     ("name", "changed", "said"),
     [
         ("LinearScalingRotaryEmbedding", {"scaling_factors": [1.0, 4.0]}, "one scaling factor, got 2"),
-        ("NTKScalingRotaryEmbedding", {"scaling_factor": 2.0, "mixed_b": 0.5}, "NTK must be fixed, got mixed_b=0.5"),
+        ("NTKScalingRotaryEmbedding", {"scaling_factor": 2.0, "mixed_b": 0.5}, "mixed_b of NTK must be None, got 0.5"),
         ("FourierRotaryEmbedding", {}, "got FourierRotaryEmbedding"),
     ],
 )
@@ -119,7 +119,7 @@ def test_layers_without_a_rope(name: str, changed: dict[str, Any], said: str) ->
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> stub_vllm.Stub:
-    """vLLM with the plugin in force, engines of up to 128 tokens."""
+    """Install a stub of vLLM with the plugin enabled, for engines of up to 128 tokens."""
     monkeypatch.setenv("VLLM_PLUGINS", "other,ropewalk")
     monkeypatch.setattr(layers, "LAYERS", type(layers.LAYERS)())
     made = stub_vllm.install(monkeypatch)
@@ -136,13 +136,13 @@ def made(
 
 
 def fused(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """A fused projection, and q of 3 heads and k of one head as slices of it."""
+    """Return a fused projection, and its slices q with 3 heads and k with one head."""
     whole = torch.randn(TOKENS, 5 * HEAD, generator=torch.Generator().manual_seed(0)).to(dtype)
     return whole, whole[:, : 3 * HEAD], whole[:, 3 * HEAD : 4 * HEAD]
 
 
 def wanted(x: Tensor, positions: Tensor, *, pairing: str = "half", rotary_dim: int = HEAD) -> Tensor:
-    """The oracle's rotation of [tokens, heads · HEAD], base 10,000."""
+    """Rotate [tokens, heads · HEAD] with base 10,000 by the oracle."""
     angles = oracle.reduced(positions.tolist(), [float(w) for w in oracle.inv_freq(10_000.0, rotary_dim)])
     heads = x.double().reshape(len(x), -1, HEAD).numpy()
     turned = np.stack([oracle.rotate(heads[:, h], angles, pairing) for h in range(heads.shape[1])], axis=1)
@@ -178,7 +178,7 @@ def test_without_a_key(stub: stub_vllm.Stub) -> None:
 
 
 def test_a_pairing_that_is_changed_later(stub: stub_vllm.Stub) -> None:
-    """Ernie 4.5 sets `is_neox_style` on the layer that it was given."""
+    """Ernie 4.5 sets `is_neox_style` on a layer after it was built."""
     layer = made(stub, neox=True)
     layer.is_neox_style = False
     _, q, k = fused()
@@ -189,7 +189,7 @@ def test_a_pairing_that_is_changed_later(stub: stub_vllm.Stub) -> None:
 
 
 def test_new_tensors_where_vllm_returns_new_ones(stub: stub_vllm.Stub) -> None:
-    """DeepSeek's layer: three axes, slices of wider heads, offsets."""
+    """DeepSeek's layer has three axes, slices of wider heads, and offsets."""
     layer = made(stub, "DeepseekScalingRotaryEmbedding", neox=False)
     wide = torch.randn(TOKENS, 2, HEAD + 8)
     q, k = wide[..., 8:], torch.randn(TOKENS, 1, HEAD)
@@ -213,7 +213,7 @@ def test_forward_native_changes_nothing(stub: stub_vllm.Stub) -> None:
 
 
 def test_one_rounding_in_bfloat16(stub: stub_vllm.Stub) -> None:
-    """The table of the layer is in bfloat16; the rotation does not read it."""
+    """The table of the layer is bfloat16, but the rotation does not read it."""
     layer = made(stub)
     _, q, k = fused(torch.bfloat16)
     before = q.clone()
@@ -235,7 +235,7 @@ def test_other_shapes_of_queries_and_positions(stub: stub_vllm.Stub, shape: tupl
 
 
 def test_a_vllm_that_has_other_attributes(stub: stub_vllm.Stub) -> None:
-    """Its layer works as it did."""
+    """Its layer keeps working as before."""
     layer = made(stub, "Llama3RotaryEmbedding")
     assert layer.reason.startswith("AttributeError: ")
     assert layer(POSITIONS, torch.zeros(TOKENS, HEAD)) == "by vLLM"
@@ -264,7 +264,7 @@ def test_compiled(stub: stub_vllm.Stub) -> None:
     assert layer.calls == 0
 
 
-def test_angles_are_made_once_in_a_pass(stub: stub_vllm.Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_angles_are_computed_once_in_a_pass(stub: stub_vllm.Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM writes the positions of every pass into one buffer."""
     count = []
     at = Rope.at
@@ -289,7 +289,7 @@ def test_angles_are_made_once_in_a_pass(stub: stub_vllm.Stub, monkeypatch: pytes
             assert len(count) == seen + 1
 
 
-def test_a_layer_whose_table_differs_stays_as_it_was(stub: stub_vllm.Stub, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_whose_table_differs_keeps_its_rotation(stub: stub_vllm.Stub, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING", logger="vllm.ropewalk"):
         layer = made(stub, "NTKScalingRotaryEmbedding")
     _, q, k = fused()
@@ -297,13 +297,16 @@ def test_a_layer_whose_table_differs_stays_as_it_was(stub: stub_vllm.Stub, caplo
     assert layer(POSITIONS, q, k) == layer.forward_native(POSITIONS, q, k) == "by vLLM"
     assert torch.equal(q, before)
     assert layer.rope is None
-    assert "NTKScalingRotaryEmbedding is left as it was: ropewalk in vLLM: vLLM's table must be" in caplog.text
+    assert "NTKScalingRotaryEmbedding keeps its own rotation: ropewalk in vLLM: vLLM's table must agree" in caplog.text
     assert "Rope" not in layer.extra_repr()
 
 
 @pytest.mark.parametrize(("interleaved", "axis"), [(False, (0, 0, 1, 1, 1, 2, 2, 2)), (True, (0, 1, 2, 0, 1, 2, 0, 1))])
 def test_positions_of_three_axes(stub: stub_vllm.Stub, interleaved: bool, axis: tuple[int, ...]) -> None:
-    """M-RoPE: pair j turns by the position on its axis; text, whose positions have one axis, as by one axis."""
+    """In M-RoPE, a pair rotates by the position on its axis.
+
+    Text, whose positions have one axis, is rotated by that one.
+    """
     layer = made(stub, "MRotaryEmbedding", mrope_section=[2, 3, 3], interleaved=interleaved)
     positions = torch.tensor([[0, 5, 9, 7, 100_000], [3, 1, 4, 1, 5], [2, 7, 1, 8, 2]])
     whole, q, k = fused()
@@ -327,27 +330,27 @@ def test_positions_of_three_axes(stub: stub_vllm.Stub, interleaved: bool, axis: 
 
 
 def test_yarn_with_three_axes_only_when_asked(stub: stub_vllm.Stub, caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM takes the length of its own longer table for the trained one. The stub does not scale at all."""
+    """vLLM mistakes the length of its own longer table for the trained length. The stub does not scale at all."""
     how: dict[str, Any] = {"mrope_section": [2, 3, 3], "interleaved": False, "factor": 4.0}
     assert made(stub, "MRotaryEmbedding", **how).rope is None
     stub.config.additional_config = {"ropewalk": {"override": True}}
     with caplog.at_level("WARNING", logger="vllm.ropewalk"):
         layer = made(stub, "MRotaryEmbedding", **how)
-    assert "MRotaryEmbedding rotates by its numbers, as asked; vLLM's table has attention factor 1, and" in caplog.text
+    assert "MRotaryEmbedding rotates by its attributes. vLLM's table has attention factor 1, but" in caplog.text
     assert layer.rope.scaling.original_max_position_embeddings == 64
     yarn = oracle.yarn(10_000.0, HEAD, 4.0, 64)
     assert layer.rope.inv_freq == pytest.approx([float(w) for w in yarn], rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", [True, {"override": 1}, {"overide": True}, {}])
-def test_what_is_asked_must_be_understood(stub: stub_vllm.Stub, asked: Any) -> None:
+def test_bad_options_are_refused(stub: stub_vllm.Stub, asked: Any) -> None:
     stub.config.additional_config = {"ropewalk": asked}
     layer = made(stub)
     assert 'additional_config["ropewalk"] must be {"override": True}' in layer.reason
 
 
-def test_what_the_layer_keeps_of_vllm(stub: stub_vllm.Stub) -> None:
-    """Fused kernels read its table; others ask for its class and name."""
+def test_attributes_of_vllms_layer_are_kept(stub: stub_vllm.Stub) -> None:
+    """Fused kernels read its table, and other code checks its class and name."""
     layer = made(stub)
     assert isinstance(layer, stub.package.RotaryEmbedding)
     assert type(layer).__name__ == "RotaryEmbedding"
@@ -377,7 +380,7 @@ def test_report(stub: stub_vllm.Stub) -> None:
     said = program.describe([state])
     assert said.startswith("vLLM rotates through ropewalk.\n")
     assert "1 rotations by Rope(head_dim=16, base=10000.0, pairing='half')" in said
-    assert "FourierRotaryEmbedding is left as it was" in said
+    assert "FourierRotaryEmbedding keeps its own rotation" in said
 
 
 def test_report_of_workers_that_do_not_know_the_plugin() -> None:
@@ -439,7 +442,7 @@ def test_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "ropewalk")
     stub = stub_vllm.install(monkeypatch)
     del stub.modules["vllm.model_executor.custom_op"].op_registry_oot
-    with pytest.raises(RopeError, match=rf"vLLM must be installed, .*tried with {plugin.TRIED}"):
+    with pytest.raises(RopeError, match=rf"vLLM must be installed, .*tested with {plugin.TESTED}"):
         vllm.register()
 
 
@@ -448,17 +451,19 @@ def test_the_entry_point() -> None:
     assert found.load() is vllm.register
 
 
-def test_the_program_says_why_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_reports_why_the_plugin_is_inactive(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     assert program.main() == 1
     said = capsys.readouterr().err
     assert said.startswith("vLLM does NOT rotate through ropewalk.")
-    assert "got it not set. Set VLLM_PLUGINS=ropewalk." in said
+    assert "got no such variable. Set VLLM_PLUGINS=ropewalk." in said
     monkeypatch.setenv("VLLM_PLUGINS", "ropewalk")
     idle = {"process": 7, "layers": [], "left": [{"class": "MRotaryEmbedding", "why": "no rope"}]}
     monkeypatch.setattr(program, "run", lambda: [idle])
     assert program.main() == 1
-    said = "got none in worker 7; left as they were: [{'class': 'MRotaryEmbedding', 'why': 'no rope'}]"
+    said = "got none in worker 7; layers that keep their rotation: [{'class': 'MRotaryEmbedding', 'why': 'no rope'}]"
     assert said in capsys.readouterr().err
     monkeypatch.setattr(program, "run", lambda: [{"process": 7, "layers": [{"rope": "R", "calls": 3}], "left": []}])
     assert program.main() == 0

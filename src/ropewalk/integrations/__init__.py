@@ -1,1 +1,1 @@
-"""Integrations that make other libraries rotate through ropewalk. They report what they replaced, and can undo it."""
+"""Integrations with other libraries: transformers, vLLM and torchtitan rotate through ropewalk; a pytest fixture."""

@@ -1,8 +1,10 @@
-"""An override that makes torchtitan's rotary modules rotate q and k through ropewalk.
+"""Replacements of torchtitan's rotary modules, which rotate q and k through ropewalk.
+
+Enable them with a flag of torchtitan:
 
     torchrun ... -m torchtitan.train ... --override.imports ropewalk.integrations.torchtitan.rope
 
-torchtitan imports this file if that flag names it, so the file can import torchtitan at the top. The fields of the
+torchtitan imports this file if the flag names it, so the file can import torchtitan at the top. The fields of the
 configs are those of `torchtitan/models/common/rope.py` in torchtitan 0.3.0 (batches of sequences) and at b5bcd76
 (flattened tokens).
 """
@@ -31,20 +33,20 @@ _READ = frozenset(
         *("rope_factor", "beta_fast", "beta_slow", "original_seq_len", "truncate"),
     }
 )
-# The length of torchtitan's table, under both of its names, and the fields of every module's config. They do not affect
-# the angles.
-_IDLE = frozenset({"max_seq_len", "max_context_length", "param_init", "sharding_config"})
+# Fields that do not affect the angles: the length of torchtitan's table, under both of its names, and the fields of
+# every module's config.
+_NO_EFFECT = frozenset({"max_seq_len", "max_context_length", "param_init", "sharding_config"})
 
 
 class _Ropewalk:
-    """The common part of both modules. torchtitan's class follows it in the order of inheritance.
+    """The base class of both modules. It comes before torchtitan's class in the method resolution order.
 
-    Each call computes the angles of its own tokens. Nothing is cached between calls, so no rotation is ever stale.
+    Each call computes the angles of its tokens. Nothing is cached between calls, so no rotation can be out of date.
 
     Attributes:
         rope: the `Rope` of the config.
-        cache: torchtitan's buffer, which is empty, so that code that reads angles from it fails instead of getting
-            different ones.
+        cache: torchtitan's buffer for its table. It is empty, so that code that reads angles from it fails instead of
+            using other angles.
     """
 
     pairing: Pairing
@@ -62,20 +64,20 @@ class _Ropewalk:
         Args:
             query: `[tokens, heads, dim]`, or `[batch, seq, heads, dim]`; plain or DTensor.
             key: the same with its own number of heads.
-            positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`, any value; plain or DTensor. Plain
-                positions with DTensors belong to all tokens or to the tokens of this rank, depending on their size.
-                None means 0, 1, 2, ...
+            positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`, any value; plain or DTensor. If query
+                is a DTensor, plain positions may be those of all tokens or of the tokens of this rank; their size
+                decides. None means 0, 1, 2, ...
 
         Returns:
-            Shapes, dtypes, placements and SPMD types of query and key.
+            Rotated query and key, with the shapes, dtypes, placements and SPMD types of the arguments.
 
         Raises:
             RopeError: a shape or dtype does not fit.
         """
         if not spmd.is_type_checking():
             return self._rotate(query, key, positions)
-        # The checker does not know the kernels. A rotation keeps every type, because it only changes channels, which
-        # are never sharded.
+        # The type checker does not know the kernels. A rotation keeps every SPMD type, because it mixes channels only,
+        # which are never sharded.
         with spmd.no_typecheck():
             rotated = self._rotate(query, key, positions)
         for tensor, like in zip(rotated, (query, key), strict=True):
@@ -90,7 +92,7 @@ class _Ropewalk:
         return self.rope.at(positions, device=query.device)(query, key, layout=layout)
 
     def extra_repr(self) -> str:
-        """The rope."""
+        """Return the rope as text."""
         return repr(self.rope)
 
 
@@ -141,9 +143,9 @@ def rope(config: Any) -> Any:
 
 
 def rope_of(config: Any, pairing: Pairing) -> Rope:
-    """The rope of a config of torchtitan.
+    """Build the rope of a config of torchtitan.
 
-    It has no attention factor, because models of torchtitan scale their scores instead.
+    Its attention factor is 1, because models of torchtitan scale their scores instead.
 
     Args:
         config: a `RoPE.Config`.
@@ -152,7 +154,7 @@ def rope_of(config: Any, pairing: Pairing) -> Rope:
     Raises:
         RopeError: a field is unknown or missing, or no `Rope` supports a value.
     """
-    names = {field.name for field in fields(config)} - _IDLE
+    names = {field.name for field in fields(config)} - _NO_EFFECT
     if names != _READ:
         differing = [*(f"also {name}" for name in sorted(names - _READ)), *(f"no {n}" for n in sorted(_READ - names))]
         fix = "This version of torchtitan is not supported. Train this model without the override."

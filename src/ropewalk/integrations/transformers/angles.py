@@ -1,4 +1,4 @@
-"""Modules that replace a model's rotary module, and return a Rotation instead of cos and sin."""
+"""Modules that replace a rotary module of a model, and return a Rotation instead of cos and sin."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ WHO = "accelerate"
 
 
 class Angles(nn.Module):
-    """The common part of the replacements. They keep the model's own module or table for `restore` and device moves.
+    """The base class of the replacements. They keep the original module or table for `restore` and for device moves.
 
     Args:
-        forms: the functions that the model's code calls, and how each rotates. Unpickling installs them again.
-        pairing: the pairing of the first of them.
+        forms: the functions that the model's code calls → how each rotates. Unpickling installs dispatchers for them.
+        pairing: the pairing of the first of these functions.
     """
 
     def __init__(self, forms: Mapping[Place, Form], pairing: Pairing) -> None:
@@ -39,14 +39,13 @@ class Angles(nn.Module):
 
 
 class ModuleAngles(Angles):
-    """Replaces a module of the model.
+    """The base class of replacements of a module.
 
-    Attributes that it does not have (`inv_freq`, `attention_scaling`, `config`) and its state_dict are those of the
-    original module.
+    Attributes of the original module, such as `inv_freq` and `config`, and its state_dict are passed on.
 
     Args:
         original: the original module.
-        width: how the columns of its tables are written.
+        width: the format of the tables that it returns.
     """
 
     def __init__(self, original: nn.Module, width: Width, forms: Mapping[Place, Form], pairing: Pairing) -> None:
@@ -57,11 +56,11 @@ class ModuleAngles(Angles):
         self.train(original.training)
 
     def as_returned(self, rotation: Any) -> Any:
-        """The Rotation in the place of both cos and sin, or of the complex table if the original returns one."""
+        """Return the Rotation twice, in place of cos and sin, or once if the original returns one complex table."""
         return rotation if self.width == "complex" else (rotation, rotation)
 
     def tables(self, returned: Any) -> tuple[Tensor, Tensor]:
-        """The tables that the original returned, as cos and sin with one column for each pair."""
+        """Convert what the original module returned to cos and sin with one column for each pair."""
         cos, sin = (returned.real, returned.imag) if self.width == "complex" else returned
         return narrowed(cos, self.width), narrowed(sin, self.width)
 
@@ -74,16 +73,16 @@ class ModuleAngles(Angles):
             return getattr(self.original, name)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state_dict of the original, so that a saved model contains nothing of ropewalk."""
+        """Return the state_dict of the original, so that a saved model contains nothing of ropewalk."""
         return self.original.state_dict(*args, **kwargs)
 
 
 class RotaryAngles(ModuleAngles):
-    """Replaces the rotary module of a text model, which is called with tokens and their positions.
+    """Replaces the rotary module of a text model, which is called with hidden states and positions.
 
     Args:
-        ropes: layer type → `Rope`, with the key None for a module that is called without a layer type. None uses the
-            angles of the original.
+        ropes: layer type → `Rope`. The key is None for a module that is called without a layer type. If ropes is None,
+            the angles of the original are used.
     """
 
     def __init__(
@@ -100,9 +99,15 @@ class RotaryAngles(ModuleAngles):
         self.of_text = None if ropes is None else {kind: replace(rope, axes=None) for kind, rope in ropes.items()}
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
-        """The rotation of these tokens, in the form in which the original returns its tables."""
+        """Return the Rotation of these tokens in place of the tables that the original returns.
+
+        Args:
+            x: hidden states, of which only device and dtype matter.
+            position_ids: `[batch, seq]` or `[axes, batch, seq]`.
+            layer_type: the layer type, for models with several.
+        """
         if self.ropes is None:
-            rotation = self._theirs(x, position_ids, layer_type)
+            rotation = self._original_angles(x, position_ids, layer_type)
         else:
             rotation = exact(self._rope(layer_type, position_ids), x, position_ids)
         return self.as_returned(rotation)
@@ -112,15 +117,16 @@ class RotaryAngles(ModuleAngles):
         if layer_type in ropes:
             rope = ropes[layer_type]
             if position_ids.ndim == 3 and (rope.axes is None or rope.axes.count != position_ids.shape[0]):
-                raise _other_axes(rope, position_ids)
+                raise _axes_error(rope, position_ids)
             return rope
         must = f"the layer type must be one of {', '.join(map(shown, ropes))}"
         raise error(WHO, must, shown(layer_type), "Call restore(model) to use the model's own rotation.")
 
-    def _theirs(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotation:
+    def _original_angles(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotation:
+        """Return the Rotation by the tables that the original module computes."""
         probe = x[..., :1].float()  # the original casts its tables to the dtype of x
-        of_type = {} if layer_type is None else {"layer_type": layer_type}
-        returned = self.original(probe, position_ids, **of_type)
+        keywords = {} if layer_type is None else {"layer_type": layer_type}
+        returned = self.original(probe, position_ids, **keywords)
         name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
         factor = getattr(self.original, name, 1.0)
         return from_tables(*self.tables(returned), self.pairing, factor)
@@ -138,13 +144,16 @@ def _to_original(state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
 
 
 def exact(rope: Rope, x: Tensor, position_ids: Tensor) -> Rotation:
-    """The rotation at positions `[batch, seq]` or `[axes, batch, seq]`, on the device of x; float64 if x is float64."""
+    """Return the Rotation at positions `[batch, seq]` or `[axes, batch, seq]`, on the device of x.
+
+    Its tables are float64 if x is float64, and float32 otherwise.
+    """
     shared = position_ids.shape[-2] == 1  # one row for the whole batch
     return rope.at(position_ids.squeeze(-2) if shared else position_ids, device=x.device, dtype=dtype_for(x))
 
 
 def dtype_for(x: Tensor) -> torch.dtype | None:
-    """The dtype of the tables that rotate q and k computed from x. None means the default."""
+    """Return the dtype of the tables for hidden states x. None means the default, float32."""
     return torch.float64 if x.dtype is torch.float64 else None
 
 
@@ -158,7 +167,7 @@ def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Ro
     return unchecked(cos.contiguous(), sin.contiguous(), pairing, 2 * cos.shape[-1], 2 * cos.shape[-1], 0, factor)
 
 
-def _other_axes(rope: Rope, position_ids: Tensor) -> Exception:
+def _axes_error(rope: Rope, position_ids: Tensor) -> Exception:
     axes = "" if rope.axes is None else f" or [{rope.axes.count}, batch, seq]"
     return error(
         WHO,

@@ -16,16 +16,16 @@ from ropewalk.integrations.transformers.probe import Width, narrowed, width_of
 from ropewalk.rope import Rope
 
 WHO = "accelerate"
-# The tolerance of float32 powers: rounding the exponent costs ln(base) · 2⁻²⁵, and scaling adds a few roundings.
+# The relative tolerance of float32 powers: rounding the exponent costs ln(base) · 2⁻²⁵, and scaling rounds again.
 _FLOAT32 = 2e-6
-_FACTOR = 1e-6
-# Near and far positions: a custom module may compute something else beyond a length.
+_FACTOR = 1e-6  # the relative tolerance of an attention factor
+# Small and large positions, because a custom module may compute something else beyond some length.
 _POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)
-_ARGUMENTS = {"self", "x", "position_ids", "layer_type"}
+_ARGUMENTS = {"self", "x", "position_ids", "layer_type"}  # of the forward method of a rotary module
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Whether this is a rotary module of any name that is called with tokens and their positions."""
+    """Return whether a module, whatever its name, is a rotary module that is called with x and position_ids."""
     return (
         bool(kinds_of(module))
         and {"x", "position_ids"} <= set(inspect.signature(type(module).forward).parameters) <= _ARGUMENTS
@@ -33,30 +33,30 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 def kinds_of(module: nn.Module) -> list[str | None]:
-    """The layer types for which the module has frequencies. [None] if it has one set for all layers."""
+    """Return the layer types for which the module has frequencies, or [None] if it has one set for all layers."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
     kinds = [name.removesuffix("inv_freq").removesuffix("_") or None for name in names if "original_" not in name]
     return sorted(kinds, key=str)
 
 
 def frequencies(module: nn.Module, kind: str | None) -> tuple[Tensor, Tensor]:
-    """The current frequencies of a layer type, which LongRoPE and dynamic NTK overwrite, and the initial ones."""
+    """Return the current frequencies of a layer type, and the initial ones. Dynamic NTK and LongRoPE change them."""
     prefix = "" if kind is None else f"{kind}_"
     now = getattr(module, f"{prefix}inv_freq")
     return now, getattr(module, f"{prefix}original_inv_freq", now)
 
 
 def factor_of(module: nn.Module, kind: str | None) -> float:
-    """The attention factor of a layer type."""
+    """Return the attention factor of a layer type."""
     name = "attention_scaling" if kind is None else f"{kind}_attention_scaling"
     return float(getattr(module, name, 1.0))
 
 
 def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
-    """Find out how the module writes its tables, by calling it with a few positions.
+    """Find out the format of the module's tables, by calling it with a few positions.
 
     Raises:
-        RopeError: it does not return tables of its frequencies.
+        RopeError: the tables are not cos and sin of its frequencies.
     """
     found = {_width(name, module, kind) for kind in kinds}
     if None in found or len(found) != 1:
@@ -64,7 +64,7 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
             WHO,
             f"{name} must return cos and sin of position · inv_freq",
             "other numbers",
-            "This model computes its angles in another way, which is not supported.",
+            "This model computes its angles in a way that is not supported.",
         )
     return found.pop()  # type: ignore[return-value]
 
@@ -72,14 +72,14 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
 def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
     now, _ = frequencies(module, kind)
     if now.is_meta:
-        raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
-    module = copy.deepcopy(module)  # LongRoPE and dynamic NTK write into their buffers when they are called
+        raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
+    module = copy.deepcopy(module)  # a call of LongRoPE or dynamic NTK overwrites their buffers
     positions = torch.tensor([_POSITIONS], device=now.device)
-    of_type = {} if kind is None else {"layer_type": kind}
+    keywords = {} if kind is None else {"layer_type": kind}
     with torch.no_grad():
         tokens = len(_POSITIONS)
         x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # tables are cast to the dtype of x
-        returned = module(x, positions, **of_type)
+        returned = module(x, positions, **keywords)
         now = _as_written(module, kind)
         found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
         angles, factor = positions[..., None].double() * now, factor_of(module, kind)
@@ -88,19 +88,19 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
 
 
 def _as_written(module: nn.Module, kind: str | None) -> Tensor:
-    """The frequencies in use, float64, in the order of the pairs in the tables."""
+    """Return the current frequencies, float64, in the order of the pairs in the tables."""
     now, _ = frequencies(module, kind)
     # With axes, a module may store the frequencies in another order than in its tables (Ernie 4.5 VL).
     return now.double().sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now.double()
 
 
 def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> bool:
-    """Whether the tables are cos and sin of these float64 angles, up to the drift of float32 products."""
+    """Return whether the tables are cos and sin of these float64 angles, up to the drift of float32 products."""
     cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
     drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
     return all(
-        bool(((narrowed(got, found).double() - factor * wanted).abs() <= drift).all())
-        for got, wanted in ((cos, angles.cos()), (sin, angles.sin()))
+        bool(((narrowed(actual, found).double() - factor * expected).abs() <= drift).all())
+        for actual, expected in ((cos, angles.cos()), (sin, angles.sin()))
     )
 
 
@@ -121,28 +121,32 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
         return
     module = copy.deepcopy(module)
     device, axes = frequencies(module, kind)[0].device, rope.axes
-    positions = places(axes.count, device)[:, None]  # [axes, 1, tokens]
-    of_pair = positions[list(axes.axis)].movedim(0, -1).double()  # [1, tokens, pairs]
-    of_type = {} if kind is None else {"layer_type": kind}
+    positions = distinct_positions(axes.count, device)[:, None]  # [axes, 1, tokens]
+    pair_positions = positions[list(axes.axis)].movedim(0, -1).double()  # [1, tokens, pairs]
+    keywords = {} if kind is None else {"layer_type": kind}
     with torch.no_grad():
         x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
-        returned = module(x, positions, **of_type)
-    if not _are_near(returned, of_pair * _as_written(module, kind), factor_of(module, kind), width):
+        returned = module(x, positions, **keywords)
+    if not _are_near(returned, pair_positions * _as_written(module, kind), factor_of(module, kind), width):
         must = f"the pairs of {name} must rotate by the axes of its config ({axes})"
         raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
 
-def places(axes: int, device: torch.device) -> Tensor:
-    """Near and far positions `[axes, tokens]`, different on each axis."""
+def distinct_positions(axes: int, device: torch.device) -> Tensor:
+    """Return small and large positions `[axes, tokens]`, which differ on each axis."""
     rows = torch.tensor(_POSITIONS, device=device)
     return torch.stack([rows.roll(axis + 1) for axis in range(axes)])
 
 
 def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positions: Tensor, width: Width) -> None:
-    """Check that a tower's tables `[..., tokens, columns]` use the rope's axes and the module's own frequencies.
+    """Check that a tower's tables `[..., tokens, columns]` use the rope's axes and the module's frequencies.
 
     Args:
-        returned: the tables that the module returned for the positions `[axes, tokens]`.
+        name, module: the rotary module of the tower and its name.
+        rope: the rope of the tower's config.
+        returned: the tables that the module returned for `positions`.
+        positions: `[axes, tokens]`.
+        width: the format of the tables.
 
     Raises:
         RopeError: the tables have other angles, or the module has other frequencies than the rope.
@@ -153,10 +157,10 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
         values = frequencies(module, None)[0].detach().to("cpu", torch.float64).sort().values.numpy()
     axis = [0] * len(index) if rope.axes is None else list(rope.axes.axis)
     angles = positions[axis].T.cpu().double() * torch.from_numpy(values[index])
-    tables = [each.cpu().flatten(0, -2) for each in ((returned,) if width == "complex" else returned)]
+    tables = [table.cpu().flatten(0, -2) for table in ((returned,) if width == "complex" else returned)]
     fit = all(narrowed(table, width).shape == angles.shape for table in tables)
-    given = tables[0] if width == "complex" else tables
-    if not (fit and _are_near(given, angles, factor_of(module, None), width)):
+    comparable = tables[0] if width == "complex" else tables
+    if not (fit and _are_near(comparable, angles, factor_of(module, None), width)):
         must = f"the pairs of {name} must rotate by the axes of its config ({rope.axes})"
         raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
@@ -171,12 +175,12 @@ def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rop
     factor = factor_of(module, kind)
     ropes = list(dict.fromkeys(ropes))
     found = [rope for rope in ropes if not difference(rope, built, factor)]
-    if found and not any(_are_of(now, rope, module, kind) for rope in found):
+    if found and not any(_are_frequencies_of(now, rope, module, kind) for rope in found):
         raise error(
             WHO,
             f"{name} must have the frequencies with which it was built",
-            f"inv_freq {shown([float(each) for each in now[:3]])} ..., which differs from {found[0]}",
-            "If you changed inv_freq on purpose, use angles='theirs', which takes the model's own numbers.",
+            f"inv_freq {shown([float(frequency) for frequency in now[:3]])} ..., which differs from {found[0]}",
+            "If you changed inv_freq on purpose, use angles='theirs', which uses the model's own numbers.",
         )
     if len({(rope.base, rope.rotary_dim, rope.scaling) for rope in found}) == 1:  # an indexer may rotate another slice
         return found[0]
@@ -190,73 +194,73 @@ def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rop
     how = "; ".join(f"{difference(rope, built, factor)} ({rope})" for rope in ropes) or "a config without ropes"
     raise error(
         WHO,
-        f"{name} must have the numbers of its config",
+        f"{name} must have the frequencies and the attention factor of its config",
         how,
-        "If the config was changed on purpose, use angles='theirs', which takes the model's own numbers.",
+        "If the config was changed on purpose, use angles='theirs', which uses the model's own numbers.",
     )
 
 
-def _are_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> bool:
-    """Whether the current frequencies are those of a rope, at the length for which the module computed them last."""
+def _are_frequencies_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> bool:
+    """Return whether the current frequencies are those of the rope at a length for which the module computes them."""
     if rope.is_static:
-        return not _off(now, rope)
-    seen = getattr(module, "max_seq_len_cached" if kind is None else f"{kind}_max_seq_len_cached", 1)
+        return not _describe_difference(now, rope)
+    cached_length = getattr(module, "max_seq_len_cached" if kind is None else f"{kind}_max_seq_len_cached", 1)
     longest = getattr(rope.scaling, "original_max_position_embeddings", 0)
-    return any(not _off(now, rope.at_length(max(1, n))) for n in (1, int(seen), longest + 1))
+    return any(not _describe_difference(now, rope.at_length(max(1, n))) for n in (1, int(cached_length), longest + 1))
 
 
 def difference(rope: Rope, built: Tensor, factor: float) -> str:
-    """The difference of a module's initial frequencies from a rope, in words. "" if they agree."""
+    """Describe how a module's initial frequencies or attention factor differ from a rope. Return "" if they agree."""
     rope = rope.at_length(1)  # the buffers start with the frequencies of a short sequence
-    if off := _off(built, rope):
+    if off := _describe_difference(built, rope):
         return off
     if abs(factor - rope.attention_factor) > _FACTOR * rope.attention_factor:
         return f"attention factor {factor:.9g}, and {rope.attention_factor:.9g} in the config"
     return ""
 
 
-def _off(built: Tensor, rope: Rope) -> str:
-    """The difference of frequencies from those of a static rope, in words. "" if they agree."""
-    wanted = torch.from_numpy(rope.inv_freq)
-    if rope.axes is not None and built.shape != wanted.shape:
-        wanted = torch.from_numpy(np.unique(rope.inv_freq))  # stored once for all axes
-    if built.shape != wanted.shape:
-        return f"{built.numel()} frequencies, and {wanted.numel()} in the config"
-    theirs = built.detach().to("cpu", torch.float64)
+def _describe_difference(built: Tensor, rope: Rope) -> str:
+    """Describe how frequencies differ from those of a static rope. Return "" if they agree."""
+    expected = torch.from_numpy(rope.inv_freq)
+    if rope.axes is not None and built.shape != expected.shape:
+        expected = torch.from_numpy(np.unique(rope.inv_freq))  # stored once for all axes
+    if built.shape != expected.shape:
+        return f"{built.numel()} frequencies, and {expected.numel()} in the config"
+    actual = built.detach().to("cpu", torch.float64)
     if rope.axes is not None:  # stored in another order than in the tables (Ernie 4.5 VL), which `check_axes` checks
-        theirs, wanted = theirs.sort(descending=True).values, wanted.sort(descending=True).values
+        actual, expected = actual.sort(descending=True).values, expected.sort(descending=True).values
     info = torch.finfo(rounded_to(built))
     relative = max(_FLOAT32, info.eps)
-    off = (theirs - wanted).abs()
-    if not bool((off <= relative * wanted.abs() + info.smallest_normal * info.eps).all()):
-        worst = int(torch.argmax(off / wanted.abs().clamp_min(1e-30)))
-        return f"inv_freq[{worst}] {float(theirs[worst]):.9g}, and {float(wanted[worst]):.9g} in the config"
+    errors = (actual - expected).abs()
+    if not bool((errors <= relative * expected.abs() + info.smallest_normal * info.eps).all()):
+        worst = int(torch.argmax(errors / expected.abs().clamp_min(1e-30)))
+        return f"inv_freq[{worst}] {float(actual[worst]):.9g}, and {float(expected[worst]):.9g} in the config"
     return ""
 
 
-def rounded_to(built: Tensor) -> torch.dtype:
-    """The narrowest dtype that holds these numbers exactly. A model cast to bfloat16 and back stays rounded."""
+def rounded_to(inv_freq: Tensor) -> torch.dtype:
+    """Return the narrowest dtype that stores these numbers exactly. It shows whether a model was cast and cast back."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        if torch.equal(built.to(dtype).to(built.dtype), built):
+        if torch.equal(inv_freq.to(dtype).to(inv_freq.dtype), inv_freq):
             return dtype
-    return built.dtype
+    return inv_freq.dtype
 
 
 def own_config(module: nn.Module, model_config: Any) -> Any:
-    """The config that a rotary module was built from."""
+    """Return the config from which a rotary module was built, or `model_config` if it stores none."""
     return module.__dict__.get("config", model_config)
 
 
 def check_length(length: object, ropes: Iterable[Rope]) -> None:
-    """Raise RopeError if a rope depends on the length and none is passed, or if none does and a length is passed."""
+    """Raise a RopeError unless a length is passed exactly if the frequencies of a rope depend on it."""
     dynamic = [rope for rope in ropes if not rope.is_static]
     if dynamic and length is None:
         raise error(
             WHO,
             "length must be passed, because the frequencies depend on it",
             f"no length for {dynamic[0]}",
-            "Pass length=n, the longest sequence that you will run, or angles='theirs' for the model's own switching.",
+            "Pass length=n, the longest sequence that you will run. With angles='theirs', the model itself chooses.",
         )
     if not dynamic and length is not None:
-        must = "length is for frequencies that depend on it (dynamic NTK, LongRoPE)"
+        must = "length must be None, because no frequencies depend on it"
         raise error(WHO, must, shown(length), "Do not pass it.")

@@ -1,7 +1,7 @@
-"""Replace the rotating functions of a modeling file by dispatchers that accept a Rotation for cos and sin.
+"""Replace the rotating functions of a modeling file by dispatchers that accept a Rotation in place of cos and sin.
 
-A dispatcher calls the original for everything else, so models that are not accelerated do not change. A Rotation
-supports no arithmetic, so code that computes with cos and sin itself raises.
+A dispatcher calls the original function for anything else, so models that are not accelerated do not change. A Rotation
+supports no arithmetic. Code that computes with cos and sin itself therefore raises, instead of giving wrong results.
 """
 
 from __future__ import annotations
@@ -18,58 +18,65 @@ from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
 from ropewalk._layout import AXES
-from ropewalk.integrations.transformers.probe import Form, behind_prefix, in_order, signature_of
+from ropewalk.integrations.transformers.probe import Form, reorder_channels, signature_of, with_unrotated_prefix
 from ropewalk.rotation.api import Rotation, unchecked
 
 Place = tuple[str, str]
-"""The name of a function's module, and the name of the function."""
+"""The names of a function's module and of the function."""
 
-_NAMED = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
+_ROTARY_NAME = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
 
 
 def functions_of(model: nn.Module) -> dict[Place, Any]:
-    """The functions with parameters cos and sin, or freqs_cis, that the methods of the model's modules refer to."""
-    found: dict[Place, Any] = {}
+    """Find the functions with parameters cos and sin, or freqs_cis, that the methods of the model's modules call."""
+    functions: dict[Place, Any] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         for owner in kind.__mro__:
             if owner.__module__.partition(".")[0] not in ("torch", "builtins", "ropewalk"):
                 for method in vars(owner).values():
-                    found.update(_named_in(method))
-    return found
+                    functions.update(_rotating_functions(method))
+    return functions
 
 
-def _named_in(method: Any) -> Iterator[tuple[Place, Any]]:
+def _rotating_functions(method: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield the rotating functions among the globals that a method refers to."""
     method = inspect.unwrap(method) if callable(method) else None
     if not isinstance(method, types.FunctionType):
         return
     for name in sorted(_names(method.__code__)):
         function = method.__globals__.get(name)
-        if function is not None and _NAMED.search(name) and callable(function) and signature_of(original(function)):
+        if (
+            function is not None
+            and _ROTARY_NAME.search(name)
+            and callable(function)
+            and signature_of(original(function))
+        ):
             yield (str(method.__globals__["__name__"]), name), function
 
 
 def _names(code: types.CodeType) -> set[str]:
+    """Return the global names that this code and its inner functions use."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
 
 
 def original(function: Any) -> Any:
-    """The original of a dispatcher. Any other function is returned as is."""
+    """Return the original function of a dispatcher. Any other function is returned unchanged."""
     return getattr(function, "ropewalk_original", function)
 
 
 def install(place: Place, form: Form) -> None:
-    """Replace the function by a dispatcher, unless this was done already.
+    """Replace a function by a dispatcher of this form, unless it has been replaced already.
 
     Raises:
         RopeError: it was replaced by a dispatcher of another form.
     """
     module = importlib.import_module(place[0])
     function = getattr(module, place[1])
-    known = getattr(function, "ropewalk_form", None)
-    if known is None:
+    installed = getattr(function, "ropewalk_form", None)
+    if installed is None:
         setattr(module, place[1], dispatcher(function, form))
-    elif known != form:
+    elif installed != form:
         raise error(
             "accelerate",
             f"{'.'.join(place)} must rotate in the same way as when it was replaced",
@@ -79,7 +86,7 @@ def install(place: Place, form: Form) -> None:
 
 
 def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """Create a function that rotates if its tables are a Rotation, and calls `function` otherwise."""
+    """Create a function that rotates if it is passed a Rotation as its tables, and calls `function` otherwise."""
     names, at, layouts = form.names, form.at, dict(form.layouts)
     kind: Any = Rotation if form.parts == 1 else tuple  # of Rotations, one for each part of a head
 
@@ -87,8 +94,8 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         rotation: Any = args[at] if len(args) > at else kwargs.get(names[at])
         if type(rotation) is not kind:
             return function(*args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        axis = given.get("unsqueeze_dim", form.unsqueeze_dim)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        axis = arguments.get("unsqueeze_dim", form.unsqueeze_dim)
         if axis not in layouts:
             raise error(
                 rotate.__name__,
@@ -96,27 +103,27 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
                 shown(axis),
                 "Call restore(model) to use the model's own rotation.",
             )
-        q = given[names[0]]
+        q = arguments[names[0]]
         layout = "thd" if q.ndim == 3 and layouts[axis] == "bshd" else layouts[axis]
         if form.parts > 1:
             for part in rotation:
                 q = part(q, layout=layout)
             return q
         if form.prefix:
-            rotation = behind_prefix(rotation, q.shape[AXES[layout][1]])
-        turning = _for_heads(rotation, q, form)
+            rotation = with_unrotated_prefix(rotation, q.shape[AXES[layout][1]])
+        q_rotation = _for_heads(rotation, q, form)
         if at == 1:
-            return in_order(turning(q, layout=layout), form.order, turning)
-        k: Any = given.get(names[1])
+            return reorder_channels(q_rotation(q, layout=layout), form.order, q_rotation)
+        k: Any = arguments.get(names[1])
         if k is None and form.alone is not None:
-            q = in_order(turning(q, layout=layout), form.order, turning)
+            q = reorder_channels(q_rotation(q, layout=layout), form.order, q_rotation)
             return q if form.alone == "q" else (q, None)
         if q.shape[-1] == k.shape[-1]:
-            q, k = turning(q, k, layout=layout)
-            return in_order(q, form.order, turning), in_order(k, form.order, turning)
-        other = _for_heads(rotation, k, form)
-        q, k = turning(q, layout=layout), other(k, layout=layout)
-        return in_order(q, form.order, turning), in_order(k, form.order, other)
+            q, k = q_rotation(q, k, layout=layout)
+            return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, q_rotation)
+        k_rotation = _for_heads(rotation, k, form)
+        q, k = q_rotation(q, layout=layout), k_rotation(k, layout=layout)
+        return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, k_rotation)
 
     functools.update_wrapper(rotate, function, updated=())
     rotate.__name__ = rotate.__qualname__ = getattr(function, "__name__", type(function).__name__)
@@ -125,7 +132,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
 
 
 def _for_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
-    """The same tables for heads of the width of x, in the function's pairing."""
+    """Return a Rotation with the same tables for heads as wide as those of x, in the function's pairing."""
     head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
     if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
         return rotation

@@ -1,4 +1,4 @@
-"""Replace the tables of GPT-J and CodeGen, whose attentions look up their positions in a table of their own."""
+"""Replace the tables of GPT-J and CodeGen, in which each attention looks up its positions in its own table."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NAME = "embed_positions"
 
 
 def has_table(module: nn.Module) -> bool:
-    """Whether this is an attention with its own table, whose rows hold sin and then cos."""
+    """Return whether a module is an attention with its own table, of which each row is sin and then cos."""
     return module._buffers.get(NAME) is not None and "Attention" in type(module).__name__
 
 
 class TableAngles(Angles):
-    """Replaces the table: looking up rows gives a Rotation.
+    """Replaces the table of an attention.
 
-    The attention gathers rows (by `torch.gather` or an index) and splits them into sin and cos. Both become the same
-    Rotation.
+    The attention gathers rows (by `torch.gather` or an index) and splits them into sin and cos. Here the rows are a
+    `TableRows`, and the split returns the same Rotation twice.
 
     Args:
-        table: the model's own table, `[positions, 2 · pairs]`, with sin and then cos.
+        table: the original table, `[positions, 2 · pairs]`, with sin and then cos.
         rope: the rope whose angles are used. None uses the angles of the table.
     """
 
@@ -53,8 +53,8 @@ class TableAngles(Angles):
         """Return the table itself, because a copy for each row of the batch is not needed."""
         return self
 
-    def __getitem__(self, position_ids: Tensor) -> Looked:
-        return Looked(self, position_ids)
+    def __getitem__(self, position_ids: Tensor) -> TableRows:
+        return TableRows(self, position_ids)
 
     @classmethod
     def __torch_function__(
@@ -62,11 +62,11 @@ class TableAngles(Angles):
     ) -> Any:
         if function is torch.gather and not kwargs:
             table, _, positions = args
-            return Looked(table, positions[..., 0])
+            return TableRows(table, positions[..., 0])
         return NotImplemented
 
     def rotation(self, position_ids: Tensor) -> Rotation:
-        """The rotation at these positions `[batch, seq]`."""
+        """Return the Rotation at positions `[batch, seq]`."""
         if self.rope is not None:
             return exact(self.rope, self.table, position_ids)  # type: ignore[arg-type]
         rows: Tensor = self.table[position_ids].float()  # type: ignore[index]
@@ -74,8 +74,13 @@ class TableAngles(Angles):
         return from_tables(cos, sin, self.pairing, 1.0)
 
 
-class Looked:
-    """Rows of the table, which the attention splits into sin and cos."""
+class TableRows:
+    """Rows of a `TableAngles`, which the attention splits into sin and cos.
+
+    Args:
+        table: the replaced table.
+        position_ids: the rows, `[batch, seq]`.
+    """
 
     def __init__(self, table: TableAngles, position_ids: Tensor) -> None:
         self.table, self.position_ids = table, position_ids
@@ -84,8 +89,8 @@ class Looked:
     def shape(self) -> torch.Size:
         return torch.Size((*self.position_ids.shape, self.table.shape[-1]))
 
-    def to(self, *_: Any) -> Looked:
-        """Return the rows themselves, because ropewalk chooses the dtype of the tables."""
+    def to(self, *_: Any) -> TableRows:
+        """Return the rows unchanged, because ropewalk chooses the dtype of cos and sin."""
         return self
 
     @classmethod
@@ -99,21 +104,21 @@ class Looked:
 
 
 def check_table(name: str, table: Tensor, rope: Rope) -> None:
-    """Raise RopeError unless the table has this rope's sin and cos, up to float32 drift and the cast of the table."""
+    """Raise a RopeError unless the table has the rope's sin and cos, up to float32 drift and a cast of the table."""
     if table.is_meta:
-        raise error(WHO, f"{name} must have its numbers", "a model on the meta device", "Load the weights first.")
+        raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
     pairs = table.shape[-1] // 2
-    wanted = torch.from_numpy(rope.inv_freq)
-    if pairs == wanted.numel():
+    inv_freq = torch.from_numpy(rope.inv_freq)
+    if pairs == inv_freq.numel():
         rows = table.detach().to("cpu", torch.float64)
-        places = torch.arange(len(rows), dtype=torch.float64)[:, None]
-        angles = places * wanted
-        tolerance = 2 * torch.finfo(rounded_to(table)).eps + 2e-6 + places * 2.0**-22
+        positions = torch.arange(len(rows), dtype=torch.float64)[:, None]
+        angles = positions * inv_freq
+        tolerance = 2 * torch.finfo(rounded_to(table)).eps + 2e-6 + positions * 2.0**-22
         if bool(((rows - torch.cat((angles.sin(), angles.cos()), dim=-1)).abs() <= tolerance).all()):
             return
     raise error(
         WHO,
         f"{name} must have sin and cos of {rope}",
         f"a table of {pairs} pairs with other numbers",
-        "If the config was changed on purpose, use angles='theirs', which takes the model's own numbers.",
+        "If the config was changed on purpose, use angles='theirs', which uses the model's own numbers.",
     )

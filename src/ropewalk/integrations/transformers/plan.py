@@ -1,4 +1,4 @@
-"""Plan what `accelerate` replaces. The model is not changed before the whole plan has been checked."""
+"""Plan what `accelerate` replaces, and check the whole plan before the model is changed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ from ropewalk.rope import Rope
 
 @dataclass
 class Plan:
-    """What `accelerate` replaces.
+    """What `accelerate` is going to replace.
 
-    `stand_ins` maps the name of a module or table to its module (for a table, its attention) and the replacement.
+    Args:
+        replacements: the name of a module or table → the original module (for a table, the attention that has it), and
+            its replacement.
+        forms: the functions to replace → how each rotates.
+        ropes, left_alone, warnings: as in `Accelerated`.
     """
 
-    stand_ins: dict[str, tuple[nn.Module, Angles]] = field(default_factory=dict)
+    replacements: dict[str, tuple[nn.Module, Angles]] = field(default_factory=dict)
     forms: dict[Place, Form] = field(default_factory=dict)
     ropes: dict[str, Rope] = field(default_factory=dict)
     left_alone: list[str] = field(default_factory=list)
@@ -36,32 +40,37 @@ class Plan:
 
 
 def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
-    """Compare every rotary module and table of the text model and of vision towers with the config.
+    """Compare every rotary module and table of the text model and of vision towers with the config, and plan.
 
-    A tower that is not supported is left alone, and listed with the reason.
+    A tower that is not supported keeps its own rotation, and is listed with the reason.
+
+    Args:
+        model: the model.
+        exact: whether to use the angles of the config. Otherwise, the original modules compute them.
+        length: the longest sequence in tokens, or None.
 
     Raises:
         RopeError: a module, table or function of the text model does not fit its config, or is not supported.
     """
     result, configs, places = Plan(), _Configs(model.config), functions_of(model)
     ropes: list[Rope] = []
-    found: dict[str, type[TowerAngles]] = {}
+    tower_classes: dict[str, type[TowerAngles]] = {}
     for name, module in model.named_modules():
         if (kind := towers.kind_of(module)) is not None:
-            found[name] = kind
+            tower_classes[name] = kind
         elif compare.is_rotary(module):
             config = compare.own_config(module, configs.text)
             if configs.is_text(config):
-                ropes += _rotary(
+                ropes += _plan_rotary_module(
                     result, model, name, module, places, configs.ropes_of(config) if exact else None, length
                 )
             else:
                 result.left_alone.append(f"{name}: it is not part of the text model")
         elif own_tables.has_table(module):
-            ropes += _table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
-    for name, kind in found.items():
-        _tower(result, model, name, kind, configs if exact else None)
-    if not result.stand_ins:
+            ropes += _plan_table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
+    for name, kind in tower_classes.items():
+        _plan_tower(result, model, name, kind, configs if exact else None)
+    if not result.replacements:
         got = "; ".join(result.left_alone) or type(model).__name__
         fix = "Models without rotary positions, or with angles computed elsewhere, are not supported."
         raise error(WHO, "the model must have a rotary module that is called with positions", got, fix)
@@ -70,7 +79,7 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
     return result
 
 
-def _rotary(
+def _plan_rotary_module(
     result: Plan,
     model: nn.Module,
     name: str,
@@ -79,32 +88,34 @@ def _rotary(
     read: ModelRopes | None,
     length: int | None,
 ) -> Iterable[Rope]:
-    # The functions of the surrounding model, and not those of a neighbouring tower that takes the same tables.
-    near = functions_of(model.get_submodule(name.rpartition(".")[0]))
-    places = {place: function for place, function in places.items() if place in near} or places
+    """Add a rotary module to the plan, and return its ropes."""
+    # Only functions of the model around this module. A tower next to it may have functions for tables of that format.
+    nearby = functions_of(model.get_submodule(name.rpartition(".")[0]))
+    places = {place: function for place, function in places.items() if place in nearby} or places
     kinds = compare.kinds_of(module)
     width = compare.width(name, module, kinds)
     forms = _forms(name, places, width)
     ropes: dict[str | None, Rope] | None = None
-    found: list[Rope] = []
+    rope_list: list[Rope] = []
     if read is not None:
-        ropes = {kind: compare.matching(name, module, kind, _of_kind(read, kind)) for kind in kinds}
-        found = list(ropes.values())
-        _check_channels(name, forms, found)
+        ropes = {kind: compare.matching(name, module, kind, _ropes_of_kind(read, kind)) for kind in kinds}
+        rope_list = list(ropes.values())
+        _check_channels(name, forms, rope_list)
         for kind, rope in ropes.items():
             compare.check_axes(name, module, kind, rope, width)
         if length is not None:
             ropes = {kind: rope.at_length(length) for kind, rope in ropes.items()}
         result.ropes.update((name if kind is None else f"{name}:{kind}", rope) for kind, rope in ropes.items())
         result.warnings += [warning for warning in read.warnings if warning not in result.warnings]
-    result.stand_ins[name] = (module, RotaryAngles(module, width, ropes, forms, _main_pairing(forms)))
+    result.replacements[name] = (module, RotaryAngles(module, width, ropes, forms, _main_pairing(forms)))
     result.forms.update(forms)
-    return found
+    return rope_list
 
 
-def _table(
+def _plan_table(
     result: Plan, attention: str, module: nn.Module, places: Mapping[Place, Any], read: ModelRopes | None
 ) -> Iterable[Rope]:
+    """Add the table of an attention to the plan, and return its rope."""
     name, table = f"{attention}.{own_tables.NAME}", module.get_buffer(own_tables.NAME)
     forms = _forms(name, places, "half")
     rope = None
@@ -113,23 +124,24 @@ def _table(
         _check_channels(name, forms, [rope])
         own_tables.check_table(name, table, rope)
         result.ropes[name] = rope
-    result.stand_ins[name] = (module, own_tables.TableAngles(table, rope, forms, _main_pairing(forms)))
+    result.replacements[name] = (module, own_tables.TableAngles(table, rope, forms, _main_pairing(forms)))
     result.forms.update(forms)
     return [] if rope is None else [rope]
 
 
-def _tower(result: Plan, model: nn.Module, name: str, kind: type[TowerAngles], configs: _Configs | None) -> None:
+def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[TowerAngles], configs: _Configs | None) -> None:
+    """Add a vision tower to the plan, or list it with the reason why it is not supported."""
     module = model.get_submodule(name)
     try:
         ropes = None if configs is None else configs.tower_of(module.config)
-        new = towers.stand_in(model, name, kind, ropes, result.forms)
+        new = towers.build_replacement(model, name, kind, ropes, result.forms)
     except RopeError as e:
         result.left_alone.append(f"{name}: {e}")
         return
     if ropes is not None:
         names = [name] if len(ropes) == 1 else [f"{name}:{part}" for part in range(len(ropes))]
         result.ropes.update(zip(names, ropes, strict=True))
-    result.stand_ins[name] = (module, new)
+    result.replacements[name] = (module, new)
     result.forms.update(new.forms)
 
 
@@ -138,10 +150,10 @@ def _main_pairing(forms: Mapping[Place, Form]) -> Pairing:
 
 
 def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, Form]:
-    """The functions that rotate by tables of this width, and how each rotates.
+    """Return the functions that rotate by tables of this format, and how each rotates.
 
     Raises:
-        RopeError: no function of the model's code rotates pairs by plus the angle.
+        RopeError: no function of the model's code rotates pairs in the positive direction.
     """
     forms = {place: form for place, function in places.items() if (form := probe(original(function), width))}
     if forms:
@@ -155,7 +167,7 @@ def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, 
 
 
 def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> None:
-    """Raise RopeError if the config describes other channels than the functions rotate."""
+    """Raise a RopeError if the functions rotate other channels than the config states."""
     for rope in ropes:
         if rope.pairing not in {form.pairing for form in forms.values()}:
             how = " and ".join(f"{'.'.join(place)}: {form.pairing}" for place, form in forms.items())
@@ -167,18 +179,22 @@ def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope
             raise error(WHO, must, "a function that rotates the last", "Use angles='theirs'.")
 
 
-def _of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
-    """The ropes of the layers of a kind, or of all layers if the config does not state their kinds."""
+def _ropes_of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
+    """Return the ropes of the layers of a kind, or of all layers if the config does not state that kind."""
     layers = read.layers
     if kind in read.layer_kinds:
-        layers = tuple(rope for this, rope in zip(read.layer_kinds, layers, strict=True) if this == kind)
+        layers = tuple(rope for layer_kind, rope in zip(read.layer_kinds, layers, strict=True) if layer_kind == kind)
     else:
         layers = (*layers, *read.extra_ropes.values())
     return [rope for rope in dict.fromkeys(layers) if rope is not None]
 
 
 class _Configs:
-    """The text model's config, and the ropes of the configs in the model, each of which is read once."""
+    """Reads the configs inside a model, each of them once.
+
+    Attributes:
+        text: the config of the text model.
+    """
 
     def __init__(self, config: Any) -> None:
         find = getattr(config, "get_text_config", None)
@@ -186,18 +202,25 @@ class _Configs:
         self.read: dict[int, ModelRopes] = {}
 
     def is_text(self, config: Any) -> bool:
-        """Whether this is the config of the text model, or of the other half of an encoder-decoder model."""
+        """Return whether a config is that of the text model, or of the other half of an encoder-decoder model."""
         return type(config) is type(self.text)
 
     def tower_of(self, config: Any) -> tuple[Rope, ...]:
-        """The ropes of a tower's config."""
+        """Return the ropes of a tower's config."""
         vision = self.ropes_of(config).vision
         return () if vision is None else vision.ropes
 
     def ropes_of(self, config: Any) -> ModelRopes:
+        """Read a config, or return the result of an earlier call.
+
+        Raises:
+            RopeError: `from_config` cannot read it.
+        """
         if id(config) not in self.read:
             try:
                 self.read[id(config)] = from_config(config)
             except RopeError as e:
-                raise within(f"{WHO}: angles='theirs' needs no config; from_config cannot read this one", e) from e
+                raise within(
+                    f"{WHO}: from_config cannot read the config, which angles='theirs' does not need", e
+                ) from e
         return self.read[id(config)]

@@ -1,4 +1,4 @@
-"""Find out how a model's own function rotates q and k by cos and sin, by calling it on a few numbers."""
+"""Find out how a function of a model rotates q and k by cos and sin, by calling it on a few numbers."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from ropewalk._layout import AXES, Layout, Pairing
 from ropewalk.rotation.api import Rotation, unchecked
 
 Width = Literal["halves", "twice", "half", "complex"]
-"""How a model writes its tables: with two equal halves of columns, each column twice, one column for each pair, or one
-complex number for each pair."""
+"""The format of a model's tables.
+
+"halves" repeats all columns, "twice" repeats each column, "half" has one column for each pair, and "complex" one
+complex number for each pair.
+"""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a function rotates. It is plain data, because it is pickled with the model.
+    """How a function rotates. It contains only plain data, because it is pickled with the model.
 
     Args:
-        names: the parameters, in order.
-        at: the index of the parameter with the first table. The tensors precede it.
-        layouts: the value of `unsqueeze_dim`, or None without such a parameter → the layout of the tensors. The layout
-            of tensors without a batch axis has the same letters without b.
+        names: the names of the parameters, in order.
+        at: the index of the parameter for the first table. The tensors to rotate precede it.
+        layouts: pairs of a value of `unsqueeze_dim` (None without such a parameter) and the layout of the tensors.
+            Tensors without a batch axis have the same layout without b.
         unsqueeze_dim: the default value of that parameter.
         pairing: the pairing of the channels.
-        order: "same" if each channel is written where it was read, "half" if pairs are read interleaved and written in
-            halves.
-        whole: which channels are rotated if a head is wider than the tables: "first", "last", or None if it raises.
-        alone: what is returned for q without k: "q", "pair" (q and None), or None if it raises.
-        prefix: whether tokens that precede those of the tables are not rotated (class and register tokens).
-        parts: the number of equal parts of a head that are rotated separately, each by its part of the tables.
+        order: "same" if each channel is written where it was read, or "half" if pairs are read interleaved and written
+            in halves.
+        whole: which channels are rotated if a head is wider than the tables: "first" or "last". None if the function
+            raises for such a head.
+        alone: what the function returns if k is None: "q", or "pair" for (q, None). None if it raises.
+        prefix: whether the function leaves tokens before those of the tables unrotated (class and register tokens).
+        parts: the number of equal parts of a head that are rotated separately, each by its own part of the tables.
     """
 
     names: tuple[str, ...]
@@ -51,17 +55,18 @@ class Form:
     parts: int = 1
 
 
-# All sizes differ, so that no axis can be mistaken for another.
+# All sizes are different, so that no axis can be mistaken for another.
 _BATCH, _TOKENS, _HEADS, _PAIRS, _REST, _PREFIX = 2, 5, 3, 4, 6, 2
 _TOLERANCE = 1e-5  # float32 numbers of size 1; another pairing, order or direction is off by about 1
 
 
-_COMPLEX = ("freqs_cis", "freqs_ci")  # names of a table of complex numbers
-_NO_EFFECT = {"position_ids", "unsqueeze_dim", "kwargs"}  # parameters that are known, or that no function reads
+_COMPLEX = ("freqs_cis", "freqs_ci")  # parameter names of a complex table
+# Parameters after the tables that `probe` passes, or that no function reads.
+_ALLOWED = {"position_ids", "unsqueeze_dim", "kwargs"}
 
 
 def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
-    """The parameters, and the index of the first table. None if this is not a rotating function."""
+    """Return the names of the parameters and the index of the first table, or None if the function does not rotate."""
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         names = tuple(inspect.signature(called).parameters)
@@ -75,13 +80,21 @@ def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
     return names, at
 
 
+_Rotates = tuple[Layout, Pairing, str, str | None]
+"""Layout, pairing, order, and which channels of a wider head are rotated; see `Form`."""
+
+
 @dataclass(frozen=True)
 class _Call:
     """One way to call a function.
 
     Args:
-        axis: the `unsqueeze_dim` to pass. None without such a parameter.
-        shared: whether the tables are `[tokens, columns]`, the same for all rows of the batch, as in vision towers.
+        function: the function.
+        names, at: as in `Form`.
+        width: the format of the tables.
+        axis: the `unsqueeze_dim` to pass, or None without such a parameter.
+        shared: whether all rows of the batch share tables `[tokens, columns]`, as in vision towers.
+        parts: as in `Form`.
     """
 
     function: Callable[..., Any]
@@ -94,50 +107,54 @@ class _Call:
 
 
 def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, parts: int = 1) -> Form | None:
-    """Find out how `function` rotates by tables of this width. None if it does not rotate pairs by plus the angle.
+    """Find out how a function rotates by tables of a format.
 
     Args:
         function: the function.
-        width: how its tables are written.
+        width: the format of its tables.
         shared: whether its tables have no batch axis, as in vision towers.
         parts: the number of parts of a head that it rotates separately.
+
+    Returns:
+        The form, or None if the function does not rotate pairs in the positive direction.
     """
-    known = signature_of(function)
-    if known is None or (width == "complex") != _is_complex(known[0]):
+    signature = signature_of(function)
+    if signature is None or (width == "complex") != _is_complex(signature[0]):
         return None
-    names, at = known
+    names, at = signature
     tables = 1 if width == "complex" else 2
-    if shared and set(names[at + tables :]) - _NO_EFFECT:
-        return None  # a parameter that may change what it does (the memory attention of SAM 2 and 3)
+    if shared and set(names[at + tables :]) - _ALLOWED:
+        return None  # another parameter may change the rotation (the memory attention of SAM 2 and 3)
     has_axis = "unsqueeze_dim" in names
     axes = (None,) if not has_axis else (0, 1) if shared else (1, 2)
     with torch.no_grad():
         found = [
             (call, how)
             for call in (_Call(function, names, at, width, axis, shared, parts) for axis in axes)
-            if (how := _turned_as(call)) is not None
+            if (how := _identify(call)) is not None
         ]
         if not found or len({how[1:] for _, how in found}) != 1:
             return None
         layouts = tuple((call.axis, layout) for call, (layout, *_) in found)
         call, (_, pairing, order, whole, prefix) = found[0]
-        alone = _alone(call, layouts[0][1]) if at == 2 else None
+        alone = _probe_without_k(call, layouts[0][1]) if at == 2 else None
     default = _default_axis(function) if has_axis else None
     return Form(names, at, layouts, default, pairing, order, whole, alone, prefix, parts)
 
 
-def _turned_as(call: _Call) -> tuple[Layout, Pairing, Any, Any, bool] | None:
-    """Layout, pairing, order, rotated channels of a wider head, and whether the first tokens may have no table."""
-    slice_only = [how for how in _ways(0) if _does(call, how)]
+def _identify(call: _Call) -> tuple[Layout, Pairing, Any, Any, bool] | None:
+    """Return layout, pairing, order, whole and prefix of the rotation (see `Form`), or None if no combination fits."""
+    slice_only = [how for how in _combinations(0) if _matches(call, how)]
     if len(slice_only) != 1:
         return None
     layout, pairing, order, _ = slice_only[0]
-    wider = [how for how in _ways(_REST) if _does(call, how, rest=_REST)]
-    whole = next((w for this, turns, writes, w in wider if (this, turns, writes) == (layout, pairing, order)), None)
-    return layout, pairing, order, whole, call.shared and _does(call, slice_only[0], prefix=_PREFIX)
+    wider = [how for how in _combinations(_REST) if _matches(call, how, rest=_REST)]
+    whole = next((how[3] for how in wider if how[:3] == (layout, pairing, order)), None)
+    return layout, pairing, order, whole, call.shared and _matches(call, slice_only[0], prefix=_PREFIX)
 
 
-def _ways(rest: int) -> Iterator[tuple[Layout, Pairing, str, str | None]]:
+def _combinations(rest: int) -> Iterator[_Rotates]:
+    """Yield every combination of layout, pairing, order and, for wider heads, the rotated channels."""
     for layout, (pairing, order) in product(
         ("bhsd", "bshd"), (("half", "same"), ("interleaved", "same"), ("interleaved", "half"))
     ):
@@ -145,16 +162,22 @@ def _ways(rest: int) -> Iterator[tuple[Layout, Pairing, str, str | None]]:
             yield layout, pairing, order, whole  # type: ignore[misc]
 
 
-def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: int = 0, prefix: int = 0) -> bool:
-    """Whether the function rotates in this way, for heads with `rest` more channels than the tables, and with `prefix`
-    tokens before those of the tables."""
+def _matches(call: _Call, how: _Rotates, *, rest: int = 0, prefix: int = 0) -> bool:
+    """Return whether the function rotates as `how` states.
+
+    Args:
+        call: how to call the function.
+        how: layout, pairing, order and rotated channels.
+        rest: the number of channels that a head has in addition to those of the tables.
+        prefix: the number of tokens before those of the tables.
+    """
     layout, pairing, order, whole = how
     shapes = [_shape(layout, heads, rest, prefix) for heads in (_HEADS, _HEADS - 1)[: call.at]]
     tensors = [_numbers(shape, n) for n, shape in enumerate(shapes)]
     cos, sin = _angles(call)
-    given: dict[str, Any] = dict(zip(call.names, tensors, strict=False)) | _tables(call, cos, sin)
+    arguments: dict[str, Any] = dict(zip(call.names, tensors, strict=False)) | _tables(call, cos, sin)
     try:
-        returned = call.function(**given)
+        returned = call.function(**arguments)
     except Exception:  # the function may raise anything if the shapes do not fit
         return False
     results = [returned] if isinstance(returned, Tensor) else returned
@@ -164,19 +187,19 @@ def _does(call: _Call, how: tuple[Layout, Pairing, str, str | None], *, rest: in
     for part, tables in enumerate(zip(cos.chunk(call.parts, -1), sin.chunk(call.parts, -1), strict=True)):
         offset = part * 2 * tables[0].shape[-1] + (rest if whole == "last" else 0)
         rotation = Rotation(*tables, pairing=pairing, head_dim=2 * _PAIRS + rest, rotary_offset=offset)
-        rotations.append(behind_prefix(rotation, _TOKENS + prefix) if prefix else rotation)
+        rotations.append(with_unrotated_prefix(rotation, _TOKENS + prefix) if prefix else rotation)
     for x, result in zip(tensors, results, strict=True):
         if not isinstance(result, Tensor) or result.shape != x.shape:
             return False
         for rotation in rotations:
-            x = in_order(rotation(x, layout=layout), order, rotation)
+            x = reorder_channels(rotation(x, layout=layout), order, rotation)
         if not torch.allclose(result, x, atol=_TOLERANCE):
             return False
     return True
 
 
-def behind_prefix(rotation: Rotation, tokens: int) -> Rotation:
-    """Extend a rotation with tables `[seq, pairs]` to `tokens` tokens. The added first tokens are not rotated."""
+def with_unrotated_prefix(rotation: Rotation, tokens: int) -> Rotation:
+    """Extend a Rotation with tables `[seq, pairs]` to `tokens` tokens by adding unrotated tokens at the beginning."""
     cos, sin = rotation.cos, rotation.sin
     missing = tokens - cos.shape[0]
     if missing <= 0:
@@ -186,20 +209,25 @@ def behind_prefix(rotation: Rotation, tokens: int) -> Rotation:
     return unchecked(cos, sin, *same, False)
 
 
-def in_order(x: Tensor, order: str, rotation: Rotation) -> Tensor:
-    """Reorder rotated channels as the function writes them: "half" writes all first channels before all second ones."""
+def reorder_channels(x: Tensor, order: str, rotation: Rotation) -> Tensor:
+    """Reorder rotated channels. "half" puts the first channels of all pairs before the second ones."""
     if order == "same":
         return x
     start, end = rotation.rotary_offset, rotation.rotary_offset + rotation.rotary_dim
-    turned = torch.cat((x[..., start:end:2], x[..., start + 1 : end : 2]), dim=-1)
-    return turned if rotation.rotary_dim == x.shape[-1] else torch.cat((x[..., :start], turned, x[..., end:]), dim=-1)
+    reordered = torch.cat((x[..., start:end:2], x[..., start + 1 : end : 2]), dim=-1)
+    return (
+        reordered
+        if rotation.rotary_dim == x.shape[-1]
+        else torch.cat((x[..., :start], reordered, x[..., end:]), dim=-1)
+    )
 
 
-def _alone(call: _Call, layout: Layout) -> Literal["q", "pair"] | None:
+def _probe_without_k(call: _Call, layout: Layout) -> Literal["q", "pair"] | None:
+    """Return the value of `Form.alone`."""
     q = _numbers(_shape(layout, _HEADS), 0)
-    given: dict[str, Any] = {call.names[0]: q, call.names[1]: None} | _tables(call, *_angles(call))
+    arguments: dict[str, Any] = {call.names[0]: q, call.names[1]: None} | _tables(call, *_angles(call))
     try:
-        returned = call.function(**given)
+        returned = call.function(**arguments)
     except Exception:
         return None
     return "q" if isinstance(returned, Tensor) else "pair"
@@ -223,37 +251,37 @@ def _shape(layout: Layout, heads: int, rest: int = 0, prefix: int = 0) -> list[i
 
 
 def _numbers(shape: list[int], seed: int) -> Tensor:
-    """Numbers computed by a formula, without touching any random state."""
+    """Compute numbers by a formula, without using any random state."""
     n = torch.arange(math.prod(shape), dtype=torch.float32, device="cpu")
     return torch.sin(0.1 + 0.7 * n + seed).reshape(shape)
 
 
 def _angles(call: _Call) -> tuple[Tensor, Tensor]:
     batch = [] if call.shared else [_BATCH]
-    angles = 1.0 + _numbers([*batch, _TOKENS, _PAIRS], 2)  # between 0 and 2: plus and minus differ
+    angles = 1.0 + _numbers([*batch, _TOKENS, _PAIRS], 2)  # between 0 and 2, so that the two directions differ
     return angles.cos(), angles.sin()
 
 
 def _tables(call: _Call, cos: Tensor, sin: Tensor) -> dict[str, Any]:
-    """The arguments other than q and k."""
-    given: dict[str, Any] = {} if call.axis is None else {"unsqueeze_dim": call.axis}
+    """Return the keyword arguments other than q and k."""
+    arguments: dict[str, Any] = {} if call.axis is None else {"unsqueeze_dim": call.axis}
     if call.width == "complex":
-        return given | {call.names[call.at]: torch.complex(cos, sin)}
-    if call.parts > 1:  # it counts the axes of the positions
-        given["position_ids"] = torch.zeros(_BATCH, _TOKENS, call.parts)
+        return arguments | {call.names[call.at]: torch.complex(cos, sin)}
+    if call.parts > 1:  # the function reads the number of parts from the shape of the positions
+        arguments["position_ids"] = torch.zeros(_BATCH, _TOKENS, call.parts)
     columns = [torch.cat([widened(t, call.width) for t in table.chunk(call.parts, -1)], -1) for table in (cos, sin)]
-    return given | {"cos": columns[0], "sin": columns[1]}
+    return arguments | {"cos": columns[0], "sin": columns[1]}
 
 
 def widened(table: Tensor, width: Width) -> Tensor:
-    """One column for each pair → the columns of this width."""
+    """Convert a table with one column for each pair to this format."""
     if width == "halves":
         return torch.cat((table, table), dim=-1)
     return table.repeat_interleave(2, dim=-1) if width == "twice" else table
 
 
 def width_of(cos: Tensor, pairs: int) -> Width | None:
-    """Find out how the columns of a model's own table are written. None if this is not a known way."""
+    """Find out the format of a model's table. Return None if it is unknown."""
     if cos.is_complex():
         return "complex" if cos.shape[-1] == pairs else None
     if cos.shape[-1] == pairs:
@@ -267,7 +295,7 @@ def width_of(cos: Tensor, pairs: int) -> Width | None:
 
 
 def narrowed(table: Tensor, width: Width) -> Tensor:
-    """Columns of this width → one for each pair."""
+    """Convert a table of this format to one column for each pair."""
     if width == "halves":
         return table[..., : table.shape[-1] // 2]
     return table[..., ::2] if width == "twice" else table

@@ -1,4 +1,4 @@
-"""Modules that replace the rotary module of a vision tower: one class for each way of passing positions."""
+"""Modules that replace the rotary module of a vision tower: one class for each way in which it gets positions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PERMUTE = "permute_input_for_window_attn"
 
 
 class TowerAngles(ModuleAngles):
-    """The common part of the replacements in towers.
+    """The base class of replacements in towers.
 
     Args:
-        ropes: the rope whose angles are used. If parts of a head are rotated separately, one rope for each part, and
-            cos and sin are then replaced by a tuple of Rotations. None uses the angles of the original.
+        ropes: the rope whose angles are used, or one rope for each part of a head that is rotated separately. With
+            several, a tuple of Rotations replaces cos and sin. None uses the angles of the original.
         in_windows: whether the tower permutes the tables into the order of its windows before it rotates.
     """
 
@@ -47,12 +47,12 @@ class TowerAngles(ModuleAngles):
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
-        """Whether this class replaces modules like `module`."""
+        """Return whether this class can replace the module."""
         raise NotImplementedError
 
     @classmethod
     def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-        """The arguments of a test call of the original, and the positions `[axes, tokens]` that they mean.
+        """Return arguments for a test call of the original, and the positions `[axes, tokens]` that they describe.
 
         Args:
             original: the original module.
@@ -61,27 +61,28 @@ class TowerAngles(ModuleAngles):
         raise NotImplementedError
 
     def exact(self, x: Tensor, positions: Tensor) -> Any:
-        """The rotation at these positions, in the form in which the original returns its tables."""
-        return self._in_place([rope.at(positions, device=x.device, dtype=dtype_for(x)) for rope in self.ropes or ()])
+        """Return the Rotation at positions `[axes, tokens]`, in place of the tables that the original returns."""
+        return self._for_caller([rope.at(positions, device=x.device, dtype=dtype_for(x)) for rope in self.ropes or ()])
 
-    def theirs(self, *given: Any) -> Any:
-        """The rotation by the tables that the original returns."""
-        returned = self.original(*given)
+    def original_angles(self, *arguments: Any) -> Any:
+        """Return the Rotation by the tables that the original computes from these arguments."""
+        returned = self.original(*arguments)
         columns = 2 * self.tables(returned)[0].shape[-1]
         size = columns // self.parts
-        made = []
-        for part, each in enumerate(in_parts(returned, self.parts)):
-            cos, sin = self.tables(each)
+        rotations = []
+        for part, part_tables in enumerate(split_parts(returned, self.parts)):
+            cos, sin = self.tables(part_tables)
             if cos.dtype is not torch.float32:
-                must = "the tower's own tables must be float32"
+                must = "the tables of the tower must be float32"
                 raise error(WHO, must, described(cos), "Use angles='exact'.")
             if self.parts == 1:
                 cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
             tables = cos.contiguous(), sin.contiguous()
-            made.append(unchecked(*tables, self.pairing, columns, size, part * size, 1.0, False))
-        return self._in_place(made)
+            rotations.append(unchecked(*tables, self.pairing, columns, size, part * size, 1.0, False))
+        return self._for_caller(rotations)
 
-    def _in_place(self, rotations: list[Rotation]) -> Any:
+    def _for_caller(self, rotations: list[Rotation]) -> Any:
+        """Wrap the Rotations, one for each part of a head, as the tower's code expects its tables."""
         if len(rotations) > 1:
             return self.as_returned(tuple(rotations))
         return self.as_returned(Blocks(rotations[0]) if self.in_windows else rotations[0])
@@ -90,7 +91,7 @@ class TowerAngles(ModuleAngles):
         return "the model's own angles" if self.ropes is None else "; ".join(map(str, self.ropes))
 
 
-def in_parts(returned: Any, parts: int) -> list[Any]:
+def split_parts(returned: Any, parts: int) -> list[Any]:
     """Split the tables that an original returned into those of each part of a head."""
     if isinstance(returned, Tensor):
         return [returned]
@@ -99,7 +100,7 @@ def in_parts(returned: Any, parts: int) -> list[Any]:
 
 
 class GridAngles(TowerAngles):
-    """For modules that take the positions of the patches, `[tokens, axes]`: integers, or floats (SAM 3)."""
+    """Replaces modules that are called with the positions of patches, `[tokens, axes]`: integers, or floats (SAM 3)."""
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
@@ -110,16 +111,16 @@ class GridAngles(TowerAngles):
         return (torch.zeros(rows.shape[1], 1, device=rows.device), rows.T), rows
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
-        """The rotation of these patches, as the original returns its tables."""
+        """Return the Rotation of these patches, in place of the tables that the original returns."""
         if self.ropes is None:
-            return self.theirs(x[..., :1].float(), position_ids)
+            return self.original_angles(x[..., :1].float(), position_ids)
         if position_ids.is_floating_point():
             position_ids = position_ids.float()  # a buffer that was cast with the model
         return self.exact(x, position_ids.movedim(-1, 0))
 
 
 class BatchAngles(GridAngles):
-    """For modules that take the positions of the patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
+    """Replaces modules that are called with the positions of patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
 
     @classmethod
     def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
@@ -128,9 +129,10 @@ class BatchAngles(GridAngles):
 
 
 class CentreAngles(TowerAngles):
-    """For modules that take the pixels: positions are the centres of patches, from −1 to 1, times 2π (DINOv3).
+    """Replaces modules that are called with pixels (DINOv3).
 
-    The tower's own functions compute them and, in training, apply the shift, jitter and rescale of its config.
+    A position is 2π times the centre of a patch, which lies between −1 and 1. The tower's own functions compute the
+    centres and, in training, apply the shift, jitter and rescale of its config.
     """
 
     @classmethod
@@ -138,7 +140,7 @@ class CentreAngles(TowerAngles):
         return (
             _has_frequencies(module)
             and _parameters(module) == ["pixel_values"]
-            and all(callable(function) for function in _of_centres(module))
+            and all(callable(function) for function in _centre_functions(module))
         )
 
     @classmethod
@@ -148,14 +150,14 @@ class CentreAngles(TowerAngles):
         return (pixels,), _centres(original, pixels, augmented=False)
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """The rotation of the patches of these images, as the original returns its tables."""
+        """Return the Rotation of the patches of these images, in place of the tables that the original returns."""
         if self.ropes is None:
-            return self.theirs(pixel_values[:1, :1].float())
+            return self.original_angles(pixel_values[:1, :1].float())
         return self.exact(pixel_values, _centres(self.original, pixel_values, augmented=self.original.training))
 
 
 class FixedAngles(TowerAngles):
-    """For modules without positions: patches of an image of fixed size, and the class token at the end (Llama 4)."""
+    """Replaces modules without positions: the image has a fixed size, and the class token comes last (Llama 4)."""
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
@@ -163,27 +165,31 @@ class FixedAngles(TowerAngles):
 
     @classmethod
     def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-        return (rows,), _of_fixed(original, rows.device)
+        return (rows,), _fixed_positions(original, rows.device)
 
     def forward(self, hidden_states: Tensor) -> Any:
-        """The rotation of the tower's tokens, as the original returns its table."""
+        """Return the Rotation of the tower's tokens, in place of the table that the original returns."""
         if self.ropes is None:
-            return self.theirs(hidden_states)
-        return self.exact(hidden_states, _of_fixed(self.original, hidden_states.device))
+            return self.original_angles(hidden_states)
+        return self.exact(hidden_states, _fixed_positions(self.original, hidden_states.device))
 
 
 class Blocks:
-    """Tables that a tower permutes into the order of its windows, in blocks of patches that are merged later.
+    """A Rotation that a tower permutes into the order of its windows, in blocks of patches that are merged later.
 
-    Its method reshapes the tables to blocks, selects blocks by their indices, and reshapes the result to patches. It
-    then gets the Rotation of these patches.
+    The tower's code reshapes its tables to blocks, selects blocks by index, and reshapes the result to patches. These
+    operations have the same effect on this object, and the last one returns the Rotation of the permuted patches.
+
+    Args:
+        rotation: the Rotation of the patches.
+        size: the number of patches in a block.
     """
 
     def __init__(self, rotation: Rotation, size: int = 1) -> None:
         self.rotation, self.size = rotation, size
 
     def reshape(self, *shape: int) -> Blocks | Rotation:
-        """`[blocks, patches of each, -1]`, or `[patches, -1]`."""
+        """Reshape to `[blocks, patches of a block, -1]`, or to `[patches, -1]`, which returns the Rotation."""
         return Blocks(self.rotation, shape[1]) if len(shape) == 3 else self.rotation
 
     def __getitem__(self, index: tuple[Tensor, slice, slice]) -> Blocks:
@@ -200,7 +206,7 @@ def _parameters(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def _of_centres(original: nn.Module) -> tuple[Any, Any]:
+def _centre_functions(original: nn.Module) -> tuple[Any, Any]:
     """Return the functions of the tower's file that compute the centres of patches and augment them."""
     names = inspect.unwrap(type(original).forward).__globals__
     return names.get("get_patches_center_coordinates"), names.get("augment_patches_center_coordinates")
@@ -213,23 +219,28 @@ def _sides(original: nn.Module) -> tuple[int, int]:
 
 
 def _centres(original: nn.Module, pixels: Tensor, *, augmented: bool) -> Tensor:
-    """Positions `[axes, patches]`, float64; in training float32, so that the random numbers match the tower's code."""
+    """Return positions `[axes, patches]`, float64.
+
+    Augmented positions are float32, so that the same random numbers are drawn as in the tower's code.
+    """
     height, width = _sides(original)
-    centres, augment = _of_centres(original)
+    centres, augment = _centre_functions(original)
     dtype = torch.float32 if augmented else torch.float64
-    places: Tensor = centres(pixels.shape[-2] // height, pixels.shape[-1] // width, dtype=dtype, device=pixels.device)
+    positions: Tensor = centres(
+        pixels.shape[-2] // height, pixels.shape[-1] // width, dtype=dtype, device=pixels.device
+    )
     if augmented:
         config: Any = original.config
-        places = augment(
-            places, shift=config.pos_embed_shift, jitter=config.pos_embed_jitter, rescale=config.pos_embed_rescale
+        positions = augment(
+            positions, shift=config.pos_embed_shift, jitter=config.pos_embed_jitter, rescale=config.pos_embed_rescale
         )
-    return 2 * math.pi * places.T
+    return 2 * math.pi * positions.T
 
 
-def _of_fixed(original: nn.Module, device: torch.device) -> Tensor:
-    """Positions `[axes, tokens]`: columns and rows counted from 1, and 0 for the class token."""
+def _fixed_positions(original: nn.Module, device: torch.device) -> Tensor:
+    """Return positions `[axes, tokens]`: columns and rows counted from 1, and 0 for the class token."""
     config: Any = original.config
     patches = torch.arange((config.image_size // config.patch_size) ** 2, device=device)
     side = config.image_size // config.patch_size
-    places = torch.stack((patches % side, torch.div(patches, side, rounding_mode="floor"))) + 1
-    return torch.nn.functional.pad(places, (0, 1))
+    positions = torch.stack((patches % side, torch.div(patches, side, rounding_mode="floor"))) + 1
+    return torch.nn.functional.pad(positions, (0, 1))

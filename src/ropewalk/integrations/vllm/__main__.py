@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk._checks import RopeError, error
-from ropewalk.integrations.vllm.plugin import TRIED, WHO, is_enabled, report
+from ropewalk.integrations.vllm.plugin import TESTED, WHO, is_enabled, report
 
 # A Llama with 0.3 million parameters, for which vLLM makes random weights (load_format="dummy").
 CONFIG = {
@@ -37,7 +37,9 @@ def run() -> list[dict[str, Any]]:
     try:
         from vllm import LLM, SamplingParams
     except ImportError as e:
-        raise error(WHO, "vLLM must be installed", f"{type(e).__name__}: {e}", f"It was tried with {TRIED}.") from e
+        raise error(
+            WHO, "vLLM must be installed", f"{type(e).__name__}: {e}", f"It is tested with vLLM {TESTED}."
+        ) from e
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
@@ -56,23 +58,23 @@ def run() -> list[dict[str, Any]]:
 
 
 def describe(states: list[dict[str, Any]]) -> str:
-    """The workers' reports as text.
+    """Format the workers' reports as text.
 
     Raises:
-        RopeError: a worker rotated nothing through ropewalk.
+        RopeError: there is no worker, or no layer of a worker has rotated through ropewalk.
     """
     lines = []
     if not states:
-        raise error(WHO, "the engine must have a worker", "none", f"It was tried with vLLM {TRIED}.")
+        raise error(WHO, "the engine must have a worker", "none", f"It is tested with vLLM {TESTED}.")
     for worker in states:
         if not any(layer["calls"] for layer in worker["layers"]):
-            got = f"none in worker {worker['process']}; left as they were: {worker['left'] or 'none'}"
-            raise error(WHO, "a layer must have rotated through ropewalk", got, f"It was tried with vLLM {TRIED}.")
+            got = f"none in worker {worker['process']}; layers that keep their rotation: {worker['left'] or 'none'}"
+            raise error(WHO, "a layer must have rotated through ropewalk", got, f"It is tested with vLLM {TESTED}.")
         lines += [
             f"worker {worker['process']}: {layer['calls']} rotations by {layer['rope']}" for layer in worker["layers"]
         ]
-        left = [(layer["class"], layer["why"]) for layer in worker["left"]]
-        lines += [f"worker {worker['process']}: {name} is left as it was: {why}" for name, why in left]
+        kept_layers = [(layer["class"], layer["why"]) for layer in worker["left"]]
+        lines += [f"worker {worker['process']}: {name} keeps its own rotation: {why}" for name, why in kept_layers]
     return "\n".join(["vLLM rotates through ropewalk.", *lines])
 
 
@@ -80,7 +82,7 @@ def main() -> int:
     """Print the report. The exit status is 0 if the plugin is active, and 1 if it is not."""
     try:
         if not is_enabled():
-            got = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}" if "VLLM_PLUGINS" in os.environ else "it not set"
+            got = f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']!r}" if "VLLM_PLUGINS" in os.environ else "no such variable"
             raise error(WHO, "VLLM_PLUGINS must name ropewalk", got, "Set VLLM_PLUGINS=ropewalk.")
         sys.stdout.write(f"{describe(run())}\n")
     except RopeError as e:

@@ -1,6 +1,6 @@
-"""Replacements of vLLM's rotary layers, which inherit from them and rotate through ropewalk.
+"""Subclasses of vLLM's rotary layers that rotate through ropewalk.
 
-A layer that ropewalk cannot describe, or whose table has other numbers, keeps vLLM's rotation and logs that.
+A layer keeps vLLM's rotation, and logs the reason, if ropewalk cannot describe it or if its table has other numbers.
 `cos_sin_cache` does not change, because fused kernels of vLLM read it.
 """
 
@@ -23,16 +23,19 @@ logger = logging.getLogger("vllm.ropewalk")
 
 # The layers of this process, for `report`.
 LAYERS: weakref.WeakSet[Layer] = weakref.WeakSet()
-_KEPT = "ropewalk"
+_KEY = "ropewalk"  # in vLLM's forward context
 
 
 class Layer(torch.nn.Module):
-    """The common part of the replacements. vLLM's class follows it in the order of inheritance.
+    """The base class of the replacements. It comes before vLLM's class in the method resolution order.
 
-    `ropes` holds the rope in both pairings, keyed by `is_neox_style`, because models change that attribute after they
-    have built the layer. For M-RoPE it also holds the rope of text, whose positions have one axis. It is None if the
-    layer keeps vLLM's rotation, and `reason` says why. `max_position_asked_for` is the length that was passed to the
-    layer, which M-RoPE does not store when it makes a longer table.
+    Attributes:
+        vllm_name: the name of vLLM's class.
+        ropes: the key is `is_neox_style`, which models change after they have built the layer, and whether positions
+            have one axis, as those of text in M-RoPE. None if the layer keeps vLLM's rotation.
+        reason: why the layer keeps vLLM's rotation, or "".
+        calls: the number of rotations through ropewalk so far.
+        max_position_asked_for: the length that was passed to the layer. M-RoPE omits it if its table is longer.
     """
 
     vllm_name: str
@@ -53,7 +56,7 @@ class Layer(torch.nn.Module):
             self._compare(rope, override)
         except Exception as e:  # another version of vLLM may have other attributes, and its own rotation still works
             self.reason = str(e) if isinstance(e, RopeError) else f"{type(e).__name__}: {e}"
-            logger.warning("%s is left as it was: %s", self.vllm_name, self.reason)
+            logger.warning("%s keeps its own rotation: %s", self.vllm_name, self.reason)
         else:
             of_text = replace(rope, axes=None)
             self.ropes = {
@@ -66,13 +69,18 @@ class Layer(torch.nn.Module):
         LAYERS.add(self)
 
     def _compare(self, rope: Rope, override: bool) -> None:
-        """Compare the rope with vLLM's table. A difference is an error, or with the override a warning."""
+        """Compare the rope with vLLM's table.
+
+        Raises:
+            RopeError: they differ, and `override` is False. With `override`, the difference is logged as a warning.
+        """
         differs = difference(rope, self._first_rows())
         if differs and not override:
-            fix = 'It rotates as vLLM does; additional_config={"ropewalk": {"override": True}} takes the numbers.'
-            raise error(WHO, "vLLM's table must be what the numbers of the layer mean", differs, fix)
+            option = 'additional_config={"ropewalk": {"override": True}}'
+            fix = f"The layer keeps vLLM's rotation. To rotate by its attributes, pass {option}."
+            raise error(WHO, "vLLM's table must agree with the attributes of the layer", differs, fix)
         if differs:
-            logger.warning("%s rotates by its numbers, as asked; vLLM's table has %s", self.vllm_name, differs)
+            logger.warning("%s rotates by its attributes. vLLM's table has %s", self.vllm_name, differs)
 
     def _compute_cos_sin_cache(self, *args: Any) -> Tensor:
         """Compute vLLM's own table. Keep its first rows until the layer is built, because it is rounded afterwards."""
@@ -81,18 +89,18 @@ class Layer(torch.nn.Module):
         return table
 
     def _first_rows(self) -> Tensor:
-        """Rows 0 and 1 of the float32 table that the layer uses. LongRoPE makes a short table and then a long one."""
+        """Return rows 0 and 1 of the float32 table that the layer uses. LongRoPE computes a short and a long table."""
         if not self._table:
-            raise error(WHO, "vLLM must have made a table", "none", "It rotates as vLLM does.")
+            raise error(WHO, "vLLM must have computed a table", "none", "The layer keeps vLLM's rotation.")
         return self._table[int(getattr(self, "use_long_rope", False))]
 
     @property
     def rope(self) -> Rope | None:
-        """The rope in the current pairing of the layer, with its axes."""
+        """The rope in the current pairing of the layer, with its axes. None if the layer keeps vLLM's rotation."""
         return None if self.ropes is None else self.ropes[getattr(self, "is_neox_style", True), False]
 
     def _rope(self, ropes: dict[tuple[bool, bool], Rope], positions: Tensor) -> Rope:
-        """The rope for positions `[tokens]` or `[axes, tokens]`."""
+        """Return the rope for positions `[tokens]` or `[axes, tokens]`."""
         return ropes[getattr(self, "is_neox_style", True), positions.ndim == 1]
 
     def forward(
@@ -101,17 +109,15 @@ class Layer(torch.nn.Module):
         """Rotate query, and key unless it is None: `[tokens, heads · head_size]` or `[tokens, heads, head_size]`."""
         if self.ropes is None:
             args = (positions, query, key) if offsets is None else (positions, query, key, offsets)
-            done: tuple[Tensor, Tensor | None] = super().forward(*args)
-            return done
+            rotated: tuple[Tensor, Tensor | None] = super().forward(*args)
+            return rotated
         rope = self._rope(self.ropes, positions)
         if torch.compiler.is_compiling():
             return self._rotate_out_of_place(_rotation_at(rope, positions, offsets), query, key)
         self.calls += 1
         if self.calls == 1:
             logger.info("first rotation by ropewalk: %s", rope)
-        rotation = (
-            _rotation_of_this_pass(rope, positions) if offsets is None else _rotation_at(rope, positions, offsets)
-        )
+        rotation = _shared_rotation(rope, positions) if offsets is None else _rotation_at(rope, positions, offsets)
         if not self.in_place:
             return self._rotate_out_of_place(rotation, query, key)
         tokens = positions.shape[-1] if rope.axes is not None else positions.numel()
@@ -124,8 +130,8 @@ class Layer(torch.nn.Module):
         """Rotate into new tensors. Some models of vLLM call this method directly."""
         if self.ropes is None:
             args = (positions, query, key) if offsets is None else (positions, query, key, offsets)
-            done: tuple[Tensor, Tensor | None] = super().forward_native(*args)  # type: ignore[misc]
-            return done
+            rotated: tuple[Tensor, Tensor | None] = super().forward_native(*args)  # type: ignore[misc]
+            return rotated
         return self._rotate_out_of_place(
             _rotation_at(self._rope(self.ropes, positions), positions, offsets), query, key
         )
@@ -144,7 +150,7 @@ class Layer(torch.nn.Module):
         return q.reshape(query.shape), k.reshape(key.shape)
 
     def extra_repr(self) -> str:
-        """The text of vLLM's layer, and the rope."""
+        """Return the text of vLLM's layer, followed by the rope."""
         text: str = super().extra_repr()
         return text if self.rope is None else f"{text}, {self.rope}"
 
@@ -154,28 +160,30 @@ def _rotation_at(rope: Rope, positions: Tensor, offsets: Tensor | None) -> Rotat
     return rope.at(offset_positions.flatten() if rope.axes is None else offset_positions)
 
 
-def _rotation_of_this_pass(rope: Rope, positions: Tensor) -> Rotation:
-    """The rotation of these positions, which the first layer of a forward pass computes and the others reuse.
+def _shared_rotation(rope: Rope, positions: Tensor) -> Rotation:
+    """Return the Rotation at these positions. The first layer of a forward pass computes it, and the others reuse it.
 
-    It is stored in vLLM's forward context, which is new in each pass. vLLM writes the positions of all passes into one
-    buffer, so neither the address nor the shape tells whether they are the same. Within a pass, another tensor of
-    positions gets another rotation.
+    It is stored in vLLM's forward context, which is new in each pass. Address and shape cannot identify the positions,
+    because vLLM writes those of every pass into the same buffer. Another tensor of positions in the same pass gets its
+    own Rotation.
     """
     from vllm import forward_context
 
     if not forward_context.is_forward_context_available():
         return _rotation_at(rope, positions, None)
     context = forward_context.get_forward_context()
-    kept: dict[int, tuple[Rope, Tensor, Rotation]] = context.additional_kwargs.setdefault(_KEPT, {})
-    found = kept.get(id(rope))
-    if found is None or found[1] is not positions:
-        found = (rope, positions, _rotation_at(rope, positions, None))
-        kept[id(rope)] = found
-    return found[2]
+    rotations: dict[int, tuple[Rope, Tensor, Rotation]] = context.additional_kwargs.setdefault(_KEY, {})
+    entry = rotations.get(id(rope))
+    if entry is None or entry[1] is not positions:
+        entry = (rope, positions, _rotation_at(rope, positions, None))
+        rotations[id(rope)] = entry
+    return entry[2]
 
 
 def _override() -> bool:
-    """Whether additional_config={"ropewalk": {"override": True}} was passed to vLLM, which its compile cache includes.
+    """Return whether vLLM was started with additional_config={"ropewalk": {"override": True}}.
+
+    That option is part of the key of vLLM's compile cache.
 
     Raises:
         RopeError: additional_config["ropewalk"] is something else.
@@ -187,11 +195,11 @@ def _override() -> bool:
     if isinstance(options, dict) and list(options) == ["override"] and isinstance(options["override"], bool):
         return options["override"]
     must = 'additional_config["ropewalk"] must be {"override": True} or {"override": False}'
-    raise error(WHO, must, shown(options), "Omit it to keep vLLM's rotation if its table differs.")
+    raise error(WHO, must, shown(options), "Omit it to keep vLLM's rotation in layers whose table differs.")
 
 
 def _length() -> int:
-    """The length of the longest sequence that the engine will run, in tokens."""
+    """Return the length of the longest sequence that the engine can run, in tokens."""
     from vllm.config import get_current_vllm_config
 
     model = get_current_vllm_config().model_config

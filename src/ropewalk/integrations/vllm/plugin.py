@@ -1,4 +1,4 @@
-"""The entry point for vLLM's plugins, which replaces vLLM's rotary classes if `VLLM_PLUGINS` names ropewalk."""
+"""The entry point of the vLLM plugin. It replaces vLLM's rotary classes if `VLLM_PLUGINS` names ropewalk."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ from typing import Any
 from ropewalk._checks import error
 
 WHO = "ropewalk in vLLM"
-TRIED = "0.32.0"  # the version of vLLM with which this plugin is tested
+TESTED = "0.32.0"  # the version of vLLM with which this plugin is tested
 logger = logging.getLogger("vllm.ropewalk")
 
 _RPC = "ropewalk_state"
-# The CPU code of these classes returns new tensors. The others rotate in place.
+# On the CPU, these classes of vLLM return new tensors. The others rotate q and k in place.
 _FUNCTIONAL = {"DeepseekScalingRotaryEmbedding", "Phi3LongRoPEScaledRotaryEmbedding", "MRotaryEmbedding"}
 
 
 def is_enabled() -> bool:
-    """Whether `VLLM_PLUGINS` names ropewalk, as vLLM reads it. Without that variable vLLM loads every plugin."""
+    """Return whether `VLLM_PLUGINS` names ropewalk.
+
+    Without that variable, vLLM loads every installed plugin, but this one stays off.
+    """
     return "ropewalk" in os.environ.get("VLLM_PLUGINS", "").split(",")
 
 
 def register() -> None:
     """Make vLLM create ropewalk's layers instead of its own. vLLM calls this in each of its processes.
 
-    It does nothing unless `VLLM_PLUGINS` names ropewalk. That variable is part of the key of vLLM's compile cache, so
-    a hash of ropewalk's sources is added to it, under a name that is not a plugin. A graph that was compiled without
-    ropewalk, or with another version, is therefore never run with this one. A second call changes nothing.
+    It does nothing unless `VLLM_PLUGINS` names ropewalk. A second call changes nothing.
+
+    That variable is part of the key of vLLM's compile cache. A hash of ropewalk's sources is added to it, as a name
+    that no plugin has, so vLLM never runs a graph that was compiled without ropewalk or with another version of it.
 
     Raises:
         RopeError: this version of vLLM has no registry for layers, or another plugin has replaced the rotary layers.
     """
     if not is_enabled():
-        logger.info("ropewalk is installed and off. VLLM_PLUGINS=ropewalk switches it on.")
+        logger.info("ropewalk is installed but not enabled. Set VLLM_PLUGINS=ropewalk to enable it.")
         return
     custom_op, package, worker = _import_vllm()
     from ropewalk.integrations.vllm.layers import Layer
@@ -49,15 +53,20 @@ def register() -> None:
     if getattr(worker, _RPC, None) is not None:
         return
     registry = custom_op.op_registry_oot
-    theirs = {name: getattr(package, name) for name in SCHEMES}
-    taken = [registry.get(name, cls) for name, cls in theirs.items()]
-    taken = [cls for cls in taken if cls.__module__.partition(".")[0] != "vllm"]
-    if taken:
-        got = ", ".join(f"{cls.__name__} ({cls.__module__})" for cls in taken)
-        raise error(WHO, "no other plugin may replace vLLM's rotary layers", got, "Name one of them in VLLM_PLUGINS.")
-    for name, cls in theirs.items():
+    replaced = {name: getattr(package, name) for name in SCHEMES}
+    conflicts = [registry.get(name, cls) for name, cls in replaced.items()]
+    conflicts = [cls for cls in conflicts if cls.__module__.partition(".")[0] != "vllm"]
+    if conflicts:
+        got = ", ".join(f"{cls.__name__} ({cls.__module__})" for cls in conflicts)
+        raise error(
+            WHO,
+            "no other plugin may replace vLLM's rotary layers",
+            got,
+            "Name only one in VLLM_PLUGINS.",
+        )
+    for name, cls in replaced.items():
         replacement = _replacement(Layer, name, cls)
-        if issubclass(cls, custom_op.CustomOp):  # vLLM looks up the name when it creates an object
+        if issubclass(cls, custom_op.CustomOp):  # vLLM looks up its name in the registry when it creates an object
             registry[name] = replacement
         else:
             setattr(package, name, replacement)
@@ -97,7 +106,7 @@ def report(llm: Any) -> list[dict[str, Any]]:
 
 
 def state() -> dict[str, Any]:
-    """The report of this process, for `report`."""
+    """Return the report of this process, in the form of one entry of `report`."""
     from ropewalk.integrations.vllm.layers import LAYERS, Layer
 
     _, package, _ = _import_vllm()
@@ -108,7 +117,7 @@ def state() -> dict[str, Any]:
             left.append({"class": type(layer).__name__, "why": "ropewalk has no rope for this class"})
     return {
         "process": os.getpid(),
-        "layers": [{"class": each.vllm_name, "rope": str(each.rope), "calls": each.calls} for each in served],
+        "layers": [{"class": layer.vllm_name, "rope": str(layer.rope), "calls": layer.calls} for layer in served],
         "left": left,
     }
 
@@ -130,23 +139,29 @@ def _sources() -> str:
 
 
 def _import_vllm() -> tuple[Any, Any, Any]:
-    """Import vLLM's module with the registry of external layers, its package of rotary layers, and its worker class."""
+    """Import the module with vLLM's registry of layers, the package of its rotary layers, and its worker class."""
     try:
         custom_op = importlib.import_module("vllm.model_executor.custom_op")
         _ = custom_op.op_registry_oot, custom_op.CustomOp
         package = importlib.import_module("vllm.model_executor.layers.rotary_embedding")
         worker = importlib.import_module("vllm.v1.worker.worker_base").WorkerBase
     except (ImportError, AttributeError) as e:
-        must = f"vLLM must be installed, with its registry of layers (tried with {TRIED})"
+        must = f"vLLM must be installed, with its registry of layers (tested with {TESTED})"
         raise error(
             WHO, must, f"{type(e).__name__}: {e}", "Install that version, or drop ropewalk from VLLM_PLUGINS."
         ) from e
     return custom_op, package, worker
 
 
-def _replacement(layer: type, name: str, theirs: type) -> type:
-    """Create the class that replaces one of vLLM's."""
+def _replacement(layer: type, name: str, replaced: type) -> type:
+    """Create the class that replaces a class of vLLM.
+
+    Args:
+        layer: ropewalk's base class.
+        name: the name of vLLM's class.
+        replaced: vLLM's class.
+    """
     members = {"vllm_name": name, "in_place": name not in _FUNCTIONAL, "__module__": layer.__module__}
-    if hasattr(theirs, "name"):
-        members["name"] = theirs.name  # the name in custom_ops=["+rotary_embedding"]
-    return type(name, (layer, theirs), members)
+    if hasattr(replaced, "name"):
+        members["name"] = replaced.name  # the name in custom_ops=["+rotary_embedding"]
+    return type(name, (layer, replaced), members)

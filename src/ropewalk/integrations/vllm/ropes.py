@@ -1,4 +1,4 @@
-"""Read the `Rope` of a rotary layer of vLLM from its attributes, and compare it with the layer's table.
+"""Build the `Rope` of a rotary layer of vLLM from its attributes, and compare it with the layer's table.
 
 The attributes are those of the classes in `vllm/model_executor/layers/rotary_embedding/` of vLLM 0.32.
 """
@@ -17,18 +17,19 @@ from ropewalk.axes import Axes
 from ropewalk.rope import Rope
 
 WHO = "ropewalk in vLLM"
-# The tolerance for float32 powers and products. The largest error in the 32 recorded models is 3.2e-7.
+# The relative tolerance of float32 powers and products. The largest error in the 32 recorded models is 3.2e-7.
 _RELATIVE = 5e-7
+_KEEPS = "The layer keeps vLLM's rotation."
 
 
 def rope_of(name: str, layer: Any, length: int) -> Rope:
-    """The static rope of a layer, in its current pairing.
+    """Build the static rope of a layer, in its current pairing.
 
     Args:
         name: the name of vLLM's class.
         layer: an object of that class. Only its attributes are read.
         length: the longest sequence of the engine (`max_model_len`), in tokens. Frequencies that depend on the length
-            are computed once for it.
+            are computed for this length.
 
     Raises:
         RopeError: no `Rope` describes the class, or one of its values.
@@ -36,7 +37,7 @@ def rope_of(name: str, layer: Any, length: int) -> Rope:
     build = SCHEMES.get(name)
     if build is None:
         must = f"the layer must be one of {', '.join(SCHEMES)}"
-        raise error(WHO, must, name, "It rotates as vLLM does.")
+        raise error(WHO, must, name, _KEEPS)
     base, scaling = build(layer)
     rope = Rope(
         head_dim=layer.head_size,
@@ -50,7 +51,7 @@ def rope_of(name: str, layer: Any, length: int) -> Rope:
 
 
 def difference(rope: Rope, table: Tensor) -> str:
-    """The difference of vLLM's table from a rope, in words. "" if they agree.
+    """Describe how vLLM's table differs from a rope. Return "" if they agree.
 
     Args:
         rope: a static rope.
@@ -61,35 +62,36 @@ def difference(rope: Rope, table: Tensor) -> str:
             f"a table {tuple(table.shape)} on {table.device}, without {rope.rotary_dim} numbers for positions 0 and 1"
         )
     cos, sin = table[:2].to("cpu", torch.float64).chunk(2, dim=-1)
-    factor, wanted = float(cos[0, 0]), rope.attention_factor
-    if abs(factor - wanted) > _RELATIVE * wanted:
-        return f"attention factor {factor:.9g}, and {wanted:.9g} by its numbers"
-    theirs, ours = torch.atan2(sin[1], cos[1]), torch.from_numpy(rope.inv_freq)
-    off = (theirs - ours).abs() > _RELATIVE * ours.abs()
-    if not bool(off.any()):
+    factor, expected_factor = float(cos[0, 0]), rope.attention_factor
+    if abs(factor - expected_factor) > _RELATIVE * expected_factor:
+        return f"attention factor {factor:.9g}, but its attributes mean {expected_factor:.9g}"
+    angles, expected = torch.atan2(sin[1], cos[1]), torch.from_numpy(rope.inv_freq)
+    differs = (angles - expected).abs() > _RELATIVE * expected.abs()
+    if not bool(differs.any()):
         return ""
-    pair = int(off.nonzero()[0])
-    return f"inv_freq[{pair}] {float(theirs[pair]):.9g}, and {float(ours[pair]):.9g} by its numbers"
+    pair = int(differs.nonzero()[0])
+    return f"inv_freq[{pair}] {float(angles[pair]):.9g}, but its attributes mean {float(expected[pair]):.9g}"
 
 
 def _axes(layer: Any) -> Axes | None:
-    """The axes of M-RoPE: interleaved as in `apply_interleaved_rope` of vLLM's mrope.py, or contiguous sections."""
+    """Return the axes of M-RoPE: interleaved as in `apply_interleaved_rope` of vLLM's mrope.py, or in sections."""
     sections = getattr(layer, "mrope_section", None)
     if sections is None:
         return None
     return Axes.interleaved(sections) if layer.mrope_interleaved else Axes.sections(sections)
 
 
-def _only(values: list[float]) -> float:
+def _single(values: list[float]) -> float:
+    """Return the only scaling factor of a layer."""
     if len(values) != 1:
         got = f"{len(values)} (one for each adapter)"
-        raise error(WHO, "a layer must have one scaling factor", got, "It rotates as vLLM does.")
+        raise error(WHO, "a layer must have one scaling factor", got, _KEEPS)
     return values[0]
 
 
 def _ntk(layer: Any) -> tuple[float, schemes.Scaling]:
     if layer.mixed_b is not None:
-        raise error(WHO, "NTK must be fixed", f"mixed_b={layer.mixed_b}", "It rotates as vLLM does.")
+        raise error(WHO, "mixed_b of NTK must be None", str(layer.mixed_b), _KEEPS)
     stretch: float = layer.scaling_factor ** (2 / layer.rotary_dim)
     return layer.base * layer.scaling_factor, schemes.Linear(stretch)
 
@@ -117,10 +119,10 @@ def _longrope(layer: Any) -> tuple[float, schemes.Scaling]:
     return layer.base, scaling
 
 
-# The name of a class in vLLM → a function that reads base and scaling from a layer of it.
+# The name of a class of vLLM → a function that reads base and scaling from a layer of this class.
 SCHEMES: dict[str, Callable[[Any], tuple[float, schemes.Scaling | None]]] = {
     "RotaryEmbedding": lambda layer: (layer.base, None),
-    "LinearScalingRotaryEmbedding": lambda layer: (layer.base, schemes.Linear(_only(layer.scaling_factors))),
+    "LinearScalingRotaryEmbedding": lambda layer: (layer.base, schemes.Linear(_single(layer.scaling_factors))),
     "NTKScalingRotaryEmbedding": _ntk,
     "DynamicNTKScalingRotaryEmbedding": lambda layer: (
         layer.base,

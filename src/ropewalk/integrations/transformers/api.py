@@ -13,25 +13,25 @@ from ropewalk.integrations.transformers import own_tables
 from ropewalk.integrations.transformers.angles import Angles, ModuleAngles
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import install
-from ropewalk.integrations.transformers.not_served import check_served
 from ropewalk.integrations.transformers.plan import plan
+from ropewalk.integrations.transformers.unsupported import check_model_supported
 from ropewalk.rope import Rope
 
 
 @dataclass(frozen=True)
 class Accelerated:
-    """What `accelerate` replaced. Its `str` is a report as text.
+    """The report of `accelerate`: what was replaced. `str()` of it is the report as text.
 
     Args:
-        angles: "exact" or "theirs".
-        ropes: the name of a replaced module → the `Rope` of its angles. After a colon, the name has the layer type if
-            there are several, or the index of the part of a head if parts are rotated separately. Empty with
-            angles="theirs".
+        angles: "exact" or "theirs", as passed to `accelerate`.
+        ropes: the name of a replaced module → the `Rope` of its angles. If the module has several ropes, the layer type
+            or the index of the part of a head follows the name after a colon. Empty with angles="theirs".
         modules: the names of the replaced modules and tables.
         functions: the functions that now rotate through ropewalk.
         left_alone: rotary modules that keep their own rotation, each with the reason.
         warnings: the warnings of `from_config` about the config.
-        length: the longest sequence for which the frequencies were computed, in tokens, if they depend on the length.
+        length: the length for which the frequencies were computed, in tokens, if they depend on the length. Otherwise
+            None.
     """
 
     angles: str
@@ -44,11 +44,11 @@ class Accelerated:
 
     def __str__(self) -> str:
         whose = "exact angles" if self.angles == "exact" else "the model's own float32 angles"
-        until = "" if self.length is None else f" for up to {self.length} tokens"
-        lines = [f"rotates through ropewalk, with {whose}{until}: {', '.join(self.modules)}"]
+        up_to = "" if self.length is None else f" for up to {self.length} tokens"
+        lines = [f"rotates through ropewalk, with {whose}{up_to}: {', '.join(self.modules)}"]
         lines += [f"  {name}: {rope}" for name, rope in self.ropes.items()]
         lines += [f"  by {', '.join(self.functions)}"]
-        lines += [f"left as it was: {name}" for name in self.left_alone]
+        lines += [f"keeps its own rotation: {name}" for name in self.left_alone]
         lines += [f"note: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -73,29 +73,29 @@ def accelerate(
             angles, and refused otherwise.
 
     Returns:
-        An `Accelerated`, which lists what was replaced and what was left alone.
+        An `Accelerated`, which lists what was replaced, and what keeps its own rotation.
 
     Raises:
         RopeError: the model is accelerated already, has no rotary module, rotates in a way that no `Rotation` describes
-            (such as the opposite direction), or has other numbers than its config. The model is then unchanged.
+            (such as the opposite direction), or has other frequencies than its config. The model is then unchanged.
     """
     _check_model(model)
     choice(WHO, "angles", angles, ("exact", "theirs"))
     if any(isinstance(module, Angles) for module in model.modules()):
         must = "the model must have its own rotation"
         raise error(WHO, must, "one that is accelerated already", "Call restore(model) first.")
-    check_served(model.config)
+    check_model_supported(model.config)
     if angles == "theirs" and length is not None:
-        raise error(WHO, "length is for angles='exact'", shown(length), "Do not pass length with angles='theirs'.")
+        raise error(WHO, "length must be None with angles='theirs'", shown(length), "Do not pass length.")
     planned = plan(model, exact=angles == "exact", length=length)
     for place, form in planned.forms.items():
         install(place, form)
-    for old, new in planned.stand_ins.values():
-        _put(model, old, new)
+    for old, new in planned.replacements.values():
+        _insert(model, old, new)
     return Accelerated(
         angles,
         planned.ropes,
-        tuple(planned.stand_ins),
+        tuple(planned.replacements),
         tuple(".".join(place) for place in planned.forms),
         tuple(planned.left_alone),
         tuple(planned.warnings),
@@ -113,10 +113,10 @@ def restore(model: nn.Module) -> str:
         RopeError: the model is not accelerated.
     """
     _check_model(model)
-    stand_ins = {name: module for name, module in model.named_modules() if isinstance(module, Angles)}
-    if not stand_ins:
+    replacements = {name: module for name, module in model.named_modules() if isinstance(module, Angles)}
+    if not replacements:
         raise error("restore", "the model must be accelerated", "one that is not", "There is nothing to undo.")
-    for new in stand_ins.values():
+    for new in replacements.values():
         if isinstance(new, ModuleAngles):
             _replace(model, new, new.original)
         else:
@@ -124,22 +124,22 @@ def restore(model: nn.Module) -> str:
                 if owner._modules.get(own_tables.NAME) is new:
                     del owner._modules[own_tables.NAME]
                     owner.register_buffer(own_tables.NAME, new.get_buffer("table"), persistent=False)
-    return f"rotates as transformers does: {', '.join(stand_ins)}"
+    return f"rotates as transformers does: {', '.join(replacements)}"
 
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "model_type"):
         got = type(model).__name__ if isinstance(model, nn.Module) else shown(model)
-        fix = "Pass the model that from_pretrained returns, without modules around it."
+        fix = "Pass the model that from_pretrained returns, and not a module that contains it."
         raise error(WHO, "model must be a model of transformers, with its config", got, fix)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft.tuners.adaption_prompt"):
             fix = "Use LoRA, IA3, prompt or prefix tuning instead."
-            must = "attention must be the model's own"
+            must = "the model must use its own attention"
             raise error(WHO, must, f"{name}, {type(module).__name__} of PEFT, which has its own rotation", fix)
 
 
-def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:
+def _insert(model: nn.Module, old: nn.Module, new: Angles) -> None:
     if isinstance(new, ModuleAngles):
         _replace(model, old, new)
     else:
@@ -148,7 +148,7 @@ def _put(model: nn.Module, old: nn.Module, new: Angles) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module everywhere. Heads that predict several tokens share the base model's rotary module."""
+    """Replace a module wherever it occurs. Multi-token-prediction heads share the rotary module of the base model."""
     for owner in list(model.modules()):
         if owner is not new:
             for name, child in owner._modules.items():
