@@ -1,4 +1,4 @@
-"""Tasks of the lab that train and measure in a second, and numbers invented for its reports."""
+"""Tasks of the lab that train and measure in a second, for tests."""
 
 from __future__ import annotations
 

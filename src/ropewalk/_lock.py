@@ -12,7 +12,7 @@ from ropewalk import _checks
 
 
 @contextmanager
-def held(who: str, file: Path, what: str) -> Iterator[None]:
+def hold(who: str, file: Path, what: str) -> Iterator[None]:
     """Hold the lock of a file while the body runs.
 
     The system releases the lock when the process ends, even if it is killed, so a stale lock file has no effect. The

@@ -203,7 +203,7 @@ def test_a_full_disk(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_writer_at_a_time(model: Path, tmp_path: Path) -> None:
-    with _lock.held("convert", tmp_path / ".b.lock", "it"):
+    with _lock.hold("convert", tmp_path / ".b.lock", "it"):
         output = run(model, tmp_path / "b", "--to", "interleaved", status=1)
     assert f"only one process may write {tmp_path / 'b'} at a time" in output
     assert sorted(os.listdir(tmp_path)) == ["model"]

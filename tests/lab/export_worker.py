@@ -1,8 +1,8 @@
-"""Kills exports that replace others, each a step later than the one before, and while they write: run by test_files.py.
+"""Kill exports that replace others, at each of their steps and while they write. test_files.py runs this.
 
-A step is a call of Python that opens, renames, removes or changes a file beside the target, as Python's audit events
-tell. While it writes, the system kills a process whose file grows beyond a limit. The parent only imports: every child
-is a fork of a process that has torch loaded and has run nothing yet.
+A step is a call of Python that opens, renames, removes or changes a file next to the target, as reported by Python's
+audit events. To kill a process while it writes, the system limits the size of its files. The parent process only
+imports modules, so every child is a fork of a process that has loaded torch and has run nothing yet.
 """
 
 import os
@@ -27,7 +27,10 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def child(source: Path, target: Path, form: str, length: int, steps: int = -1, size: int | None = None) -> int:
-    """Export in a child that dies at a step, if that is not negative, or when a file has this size; its status."""
+    """Export in a child process, and return its exit status.
+
+    It dies at a step (unless negative), or when a file reaches a size.
+    """
     pid = os.fork()
     if pid == 0:
         torch.set_num_threads(1)

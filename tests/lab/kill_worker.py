@@ -1,6 +1,7 @@
-"""Trains a tiny model in a child that is killed twenty times, and in one that is not: run by test_train.py.
+"""Train a tiny model in a child that is killed twenty times, and in one that is not. test_train.py runs this.
 
-The parent only imports: every child is a fork of a process that has torch loaded and has run nothing yet.
+The parent process only imports modules, so every child is a fork of a process that has loaded torch and has run nothing
+yet.
 """
 
 import os
@@ -31,7 +32,7 @@ def batch(step: int) -> Batch:
 
 
 class Announcer:
-    """Takes the place of Progress: one byte for every step that is done; after the last allowed, wait to be killed."""
+    """Replaces Progress: writes one byte for every completed step. After the last allowed one it waits to be killed."""
 
     def __init__(self, pipe: int, allowed: int) -> None:
         self.pipe, self.allowed = pipe, allowed
@@ -44,7 +45,7 @@ class Announcer:
 
 
 def die_while_writing(writes: int, share: float) -> None:
-    """Kill this process at one of its writes, when a share of the new checkpoint is on disk."""
+    """Kill this process in one of its writes, when a share of the new checkpoint is on disk."""
     left = [writes]
     replace = os.replace
 
@@ -59,7 +60,10 @@ def die_while_writing(writes: int, share: float) -> None:
 
 
 def start(file: Path, dies: tuple[int, float] | None = None, allowed: int = -1) -> tuple[int, int]:
-    """A child at work: its id, and where its steps are announced. allowed: after so many it waits; negative: never."""
+    """Start a child.
+
+    Return its id, and the pipe on which it announces its steps. It waits after `allowed` steps, if not negative.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -78,7 +82,7 @@ def start(file: Path, dies: tuple[int, float] | None = None, allowed: int = -1) 
 
 
 def end(child: int, reading: int) -> tuple[int, int]:
-    """Wait for it: its exit status, and how many steps it announced that nobody has read yet."""
+    """Wait for a child. Return its exit status, and the number of announced steps that were not read yet."""
     _, status = os.waitpid(child, 0)
     announced = len(os.read(reading, 65536))
     os.close(reading)

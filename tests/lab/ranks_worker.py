@@ -1,8 +1,8 @@
-"""Trains a tiny model with several processes, kills some of them, and goes on: run by test_ranks.py.
+"""Train a tiny model with several processes, kill some of them, and resume. test_ranks.py runs this.
 
-The parent only imports: every process of a group is a fork of one that has torch loaded and has run nothing yet.
-What comes out is one line of JSON: the name of each file → of each run how its processes ended, the steps on disk, and
-the step that it began with.
+The parent process only imports modules, so every process of a group is a fork of one that has loaded torch and has run
+nothing yet. The output is one line of JSON: the name of each file → for each run, how its processes ended, the steps on
+disk, and the step with which it began.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ PATIENCE = 60.0
 
 
 def batch(step: int, masked: bool = True) -> Batch:
-    """From 2 to 5 sequences that count up by 1 or 3, modulo 17; more targets count in each than in the one before."""
+    """Return 2 to 5 sequences that count up by 1 or 3, modulo 17.
+
+    Each has more targets that count than the previous one.
+    """
     chance = np.random.default_rng((5, step))
     first, by = chance.integers(0, 17, size=(2 + step % 4, 1)), chance.choice([1, 3], size=(2 + step % 4, 1))
     rows = torch.from_numpy((first + by * np.arange(8)) % 17)
@@ -53,10 +56,10 @@ def batch(step: int, masked: bool = True) -> Batch:
 
 @dataclass(frozen=True)
 class Run:
-    """A training by `world` processes, with something that goes wrong in the process `who`.
+    """A training by `world` processes, with a failure in the process `who`.
 
     Args:
-        before: called with a step, in the place of its batch.
+        before: called with a step, before its batch is computed.
         prepare: called before the training.
     """
 
@@ -87,7 +90,7 @@ def trained(run: Run, rank: int, file: Path, rendezvous: Path) -> None:
             run.before(step)
         return batch(step, run.masked)
 
-    with ranks.reporting_lost_peers():
+    with ranks.report_lost_peers():
         done = train.train(model, ROPE, batches, RECIPE, file=file, about={})
     if run.world > 1:
         weights = {name: value.tolist() for name, value in model.named_parameters()}
@@ -98,7 +101,7 @@ def trained(run: Run, rank: int, file: Path, rendezvous: Path) -> None:
 
 
 def outcome(run: Run, file: Path, rendezvous: Path) -> list[str]:
-    """How each process ended: "done", the signal, the error that it raised, or "hung"."""
+    """Return how each process ended: "done", the signal, the error that it raised, or "hung"."""
     children = []
     for rank in range(run.world):
         said = rendezvous.with_name(f"{rendezvous.name}.{rank}")
@@ -148,7 +151,7 @@ def raise_at(step: int) -> Callable[[int], None]:
 
 
 def die_with_half_a_shard(step: int) -> None:
-    """Kill this process when half of its part of the checkpoint of that step is on disk."""
+    """Kill this process when half of its shard of the checkpoint of that step is on disk."""
     digests = shards._digests
 
     def truncated(folder: Path, pattern: str) -> dict[str, str]:
@@ -162,7 +165,7 @@ def die_with_half_a_shard(step: int) -> None:
 
 
 def die_at_replace(number: int) -> None:
-    """Kill the first process when it is about to make its manifest, or the file in the end, the valid one."""
+    """Kill the first process when it is about to replace the manifest, or at the end the file."""
     replace, left = os.replace, [number]
 
     def replace_or_die(new: Path, old: Path) -> None:
@@ -206,12 +209,12 @@ RUNS: dict[str, list[Run]] = {
 
 
 def began_in(rendezvous: Path) -> Path:
-    """Where the first process of a run writes the first step that it does."""
+    """Return the file to which the first process of a run writes the first step that it performs."""
     return rendezvous.with_name(f"{rendezvous.name}.began")
 
 
 def steps_in(file: Path) -> tuple[int, int]:
-    """Steps in the file of one process, and in the last checkpoint of several."""
+    """Return the number of steps in the file of one process, and in the last checkpoint of several."""
     last = shards.read(file)
     return len(checkpoint.read(file).losses) if file.exists() else 0, 0 if last is None else len(last.losses)
 

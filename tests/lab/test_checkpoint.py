@@ -1,4 +1,4 @@
-"""A checkpoint is taken on nobody's word: each thing that can be wrong in one is refused, by load and by resume."""
+"""Test that nothing in a checkpoint is trusted: each possible defect is refused, by load and by resume."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def taken_apart(file: Path) -> tuple[Tensors, dict[str, str], dict[str, Any]]:
 
 
 def sealed(file: Path, tensors: Tensors, metadata: dict[str, str]) -> Path:
-    """Write a file with the checksum of what is in it, so that only what is wrong in it can be noticed."""
+    """Write a file with a correct checksum, so that only its other defects can be detected."""
     if "sha256" in metadata:
         text = json.dumps([metadata.get(key, "") for key in ("identity", "seconds", "version")])
         whole = hashlib.sha256(text.encode())
@@ -130,7 +130,7 @@ def test_tensors(name: str, good: Path, tmp_path: Path) -> None:
 
 
 def test_a_moment_of_another_shape_or_dtype_before_the_last_step(good: Path, tmp_path: Path) -> None:
-    """The optimizer must not be run with it: it writes outside the tensor."""
+    """The optimizer must not run with it, because it would write outside of the tensor."""
     for change in (lambda t: t[:1], lambda t: t.bfloat16(), lambda t: t.double()):
         tensors, metadata, _ = taken_apart(good)
         tensors = {**tensors, "losses": tensors["losses"][:2], MOMENT: change(tensors[MOMENT])}
@@ -198,15 +198,15 @@ def test_identity(name: str, good: Path, tmp_path: Path) -> None:
 
 
 METADATA: dict[str, tuple[dict[str, str | None], str]] = {
-    "no identity": ({"identity": None}, "must be a checkpoint of the lab, got one without 'identity'"),
-    "no seconds": ({"seconds": None}, "must be a checkpoint of the lab, got one without 'seconds'"),
+    "no identity": ({"identity": None}, "must be a checkpoint of the lab, got a file without 'identity'"),
+    "no seconds": ({"seconds": None}, "must be a checkpoint of the lab, got a file without 'seconds'"),
     "seconds a word": ({"seconds": "soon"}, "its seconds must be a finite number of at least 0, got 'soon'"),
     "seconds nan": ({"seconds": "nan"}, "its seconds must be a finite number of at least 0, got 'nan'"),
     "seconds below 0": ({"seconds": "-1"}, "its seconds must be a finite number of at least 0, got '-1'"),
-    "of the first version": ({"version": None, "sha256": None}, "a checkpoint of version 2, got one of version '1'"),
-    "of another version": ({"version": "3"}, "a checkpoint of version 2, got one of version '3'"),
-    "without a checksum": ({"sha256": None}, "or with other metadata"),
-    "with more": ({"more": "x"}, "or with other metadata"),
+    "of the first version": ({"version": None, "sha256": None}, "a checkpoint of version 2, got version '1'"),
+    "of another version": ({"version": "3"}, "a checkpoint of version 2, got version '3'"),
+    "without a checksum": ({"sha256": None}, "or other metadata"),
+    "with more": ({"more": "x"}, "or other metadata"),
     "not JSON": ({"identity": "{oops"}, "its identity must be JSON, got JSONDecodeError"),
     "deep": ({"identity": "[" * 100_000}, "its identity must be JSON, got RecursionError"),
     "an integer of 5,000 digits": ({"identity": "1" * 5000}, "its identity must be JSON, got ValueError"),
@@ -225,20 +225,20 @@ def test_metadata(name: str, good: Path, tmp_path: Path) -> None:
 def test_what_is_no_safetensors_file(good: Path, tmp_path: Path) -> None:
     content = good.read_bytes()
     for raw, message in (
-        (b"", "must be a safetensors file, got one that is broken"),
-        (content[: len(content) // 2], "must be a safetensors file, got one that is broken"),
-        (struct.pack("<Q", 8) + b"garbage!", "must be a safetensors file, got one that is broken"),
+        (b"", "must be a safetensors file, got a broken file"),
+        (content[: len(content) // 2], "must be a safetensors file, got a broken file"),
+        (struct.pack("<Q", 8) + b"garbage!", "must be a safetensors file, got a broken file"),
         (struct.pack("<Q", 2**63) + b"{}", "a header of at most 4,194,304 bytes"),
         (struct.pack("<Q", 10**7) + b"[" * 10**7, r"a header of at most 4,194,304 bytes, got .* \(10,000,000 bytes\)"),
     ):
         (tmp_path / "x").write_bytes(raw)
         refused(tmp_path / "x", message)
     (tmp_path / "folder").mkdir()
-    refused(tmp_path / "folder", "must be a safetensors file, got no regular file")
+    refused(tmp_path / "folder", "must be a safetensors file, got something that is not a file")
 
 
 def test_a_flipped_bit_is_noticed(good: Path, tmp_path: Path) -> None:
-    """Anywhere in the file: what is read is what was written, or nothing is."""
+    """This holds anywhere in the file: reading returns what was written, or raises."""
     content, chance, file = good.read_bytes(), random.Random(0), tmp_path / "x"
     header = int.from_bytes(content[:8], "little")
     places = [chance.randrange(8 + header) for _ in range(50)] + [chance.randrange(len(content)) for _ in range(50)]

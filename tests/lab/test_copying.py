@@ -1,4 +1,4 @@
-"""The copy task: what a sequence is, which of it counts, and that a batch is known by seed and step alone."""
+"""Test the copy task: its sequences, the targets that count, and that a batch depends only on seed and step."""
 
 from __future__ import annotations
 

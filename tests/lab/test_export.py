@@ -1,4 +1,4 @@
-"""Export: transformers and a float64 reading of llama2.c's file give our logits."""
+"""Test exports: transformers, and a float64 reading of llama2.c's file, give our logits."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ ROPES: dict[str, tuple[Rope, int, dict[str, Any]]] = {
 
 
 def random_model(size: Size = SIZE, seed: int = 0) -> LanguageModel:
-    """Weights large enough that the logits depend on where a token is: see test_the_rope_matters."""
+    """Build a model whose weights are so large that the logits depend on positions; see test_the_rope_matters."""
     torch.manual_seed(seed)
     model = LanguageModel(size).eval()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_ntk_is_written_as_a_base(tmp_path: Path) -> None:
 
 
 def test_the_rope_matters() -> None:
-    """The logits of any two of the ropes differ by far more than the tolerance, so the tests above see the rope."""
+    """The logits of any two ropes differ by far more than the tolerance of the tests above."""
     model = random_model()
     all_logits = [ours(model, rope) for rope, _, _ in ROPES.values()]
     for i, one in enumerate(all_logits):
@@ -152,7 +152,7 @@ def test_there_and_back_is_bitwise(pairing: str, tmp_path: Path) -> None:
 
 
 def run_c(file: Path, rows: np.ndarray) -> np.ndarray:
-    """What run.c computes, in float64 NumPy, from its description of the file; tokens [seq] → logits [seq, vocab]."""
+    """Compute the logits [seq, vocab] of run.c for tokens [seq], in float64 NumPy, from the description of the file."""
     data = file.read_bytes()
     dim, hidden, layers, heads, kv_heads, vocab, longest = struct.unpack("<7i", data[:28])
     shared, vocab, head = vocab > 0, abs(vocab), dim // heads
@@ -257,7 +257,7 @@ def test_hugging_face_refuses_what_its_config_cannot_say(rope: Rope, length: int
 
 
 def checkpoint_of_bytes(file: Path, seed: int = 0) -> Path:
-    """One step of a training."""
+    """Return the checkpoint of a training with one step."""
     torch.manual_seed(seed)
     model, rows = LanguageModel(Size(256, 16, 24, 1, 2)), torch.randint(256, (2, 9))
     batch = Batch(rows[:, :-1], rows[:, 1:])
@@ -328,13 +328,17 @@ def test_what_force_does_not_replace(tmp_path: Path) -> None:
     (tmp_path / "export.old").write_text("precious")
     before = contents(tmp_path)
     for target, form, message in (
-        ("folder", "hf", r"a folder that --force replaces must hold nothing but config\.json, .* got .* notes\.txt\."),
+        (
+            "folder",
+            "hf",
+            r"a folder that --force replaces must contain nothing but config\.json, .* got .* notes\.txt\.",
+        ),
         ("file", "hf", "must be a folder, got a file"),
         ("folder", "llama2.c", "must be a file, got something else"),
         (
             "export",
             "hf",
-            r"export\.old must not exist, because .*export is renamed to it for a moment, got an existing folder",
+            r"export\.old must not exist, because .*export is renamed to it while it is replaced, got an existing",
         ),
         ("tokenizer.bin", "llama2.c", "the model file must not have the name of the tokenizer file in the same folder"),
     ):
@@ -346,7 +350,7 @@ def test_what_force_does_not_replace(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_is_there(tmp_path: Path) -> None:
-    """Two models share one; another file of that name is replaced only with --force."""
+    """Two models share one tokenizer file. Another file with that name is replaced only with --force."""
     source = checkpoint_of_bytes(tmp_path / "source")
     for name in ("a.bin", "b.bin"):
         assert command(source, tmp_path / "out" / name, "llama2.c").exit_code == 0
@@ -360,7 +364,7 @@ def test_a_tokenizer_that_is_there(tmp_path: Path) -> None:
 
 
 def test_an_export_through_links(tmp_path: Path) -> None:
-    """What a link names is replaced, and the link stays."""
+    """The target of a link is replaced, and the link stays."""
     source = checkpoint_of_bytes(tmp_path / "source")
     assert command(source, tmp_path / "real" / "model", "hf").exit_code == 0
     (tmp_path / "link").symlink_to(tmp_path / "real" / "model")
@@ -409,7 +413,7 @@ def test_a_config_that_nests_too_deep(tmp_path: Path) -> None:
 
 
 def test_folders_that_no_other_can_replace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shell in the replaced folder would see nothing of the export; a mount point cannot be renamed."""
+    """A shell in a replaced folder would not see the export, and a mount point cannot be renamed."""
     source = checkpoint_of_bytes(tmp_path / "source")
     (tmp_path / "here").mkdir()
     (tmp_path / "mounted").mkdir()
@@ -419,7 +423,7 @@ def test_folders_that_no_other_can_replace(tmp_path: Path, monkeypatch: pytest.M
     for target, got in ((Path("."), "the current folder"), (tmp_path / "mounted", "a mount point")):
         ran = command(source, target, "hf")
         must = f"{target.resolve()} must be a folder that can be replaced"
-        assert ran.stderr == f"Error: to_hugging_face: {must}, got {got}. Pass a new folder inside of it.\n"
+        assert ran.stderr == f"Error: to_hugging_face: {must}, got {got}. Pass a new folder inside it.\n"
         assert ran.exit_code == 1
     assert contents(tmp_path) == before
     assert command(source, Path("new"), "hf").exit_code == 0
@@ -430,12 +434,12 @@ def test_a_folder_named_like_a_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "out" / "config.json").mkdir(parents=True)
     (tmp_path / "out" / "config.json" / "notes.txt").write_text("precious")
     ran = command(source, tmp_path / "out", "hf", "--force")
-    assert "must hold nothing but config.json" in ran.stderr
+    assert "must contain nothing but config.json" in ran.stderr
     assert ran.exit_code == 1
     assert (tmp_path / "out" / "config.json" / "notes.txt").read_text() == "precious"
 
 
-def test_the_slower_of_two_exports_says_what_is_there(tmp_path: Path) -> None:
+def test_the_slower_of_two_exports_is_refused(tmp_path: Path) -> None:
     def overtaken() -> None:
         with files.new_folder("export", tmp_path / "model", force=False, replaceable=()) as unfinished:
             (unfinished / "config.json").write_text("slow")

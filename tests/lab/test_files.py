@@ -1,4 +1,4 @@
-"""What is written is whole or not there: full disks, folders that cannot be written, kills; and its permissions."""
+"""Test that files are written completely or not at all: full disks, read-only folders, kills; and their permissions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @contextmanager
 def disk_with(size: int) -> Iterator[None]:
-    """No file can be larger: a write beyond that fails, as on a full disk."""
+    """Limit the size of files. A write beyond the limit fails, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Text from a prompt: the same as recomputing everything for each token, and the commands on a checkpoint."""
+"""Test text generation: it equals a full recomputation for each token. Test the commands on a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_model(size: Size = SIZE) -> LanguageModel:
 
 @torch.no_grad()
 def recomputed(model: LanguageModel, rope: Rope | None, tokens: int) -> list[int]:
-    """The likeliest next token, the whole sequence run again for each, without a cache."""
+    """Return the most likely next tokens, running the whole sequence again for each, without a cache."""
     row = list(PROMPT)
     for _ in range(tokens):
         positions = torch.arange(len(row))
@@ -68,7 +68,7 @@ def test_a_prompt_longer_than_what_runs_at_once(absolute: Any, monkeypatch: pyte
 
 
 def test_a_long_prompt_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no mask is as large as the square of its length."""
+    """No mask is as large as the square of its length."""
     parts = []
 
     class Watched(ropewalk.KVCache):
@@ -82,14 +82,14 @@ def test_a_long_prompt_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rope_that_depends_on_the_length() -> None:
-    """It is resolved once, for prompt and tokens together: keys in the cache keep their rotation."""
+    """It is resolved once, for prompt and tokens together, because cached keys keep their rotation."""
     rope = replace(ROPE, scaling=DynamicNTK(2.0, 8))
     made = list(generate(random_model(), rope, PROMPT, tokens=30, temperature=0, seed=0))
     assert made == recomputed(random_model(), rope.at_length(34), 30)
     assert made != recomputed(random_model(), rope.at_length(8), 30)
 
 
-def test_what_is_drawn_has_the_probabilities_of_the_temperature() -> None:
+def test_sampling_follows_the_temperature() -> None:
     model = random_model()
     with torch.no_grad():
         model.lm_head.weight.mul_(8)  # the likeliest token: 0.17 at this temperature, 0.47 at 1
@@ -123,7 +123,7 @@ def test_refusals(keys: dict[str, Any], message: str) -> None:
 
 
 def counting(step: int) -> Batch:
-    """Bytes that count upwards through the alphabet."""
+    """Return bytes that count up through the alphabet."""
     rows = (torch.arange(25) + torch.tensor([[0], [5], [11], [20]])) % 26 + ord("a")
     return Batch(rows[:, :-1], rows[:, 1:])
 
@@ -146,7 +146,7 @@ def test_command(trained: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_prompts_that_are_no_text_and_temperatures_of_any_size(trained: Path) -> None:
+def test_prompts_that_are_not_text_and_any_temperature(trained: Path) -> None:
     written: list[str] = []
     for prompt in ("\udcff", "é", "\udcc3"):  # as the shell hands on a byte that is no UTF-8
         run(trained, prompt, tokens=1, temperature=0.0, seed=0, write=written.append)
@@ -180,7 +180,7 @@ def test_command_refuses(trained: Path, tmp_path: Path) -> None:
 
 
 def test_more_tokens_than_there_is_memory_for(trained: Path) -> None:
-    """They are refused before anything is printed or taken: 2 layers of 8 channels of keys and of values, float32."""
+    """They are refused before anything is printed or allocated (2 layers with 8 channels of keys, float32)."""
     for tokens in ("10000000000", str(10**30), "16777214"):
         ran = CliRunner().invoke(main, ["generate", str(trained), "--prompt", "abc", "--tokens", tokens])
         assert (ran.exit_code, ran.stdout) == (1, "")
@@ -191,7 +191,7 @@ def test_more_tokens_than_there_is_memory_for(trained: Path) -> None:
 
 
 def test_the_cache_is_as_large_as_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens but the last, which nothing follows."""
+    """It has a slot for every token but the last, which no token follows."""
     made = []
 
     class Watched(ropewalk.KVCache):

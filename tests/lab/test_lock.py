@@ -1,4 +1,4 @@
-"""One writer at a time: who holds the lock is named, and a lock ends with its process."""
+"""Test locks: one writer at a time, errors that name the holder, and locks that end with their process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import tiny_lab
 from ropewalk import Rope, RopeError
-from ropewalk._lock import held
+from ropewalk._lock import hold
 from ropewalk.lab import study
 from ropewalk.lab.model import LanguageModel, Size
 from ropewalk.lab.study import Study
@@ -26,8 +26,8 @@ from ropewalk.programs import cli
 HOLD = """
 import sys
 from pathlib import Path
-from ropewalk._lock import held
-with held("lab", Path(sys.argv[1]), "x"):
+from ropewalk._lock import hold
+with hold("lab", Path(sys.argv[1]), "x"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -35,7 +35,7 @@ with held("lab", Path(sys.argv[1]), "x"):
 
 @contextmanager
 def holder(file: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds a lock until it is killed."""
+    """Start another process that holds a lock until it is killed."""
     arguments = [sys.executable, "-c", HOLD, str(file)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         try:
@@ -99,11 +99,11 @@ def test_the_command_of_a_second_process(tmp_path: Path, monkeypatch: pytest.Mon
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_the_lock_is_let_go_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), held("lab", tmp_path / "lock", "x"):
+def test_the_lock_is_released_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), hold("lab", tmp_path / "lock", "x"):
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    with held("lab", tmp_path / "lock", "x"):
+    with hold("lab", tmp_path / "lock", "x"):
         assert (tmp_path / "lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
 
 

@@ -1,4 +1,4 @@
-"""Losses, perplexity, accuracy: against sums by hand in float64, on a model whose logits are known."""
+"""Test losses, perplexity and accuracy against sums by hand in float64, on a model with known logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROPE = ropewalk.Rope(head_dim=4, base=100.0, pairing="half")
 
 
 class Known:
-    """Stands for a model: logits that depend on token and place, by a formula."""
+    """A stub of a model, whose logits are a formula of token and position."""
 
     size = SIZE
 
@@ -32,7 +32,7 @@ class Known:
 
 
 def by_hand(tokens, targets):
-    """−log softmax in float64 with math alone."""
+    """Compute −log softmax in float64 with the module math only."""
     losses, best = [], []
     for row, wanted in zip(tokens.tolist(), targets.tolist(), strict=True):
         logits = [
@@ -66,7 +66,7 @@ def test_perplexity_by_hand():
 def test_by_position_by_hand():
     losses = torch.arange(14, dtype=torch.float64).view(2, 7)
     # Columns have means 3.5, 4.5, …; the seventh is left over.
-    assert measure.by_position(losses, width=2) == [4.0, 6.0, 8.0]
+    assert measure.loss_by_position(losses, width=2) == [4.0, 6.0, 8.0]
 
 
 def test_copied_by_hand():
@@ -76,7 +76,7 @@ def test_copied_by_hand():
     made = batch(mask=mask)
     losses, best = by_hand(*made[:2])
     counts = mask.numpy()
-    accuracy, loss = measure.copied(Known(), None, made)
+    accuracy, loss = measure.copy_accuracy(Known(), None, made)
     assert accuracy == (best == made.targets.numpy())[counts].mean()
     assert 0 < accuracy < 1
     assert loss == pytest.approx(losses[counts].mean(), abs=2**-23)
@@ -94,12 +94,12 @@ def test_a_few_sequences_at_a_time(monkeypatch):
 
 def test_all_windows_end_with_the_same_text():
     made = batch(mask=torch.ones(7, 12, dtype=torch.bool))
-    short = measure.ending(made, 5)
+    short = measure.last_tokens(made, 5)
     assert [part[:, -5:].tolist() for part in made] == [part.tolist() for part in short]
-    assert measure.ending(batch(), 5).mask is None
+    assert measure.last_tokens(batch(), 5).mask is None
 
 
-def test_the_plan_is_asked_for_exactly_these_positions():
+def test_the_plan_gets_the_right_positions():
     model = Known()
     measure.token_losses(model, ROPE, batch())
     rotation = model.asked[0][1]
@@ -107,7 +107,7 @@ def test_the_plan_is_asked_for_exactly_these_positions():
     np.testing.assert_allclose(rotation.cos.numpy(), wanted, rtol=0, atol=2**-24)
 
 
-def test_a_model_with_absolute_positions_is_told_them():
+def test_a_model_with_absolute_positions_gets_them():
     torch.manual_seed(0)
     size = Size(vocab_size=5, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, absolute="sinusoidal")
     losses = measure.token_losses(LanguageModel(size), None, batch())

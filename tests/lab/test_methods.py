@@ -1,4 +1,4 @@
-"""Each method's frequencies at each length are those of the papers, and dynamic ones leave the trained range alone."""
+"""Test the frequencies of each method at each length against the papers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = (128, 256, 257, 512, 1024, 2048)
 
 
 def frequencies(name: str, n: int) -> list:
-    """By the papers' formulas, in mpmath."""
+    """Compute the frequencies by the papers' formulas, in mpmath."""
     kind, dynamic = name.removesuffix(" dynamic"), name.endswith(" dynamic")
     factor = n / TRAINED if dynamic else 4.0
     if kind == "none" or (dynamic and n <= TRAINED):
@@ -51,7 +51,7 @@ def test_frequencies(name, n):
 
 @pytest.mark.parametrize("name", [*(name for name in NAMED if "dynamic" in name), "Self-Extend", "none"])
 @pytest.mark.parametrize("n", [1, 128, 256])
-def test_what_leaves_the_trained_range_alone(name, n):
+def test_dynamic_methods_do_not_change_the_trained_range(name, n):
     assert NAMED[name].plan(ROPE, TRAINED, n) == ROPE
 
 
@@ -61,7 +61,7 @@ def test_self_extend_has_the_smallest_group_without_an_untrained_distance(n):
     assert (plan.rope, plan.window) == (ROPE, 64)
 
     def farthest(group):
-        """Of any query and key, by the paper's rule: floor(m/G) − floor(n/G) + w − floor(w/G) beyond the window."""
+        """Return the largest distance by the paper. Beyond the window: floor(m/G) − floor(n/G) + w − floor(w/G)."""
         pairs = [(m, k) for m in range(n) for k in (0, max(0, m - 64), max(0, m - 65))]
         return max(m - k if m - k < 64 else m // group - k // group + 64 - 64 // group for m, k in pairs)
 
@@ -77,8 +77,8 @@ def test_fine_tunes():
     np.testing.assert_allclose(rope.inv_freq, wanted, rtol=1e-14)
 
 
-def test_what_is_said_of_each():
-    """The words name the factor; every name is another one."""
+def test_each_method_is_described():
+    """The description states the factor, and all names differ."""
     assert len({method.name for method in (*methods.METHODS, *methods.TUNES)}) == 11
     for method in methods.METHODS:
         assert ("factor n / trained" in method.what) == (method.name in ("PI dynamic", "YaRN dynamic"))

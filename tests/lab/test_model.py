@@ -1,4 +1,4 @@
-"""The model's sizes, its absolute positions, and what it refuses. Its whole forward pass: test_export.py."""
+"""Test the model's sizes, its absolute positions, and its errors. test_export.py tests the whole forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = torch.tensor([[1, 2, 3, 10], [0, 9, 9, 4]])
 
 
 def test_parameters_of_the_two_models() -> None:
-    """About 0.85 and 0.41 million, as in the experiments that they repeat."""
+    """They have about 0.85 and 0.41 million parameters, as in the experiments that they repeat."""
     for size, wanted in ((Size(256, 128, 344, 4, 4), 857_216), (Size(65, 128, 344, 2, 4), 412_544)):
         # embedding and head; q, k, v, o, gate, up, down and two norms for each layer; the last norm
         by_hand = 2 * size.vocab_size * 128 + size.num_layers * (4 * 128 * 128 + 3 * 128 * 344 + 2 * 128) + 128
@@ -42,7 +42,7 @@ def test_swiglu() -> None:
 
 
 def without_layers(model: LanguageModel) -> LanguageModel:
-    """Attention and SwiGLU give 0, so the logits are those of the embedding alone."""
+    """Make attention and SwiGLU return 0, so that the logits depend only on the embedding."""
     with torch.no_grad():
         for layer in model.layers:
             layer.self_attn.o_proj.weight.zero_()
@@ -57,7 +57,10 @@ def head(model: LanguageModel, x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("positions", [torch.tensor([0, 1, 7, 300]), torch.tensor([[0, 1, 2, 3], [5, 6, 7, 8]])])
 def test_sinusoidal_positions(positions: torch.Tensor) -> None:
-    """Vaswani et al. 2017: √width · embedding; to it sin (even channels), cos (odd) of position / 10000^(2i/width)."""
+    """Vaswani et al.
+
+    2017: √width · embedding, plus sin (even channels) and cos (odd) of position / 10000^(2i/width).
+    """
     model = without_layers(LanguageModel(Size(**SIZE, absolute="sinusoidal")))
     waves = np.zeros((*positions.shape, 8))
     for i in range(4):
@@ -89,7 +92,7 @@ def test_shapes_are_those_of_the_model(tied: bool, absolute: Any) -> None:
 
 
 def test_every_layer_gets_the_rotation() -> None:
-    """Turning q and k of one layer alone changes the logits, whichever layer it is."""
+    """Rotating q and k in only one layer changes the logits, whichever layer it is."""
     torch.manual_seed(0)
     model = LanguageModel(Size(**SIZE)).double()
     rotation = Rope(4, 1e4, "half").at(torch.arange(4), dtype=torch.float64)
@@ -149,7 +152,7 @@ def test_impossible_sizes(keys: dict[str, Any], message: str) -> None:
         Size(**{**SIZE, **keys})
 
 
-def test_positions_are_given_where_they_are_wanted() -> None:
+def test_positions_are_required_only_for_absolute_positions() -> None:
     with pytest.raises(RopeError, match=r"positions must be passed if and only if .*absolute='sinusoidal'\), got None"):
         LanguageModel(Size(**SIZE, absolute="sinusoidal"))(TOKENS, None)
     with pytest.raises(RopeError, match=r"\(absolute=None\), got a tensor of shape \(4,\)"):

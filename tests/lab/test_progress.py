@@ -1,4 +1,4 @@
-"""What a training shows: a line drawn again on a terminal, a line now and then elsewhere."""
+"""Test the progress of a training: a line that is updated on a terminal, and periodic lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings with several processes: the losses are those of one, and no process that ends loses more than it may."""
+"""Test trainings with several processes: losses equal those of one, and a killed process loses few steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Outcomes = dict[str, list[tuple[list[str], list[int], int | None]]]
 
 @pytest.fixture(scope="module")
 def worked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcomes]:
-    """The folder of the worker, and what came out of every run."""
+    """Run the worker. Return its folder and the outcome of every run."""
     folder = tmp_path_factory.mktemp("ranks")
     ran = subprocess.run(
         [sys.executable, str(HERE / "ranks_worker.py"), str(folder)],
@@ -55,7 +55,7 @@ def read(worked: tuple[Path, Outcomes], name: str) -> checkpoint.Checkpoint:
     ("several", "alone"), [("2", "1"), ("4", "1"), ("4 tied", "1 tied"), ("others", "1")], ids=lambda name: str(name)
 )
 def test_losses_are_those_of_one_process(worked: tuple[Path, Outcomes], several: str, alone: str) -> None:
-    """With batches that no number of processes divides, and targets of which each process has another share."""
+    """No number of processes divides the batches, and each process has a different share of the targets."""
     found, wanted = read(worked, several), read(worked, alone)
     assert found.losses == pytest.approx(wanted.losses, rel=ROUNDING)
     assert min(wanted.losses) < 0.8 * wanted.losses[0]  # it learns, so a wrong gradient shows
@@ -64,7 +64,7 @@ def test_losses_are_those_of_one_process(worked: tuple[Path, Outcomes], several:
 
 
 def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
-    """In a step, while a shard is written, before a manifest is valid, and before the file in the end is."""
+    """Processes are killed in a step, while writing a shard, and before replacing the manifest and the final file."""
     outcomes = worked[1]["killed"]
     assert [sorted(end.split(":")[0] for end in ends) for ends, _, _ in outcomes] == [
         *[["RopeError", "SIGKILL"]] * 4,
@@ -79,7 +79,7 @@ def test_killed_and_resumed_is_bitwise(worked: tuple[Path, Outcomes]) -> None:
 
 
 def test_resumed_by_other_numbers_of_processes(worked: tuple[Path, Outcomes]) -> None:
-    """1, 4, 2, 1, 4 and 1; test_losses_are_those_of_one_process looks at the outcome."""
+    """The numbers are 1, 4, 2, 1, 4 and 1. test_losses_are_those_of_one_process checks the result."""
     outcomes = worked[1]["others"]
     assert [steps for _, steps, _ in outcomes] == [[2, 0], [2, 3], [2, 6], [8, 0], [8, 12], [14, 0]]
     assert [began for _, _, began in outcomes] == [0, 2, 3, 6, 8, 12]
@@ -90,12 +90,12 @@ def test_resumed_by_other_numbers_of_processes(worked: tuple[Path, Outcomes]) ->
 def test_an_error_of_one_process_ends_all(worked: tuple[Path, Outcomes]) -> None:
     for who, (ends, steps, _) in zip((1, 0), worked[1]["error"], strict=True):
         assert "MemoryError: this process has no memory left" in ends[who]
-        lost = f"RopeError: lab: all processes must run until the end, got process {1 - who} has lost another one. "
+        lost = f"RopeError: lab: all processes must run until the end, got process {1 - who} without a connection to "
         assert ends[1 - who].startswith(lost)
         assert steps == [0, 3]
 
 
-def test_an_error_of_all_is_told_by_the_first(worked: tuple[Path, Outcomes]) -> None:
+def test_only_the_first_process_reports_an_error_of_all(worked: tuple[Path, Outcomes]) -> None:
     ends, steps, _ = worked[1]["disagree"][0]
     message = (
         "lab: every process must train the same model on the same data, got processes that differ in initial weights. "
@@ -126,7 +126,7 @@ def test_nothing_else_is_left(worked: tuple[Path, Outcomes]) -> None:
 
 
 class TestBroken:
-    """A checkpoint of several processes that is not as it was written is refused."""
+    """A checkpoint of several processes that differs from what was written is refused."""
 
     @pytest.fixture
     def file(self, worked: tuple[Path, Outcomes], tmp_path: Path) -> Path:
@@ -198,13 +198,13 @@ class TestBroken:
 
 
 class TestJoined:
-    """What torchrun's environment asks for; the processes themselves are in TestCommand."""
+    """Test `process_group` for torchrun's environment. TestCommand starts the processes themselves."""
 
     def test_alone(self) -> None:
-        with ranks.joined():
+        with ranks.process_group():
             assert (ranks.count(), ranks.rank(), ranks.device()) == (1, 0, torch.device("cpu"))
             assert ranks.on_first(lambda: 3) == 3
-            assert ranks.from_all("x") == ["x"]
+            assert ranks.gather_objects("x") == ["x"]
 
     def test_fewer_gpus_than_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -212,7 +212,7 @@ class TestJoined:
         monkeypatch.setenv("LOCAL_RANK", "3")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         message = "each process must have its own GPU, got 4 processes on a machine with 2. Pass --nproc-per-node 2"
-        with pytest.raises(RopeError, match=message), ranks.joined():
+        with pytest.raises(RopeError, match=message), ranks.process_group():
             pass
 
 
@@ -225,12 +225,12 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
 
 
 class TestCommand:
-    """`torchrun -m ropewalk lab --quick` with two processes."""
+    """Run `torchrun -m ropewalk lab --quick` with two processes."""
 
     def test_one_report(self, command: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
         folder, process = command
         assert process.returncode == 0, process.stderr
-        assert process.stdout.startswith("2 processes, 1 threads in each, 6 of 6 parts to do, kept in ")
+        assert process.stdout.startswith("2 processes, 1 threads in each, 6 of 6 parts to do, saved in ")
         text = (folder / "report.txt").read_text()
         assert process.stdout.count(text) == 1
         assert process.stdout.count("The report, JSON and plots are in") == 1
@@ -247,7 +247,7 @@ class TestCommand:
             np.testing.assert_allclose(row["loss"], one["loss"], rtol=ROUNDING)
 
     def test_what_is_on_disk(self, command: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-        """What one process leaves, and nothing of shards, locks or timed steps."""
+        """The files are those of one process, without shards, locks or timed steps."""
         folder, _ = command
         parts = {path.name for path in (folder / "parts").iterdir()}
         assert {Path(name).suffix for name in parts} == {".safetensors", ".json"}

@@ -1,4 +1,4 @@
-"""The report: tables, words and pictures follow the numbers. All numbers here are invented."""
+"""Test that the tables, sentences and plots of the report follow the numbers, which are all invented."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACCURACY = {
 
 
 def rows(seeds=(0, 1, 2), changed=None, task="copy"):
-    """One row for each of ACCURACY on each seed; changed: seed → model, method → accuracies of that seed."""
+    """Return a row for each method of ACCURACY and seed. changed: seed → (model, method) → accuracies."""
     made = []
     for seed in seeds:
         for (model, method), usual in ACCURACY.items():
@@ -40,14 +40,14 @@ def rows(seeds=(0, 1, 2), changed=None, task="copy"):
     return made
 
 
-ABOUT = report.described(tasks.COPY)
+ABOUT = report.describe_task(tasks.COPY)
 COLLAPSE = "Without scaling, copying is nearly perfect at the trained length"
 PI_TUNE = "100 steps of fine-tuning with PI at 4 times the trained length give an accuracy of at least 0.9 there"
 PI_OVER_NTK = "At twice the trained length, accuracy is higher with dynamic PI than with dynamic NTK"
 
 
 def words(*args, **kwargs):
-    return findings.words(Results(ABOUT, rows(*args, **kwargs)))
+    return findings.paragraphs(Results(ABOUT, rows(*args, **kwargs)))
 
 
 def paragraph(told, verdict):
@@ -55,7 +55,7 @@ def paragraph(told, verdict):
     return found[0] if found else ""
 
 
-def test_what_held_on_every_seed():
+def test_claims_that_hold_on_every_seed():
     told = words()
     held = paragraph(told, "Expected, and true on all 3 seeds:")
     for says in (COLLAPSE, PI_TUNE, PI_OVER_NTK):
@@ -95,14 +95,14 @@ def test_the_words_follow_fine_tunes(method):
     assert says in paragraph(words(changed=dict.fromkeys((0, 1, 2), worse)), "Expected, but not true on any of 3")
 
 
-def test_a_dynamic_factor_that_hurts_is_told():
+def test_a_dynamic_factor_that_hurts_is_reported():
     hurt = {("trained", "YaRN dynamic"): [0.9] * 7}
     says = "a fixed YaRN factor more than doubles the loss, but a dynamic YaRN factor does not increase it"
     assert says in paragraph(words(), "Expected, and true on all 3 seeds:")
     assert says in paragraph(words(changed={0: hurt}), "True on some seeds only:")
 
 
-def test_one_seed_says_that_it_is_one():
+def test_a_report_of_one_seed_says_so():
     told = words(seeds=[5])
     assert COLLAPSE in paragraph(told, "Expected, and true on this seed:")
     assert paragraph(told, "Methods from").startswith(
@@ -129,15 +129,15 @@ def test_orders():
 
 def test_a_claim_about_what_was_not_measured_is_left_out():
     about = {**ABOUT, "lengths": ABOUT["lengths"][:2], "tokens": ABOUT["tokens"][:2]}
-    told = "\n".join(findings.words(Results(about, rows())))
+    told = "\n".join(findings.paragraphs(Results(about, rows())))
     assert COLLAPSE not in told
     assert "a fixed PI factor more than doubles the loss" in told
     fewer = [row for row in rows() if row["method"] != "PI"]
-    assert "fixed PI factor" not in "\n".join(findings.words(Results(ABOUT, fewer)))
+    assert "fixed PI factor" not in "\n".join(findings.paragraphs(Results(ABOUT, fewer)))
 
 
 def text_rows(values):
-    """values: model, method → perplexities at half to 8 times the trained length; the last bytes cost the same."""
+    """Return rows of the text task. values: (model, method) → perplexities at half to 8 times the trained length."""
     return [
         {"task": "text", "seed": seed, "model": model, "method": method, "perplexity": [v + seed / 1000 for v in each],
          "last": each, "by_position": [[], [1.0], [1.0, 2.0 + seed], [1.0] * 4, [float(i + seed) for i in range(8)]]}
@@ -166,11 +166,11 @@ BEST = (
     "Without fine-tuning, at {} times the trained length, the perplexity of YaRN dynamic is the lowest of {}, or within"
 )
 OF_TRIAL = "all methods except Llama 3 and Self-Extend"
-TEXT_ABOUT = report.described(tiny_lab.TEXT)
+TEXT_ABOUT = report.describe_task(tiny_lab.TEXT)
 
 
 def test_text_claims_hold_for_the_published_ranking():
-    told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT)))
+    told = findings.paragraphs(Results(TEXT_ABOUT, text_rows(TEXT)))
     held = paragraph(told, "Expected, and true on all 2 seeds:")
     assert held.count("\n- ") == sum(claim.task == "text" for claim in findings.CLAIMS) == 17
     assert paragraph(told, "True on some seeds only:") == paragraph(told, "Expected, but not true") == ""
@@ -197,7 +197,7 @@ def test_text_claims_hold_for_the_published_ranking():
     ],
 )  # fmt: skip
 def test_each_text_claim_can_fail(cell, values, says):
-    told = findings.words(Results(TEXT_ABOUT, text_rows(TEXT | {cell: values})))
+    told = findings.paragraphs(Results(TEXT_ABOUT, text_rows(TEXT | {cell: values})))
     assert says in paragraph(told, "Expected, but not true on any of 2 seeds:")
 
 
@@ -250,7 +250,7 @@ def test_digits(value, measure, wanted):
 
 def test_report_of_one_seed(tmp_path):
     result = {"tasks": [ABOUT], "rows": rows(seeds=[0])}
-    said = report.written(result, tmp_path)
+    said = report.write(result, tmp_path)
     text = (tmp_path / "report.txt").read_text()
     assert said[:-1] == text.split("\n")[: len(said) - 1]
     assert "share of the second w that is right; one seed; trained on up to 128 tokens" in text
@@ -263,7 +263,7 @@ def test_report_of_one_seed(tmp_path):
 
 def test_pictures_show_the_numbers():
     swapped = {("trained", "none"): [0.0] * 7}
-    figure = pictures.drawn(Results(ABOUT, rows(changed={1: swapped})))["copy-accuracy"]
+    figure = pictures.draw_figures(Results(ABOUT, rows(changed={1: swapped})))["copy-accuracy"]
     upper, lower = figure.axes
     assert [line.get_label() for line in lower.lines] == ["none", "PI", "NTK", "YaRN", "larger base", "trained length"]
     none = upper.lines[0]
@@ -277,7 +277,7 @@ def test_pictures_show_the_numbers():
 
 
 def test_picture_of_loss_by_position():
-    drawn = pictures.drawn(Results(TEXT_ABOUT, text_rows(TEXT)))
+    drawn = pictures.draw_figures(Results(TEXT_ABOUT, text_rows(TEXT)))
     assert list(drawn) == ["text-perplexity", "text-last", "text-positions"]
     line = drawn["text-positions"].axes[0].lines[0]
     assert line.get_xdata().tolist() == [16 + 32 * i for i in range(8)]

@@ -1,4 +1,4 @@
-"""The study: what runs, in which order, that a stopped one loses nothing, and what is on disk afterwards."""
+"""Test the study: what runs in which order, that a stopped study loses nothing, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COPY = tiny_lab.COPY
 
 @dataclasses.dataclass(frozen=True)
 class Watched(tasks.Copy):
-    """The tiny copy task; writes down what it is asked for, and stops the process at one call, as Ctrl-C does."""
+    """The tiny copy task. It records its calls, and stops the process in one of them, as Ctrl-C does."""
 
     steps: ClassVar[list[int]] = []
     measured: ClassVar[list[int]] = []
@@ -80,7 +80,7 @@ def _quick_estimate(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """One run of everything: folder, result, lines."""
+    """Run a whole study once. Return its folder, result and lines."""
     folder, said = tmp_path_factory.mktemp("lab") / "out", []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "estimate", lambda left, folder: 100.0 * len(left))
@@ -93,8 +93,8 @@ def test_what_runs_and_in_which_order(ran):
     kinds = [("trained", m) for m in METHODS] + [("tuned", m) for m in TUNES] + [(m, m) for m in BASELINES]
     found = [(row["seed"], row["task"], row["model"], row["method"]) for row in result["rows"]]
     assert found == [(seed, task, *kind) for seed in (3, 4) for task in ("copy", "text") for kind in kinds]
-    assert " threads, 36 of 36 parts to do, kept in " in said[0]
-    assert said[1].startswith("This will take about 60 minutes. Ctrl-C stops it")
+    assert " threads, 36 of 36 parts to do, saved in " in said[0]
+    assert said[1].startswith("This will take about 60 minutes. You can stop it with Ctrl-C")
 
 
 def test_every_row_has_every_measure_at_every_length(ran):
@@ -107,8 +107,8 @@ def test_every_row_has_every_measure_at_every_length(ran):
             assert [len(means) for means in row["by_position"]] == [0, 1, 2, 4, 8]
 
 
-def test_what_is_the_same_is_the_same(ran):
-    """Dynamic methods within the trained range, and NTK and dynamic NTK at 4 times it: to the bit."""
+def test_equal_ropes_have_equal_rows(ran):
+    """Dynamic methods within the trained range, and NTK and dynamic NTK at 4 times it, agree bit for bit."""
     rows = {(row["task"], row["seed"], row["model"], row["method"]): row for row in ran[1]["rows"]}
     for task, measure in (("copy", "loss"), ("text", "perplexity")):
         row = {m: rows[task, 3, "trained", m][measure] for m in METHODS}
@@ -152,13 +152,13 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stop", [{"step": 0}, {"step": 3}, {"step": 5}, {"measure": 0}, {"measure": 17}])
-def test_a_stopped_study_goes_on(stop, undisturbed, tmp_path):
+def test_a_stopped_study_resumes(stop, undisturbed, tmp_path):
     rows, measured = undisturbed
     Watched.reset(**stop)
     said = []
     with pytest.raises(KeyboardInterrupt):
         study.run(Study([WATCHED], [0]), tmp_path, said.append)
-    assert said[-1] == f"Stopped. What is done is kept in {tmp_path}; the same command goes on from there."
+    assert said[-1] == f"Stopped. The completed work is saved in {tmp_path}. Resume with the same command."
     steps, measures = list(Watched.steps), len(Watched.measured)
     Watched.reset()
     assert rows_of(tmp_path) == rows
@@ -169,7 +169,7 @@ def test_a_stopped_study_goes_on(stop, undisturbed, tmp_path):
 
 
 def test_a_fine_tune_begins_where_the_training_ended(tmp_path):
-    """With steps too small to change a float32, it measures what the trained model does with the same method."""
+    """If its steps are too small to change a float32, it gives the rows of the trained model with the same method."""
     still = dataclasses.replace(COPY, tune_recipe=dataclasses.replace(COPY.tune_recipe, learning_rate=1e-30))
     rows = study.run(Study([still], [0]), tmp_path, lambda line: None)["rows"]
     losses = {(row["model"], row["method"]): row["loss"] for row in rows}
@@ -194,7 +194,7 @@ def test_a_finished_study_only_reports(ran):
     assert not any("This will take" in line or line.startswith("[") for line in said)
 
 
-def test_more_seeds_go_on_from_fewer(ran, tmp_path):
+def test_a_study_of_more_seeds_reuses_parts(ran, tmp_path):
     Watched.reset()
     rows_of(tmp_path)
     Watched.reset()
@@ -222,11 +222,11 @@ def test_another_recipe_is_refused(tmp_path):
 
 
 def test_fine_tunes_are_of_the_model_that_they_began_with(tmp_path):
-    """With another recipe and the file deleted that the refusal names, nothing of the old model is kept for its own."""
+    """After another recipe, and after deleting the file that the error names, no rows of the old model are reused."""
     other = dataclasses.replace(COPY, recipe=dataclasses.replace(COPY.recipe, learning_rate=0.1))
     study.run(Study([COPY], [0]), tmp_path / "a", lambda line: None)
     wanted = study.run(Study([other], [0]), tmp_path / "b", lambda line: None)["rows"]
-    assert not any(part.done(tmp_path / "a") for part in Study([other], [0]).parts())
+    assert not any(part.is_complete(tmp_path / "a") for part in Study([other], [0]).parts())
     for _ in TUNES + METHODS:  # more often than there are parts
         try:
             study.run(Study([other], [0]), tmp_path / "a", lambda line: None)
@@ -242,7 +242,9 @@ def test_rows_that_are_broken_are_named(tmp_path, content):
     file = part.files(tmp_path)[1]
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    with pytest.raises(ropewalk.RopeError, match=r"copy-0-trained\.json must hold what was measured .* Delete it"):
+    with pytest.raises(
+        ropewalk.RopeError, match=r"copy-0-trained\.json must contain measurements of a model, got .* Delete it"
+    ):
         part.rows(tmp_path)
 
 
@@ -283,7 +285,7 @@ def test_the_studies():
         (["--task", "text", "--baselines", "--seed", "5"], study.text(5, baselines=True)),
     ],
 )
-def test_the_command_hands_over(options, wanted, monkeypatch, tmp_path):
+def test_the_command_passes_its_options(options, wanted, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(study, "run", lambda what, folder, say: (asked.append((what, folder)), say("done")))
     done = CliRunner().invoke(cli.main, ["lab", *options, "--out", str(tmp_path)])
@@ -298,7 +300,7 @@ def test_options_that_contradict_each_other(tmp_path):
 
 
 def test_the_model_that_the_help_names(tmp_path, monkeypatch):
-    """`lab --task text`, then `generate` and `export` with the file that `lab --help` names."""
+    """Run `lab --task text`, then `generate` and `export` with the file that `lab --help` names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tasks, "TEXT", tiny_lab.TEXT)
     said = " ".join(CliRunner().invoke(cli.main, ["lab", "--help"]).output.split())
@@ -315,5 +317,5 @@ def test_ctrl_c_on_the_command_line_is_no_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr(study, "quick", lambda seed, baselines: Study([WATCHED], [seed]))
     done = CliRunner().invoke(cli.main, ["lab", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == 1
-    assert "Stopped. What is done is kept" in done.output
+    assert "Stopped. The completed work is saved" in done.output
     assert "Aborted!" in done.output

@@ -1,4 +1,4 @@
-"""The text: which files, held out from which, and windows that are what they say."""
+"""Test the text: which files it contains, which are held out, and its windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of bytes: what llama2.c's run.c makes of a prompt, written out from its description, and transformers."""
+"""Test tokenizers of bytes with transformers, and with llama2.c's algorithm, which is written out here."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_transformers(text: str, folder: Path) -> None:
 
 
 def test_transformers_has_every_byte(folder: Path) -> None:
-    """Each of them is a token of its own; those that are no UTF-8 decode to the replacement character."""
+    """Each byte is one token. Bytes that are not UTF-8 decode to the replacement character."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -66,10 +66,10 @@ def test_transformers_has_every_byte(folder: Path) -> None:
 
 
 class RunC:
-    """run.c's tokenizer (commit 350e04f), from what its code does.
+    """The tokenizer of run.c (commit 350e04f), written from its code.
 
-    The file: the longest piece (int32), then score (float32), length (int32) and bytes of each piece; a read of no
-    bytes is an error. Strings end at the first byte 0.
+    The file has the length of the longest piece (int32), then score (float32), length (int32) and bytes of each piece.
+    Reading zero bytes is an error. Strings end at the first byte 0.
     """
 
     def __init__(self, file: Path, vocab_size: int) -> None:
@@ -124,7 +124,7 @@ def run_c(model: LanguageModel, rope: Rope, tmp_path_factory: pytest.TempPathFac
 
 
 def test_run_c_reads_a_prompt_in_ascii_as_its_bytes(run_c: RunC) -> None:
-    """After token 1 and a space, which it puts before every prompt."""
+    """They follow token 1 and a space, which run.c puts before every prompt."""
     every = bytes(range(1, 128))
     assert run_c.encode(every) == [1, 32, *every]
     assert run_c.encode(b"") == [1]

@@ -1,4 +1,4 @@
-"""Training: the arithmetic of AdamW, checkpoints that go on bitwise, and a process killed at any moment."""
+"""Test training: the arithmetic of AdamW, bitwise resumption, and a process that is killed at any moment."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def weights(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 class Stops:
-    """In the place of Progress: stops the training after a step, as Ctrl-C does."""
+    """Replaces Progress: stops the training after a step, as Ctrl-C does."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -70,7 +70,7 @@ def test_killed_twenty_times(tmp_path: Path) -> None:
 
 
 def test_learning_rate() -> None:
-    """In a straight line to the peak, then half a cosine down to a tenth of it."""
+    """It rises linearly to the peak, and then falls in half a cosine to a tenth of it."""
     recipe = Recipe(12, 1.0, warmup=4)
     wanted = [0.25, 0.5, 0.75, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(8))]
     assert [recipe.rate(step) for step in range(12)] == pytest.approx(wanted, rel=1e-12)
@@ -79,7 +79,7 @@ def test_learning_rate() -> None:
 
 @pytest.mark.parametrize("mask", [True, False])
 def test_steps_of_adamw_written_out(mask: bool, tmp_path: Path) -> None:
-    """Loshchilov and Hutter 2019 (1711.05101), algorithm 2, with the clipping of Pascanu et al. 2013; in float64."""
+    """Loshchilov and Hutter 2019 (1711.05101), algorithm 2, with the clipping of Pascanu et al. 2013, in float64."""
     model = fresh()
     reference = fresh().double()
     trained = train(model, ROPE, lambda step: batch(step, mask), RECIPE, file=tmp_path / "x", about={})
@@ -195,10 +195,10 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         lambda: checkpoint.load(file),
         lambda: train(fresh(), ROPE, batch, RECIPE, file=file, about={}),
     ):
-        with pytest.raises(RopeError, match=r"x\.safetensors must be a safetensors file, got one that is broken"):
+        with pytest.raises(RopeError, match=r"x\.safetensors must be a safetensors file, got a broken file"):
             read()
     save_file({"a": torch.ones(2)}, file)
-    with pytest.raises(RopeError, match=r"must be a checkpoint of the lab, got one without 'identity'"):
+    with pytest.raises(RopeError, match=r"must be a checkpoint of the lab, got a file without 'identity'"):
         checkpoint.load(file)
     with pytest.raises(FileNotFoundError):
         checkpoint.load(tmp_path / "nowhere")
@@ -238,7 +238,7 @@ def test_impossible_recipes(keys: dict[str, Any], message: str) -> None:
 
 
 def test_metadata_is_plain_json(tmp_path: Path) -> None:
-    """Another program can say what a file is."""
+    """Other programs can read it."""
     file = tmp_path / "x"
     train(fresh(), ROPE, batch, RECIPE, file=file, about={"seed": 1})
     header = file.read_bytes()

@@ -1,4 +1,4 @@
-"""One of the processes of `torchrun -m ropewalk lab --quick`, with a task that takes seconds: run by test_ranks.py."""
+"""One of the processes of `torchrun -m ropewalk lab --quick`, with a task that takes seconds. test_ranks.py runs it."""
 
 import runpy
 import sys

@@ -56,7 +56,7 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
     check_target(plan, folder)
     target = folder.resolve()
     unfinished = _hidden_folder(folder)
-    with _lock.held("convert", target.with_name(f".{target.name}.lock"), str(folder)):
+    with _lock.hold("convert", target.with_name(f".{target.name}.lock"), str(folder)):
         try:
             _prepare(unfinished, _state(plan))
             _write_weights(plan, unfinished, progress)

@@ -60,7 +60,7 @@ class Checkpoint:
 def identity(
     model: LanguageModel, rope: ropewalk.Rope | None, recipe: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that determines the result of a training, as plain JSON. Equal trainings have equal values."""
+    """Return everything that determines the result of a training, as plain JSON."""
     start = hashlib.sha256()
     for parameter in model.parameters():
         start.update(parameter.detach().numpy().tobytes())
@@ -76,12 +76,12 @@ def identity(
 
 
 def state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the tensors of a training by their names in a file. Moments are zero before the first step."""
+    """Return name → tensor as stored in a file: weights and moments. Moments are zero before the first step."""
     tensors = {f"weights.{name}": value.detach() for name, value in parameters.items()}
     for name, parameter in parameters.items():
-        kept = optimizer.state[parameter]
+        moments_of = optimizer.state[parameter]
         tensors |= {
-            f"{moment}.{name}": kept[moment] if moment in kept else torch.zeros_like(parameter.detach())
+            f"{moment}.{name}": moments_of[moment] if moment in moments_of else torch.zeros_like(parameter.detach())
             for moment in _MOMENTS
         }
     return tensors
@@ -92,18 +92,17 @@ def save(
 ) -> None:
     """Write the state after a step. If the process is killed while writing, the previous file remains.
 
-    os.replace is atomic, and the file survives the death of the process. It may not survive a power failure, which
-    would need an fsync for each step.
+    The file may be lost in a power failure. Preventing that would require an fsync for each step.
 
     Raises:
         RopeError: a loss, weight or moment is not finite, or the file cannot be written. The previous file remains.
     """
     tensors = {**state, "losses": torch.tensor(losses, dtype=torch.float64)}
     if not torch.nn.utils.get_total_norm(tensors.values()).isfinite():  # one pass over each tensor, unlike isfinite
-        must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
-        raise _checks.error("lab", must, came, f"Take a lower learning rate; {file} has the steps before.")
+        must, got = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
+        raise _checks.error("lab", must, got, f"Choose a lower learning rate. {file} contains the previous steps.")
     metadata = {"identity": json.dumps(identity), "seconds": repr(seconds), "version": VERSION}
-    with files.writing(file) as unfinished:
+    with files.atomic_write(file) as unfinished:
         files.write_tensors(unfinished, tensors, {**metadata, "sha256": _digest(tensors, metadata)})
 
 
@@ -120,13 +119,13 @@ def restore(
     """
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(_placed(tensors[f"weights.{name}"], parameter))
-            moments = {moment: _placed(tensors[f"{moment}.{name}"], parameter) for moment in _MOMENTS}
+            parameter.copy_(_shard_like(tensors[f"weights.{name}"], parameter))
+            moments = {moment: _shard_like(tensors[f"{moment}.{name}"], parameter) for moment in _MOMENTS}
             optimizer.state[parameter] = {"step": torch.tensor(float(steps), device=parameter.device), **moments}
 
 
-def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """Shard value over the processes like the parameter."""
+def _shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Shard a value over the processes in the same way as the parameter."""
     if ranks.count() == 1:
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -159,35 +158,33 @@ def load(file: Path) -> tuple[LanguageModel, ropewalk.Rope | None, dict[str, Any
     Raises:
         RopeError: the file is not a valid checkpoint.
     """
-    found = read(file)
-    model = LanguageModel(found.size)
+    content = read(file)
+    model = LanguageModel(content.size)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(found.tensors[f"weights.{name}"])
-    return model.eval(), found.rope, found.about
+            parameter.copy_(content.tensors[f"weights.{name}"])
+    return model.eval(), content.rope, content.about
 
 
 def read(file: Path) -> Checkpoint:
-    """Read a checkpoint and check all of it.
+    """Read a checkpoint, and check its whole content.
 
-    The header is checked first, so that no memory is allocated for tensors that are not in the file.
+    The header is checked first, so a broken header cannot cause a large allocation.
 
     Raises:
-        RopeError: the file is no checkpoint, or is broken. The message names the defect.
+        RopeError: the file is not a checkpoint, or is broken. The message names the defect.
         OSError: the file cannot be opened.
     """
-    with files.reading(file) as (opened, metadata, kinds):
+    with files.open_safetensors(file) as (opened, metadata, kinds):
         for key in _METADATA[:2]:
             if key not in metadata:
                 raise _checks.error(
-                    "lab", f"{file} must be a checkpoint of the lab", f"one without {key!r}", "Pass another file."
+                    "lab", f"{file} must be a checkpoint of the lab", f"a file without {key!r}", "Pass another file."
                 )
         if metadata.get("version") != VERSION or metadata.keys() != set(_METADATA):
             must = f"{file} must be a checkpoint of version {VERSION}"
-            came = f"one of version {metadata.get('version', '1')!r:.20}, or with other metadata"
-            raise _checks.error(
-                "lab", must, came, "Train again, or read it with the release of ropewalk that wrote it."
-            )
+            got = f"version {metadata.get('version', '1')!r:.20}, or other metadata"
+            raise _checks.error("lab", must, got, "Train again, or read it with the release of ropewalk that wrote it.")
         stated = _identity_from(file, metadata["identity"])
         size = _size_from(file, stated["size"])
         rope = None if stated["rope"] is None else _rope_from(file, stated["rope"], size)
@@ -196,17 +193,17 @@ def read(file: Path) -> Checkpoint:
             raise _broken(file, "steps of its recipe must be an integer", _checks.shown(steps))
         seconds = _seconds(file, metadata["seconds"])
         _check_kinds(file, kinds, size, steps)
-        tensors = {name: files.tensor(opened, name) for name in kinds}
+        tensors = {name: files.read_tensor(opened, name) for name in kinds}
     _check_values(file, tensors)
     digest = metadata.pop("sha256")
     if _digest(tensors, metadata) != digest:
-        raise _broken(file, "its contents must have the SHA-256 that it states", "another: it was changed or damaged")
+        raise _broken(file, "its content must have the SHA-256 that it states", "another SHA-256")
     losses: list[float] = tensors.pop("losses").tolist()
     return Checkpoint(stated, size, rope, _object(file, "about", stated["about"]), tensors, losses, seconds)
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of the whole content in a fixed order: metadata, then names, kinds and bytes of the sorted tensors."""
+    """Return the SHA-256 of the content in a fixed order: metadata, then name, kind and bytes of each sorted tensor."""
     whole = hashlib.sha256(json.dumps([metadata[key] for key in _METADATA[:3]]).encode())
     for name in sorted(tensors):
         value = tensors[name].contiguous().numpy()
@@ -229,7 +226,7 @@ def _identity_from(file: Path, text: str) -> dict[str, Any]:
 
 
 def _object(file: Path, what: str, value: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Check that value is a JSON object with exactly these keys, or any keys if None."""
+    """Return `value` if it is a JSON object with exactly these keys. If keys is None, any keys are allowed."""
     if not isinstance(value, dict):
         raise _broken(file, f"its {what} must be a JSON object", _checks.shown(value))
     if keys is not None and value.keys() != set(keys):
@@ -279,15 +276,15 @@ def _check_kinds(file: Path, kinds: Mapping[str, Kind], size: Size, steps: int) 
     }
     losses = kinds.get("losses")
     if losses is None or losses.dtype != "F64" or len(losses.shape) != 1 or not 1 <= losses.shape[0] <= steps:
-        came = "none" if losses is None else f"{losses.dtype} {list(losses.shape)}"
-        raise _broken(file, f"its losses must be F64 [from 1 to {_checks.shown(steps)}]", came)
+        got = "none" if losses is None else f"{losses.dtype} {list(losses.shape)}"
+        raise _broken(file, f"its losses must be F64 [from 1 to {_checks.shown(steps)}]", got)
     if different := sorted(kinds.keys() - {"losses"} ^ expected.keys()):
-        came = f"missing or unknown: {', '.join(different[:4])}"
-        raise _broken(file, "it must hold exactly the tensors of a model of its size", came)
+        got = f"missing or unknown: {', '.join(different[:4])}"
+        raise _broken(file, "it must hold exactly the tensors of a model of its size", got)
     for name, kind in expected.items():
         if kinds[name] != kind:
-            came = f"{kinds[name].dtype} {list(kinds[name].shape)}"
-            raise _broken(file, f"{name} must be {kind.dtype} {list(kind.shape)}", came)
+            got = f"{kinds[name].dtype} {list(kinds[name].shape)}"
+            raise _broken(file, f"{name} must be {kind.dtype} {list(kind.shape)}", got)
 
 
 def _check_values(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -295,13 +292,13 @@ def _check_values(file: Path, tensors: Mapping[str, Tensor]) -> None:
         if not value.isfinite().all():
             raise _broken(file, f"{name} must be finite", "inf or nan")
         if name.startswith("exp_avg_sq.") and bool((value < 0).any()):
-            raise _broken(file, f"{name} must be at least 0", "something less")
+            raise _broken(file, f"{name} must be at least 0", "a negative number")
 
 
-def _broken(file: Path, must: str, came: str) -> ropewalk.RopeError:
+def _broken(file: Path, must: str, got: str) -> ropewalk.RopeError:
     """Build the error for a file that looks like a checkpoint but cannot be used."""
-    cure = "The file is damaged, or was not written by the lab. Delete it to start again."
-    return _checks.error("lab", f"{file}: {must}", came, cure)
+    fix = "The file is damaged, or was not written by the lab. Delete it to start again."
+    return _checks.error("lab", f"{file}: {must}", got, fix)
 
 
 def _rope_to_json(rope: ropewalk.Rope) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The copy task: BOS w BOS w. A model that has learned it attends to the previous occurrence of a symbol.
+"""The copy task: each sequence is BOS w BOS w, with random symbols w, and the model must predict the second w.
 
-The sequence w is random, so only the second w can be predicted, and only it counts. The model must attend over exactly
-the distance between the two, which makes the task a sharp test of positions beyond the trained ones.
+The first w cannot be predicted, so only the second one counts. To copy a symbol, the model must attend over exactly the
+distance between both w. The task therefore shows clearly whether positions beyond the trained ones work.
 
 Source: repeated random tokens as in Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895.
 """
@@ -25,7 +25,7 @@ _TRAINING, _TEST = 0, 1
 
 
 def batches(*, seed: int, sequences: int, shortest: int, longest: int) -> Callable[[int], Batch]:
-    """Return a function that draws training batches from (seed, step) alone.
+    """Return a function that draws training batches. They depend only on the seed and the step.
 
     Args:
         seed: an integer of at least 0.
@@ -49,7 +49,7 @@ def test_batch(symbols: int, *, sequences: int) -> Batch:
 
 
 def batch(words: Tensor) -> Batch:
-    """Build the inputs, targets and mask of BOS w BOS w.
+    """Build the tokens, targets and mask of sequences BOS w BOS w.
 
     Args:
         words: int64 `[sequences, |w|]`, symbols from 0 to 63.
@@ -59,10 +59,10 @@ def batch(words: Tensor) -> Batch:
         mask is True in the second w.
     """
     bos = torch.full_like(words[:, :1], BOS)
-    whole = torch.cat([bos, words, bos, words], dim=1)
-    counts = torch.zeros_like(whole[:, 1:], dtype=torch.bool)
+    sequences = torch.cat([bos, words, bos, words], dim=1)
+    counts = torch.zeros_like(sequences[:, 1:], dtype=torch.bool)
     counts[:, -words.shape[1] :] = True
-    return Batch(whole[:, :-1], whole[:, 1:], counts)
+    return Batch(sequences[:, :-1], sequences[:, 1:], counts)
 
 
 def _words(generator: np.random.Generator, sequences: int, symbols: int) -> Tensor:

@@ -22,7 +22,7 @@ from ropewalk.lab import checkpoint, files, tokenizer
 from ropewalk.lab.model import LanguageModel, Size, shapes
 
 _PREFIX = "model."
-"""Prefix of every parameter name of Hugging Face's LlamaForCausalLM except that of the head."""
+"""Prefix of the parameter names of Hugging Face's LlamaForCausalLM. The head has no prefix."""
 _HEAD = "lm_head.weight"
 
 _BYTES = 256
@@ -30,7 +30,7 @@ _BYTES = 256
 
 _FOLDER = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _LONGEST = 2**24
-"""Maximum number of tokens. It exceeds every lab model, and limits the memory of cos and sin tables."""
+"""Maximum number of positions. No lab model has that many. It limits the memory of cos and sin tables."""
 
 
 def to_hugging_face(
@@ -84,9 +84,9 @@ def to_hugging_face(
             "to_hugging_face",
             "a Llama config must be able to represent the rope",
             repr(rope),
-            "It cannot express partial rotation, and dynamic NTK only if max_positions is its original length.",
+            "A Llama config has no partial rotation, and dynamic NTK only if max_positions is its original length.",
         )
-    weights = dict(_paired(model, rope.pairing, "half"))
+    weights = dict(_reordered_weights(model, rope.pairing, "half"))
     if size.tied:
         del weights[_HEAD]
     named = {name if name == _HEAD else _PREFIX + name: weight for name, weight in weights.items()}
@@ -185,7 +185,7 @@ def to_llama2c(
         raise _checks.error(
             "to_llama2c", "norm_eps must be 1e-05, as in run.c", repr(size.norm_eps), "Train with norm_eps=1e-5."
         )
-    weights = dict(_paired(model, rope.pairing, "interleaved"))
+    weights = dict(_reordered_weights(model, rope.pairing, "interleaved"))
     table = rope.at(torch.arange(max_positions))
     header = struct.pack(
         "<7i",
@@ -230,14 +230,15 @@ def _add_tokenizer(stack: ExitStack, file: Path, force: bool) -> None:
 
 
 def _tokenizer_path(file: Path) -> Path:
-    """Path of the tokenizer file that run.c reads, in the folder of the model."""
+    """Return the path of the tokenizer file that run.c reads, in the folder of the model."""
     return file.with_name("tokenizer.bin")
 
 
 def run(file: Path, target: Path, form: str, *, max_positions: int, force: bool = False) -> None:
-    """Export the model of a lab checkpoint in the format "hf" or "llama2.c". Errors are as above.
+    """Export the model of a lab checkpoint in the format "hf" or "llama2.c".
 
-    The checkpoint itself is never replaced, even with `force`.
+    Arguments and errors are those of `to_hugging_face` and `to_llama2c`. The checkpoint itself is never replaced, even
+    with `force`.
     """
     written = [target, *(target / name for name in _FOLDER)] if form == "hf" else [target, _tokenizer_path(target)]
     if any(path.exists() and path.samefile(file) for path in written):
@@ -266,14 +267,14 @@ def _as_base(rope: ropewalk.Rope) -> ropewalk.Rope:
     return rope if base is None else replace(rope, base=base, scaling=None)
 
 
-def _paired(model: LanguageModel, before: str, after: str) -> Iterator[tuple[str, Tensor]]:
+def _reordered_weights(model: LanguageModel, before: str, after: str) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight by name, with the rows of q_proj and k_proj reordered for another pairing."""
     for name, weight in model.state_dict().items():
         rotated = name.endswith(("q_proj.weight", "k_proj.weight"))
-        yield name, _sorted_rows(weight, model.size.head_dim, before, after) if rotated else weight
+        yield name, _reorder_rows(weight, model.size.head_dim, before, after) if rotated else weight
 
 
-def _sorted_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tensor:
+def _reorder_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tensor:
     """Reorder the rows of `[heads · head_dim, width]` from one pairing to the other.
 
     In "half", each head has the first channels of all pairs, then the second ones. In "interleaved", pairs adjoin.
@@ -285,23 +286,23 @@ def _sorted_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Tens
 
 
 def _weights(file: Path, size: Size) -> dict[str, Tensor]:
-    """Read the weights of a Llama of that size under the lab's names. All shapes are checked before any is read."""
-    expected, cure = shapes(size), "Use the model.safetensors that belongs to config.json."
-    with files.reading(file) as (opened, _, kinds):
+    """Read the weights of a Llama of that size, by the lab's names. All shapes are checked before a tensor is read."""
+    expected, fix = shapes(size), "Use the model.safetensors that belongs to config.json."
+    with files.open_safetensors(file) as (opened, _, kinds):
         # Old files contain inv_freq, and some contain the head although it is the embedding.
         stored = {name.removeprefix(_PREFIX): name for name in kinds if not name.endswith("rotary_emb.inv_freq")}
         if size.tied:
             stored.pop(_HEAD, None)
         if different := sorted(stored.keys() ^ expected.keys()):
             must = "model.safetensors must hold exactly the weights of this Llama"
-            came = f"missing or unknown: {', '.join(different[:4])}"
-            raise _checks.error("from_hugging_face", must, came, cure)
+            got = f"missing or unknown: {', '.join(different[:4])}"
+            raise _checks.error("from_hugging_face", must, got, fix)
         for name, shape in expected.items():
             kind = kinds[stored[name]]
             if kind.shape != shape:
                 must = f"{name} must have the shape {shape}"
-                raise _checks.error("from_hugging_face", must, str(kind.shape), cure)
+                raise _checks.error("from_hugging_face", must, str(kind.shape), fix)
             if kind.dtype not in ("F64", "F32", "F16", "BF16"):
                 must = f"{name} must have a floating-point dtype"
-                raise _checks.error("from_hugging_face", must, kind.dtype, cure)
-        return {name: files.tensor(opened, stored[name]) for name in expected}
+                raise _checks.error("from_hugging_face", must, kind.dtype, fix)
+        return {name: files.read_tensor(opened, stored[name]) for name in expected}

@@ -1,4 +1,4 @@
-"""Replace files and folders atomically, and read safetensors files with a check of the header before the tensors."""
+"""Replace files and folders atomically, and read safetensors files after a check of their headers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from torch import Tensor
 from ropewalk import _checks
 
 LARGEST_HEADER = 2**22
-"""Maximum size of a header in bytes. Lab models need tens of thousands; a thousand layers still fit."""
+"""Maximum size of a header in bytes. Lab models need tens of thousands of bytes. A thousand layers still fit."""
 
 _UNREADABLE = "Pass another file. A broken file of a training may be deleted."
 
 
 class Kind(NamedTuple):
-    """dtype (as named by safetensors, such as "F32") and shape of a tensor in a file."""
+    """The dtype (as named by safetensors, such as "F32") and the shape of a tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 @contextmanager
-def writing(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary path to write to, and then replace `file` by it atomically.
+def atomic_write(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path, and replace `file` by the file that the body has written there.
 
-    If an error occurs, `file` is unchanged and the temporary file is removed. If the process is killed, the temporary
-    file remains.
+    If the body raises, `file` does not change and the temporary file is removed. If the process is killed, `file` does
+    not change either, but the temporary file remains.
 
     Args:
         file: the file to replace. Its folder is created.
@@ -41,10 +41,10 @@ def writing(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
             time.
 
     Raises:
-        RopeError: the file cannot be written: the disk is full, the folder is read-only.
+        RopeError: the file cannot be written, for example because the disk is full or the folder is read-only.
     """
     unfinished = unfinished or file.with_name(f"{file.name}.unfinished")
-    with _raise_readable(file):
+    with _convert_errors(file):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             yield unfinished
@@ -57,7 +57,7 @@ def writing(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def new_file(who: str, file: Path, *, force: bool) -> Iterator[Path]:
-    """Like `writing`, but replace an existing file only with `force`.
+    """Like `atomic_write`, but replace an existing file only with `force`.
 
     Raises:
         RopeError: the file exists, or cannot be written.
@@ -66,92 +66,95 @@ def new_file(who: str, file: Path, *, force: bool) -> Iterator[Path]:
     if file.exists() and not file.is_file():
         raise _checks.error(who, f"{file} must be a file", "something else", "Pass another path.")
     if file.exists() and not force:
-        raise _occupied(who, file, f"a file of {file.stat().st_size:,} bytes")
-    with writing(file, _temporary_path(file)) as unfinished:
+        raise _exists_error(who, file, f"a file of {file.stat().st_size:,} bytes")
+    with atomic_write(file, _temporary_path(file)) as unfinished:
         yield unfinished
 
 
 @contextmanager
 def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[str]) -> Iterator[Path]:
-    """Yield a temporary folder to write to, and then rename it to `folder`.
+    """Yield a temporary folder, and rename it to `folder` after the body has written its files there.
 
-    An existing folder is replaced in two steps: it is renamed to `<name>.old`, then the new folder is renamed and the
-    old one deleted. If the process is killed between the two, the old folder remains complete under that name.
+    An existing folder is first renamed to `<name>.old`, and deleted at the end. If the process is killed in between,
+    the old folder still exists under that name, complete.
 
     Args:
+        who: the context of error messages.
         folder: the folder. It may exist if it is empty or, with `force`, if it contains only files named in
-            `replaceable`. It must not be the current folder of the shell, or a mount point.
+            `replaceable`. It must not be the current folder or a mount point.
+        force: whether to replace an existing folder.
+        replaceable: names of files that may be replaced.
 
     Raises:
         RopeError: the folder has other content, or cannot be written.
     """
     folder = folder.resolve()
     old = folder.with_name(f"{folder.name}.old")
-    there = _names(who, folder)
-    if there and not force:
-        raise _occupied(who, folder, f"a folder with {_listed(there)}")
+    existing = _names(who, folder)
+    if existing and not force:
+        raise _exists_error(who, folder, f"a folder with {_listed(existing)}")
     if folder.exists() and (folder == Path.cwd() or os.path.ismount(folder)):
         must = f"{folder} must be a folder that can be replaced"
-        came = "the current folder" if folder == Path.cwd() else "a mount point"
-        raise _checks.error(who, must, came, "Pass a new folder inside of it.")
-    if unexpected := sorted(name for name in there if name not in replaceable or not (folder / name).is_file()):
-        must = f"a folder that --force replaces must hold nothing but {', '.join(replaceable)}"
+        got = "the current folder" if folder == Path.cwd() else "a mount point"
+        raise _checks.error(who, must, got, "Pass a new folder inside it.")
+    if unexpected := sorted(name for name in existing if name not in replaceable or not (folder / name).is_file()):
+        must = f"a folder that --force replaces must contain nothing but {', '.join(replaceable)}"
         raise _checks.error(
             who, must, f"{folder} with {_listed(unexpected)}", "Pass another folder, or move these files away."
         )
-    if there and old.exists():
-        must = f"{old} must not exist, because {folder} is renamed to it for a moment"
+    if existing and old.exists():
+        must = f"{old} must not exist, because {folder} is renamed to it while it is replaced"
         raise _checks.error(who, must, "an existing folder", "A killed export may have left it. Rename or delete it.")
     unfinished = _temporary_path(folder)
-    with _raise_readable(folder):
+    with _convert_errors(folder):
         try:
             unfinished.mkdir(parents=True)
             yield unfinished
-            if there:
+            if existing:
                 os.rename(folder, old)
             try:
                 if folder.exists():
                     folder.rmdir()
                 os.rename(unfinished, folder)
             except OSError as e:
-                if there:
+                if existing:
                     os.rename(old, folder)
                 elif e.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process created it first
-                    raise _occupied(who, folder, f"a folder with {_listed(_names(who, folder))}") from e
+                    raise _exists_error(who, folder, f"a folder with {_listed(_names(who, folder))}") from e
                 raise
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        if there:
+        if existing:
             shutil.rmtree(old)
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the usual permissions of a new file under the umask."""
+    """Write a safetensors file with the permissions that the umask gives to a new file."""
     file.touch()
     mode = file.stat().st_mode
-    _safetensors().save_file(tensors, file, metadata)  # replaces the file by one that only its owner can read
+    _safetensors().save_file(tensors, file, metadata)  # the file is now readable by its owner only
     file.chmod(mode)
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str, Kind]]]:
-    """Open a safetensors file, and yield the open file, its metadata, and the kind of every tensor.
+def open_safetensors(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str, Kind]]]:
+    """Open a safetensors file, and yield the open file, its metadata, and name → `Kind` of every tensor.
 
-    Only the header is read. Read tensors with `tensor` after checking their kinds.
+    Only the header is read here. Check the kinds, and then read the tensors with `read_tensor`.
 
     Raises:
-        RopeError: the file is no safetensors file, or its header is larger than LARGEST_HEADER.
+        RopeError: the file is not a safetensors file, or its header is larger than LARGEST_HEADER.
         OSError: the file cannot be opened.
     """
     library = _safetensors()
     if file.exists() and not file.is_file():
-        raise _checks.error("lab", f"{file} must be a safetensors file", "no regular file", _UNREADABLE)
+        raise _checks.error("lab", f"{file} must be a safetensors file", "something that is not a file", _UNREADABLE)
     with file.open("rb") as raw:
         header = int.from_bytes(raw.read(8), "little")
     if header > LARGEST_HEADER:
         must = f"{file} must be a safetensors file with a header of at most {LARGEST_HEADER:,} bytes"
-        raise _checks.error("lab", must, f"one that is broken, or none ({header:,} bytes)", _UNREADABLE)
+        raise _checks.error("lab", must, f"a broken file, or another format ({header:,} bytes)", _UNREADABLE)
     try:
         with library.safe_open(file, "pt") as opened:
             names = list(opened.keys())
@@ -159,31 +162,31 @@ def reading(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str, Kind]]]
             kinds = [Kind(str(part.get_dtype()), tuple(part.get_shape())) for part in parts]
             yield opened, opened.metadata() or {}, dict(zip(names, kinds, strict=True))
     except library.SafetensorError as e:
-        must, came = f"{file} must be a safetensors file", f"one that is broken, or none ({e})"
-        raise _checks.error("lab", must, came, _UNREADABLE) from e
+        got = f"a broken file, or another format ({e})"
+        raise _checks.error("lab", f"{file} must be a safetensors file", got, _UNREADABLE) from e
 
 
-def tensor(opened: Any, name: str) -> Tensor:
-    """Read a tensor as a copy: safetensors maps the file into memory, and Windows cannot replace a mapped file."""
+def read_tensor(opened: Any, name: str) -> Tensor:
+    """Read a tensor into memory of its own. safetensors maps the file, and Windows cannot replace a mapped file."""
     read: Tensor = opened.get_tensor(name).clone()
     return read
 
 
 @contextmanager
-def _raise_readable(path: Path) -> Iterator[None]:
-    """Convert errors of the system into a RopeError that names the path."""
+def _convert_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system and of safetensors to a RopeError that names the path."""
     library = _safetensors()
     try:
         yield
     except (OSError, library.SafetensorError) as e:
         reason = getattr(e, "strerror", None) or str(e)
         must = f"{path} must be writable"
-        cure = "Free disk space, or pass another path. Existing files are unchanged."
-        raise _checks.error("lab", must, reason, cure) from e
+        fix = "Free disk space, or pass another path. Existing files are unchanged."
+        raise _checks.error("lab", must, reason, fix) from e
 
 
 def _temporary_path(path: Path) -> Path:
-    """Return an unused name in the same folder."""
+    """Return a path in the same folder that does not exist."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
 
 
@@ -198,8 +201,8 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
-def _occupied(who: str, path: Path, there: str) -> _checks.RopeError:
-    return _checks.error(who, f"{path} must not exist yet", there, "Pass another path, or replace it with --force.")
+def _exists_error(who: str, path: Path, content: str) -> _checks.RopeError:
+    return _checks.error(who, f"{path} must not exist yet", content, "Pass another path, or replace it with --force.")
 
 
 class _Library(NamedTuple):

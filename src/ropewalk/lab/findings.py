@@ -216,7 +216,7 @@ _ORDERED = {"accuracy": True, "perplexity": False}
 """Measures by which methods are ordered → whether larger values are better."""
 
 
-def words(results: Results) -> list[str]:
+def paragraphs(results: Results) -> list[str]:
     """Write paragraphs on one task: claims that held, failed, or depended on the seed, and the order of the methods."""
     count = len(results.seeds)
     several = {"every": f"all {count} seeds", "any": f"any of {count} seeds"}
@@ -226,15 +226,15 @@ def words(results: Results) -> list[str]:
         if claim.task == results.about["name"]:
             # A study of fewer methods or lengths cannot test every claim.
             with contextlib.suppress(KeyError):
-                held_on[claim] = _held(claim, results)
+                held_on[claim] = _evaluate(claim, results)
     paragraphs = []
     if held_on:
         on_each = " on each seed" if count > 1 else ""
         paragraphs.append(f"The claims below are followed by their numbers{on_each}. 1x is the trained length.")
     for verdict, belongs in _VERDICTS.items():
-        found = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
-        if found:
-            paragraphs.append(f"{verdict.format(**seeds)}\n" + "\n".join(f"- {one}" for one in found))
+        sentences = [_sentence(claim, held, results) for claim, held in held_on.items() if belongs(held)]
+        if sentences:
+            paragraphs.append(f"{verdict.format(**seeds)}\n" + "\n".join(f"- {sentence}" for sentence in sentences))
     orders = [line for model in (ZERO_SHOT, TUNED) for line in _orders(results, model)]
     if orders:
         sign = (
@@ -254,7 +254,7 @@ _VERDICTS: dict[str, Callable[[list[bool]], bool]] = {
 """Headings of groups of claims → which claims belong to the group, by whether they held on each seed."""
 
 
-def _held(claim: Claim, results: Results) -> list[bool]:
+def _evaluate(claim: Claim, results: Results) -> list[bool]:
     cells = [results.value(*cell).values for cell in claim.cells]
     return [claim.holds(values) for values in zip(*cells, strict=True)]
 
@@ -286,7 +286,7 @@ def _orders(results: Results, model: str) -> list[str]:
                 continue
             if len(spreads) > 1:
                 kind = "without" if model == ZERO_SHOT else "after"
-                length = results.lengths[results.place(times)]
+                length = results.lengths[results.length_index(times)]
                 order = _order({m: s.values for m, s in spreads.items()}, more_is_better)
                 at = f"at {length:,} {results.about['length_is']} ({times}x)"
                 lines.append(f"{_NAMES[measure]} {at} {kind} fine-tuning: {order}")

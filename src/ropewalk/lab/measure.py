@@ -15,11 +15,11 @@ from ropewalk.lab.train import Batch
 _TOKENS_AT_ONCE = 4096
 
 LAST = 64
-"""Number of bytes at the end of a window that are also measured separately, at the largest positions."""
+"""Number of bytes at the end of a window that are also measured separately, because their positions are the largest."""
 
 
 class Plan(Protocol):
-    """The interface of a static `Rope` or a `SelfExtend`: it computes the rotation at given positions."""
+    """A static `Rope` or a `SelfExtend`: an object that computes the rotation at positions."""
 
     def at(self, positions: Tensor, /) -> Any:
         """Return the rotation of a `LanguageModel` for tokens at these positions."""
@@ -45,14 +45,14 @@ def perplexity(losses: Tensor) -> float:
     return math.exp(float(losses.mean()))
 
 
-def by_position(losses: Tensor, *, width: int) -> list[float]:
+def loss_by_position(losses: Tensor, *, width: int) -> list[float]:
     """Compute the mean loss in nats of each block of width positions. An incomplete last block is omitted."""
     whole = losses.shape[1] // width * width
     means: list[float] = losses[:, :whole].mean(0).view(-1, width).mean(1).tolist()
     return means
 
 
-def copied(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float, float]:
+def copy_accuracy(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float, float]:
     """Return the top-1 accuracy and the mean loss in nats, over the targets in the mask."""
     correct = counted = 0
     loss = 0.0
@@ -64,8 +64,8 @@ def copied(model: LanguageModel, plan: Plan | None, batch: Batch) -> tuple[float
     return correct / counted, loss / counted
 
 
-def ending(batch: Batch, tokens: int) -> Batch:
-    """Return the last tokens of each sequence, so that windows of all lengths end with the same text."""
+def last_tokens(batch: Batch, tokens: int) -> Batch:
+    """Return the last `tokens` tokens of each sequence, so that windows of all lengths end with the same text."""
     mask = None if batch.mask is None else batch.mask[:, -tokens:]
     return Batch(batch.tokens[:, -tokens:], batch.targets[:, -tokens:], mask)
 

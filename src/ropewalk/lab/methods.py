@@ -1,7 +1,7 @@
-"""The compared methods: the rope that a model trained on short sequences uses for n tokens.
+"""The methods that the lab compares: which rope a model that was trained on short sequences uses for n tokens.
 
-A fixed method uses the same rope at every length. A dynamic method uses the factor n / trained, and thus leaves
-sequences up to the trained length unchanged.
+A fixed method uses the same rope at every length. A dynamic method uses the factor n / trained length for longer
+sequences, and no scaling for sequences up to the trained length.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _Choose = Callable[[Rope, int, int], Plan]
 class Method:
     """A method for sequences longer than the trained ones.
 
-    name: its name in tables. what: a description. plan: a function from the trained rope, the trained length and the
-    number n of tokens (both in tokens) to the rope of these n tokens.
+    Args:
+        name: the name in tables.
+        what: a description.
+        plan: a function of the trained rope, the trained length in tokens, and a number of tokens. It returns the rope,
+            or the SelfExtend, for that number of tokens.
     """
 
     name: str
@@ -37,12 +40,15 @@ class Method:
 
 
 def _fixed(scheme: Callable[[int], schemes.Scheme | None]) -> _Choose:
-    """Build a plan from a function of the trained length to a scheme, which is the same for every n."""
+    """Return a plan with the same scheme for every number of tokens. `scheme` is a function of the trained length."""
     return lambda rope, trained, n: dataclasses.replace(rope, scaling=scheme(trained))
 
 
 def _dynamic(scheme: Callable[[float, int], schemes.Scheme]) -> _Choose:
-    """Build a plan from a function of n / trained and the trained length to a scheme. Short lengths are not scaled."""
+    """Return a plan that scales only sequences of n tokens that are longer than the trained ones.
+
+    `scheme` is a function of n / trained length and the trained length.
+    """
 
     def plan(rope: Rope, trained: int, n: int) -> Rope:
         return rope if n <= trained else dataclasses.replace(rope, scaling=scheme(n / trained, trained))
@@ -55,7 +61,10 @@ def _ntk_dynamic(rope: Rope, trained: int, n: int) -> Rope:
 
 
 def _self_extend(rope: Rope, trained: int, n: int) -> Plan:
-    """Use a window of a quarter of the trained length, and the smallest group that keeps all distances in training."""
+    """Return a SelfExtend with a window of a quarter of the trained length.
+
+    Its group is the smallest one with which every distance is below the trained length.
+    """
     if n <= trained:
         return rope
     window = trained // 4

@@ -1,6 +1,6 @@
-"""The parts of a study. Each is one training with its measurements, and its results are saved.
+"""The parts of a study: each is one training, followed by its measurements.
 
-A killed process loses only its current training step or measurement.
+Checkpoints and measurements are saved. A process that is killed loses only its current training step or measurement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ropewalk import Rope, _checks
 from ropewalk.lab import ranks
-from ropewalk.lab.files import writing
+from ropewalk.lab.files import atomic_write
 from ropewalk.lab.measure import Plan
 from ropewalk.lab.methods import METHODS, TUNES, Method
 from ropewalk.lab.model import LanguageModel, Size
@@ -29,7 +29,7 @@ BASELINES = {
     "sinusoidal": "the sines and cosines of the first Transformer, added to the embeddings",
     "no positions": "nothing but the causal mask",
 }
-"""Separate trainings without rotation: name → how the model gets positions."""
+"""Models that are trained without rotation: name → how the model gets positions."""
 
 Row = dict[str, Any]
 
@@ -39,8 +39,9 @@ class Part:
     """One training of one task with one seed.
 
     Args:
-        model: "trained" with rotation; "tuned": a fine-tune of that; or a key of BASELINES.
-        method: what a fine-tune trains with; None elsewhere.
+        task, seed: the task and the seed.
+        model: "trained" for the model with rotation, "tuned" for a fine-tune of it, or a key of BASELINES.
+        method: the method with which a fine-tune is trained. None for other models.
     """
 
     task: Task
@@ -50,28 +51,28 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name of the part and of its files."""
+        """The name of the part and of its files."""
         words = [self.task.name, str(self.seed), self.model, *([self.method.name] if self.method else [])]
         return "-".join(words).replace(" ", "-")
 
     @property
     def recipe(self) -> Recipe:
-        """Recipe of its training."""
+        """The recipe of its training."""
         return self.task.tune_recipe if self.method else self.task.recipe
 
     @property
     def longest(self) -> int:
-        """Longest sequence of its training, in tokens."""
+        """The longest sequence of its training, in tokens."""
         return self.task.tuned if self.method else self.task.trained
 
     @property
     def sequences(self) -> int:
-        """Number of sequences in each training step."""
+        """The number of sequences in each training step."""
         return self.task.tune_sequences if self.method else self.task.sequences
 
     @property
     def plans(self) -> dict[str, Callable[[int], Plan | None]]:
-        """Measured methods: name → function from the number of tokens to their rope."""
+        """The methods to measure: name → function from the number of tokens to the rope for them."""
         if self.model in BASELINES:
             return {self.model: lambda n: None}
         methods = METHODS if self.method is None else (self.method,)
@@ -81,34 +82,34 @@ class Part:
         }
 
     def files(self, folder: Path) -> tuple[Path, Path]:
-        """Paths of its checkpoint and its rows."""
+        """Return the paths of its checkpoint and of its rows."""
         parts = folder / "parts"
         return parts / f"{self.name}.safetensors", parts / f"{self.name}.json"
 
     def rows(self, folder: Path) -> list[Row]:
-        """Read the rows measured so far, in the order of `plans`. Rows of other settings are ignored.
+        """Read the rows measured so far, in the order of `plans`. Rows with other settings are ignored.
 
         Raises:
-            RopeError: the file has other content.
+            RopeError: the file contains something else.
         """
         file = self.files(folder)[1]
         if not file.exists():
             return []
         try:
-            kept = json.loads(file.read_text())
-            return list(kept["rows"]) if kept["asked"] == self._asked() else []
+            content = json.loads(file.read_text())
+            return list(content["rows"]) if content["asked"] == self._row_settings() else []
         except (ValueError, TypeError, KeyError) as e:
-            must = f"{file} must hold what was measured on a model"
-            raise _checks.error("lab", must, f"something else ({e!r})", "Delete it, and it is measured again.") from e
+            must = f"{file} must contain measurements of a model"
+            raise _checks.error("lab", must, f"something else ({e!r})", "Delete it to measure again.") from e
 
-    def done(self, folder: Path) -> bool:
-        """Whether the part is complete."""
+    def is_complete(self, folder: Path) -> bool:
+        """Return whether the training and all measurements are complete."""
         return self.files(folder)[0].exists() and len(self.rows(folder)) == len(self.plans)
 
     def run(
         self, folder: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
     ) -> list[Row]:
-        """Train or resume training, then measure the missing rows. Of several processes, only the first measures.
+        """Train, or resume the training, and then measure the missing rows. Only the first process measures.
 
         Args:
             folder: folder of checkpoints and rows.
@@ -120,37 +121,37 @@ class Part:
             lengths.
 
         Raises:
-            RopeError: the folder holds a training of that name with another recipe, or on another text.
+            RopeError: the folder contains a training with that name, but with another recipe or on another text.
         """
-        model = self._trained(folder, progress)
-        return ranks.on_first(lambda: self._measured(model, folder, say))
+        model = self._train(folder, progress)
+        return ranks.on_first(lambda: self._measure(model, folder, say))
 
-    def _measured(self, model: LanguageModel, folder: Path, say: Callable[[str], None] | None) -> list[Row]:
+    def _measure(self, model: LanguageModel, folder: Path, say: Callable[[str], None] | None) -> list[Row]:
         rows = self.rows(folder)
-        left = list(self.plans.items())[len(rows) :]
-        if left and say is not None:
-            say(f"measuring {', '.join(method for method, _ in left)}")
-        seen: dict[tuple[Plan | None, int], dict[str, Any]] = {}
-        for method, plan in left:
-            each = []
+        missing = list(self.plans.items())[len(rows) :]
+        if missing and say is not None:
+            say(f"measuring {', '.join(method for method, _ in missing)}")
+        measured_at: dict[tuple[Plan | None, int], dict[str, Any]] = {}
+        for method, plan in missing:
+            by_length = []
             for length in self.task.lengths:
                 key = (plan(self.task.tokens(length)), length)
-                if key not in seen:  # methods with the same rope at a length are measured once
-                    seen[key] = self.task.measure(model, *key)
-                each.append(seen[key])
-            values = {measure: [measured[measure] for measured in each] for measure in each[0]}
+                if key not in measured_at:  # methods with the same rope at a length are measured once
+                    measured_at[key] = self.task.measure(model, *key)
+                by_length.append(measured_at[key])
+            values = {measure: [values_at[measure] for values_at in by_length] for measure in by_length[0]}
             rows.append({"task": self.task.name, "seed": self.seed, "model": self.model, "method": method, **values})
-            write_json(self.files(folder)[1], {"asked": self._asked(), "rows": rows})
+            write_json(self.files(folder)[1], {"asked": self._row_settings(), "rows": rows})
         return rows
 
-    def _trained(self, folder: Path, progress: Progress | None) -> LanguageModel:
+    def _train(self, folder: Path, progress: Progress | None) -> LanguageModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = LanguageModel(self._size())
         if self.method is not None:
-            start = Part(self.task, self.seed, "trained")._trained(folder, None)
+            start = Part(self.task, self.seed, "trained")._train(folder, None)
             model.load_state_dict(start.state_dict())
-        # Fine-tunes use other sequences than the training. All fine-tunes of a seed use the same ones.
+        # Fine-tunes see other sequences than the first training. All fine-tunes of a seed see the same sequences.
         stream = 2 * self.seed + (self.method is not None)
         batches = self.task.batches(stream, longest=self.longest, sequences=self.sequences)
         file = self.files(folder)[0]
@@ -158,7 +159,7 @@ class Part:
         return model
 
     def _rope(self) -> Rope | None:
-        """Rope of its training. METHODS[0] is no scaling, and the methods of fine-tunes are plain ropes."""
+        """Return the rope of its training. METHODS[0] is no scaling, and every method of a fine-tune gives a Rope."""
         if self.model in BASELINES:
             return None
         return cast(Rope, (self.method or METHODS[0]).plan(self.task.rope, self.task.trained, self.longest))
@@ -173,10 +174,10 @@ class Part:
     def _about(self) -> dict[str, Any]:
         return {**self.task.about(), "seed": self.seed, "longest": self.longest, "sequences": self.sequences}
 
-    def _asked(self) -> dict[str, Any]:
-        """Return everything that determines the rows, after a round trip through JSON."""
-        asked = {
-            # A fine-tune also depends on the model that it started from.
+    def _row_settings(self) -> dict[str, Any]:
+        """Return everything that determines the rows, converted to JSON and back, for comparison with a file."""
+        settings = {
+            # A fine-tune also depends on the model from which it starts.
             "begins with": None if self.method is None else Part(self.task, self.seed, "trained")._training(),
             **self._training(),
             "lengths": list(self.task.lengths),
@@ -186,7 +187,7 @@ class Part:
                 for name, plan in self.plans.items()
             },
         }
-        return dict(json.loads(json.dumps(asked)))
+        return dict(json.loads(json.dumps(settings)))
 
     def _training(self) -> dict[str, Any]:
         return {
@@ -197,7 +198,7 @@ class Part:
 
 
 def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:
-    """Return all parts of one task and one seed, in an order in which they can run."""
+    """Return all parts of one task and one seed. Fine-tunes come after the training that they start from."""
     return [
         Part(task, seed, "trained"),
         *(Part(task, seed, "tuned", method) for method in TUNES),
@@ -206,6 +207,6 @@ def parts(task: Task, seed: int, *, baselines: bool) -> list[Part]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Replace a JSON file atomically. If the process is killed or the disk is full, the old file remains."""
-    with writing(file) as unfinished:
+    """Replace a JSON file atomically. If the process is killed or the disk is full, the old file does not change."""
+    with atomic_write(file) as unfinished:
         unfinished.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -13,21 +13,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def drawn(results: Results) -> dict[str, Figure]:
-    """Return file name without suffix → figure, with fine-tuned models in the lower half.
+def draw_figures(results: Results) -> dict[str, Figure]:
+    """Draw the figures of one task.
 
-    Lines are means over the seeds. Bands extend from the smallest to the largest value.
+    Models without fine-tuning are in the upper half and fine-tuned ones in the lower half. Lines are means over the
+    seeds, and bands extend from the smallest to the largest value.
+
+    Returns:
+        File name without suffix → figure.
     """
     about = results.about
     figures = {}
-    for measure, what in about["measures"].items():
+    for measure, description in about["measures"].items():
         figures[f"{about['name']}-{measure}"] = _figure(
             results,
             results.lengths,
             lambda model, method, measure=measure: results.values(model, method, measure),  # type: ignore[misc]
             xlabel=f"length ({about['length_is']})",
-            ylabel=what,
-            trained=results.lengths[results.place(1)],
+            ylabel=description,
+            trained=results.lengths[results.length_index(1)],
             logarithmic=True,
         )
         figures[f"{about['name']}-{measure}"].axes[0].set_yscale("linear" if measure == "accuracy" else "log")

@@ -1,6 +1,6 @@
-"""Coordinate the processes that train one model: join them, run code in the first one, share errors.
+"""Coordinate the processes that train one model: connect them, run code in the first one only, share errors.
 
-A single process is the first of one, and nothing here communicates.
+A single process counts as the first one, and then nothing here communicates.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ T = TypeVar("T")
 
 
 class FirstFailedError(RopeError):
-    """An error that the first process also raises and reports. Other processes end without a report."""
+    """An error that the first process has reported. The other processes raise this one and end without a report."""
 
 
 @contextmanager
-def joined() -> Iterator[None]:
-    """Join the processes started by torchrun while the body runs. Without torchrun, there is a single process.
+def process_group() -> Iterator[None]:
+    """Connect the processes that torchrun started while the body runs. Without torchrun, there is a single process.
 
-    Each process uses its own GPU, and they communicate with NCCL. On a machine without GPUs they use gloo and the CPU.
-    If a process ends with an error, the others lose their connection to it and end as well.
+    Each process uses its own GPU, and the processes communicate with NCCL. On a machine without GPUs they use the CPU
+    and gloo. If a process ends with an error, the others lose their connection to it and end as well.
 
     Raises:
-        RopeError: the machine has GPUs, but fewer than processes.
+        RopeError: the machine has GPUs, but more processes than GPUs.
     """
     if not dist.is_available() or not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
         yield
         return
-    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if 0 < gpus < here:
+    local_processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if 0 < gpus < local_processes:
         raise _checks.error(
             "lab",
             "each process must have its own GPU",
-            f"{here} processes on a machine with {gpus}",
+            f"{local_processes} processes on a machine with {gpus}",
             f"Pass --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to nothing to train on the CPU.",
         )
     if gpus:
@@ -49,7 +49,7 @@ def joined() -> Iterator[None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     try:
-        with reporting_lost_peers():
+        with report_lost_peers():
             yield
     except BaseException:
         if not gpus:  # gloo closes its connections; NCCL would wait for processes that may wait for this one
@@ -59,34 +59,34 @@ def joined() -> Iterator[None]:
 
 
 @contextmanager
-def reporting_lost_peers() -> Iterator[None]:
-    """Convert PyTorch's errors about lost connections into a one-line error.
+def report_lost_peers() -> Iterator[None]:
+    """Convert PyTorch's errors about lost connections in the body to a one-line error.
 
     Raises:
-        RopeError: this process could no longer communicate.
+        RopeError: this process has lost the connection to another one.
     """
     try:
         yield
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        must, came = "all processes must run until the end", f"process {rank()} has lost another one"
-        cure = "Read the error of that process, then start all of them again. They resume from the last checkpoint."
-        raise _checks.error("lab", must, came, cure) from e
+        must, got = "all processes must run until the end", f"process {rank()} without a connection to another one"
+        fix = "Read the error of that process, then start all processes again. They resume from the last checkpoint."
+        raise _checks.error("lab", must, got, fix) from e
 
 
 def count() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Rank of this process, from 0."""
+    """Return the rank of this process, from 0."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def device() -> torch.device:
-    """Device on which this process trains: its GPU under `joined`, otherwise the CPU."""
+    """Return the device on which this process trains: its GPU inside `process_group`, otherwise the CPU."""
     if count() > 1 and "nccl" in dist.get_backend_config():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -108,7 +108,7 @@ def on_first(act: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             outcome[0] = act()
-        except Exception as e:  # the other processes wait for an answer
+        except Exception as e:  # the other processes wait for a result or an error
             error, outcome[1] = e, str(e) or type(e).__name__
     dist.broadcast_object_list(outcome, src=0)
     if error is not None:
@@ -120,7 +120,7 @@ def on_first(act: Callable[[], T]) -> T:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Raise an error that every process has detected, so that only the first one reports it.
+    """Raise an error that every process has detected, in such a way that only the first one reports it.
 
     Raises:
         Exception: `error` in the first process, and `FirstFailedError` with its message in the others.
@@ -130,16 +130,16 @@ def fail(error: Exception) -> NoReturn:
     raise FirstFailedError(str(error)) from error
 
 
-def from_all(value: T) -> list[T]:
-    """Gather the values of all processes by rank. They must be picklable."""
+def gather_objects(value: T) -> list[T]:
+    """Return the values of all processes, in the order of the ranks. They must be picklable."""
     values: list[Any] = [value] * count()
     if count() > 1:
         dist.all_gather_object(values, value)
     return values
 
 
-def total(value: torch.Tensor) -> float:
-    """Sum a scalar on `device()` over all processes, and return it as a float."""
+def sum_over_processes(value: torch.Tensor) -> float:
+    """Sum a scalar tensor on `device()` over all processes, and return the sum as a float."""
     value = value.detach()
     if count() > 1:
         dist.all_reduce(value)
@@ -147,12 +147,16 @@ def total(value: torch.Tensor) -> float:
 
 
 @contextmanager
-def locked(file: Path, what: str) -> Iterator[None]:
-    """Hold the lock (`_lock.held`) in the first process on behalf of all of them.
+def hold_lock(file: Path, what: str) -> Iterator[None]:
+    """Hold a lock file (`_lock.hold`) while the body runs. The first process holds it for all processes.
+
+    Args:
+        file: the lock file.
+        what: what the lock protects, for the error message.
 
     Raises:
         RopeError: another run holds the lock.
     """
     with ExitStack() as stack:
-        on_first(lambda: stack.enter_context(_lock.held("lab", file, what)))
+        on_first(lambda: stack.enter_context(_lock.hold("lab", file, what)))
         yield

@@ -8,7 +8,7 @@ from typing import Any
 
 from ropewalk import plots
 from ropewalk.lab import findings, pictures
-from ropewalk.lab.files import writing
+from ropewalk.lab.files import atomic_write
 from ropewalk.lab.methods import METHODS, TUNES
 from ropewalk.lab.parts import BASELINES
 from ropewalk.lab.results import Results, Spread
@@ -17,8 +17,8 @@ from ropewalk.lab.tasks import Task
 _MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromkeys(BASELINES, "separate training")}
 
 
-def described(task: Task) -> dict[str, Any]:
-    """Describe a task for `report.json`. lengths are in the unit `length_is`, all other lengths in tokens."""
+def describe_task(task: Task) -> dict[str, Any]:
+    """Describe a task for `report.json`. "lengths" has the unit "length_is". All other lengths are in tokens."""
     return {
         "name": task.name,
         "length_is": task.length_is,
@@ -33,7 +33,7 @@ def described(task: Task) -> dict[str, Any]:
     }
 
 
-def written(result: dict[str, Any], folder: Path) -> list[str]:
+def write(result: dict[str, Any], folder: Path) -> list[str]:
     """Write report.txt and the plots, and return the lines of the text.
 
     Args:
@@ -43,12 +43,15 @@ def written(result: dict[str, Any], folder: Path) -> list[str]:
     lines: list[str] = []
     for about in result["tasks"]:
         results = Results(about, result["rows"])
-        lines += [*_tables(results), *(line for text in findings.words(results) for line in ("", *text.split("\n")))]
-        for name, figure in pictures.drawn(results).items():
-            with writing(folder / f"{name}.png", folder / f"{name}.unfinished.png") as unfinished:
+        lines += [
+            *_tables(results),
+            *(line for text in findings.paragraphs(results) for line in ("", *text.split("\n"))),
+        ]
+        for name, figure in pictures.draw_figures(results).items():
+            with atomic_write(folder / f"{name}.png", folder / f"{name}.unfinished.png") as unfinished:
                 plots.save(figure, unfinished)
     lines += ["", *_legend(result), ""]
-    with writing(folder / "report.txt") as unfinished:
+    with atomic_write(folder / "report.txt") as unfinished:
         unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [*lines, f"The report, JSON and plots are in {folder}."]
 
@@ -60,7 +63,7 @@ def _tables(results: Results) -> list[str]:
     for measure, what in about["measures"].items():
         lines += ["", f"{about['name']}: {what}; {spread}; trained on up to {about['trained']:,} tokens", ""]
         head = [about["length_is"], *(f"{length:,}" for length in results.lengths)]
-        lines += _aligned([head, *_rows(results, measure)])
+        lines += _format_table([head, *_rows(results, measure)])
     return lines
 
 
@@ -78,7 +81,7 @@ def _cell(value: Spread, measure: str) -> str:
     return f"{value.mean:.{digits}f}" + (f" ±{value.half_range:.{digits}f}" if len(value.values) > 1 else "")
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format a Markdown table with aligned columns: the first to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [

@@ -1,4 +1,4 @@
-"""Look up the numbers of a study by task, model, method, measure and length, over seeds."""
+"""Look up the numbers of a study by task, model, method, measure and length. Each look-up returns all seeds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spread:
-    """The values of one number for all seeds, in the order of the seeds."""
+    """The values of one number on all seeds, in the order of the seeds."""
 
     values: tuple[float, ...]
 
@@ -28,7 +28,7 @@ class Results:
     """The rows of one task.
 
     Args:
-        about: the description of the task by `report.described`.
+        about: the description of the task by `report.describe_task`.
         rows: rows from `Part.run`. Rows of other tasks are ignored.
     """
 
@@ -40,33 +40,33 @@ class Results:
         self.seeds = sorted({seed for _, _, seed in self._rows})
 
     def methods(self, model: str) -> list[str]:
-        """Methods that were measured on every seed, in the order in which they ran."""
+        """Return the methods of a model that were measured on every seed, in the order in which they ran."""
         methods = dict.fromkeys(method for kind, method, _ in self._rows if kind == model)
         return [method for method in methods if all((model, method, seed) in self._rows for seed in self.seeds)]
 
     def values(self, model: str, method: str, measure: str) -> list[Spread]:
-        """Values of a measure, in the order of the lengths."""
+        """Return the values of a measure, in the order of the lengths."""
         by_seed = [self._rows[model, method, seed][measure] for seed in self.seeds]
         return [Spread(values) for values in zip(*by_seed, strict=True)]
 
     def by_position(self, model: str, method: str) -> list[Spread]:
-        """Loss by position at the longest length, in nats."""
+        """Return the loss by position at the longest length, in nats."""
         seeds = (self._rows[model, method, seed]["by_position"][-1] for seed in self.seeds)
         return [Spread(values) for values in zip(*seeds, strict=True)]
 
     def value(self, model: str, method: str, measure: str, times: float) -> Spread:
-        """Value of a measure at a multiple of the trained length.
+        """Return the value of a measure at a multiple of the trained length.
 
         Raises:
             KeyError: that length, method or measure was not measured.
         """
-        place = self.place(times)
+        place = self.length_index(times)
         if method not in self.methods(model):
             raise KeyError(method)
         return self.values(model, method, measure)[place]
 
-    def place(self, times: float) -> int:
-        """Index of the length that is this multiple of the trained length.
+    def length_index(self, times: float) -> int:
+        """Return the index of the length that is this multiple of the trained length.
 
         Raises:
             KeyError: there is no such length.

@@ -30,8 +30,8 @@ VERSION = "1"
 
 
 @dataclass(frozen=True)
-class Last:
-    """The content of `last.json`.
+class Manifest:
+    """The manifest: the content of `last.json`.
 
     Args:
         version: VERSION.
@@ -50,8 +50,8 @@ class Last:
     sha256: dict[str, str]
 
 
-def split(model: LanguageModel) -> LanguageModel:
-    """Copy the model to `ranks.device()`, and shard its parameters over all processes with FSDP2, layer by layer."""
+def shard(model: LanguageModel) -> LanguageModel:
+    """Return a copy of the model on `ranks.device()`, with its parameters sharded over all processes by FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -64,8 +64,8 @@ def split(model: LanguageModel) -> LanguageModel:
     return shards
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather every DTensor, and return all tensors on the CPU of every process."""
+def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather every DTensor, and return name → tensor on the CPU, in every process."""
     from torch.distributed.tensor import DTensor
 
     return {
@@ -76,7 +76,7 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def save(
     file: Path, identity: Mapping[str, Any], tensors: Mapping[str, Tensor], losses: list[float], seconds: float
 ) -> None:
-    """Write the state after a step. All processes must call it, and each writes its own shards.
+    """Write the state after a step. All processes must call this, and each writes its own shards.
 
     If a process is killed while writing, the previous checkpoint remains. It is deleted once the new one is complete.
 
@@ -98,24 +98,26 @@ def save(
     local = [value.to_local() for value in tensors.values() if isinstance(value, DTensor)]
     finite = math.isfinite(losses[-1]) and bool(torch.nn.utils.get_total_norm(local).isfinite())
     folder = folder_of(file) / f"step-{len(losses):08d}"
-    if not all(ranks.from_all(finite)):
-        must, came = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
-        ranks.fail(_checks.error("lab", must, came, f"Take a lower learning rate; {folder.parent} has earlier steps."))
+    if not all(ranks.gather_objects(finite)):
+        must, got = "loss and weights must be finite", f"inf or nan after step {len(losses)}"
+        ranks.fail(
+            _checks.error("lab", must, got, f"Choose a lower learning rate. {folder.parent} contains earlier steps.")
+        )
     try:
         # This format contains no pickles, so reading it executes no code.
         save_shards(dict(tensors), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as e:  # raised in every process
         ranks.fail(_unwritable(folder, e.failures))
     # Each process lists only its own file: files of other machines may not be visible yet.
-    digests = ranks.from_all(_digests(folder, f"shard-{ranks.rank() + 1:05d}-*"))
-    sha256 = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+    digests = ranks.gather_objects(_digests(folder, f"shard-{ranks.rank() + 1:05d}-*"))
+    sha256 = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
     if len(sha256) != ranks.count():
         raise RuntimeError(f"{ranks.count()} processes wrote {sorted(sha256)}: this PyTorch names shards differently")
-    last = Last(VERSION, dict(identity), losses, seconds, folder.name, sha256)
+    last = Manifest(VERSION, dict(identity), losses, seconds, folder.name, sha256)
     ranks.on_first(lambda: _publish(file, last))
 
 
-def read(file: Path) -> Last | None:
+def read(file: Path) -> Manifest | None:
     """Read and check the manifest of the last complete checkpoint of `file`, or return None if there is none.
 
     The digests of its files are checked, but the tensors are not read.
@@ -128,7 +130,7 @@ def read(file: Path) -> Last | None:
         return None
     must = f"it must be a manifest of version {VERSION}"
     try:
-        found = Last(**json.loads(manifest.read_text(encoding="utf-8")))
+        found = Manifest(**json.loads(manifest.read_text(encoding="utf-8")))
         valid = (
             found.version == VERSION
             and isinstance(found.identity, dict)
@@ -144,12 +146,12 @@ def read(file: Path) -> Last | None:
     actual = _digests(manifest.parent / found.folder, "*")
     if actual != found.sha256:
         different = sorted(name for name in actual.keys() | found.sha256 if actual.get(name) != found.sha256.get(name))
-        came = f"missing, added or changed: {', '.join(different[:4])}"
-        raise _broken(manifest, f"{found.folder} must hold the files that it lists", came)
+        got = f"missing, added or changed: {', '.join(different[:4])}"
+        raise _broken(manifest, f"{found.folder} must hold the files that it lists", got)
     return found
 
 
-def load(file: Path, last: Last, tensors: Mapping[str, Tensor]) -> None:
+def load(file: Path, last: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Fill the tensors, plain or DTensors, from the checkpoint. Each process reads its own part.
 
     Raises:
@@ -169,15 +171,15 @@ def load(file: Path, last: Last, tensors: Mapping[str, Tensor]) -> None:
                 no_dist=ranks.count() == 1,
             )
         except CheckpointException as e:
-            ranks.fail(_broken(folder, "it must hold the tensors of this training", _first(e.failures)))
+            ranks.fail(_broken(folder, "it must hold the tensors of this training", _describe_failure(e.failures)))
 
 
-def tidy(file: Path, keep: str | None) -> None:
-    """Delete checkpoints of several processes: older ones, and incomplete ones of killed processes.
+def delete_checkpoints(file: Path, keep: str | None) -> None:
+    """Delete checkpoints of several processes, including incomplete ones of killed processes.
 
     Args:
         file: the file of the training.
-        keep: name of the folder to keep. None deletes all of them, beginning with the manifest.
+        keep: name of the checkpoint's folder to keep. None deletes all of them, beginning with the manifest.
     """
     parent = folder_of(file)
     if keep is None:
@@ -190,18 +192,20 @@ def tidy(file: Path, keep: str | None) -> None:
 
 
 def folder_of(file: Path) -> Path:
-    """Folder of the checkpoints of several processes that train `file`."""
+    """Return the folder for checkpoints of several processes that train `file`."""
     return file.with_name(f"{file.name}.shards")
 
 
-def _publish(file: Path, last: Last) -> None:
+def _publish(file: Path, last: Manifest) -> None:
+    """Replace the manifest, and delete older checkpoints."""
     manifest = folder_of(file) / "last.json"
-    with files.writing(manifest) as unfinished:
+    with files.atomic_write(manifest) as unfinished:
         unfinished.write_text(json.dumps(asdict(last)), encoding="utf-8")
-    tidy(file, keep=last.folder)
+    delete_checkpoints(file, keep=last.folder)
 
 
 def _digests(folder: Path, pattern: str) -> dict[str, str]:
+    """Return name → SHA-256 of the files of a folder that match the pattern."""
     digests = {}
     for path in sorted(folder.glob(pattern)):
         with path.open("rb") as opened:
@@ -210,15 +214,13 @@ def _digests(folder: Path, pattern: str) -> dict[str, str]:
 
 
 def _unwritable(folder: Path, failures: Mapping[int, Any]) -> _checks.RopeError:
-    came = _first(failures)
+    got = _describe_failure(failures)
     shutil.rmtree(folder, ignore_errors=True)
     must = f"{folder.parent} must be a folder that every process can write to"
-    return _checks.error(
-        "lab", must, came, "Free disk space, or pass another folder. The last checkpoint is unchanged."
-    )
+    return _checks.error("lab", must, got, "Free disk space, or pass another folder. The last checkpoint is unchanged.")
 
 
-def _first(failures: Mapping[int, Any]) -> str:
+def _describe_failure(failures: Mapping[int, Any]) -> str:
     """Describe the failure of the lowest rank in the report of torch.distributed.checkpoint.
 
     failures: rank → (exception, traceback).
@@ -229,5 +231,5 @@ def _first(failures: Mapping[int, Any]) -> str:
     return f"{type(error).__name__} in process {rank}: {error!s:.200}"
 
 
-def _broken(path: Path, must: str, came: str) -> _checks.RopeError:
-    return _checks.error("lab", f"{path}: {must}", came, f"Delete {path.parent} to continue without it.")
+def _broken(path: Path, must: str, got: str) -> _checks.RopeError:
+    return _checks.error("lab", f"{path}: {must}", got, f"Delete {path.parent} to continue without it.")

@@ -36,8 +36,8 @@ class Study:
     """The settings of a study.
 
     Args:
-        tasks: tasks, in the order in which they run for each seed.
-        seeds: seeds, in the order in which they run.
+        tasks: the tasks, in the order in which they run for each seed.
+        seeds: the seeds, in the order in which they run.
         baselines: whether to also train models without rotation.
     """
 
@@ -53,25 +53,25 @@ class Study:
 
 
 def quick(seed: int, *, baselines: bool) -> Study:
-    """Study the copy task on one seed."""
+    """Return the study of the copy task on one seed."""
     return Study([tasks.COPY], [seed], baselines)
 
 
 def text(seed: int, *, baselines: bool) -> Study:
-    """Study the text task on one seed."""
+    """Return the study of the text task on one seed."""
     return Study([tasks.TEXT], [seed], baselines)
 
 
 def full(seed: int, *, baselines: bool) -> Study:
-    """Study both tasks on three seeds."""
+    """Return the study of both tasks on three seeds."""
     return Study([tasks.COPY, tasks.TEXT], range(seed, seed + SEEDS), baselines)
 
 
 def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     """Run the missing parts, and write the report: tables, findings, JSON, plots.
 
-    Several processes (`ranks.joined`) must all call this with the same arguments. They train each model together. The
-    first one selects the missing parts, measures, and writes the report.
+    Several processes (`ranks.process_group`) must all call this with the same arguments. They train each model
+    together. The first one selects the missing parts, measures, and writes the report.
 
     Args:
         study: the settings.
@@ -80,36 +80,36 @@ def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
         say: called with each line of output, in the first process.
 
     Returns:
-        The content of `report.json`: date, versions, processes, threads of each process, tasks, rows (`Part.run`), and
-        seconds of this run.
+        The content of `report.json`: the date; versions; number of processes, and of threads in each; tasks; rows (see
+        `Part.run`); and the seconds of this run.
 
     Raises:
-        RopeError: matplotlib or safetensors is missing; the folder cannot be created or written, or has another
-            training with the same name; or another run uses the folder.
+        RopeError: matplotlib or safetensors is missing; the folder cannot be created or written; it contains another
+            training with the same name; or another run uses it.
     """
     ranks.on_first(lambda: _prepare(folder))
-    with ranks.locked(folder / "lock", f"in {folder}"):
+    with ranks.hold_lock(folder / "lock", f"in {folder}"):
         return _run_in(study, folder, say if ranks.rank() == 0 else lambda line: None)
 
 
 def _run_in(study: Study, folder: Path, say: Say) -> dict[str, Any]:
     began = time.monotonic()
-    done = ranks.on_first(lambda: [part.done(folder) for part in study.parts()])
-    left = [part for part, is_done in zip(study.parts(), done, strict=True) if not is_done]
-    if left:
+    completed = ranks.on_first(lambda: [part.is_complete(folder) for part in study.parts()])
+    missing = [part for part, is_done in zip(study.parts(), completed, strict=True) if not is_done]
+    if missing:
         threads = f"{torch.get_num_threads()} threads"
         if ranks.count() > 1:
             threads = f"{ranks.count()} processes, {threads} in each"
-        say(f"{threads}, {len(left)} of {len(study.parts())} parts to do, kept in {folder}")
-        expected = _minutes(estimate(left, folder))
-        say(f"This will take about {expected}. Ctrl-C stops it; the same command goes on from there.")
+        say(f"{threads}, {len(missing)} of {len(study.parts())} parts to do, saved in {folder}")
+        expected = _minutes(estimate(missing, folder))
+        say(f"This will take about {expected}. You can stop it with Ctrl-C and resume with the same command.")
     rows: list[Row] = []
     try:
         for number, part in enumerate(study.parts(), start=1):
-            rows += _run(part, folder, say, f"[{number}/{len(study.parts())}] {part.name}", part not in left)
+            rows += _run(part, folder, say, f"[{number}/{len(study.parts())}] {part.name}", part not in missing)
     except KeyboardInterrupt:
         say("")
-        say(f"Stopped. What is done is kept in {folder}; the same command goes on from there.")
+        say(f"Stopped. The completed work is saved in {folder}. Resume with the same command.")
         raise
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -117,18 +117,18 @@ def _run_in(study: Study, folder: Path, say: Say) -> dict[str, Any]:
         "processes": ranks.count(),
         "threads": torch.get_num_threads(),
         "seconds": round(time.monotonic() - began, 1),
-        "tasks": [report.described(task) for task in study.tasks],
+        "tasks": [report.describe_task(task) for task in study.tasks],
         "rows": rows,
     }
     for line in ranks.on_first(lambda: _report(result, folder)):
         say(line)
-    if left:
+    if missing:
         say(f"This run took {_minutes(time.monotonic() - began)}.")
     return result
 
 
-def _run(part: Part, folder: Path, say: Say, label: str, done: bool) -> list[Row]:
-    if done:
+def _run(part: Part, folder: Path, say: Say, label: str, is_complete: bool) -> list[Row]:
+    if is_complete:
         return ranks.on_first(lambda: part.rows(folder))
     say(label)
     progress = Progress(part.name, sys.stderr) if ranks.rank() == 0 else None
@@ -137,21 +137,21 @@ def _run(part: Part, folder: Path, say: Say, label: str, done: bool) -> list[Row
 
 def _report(result: dict[str, Any], folder: Path) -> list[str]:
     write_json(folder / "report.json", result)
-    return list(report.written(result, folder))
+    return list(report.write(result, folder))
 
 
-def estimate(left: Sequence[Part], folder: Path) -> float:
+def estimate(missing: Sequence[Part], folder: Path) -> float:
     """Estimate the seconds for these parts on this machine, by timing a few steps and measurements of each kind.
 
-    Completed steps of an interrupted training are counted again.
+    The estimate includes the completed steps of an interrupted training.
 
     Args:
-        left: the parts.
+        missing: the parts.
         folder: folder for the checkpoints of the timed steps, which are deleted afterwards.
     """
     seconds: dict[tuple[Task, bool], tuple[float, float]] = {}
     total = 0.0
-    for part in left:
+    for part in missing:
         kind = (part.task, part.method is not None)
         if kind not in seconds:
             seconds[kind] = _step_seconds(part, folder), ranks.on_first(functools.partial(_row_seconds, part))
@@ -161,13 +161,15 @@ def estimate(left: Sequence[Part], folder: Path) -> float:
 
 
 def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
-    """Time a training step of the part, in seconds."""
+    """Measure the seconds of a training step of the part."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the same model in every process
+        torch.manual_seed(0)  # so that every process has the same model
         model = LanguageModel(part.task.size)
     batches = part.task.batches(0, longest=part.longest, sequences=part.sequences)
     recipe = dataclasses.replace(part.recipe, steps=steps)
-    timed = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix=".timed-", dir=folder)))  # all processes see it
+    timed = Path(
+        ranks.on_first(lambda: tempfile.mkdtemp(prefix=".timed-", dir=folder))
+    )  # a folder that all processes share
     try:
         file = timed / "timed.safetensors"
         return train(model, part.task.rope, batches, recipe, file=file, about={}).seconds / steps
@@ -177,7 +179,7 @@ def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
 
 
 def _row_seconds(part: Part) -> float:
-    """Time the measurement of one method at all lengths, in seconds."""
+    """Measure the seconds that the measurement of one method at all lengths takes."""
     task = part.task
     with torch.random.fork_rng(devices=[]):
         model = LanguageModel(task.size)

@@ -1,6 +1,6 @@
-"""The two tasks: data, recipe, and measures of each.
+"""The two tasks: their data, recipes and measures.
 
-The recipes are chosen so that both tasks on three seeds, with all fine-tunes, take less than an hour on two cores.
+With these recipes, both tasks on three seeds with all fine-tunes take less than an hour on two cores.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Task(ABC):
 
     Args:
         size: size of the model.
-        trained: longest sequence of the training, in tokens. Fine-tunes use FACTOR times as many.
-        lengths: ascending lengths at which models are measured, including the trained length, in the unit `length_is`.
+        trained: longest sequence of the training, in tokens. Sequences of fine-tunes are FACTOR times as long.
+        lengths: ascending lengths at which models are measured, in the unit `length_is`. The trained length is one.
         recipe, sequences: recipe of the training, and number of sequences in each step.
         tune_recipe, tune_sequences: the same for fine-tunes.
         test_sequences: number of sequences measured at each length.
@@ -38,7 +38,7 @@ class Task(ABC):
     name: ClassVar[str]
     length_is: ClassVar[str]
     measures: ClassVar[Mapping[str, str]]
-    """Measures in tables → description with the unit."""
+    """Name of a measure in tables → description with the unit."""
     position_width: ClassVar[int | None] = None
     """Number of tokens in each mean of the loss by position. None if the task has no loss by position."""
 
@@ -99,7 +99,7 @@ class Copy(Task):
 
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
         batch = copying.test_batch(length, sequences=self.test_sequences)
-        accuracy, loss = measure.copied(model, plan, batch)
+        accuracy, loss = measure.copy_accuracy(model, plan, batch)
         return {"accuracy": accuracy, "loss": loss}
 
     def about(self) -> dict[str, Any]:
@@ -126,11 +126,11 @@ class Text(Task):
 
     def measure(self, model: LanguageModel, plan: Plan | None, length: int) -> dict[str, Any]:
         windows = text.windows(_corpus().held_out, count=self.test_sequences, seq=self.lengths[-1])
-        losses = measure.token_losses(model, plan, measure.ending(windows, length))
+        losses = measure.token_losses(model, plan, measure.last_tokens(windows, length))
         return {
             "perplexity": measure.perplexity(losses),
             "last": measure.perplexity(losses[:, -measure.LAST :]),
-            "by_position": measure.by_position(losses, width=_WIDTH),
+            "by_position": measure.loss_by_position(losses, width=_WIDTH),
         }
 
     def about(self) -> dict[str, Any]:

@@ -24,9 +24,9 @@ PACKAGES = (
     "zoneinfo",
 )  # fmt: skip
 SMALLEST = 8192
-"""Minimum size of a file in bytes, so that a held-out file has a few long windows."""
+"""Minimum size of a file in bytes. Smaller held-out files would have hardly any long windows."""
 TENTH = 10
-"""One file in TENTH is held out."""
+"""One in this many files is held out."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def corpus(folder: Path | None = None) -> Corpus:
 
 
 def batches(text: Tensor, *, batch: int, seq: int, seed: int) -> Callable[[int], Batch]:
-    """Return a function that draws random windows from (seed, step) alone, so a resumed training needs no other state.
+    """Return a function that draws random windows. They depend only on the seed and the step.
 
     Args:
         text: uint8 `[bytes]`, with more than seq bytes.

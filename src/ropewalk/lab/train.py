@@ -20,14 +20,15 @@ from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.progress import Progress
 
 EVERY = 10
-"""Steps between checkpoints of several processes: writing one takes as long as a few small steps."""
+"""Steps between checkpoints of several processes, because writing one takes as long as a few small steps."""
 
 
 class Batch(NamedTuple):
     """The data of one training step.
 
-    tokens and targets are int64 `[batch, seq]`. mask is bool `[batch, seq]`, True for targets that count, or None for
-    all.
+    Args:
+        tokens, targets: int64 `[batch, seq]`.
+        mask: bool `[batch, seq]`, True for targets that count. None means that all count.
     """
 
     tokens: Tensor
@@ -86,7 +87,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a training in addition to the weights: the loss of every step, and the total seconds."""
+    """The result of a training besides the weights: the loss of every step in nats, and the total seconds."""
 
     losses: tuple[float, ...]
     seconds: float
@@ -101,8 +102,8 @@ def loss_of(logits: Tensor, batch: Batch, targets: int | None = None) -> Tensor:
         targets: divisor of the sum, if batch is a part of a larger batch: the number of targets that count in the
             larger one. None means the number in batch.
     """
-    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-    counted = each if batch.mask is None else each[batch.mask.flatten()]
+    target_losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    counted = target_losses if batch.mask is None else target_losses[batch.mask.flatten()]
     return counted.sum() / (counted.numel() if targets is None else targets)
 
 
@@ -118,34 +119,34 @@ def train(
 ) -> Trained:
     """Train the model in place, and save checkpoints.
 
-    If there is a checkpoint of the same training, training resumes from it. A completed training is only loaded. The
+    If there is a checkpoint of the same training, it resumes from there. A completed training is only loaded. The
     final weights are bitwise equal to those of an uninterrupted training (with the same machine, versions, and numbers
     of processes and threads).
 
     A single process saves every step in `file`. If it is killed, only the current step is lost.
 
-    Several processes (`ranks.joined`) must all call this with the same arguments. FSDP2 shards the model over them, and
-    each processes a part of the sequences of every batch. They save a checkpoint every EVERY steps in
+    Several processes (`ranks.process_group`) must all call this with the same arguments. FSDP2 shards the model over
+    them, and each gets a part of the sequences of every batch. After every EVERY steps they save a checkpoint in
     `shards.folder_of(file)`, which all machines must be able to access. At the end the first process writes `file` and
     deletes that folder. Any number of processes can resume from either. The losses equal those of one process up to
     the rounding of sums.
 
     Args:
-        model: the model with its initial weights, which must be the same each time the same training is called.
+        model: the model with its initial weights, which must be the same in every call for the same training.
         rope: a static rope, or None for no rotation.
         batch: function from a step, counted from 0, to its data. It must depend only on the step.
         recipe: hyperparameters.
         file: file of the checkpoint. Its folder is created.
         about: everything else that determines the result (task, digest of the text, seed), as plain JSON. It is stored
             in the checkpoint and compared.
-        progress: receives every step.
+        progress: is called after every step.
 
     Raises:
         RopeError: the file is a checkpoint of another training, or no checkpoint; it cannot be written; another process
             trains with it; a loss or weight is not finite; or the processes have different trainings. Existing
             checkpoints are unchanged.
     """
-    with ranks.locked(file.with_name(f"{file.name}.lock"), str(file)):
+    with ranks.hold_lock(file.with_name(f"{file.name}.lock"), str(file)):
         return _train(model, rope, batch, recipe, file, about, progress)
 
 
@@ -161,7 +162,7 @@ def _train(
     identity = checkpoint.identity(model, rope, asdict(recipe), about)
     _check_agreement(identity)
     several, device = ranks.count() > 1, ranks.device()
-    trained = shards.split(model) if several else model
+    trained = shards.shard(model) if several else model
     parameters = dict(trained.named_parameters())
     decayed = [p for p in parameters.values() if p.ndim > 1]
     plain = [p for p in parameters.values() if p.ndim <= 1]
@@ -177,22 +178,22 @@ def _train(
     with _deterministic():
         for step in range(len(losses), recipe.steps):
             began = time.perf_counter()
-            whole = batch(step)
-            targets = whole.targets.numel() if whole.mask is None else int(whole.mask.sum())
-            now = _share(whole, device)
-            positions = torch.arange(now.tokens.shape[1], device=device)
+            full_batch = batch(step)
+            targets = full_batch.targets.numel() if full_batch.mask is None else int(full_batch.mask.sum())
+            own_batch = _select_sequences(full_batch, device)
+            positions = torch.arange(own_batch.tokens.shape[1], device=device)
             if len(positions) not in rotations:
                 rotations[len(positions)] = None if rope is None else rope.at(positions)
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)
             optimizer.zero_grad()
             placed = positions if model.size.absolute else None
-            loss = loss_of(trained(now.tokens, rotations[len(positions)], positions=placed), now, targets)
+            loss = loss_of(trained(own_batch.tokens, rotations[len(positions)], positions=placed), own_batch, targets)
             # FSDP2 averages the gradients of all processes, but the gradient of the whole batch is their sum.
             (loss * ranks.count()).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)
             optimizer.step()
-            losses.append(ranks.total(loss))
+            losses.append(ranks.sum_over_processes(loss))
             seconds += time.perf_counter() - began
             if not several:
                 checkpoint.save(file, identity, checkpoint.state(parameters, optimizer), losses, seconds)
@@ -208,11 +209,11 @@ def _train(
 
 def _check_agreement(identity: Mapping[str, Any]) -> None:
     """Check that all processes have the same training. Initial weights or texts may differ between machines."""
-    identities = ranks.from_all(identity)
+    identities = ranks.gather_objects(identity)
     if different := [key for key in identity if any(other[key] != identities[0][key] for other in identities)]:
-        cure = "Start all of them with the same command and the same versions of Python, PyTorch and ropewalk."
+        fix = "Start all of them with the same command and the same versions of Python, PyTorch and ropewalk."
         must = "every process must train the same model on the same data"
-        ranks.fail(_checks.error("lab", must, f"processes that differ in {', '.join(different)}", cure))
+        ranks.fail(_checks.error("lab", must, f"processes that differ in {', '.join(different)}", fix))
 
 
 def _resume(
@@ -220,7 +221,7 @@ def _resume(
 ) -> tuple[list[float], float]:
     """Load the last checkpoint of this training, if any, and return the losses of its steps and their seconds."""
 
-    def latest() -> checkpoint.Checkpoint | shards.Last | None:
+    def latest() -> checkpoint.Checkpoint | shards.Manifest | None:
         whole = checkpoint.read(file) if file.exists() else None
         last = shards.read(file)
         if whole is not None:
@@ -228,9 +229,9 @@ def _resume(
         if last is not None:
             checkpoint.check_same(shards.folder_of(file), last.identity, identity)
         if last is not None and (whole is None or len(last.losses) > len(whole.losses)):
-            shards.tidy(file, keep=last.folder)
+            shards.delete_checkpoints(file, keep=last.folder)
             return last
-        shards.tidy(file, keep=None)
+        shards.delete_checkpoints(file, keep=None)
         return whole
 
     found = ranks.on_first(latest)
@@ -242,9 +243,9 @@ def _resume(
         tensors = {name: torch.empty_like(value) for name, value in checkpoint.state(parameters, optimizer).items()}
         shards.load(file, found, tensors)
     checkpoint.restore(parameters, optimizer, tensors, len(found.losses))
-    if ranks.count() == 1 and isinstance(found, shards.Last):
+    if ranks.count() == 1 and isinstance(found, shards.Manifest):
         checkpoint.save(file, identity, tensors, found.losses, found.seconds)
-        shards.tidy(file, keep=None)
+        shards.delete_checkpoints(file, keep=None)
     return found.losses, found.seconds
 
 
@@ -257,22 +258,22 @@ def _gather(
     seconds: float,
 ) -> None:
     """Copy the gathered weights to the model of every process, and write the file that a single process would write."""
-    tensors = shards.whole(state)
+    tensors = shards.gather(state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"weights.{name}"])
 
-    def keep() -> None:
+    def save() -> None:
         if not shards.folder_of(file).exists():
             return  # an earlier run has written the file
         checkpoint.save(file, identity, tensors, losses, seconds)
-        shards.tidy(file, keep=None)
+        shards.delete_checkpoints(file, keep=None)
 
-    ranks.on_first(keep)
+    ranks.on_first(save)
 
 
-def _share(batch: Batch, device: torch.device) -> Batch:
-    """Select the sequences of this process. A process without any gets the first one with an all-False mask."""
+def _select_sequences(batch: Batch, device: torch.device) -> Batch:
+    """Select the sequences of this process. If there are too few, it gets the first one with an all-False mask."""
     if ranks.count() == 1:
         return batch
     rows = torch.arange(len(batch.tokens)).tensor_split(ranks.count())[ranks.rank()]

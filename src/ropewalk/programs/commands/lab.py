@@ -57,7 +57,7 @@ def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) ->
         raise click.UsageError("--quick is the copy task, so it cannot be combined with --task text. Drop one of them.")
     chosen = {None: study.full, "copy": study.quick, "text": study.text}["copy" if quick else task]
     try:
-        with ranks.joined():
+        with ranks.process_group():
             study.run(chosen(seed, baselines=baselines), out, click.echo)
     except ranks.FirstFailedError:
         raise SystemExit(1) from None
