@@ -1,7 +1,7 @@
-"""A headless Chromium, driven through its debugging pipe: no driver and no library is needed.
+"""Drive a headless Chromium through its debugging pipe, without a driver or a library.
 
-Chromium reads commands on file descriptor 3 and writes answers and events to 4, each a JSON object that ends in a zero
-byte (https://chromedevtools.github.io/devtools-protocol/).
+Chromium reads commands from file descriptor 3, and writes answers and events to 4. Each is a JSON object that ends in a
+zero byte (https://chromedevtools.github.io/devtools-protocol/).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _PATIENCE = 120.0  # seconds, for one answer on a busy machine
 
 
 class Browser:
-    """One page. `problems` are errors of its scripts and console, `requests` the addresses that it asked for."""
+    """A page in Chromium.
+
+    `problems` are errors of its scripts and console, and `requests` the addresses that it requested.
+    """
 
     def __init__(self, *, width: int = 1200, dark: bool = False) -> None:
         self.problems: list[str] = []
@@ -71,7 +74,7 @@ class Browser:
             raise
 
     def _attach(self) -> None:
-        """Find the page, and ask for the events that `_note` reads."""
+        """Find the page, and enable the events that `_note` reads."""
         targets = self._call("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")
         self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -93,27 +96,27 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def resize(self, width: int, height: int = 900, *, scale: float = 1.0) -> None:
-        """The size of the window in CSS pixels; `scale` is the number of pixels of a screenshot for each."""
+        """Set the size of the window in CSS pixels. `scale` is the number of screenshot pixels for each of them."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False
         )
 
     def set_dark(self, dark: bool) -> None:
-        """What `prefers-color-scheme` says."""
+        """Set `prefers-color-scheme`."""
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[feature])
 
     def open(self, path: Path) -> None:
-        """Load a file, and return when it has loaded."""
+        """Open a file, and return when it has loaded."""
         if error := self.call("Page.navigate", url=path.resolve().as_uri()).get("errorText"):
             raise RuntimeError(f"{path}: {error}")
         self.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of the promise that it returns.
+        """Return the value of a JavaScript expression, or of the promise that it returns.
 
         Raises:
-            RuntimeError: it throws.
+            RuntimeError: the expression throws.
         """
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
@@ -124,7 +127,7 @@ class Browser:
         """Return as soon as the expression is true.
 
         Raises:
-            TimeoutError: it stays false.
+            TimeoutError: it does not become true.
         """
         end = time.monotonic() + _PATIENCE
         while not self.evaluate(expression):
@@ -146,7 +149,7 @@ class Browser:
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + step, y=y)
 
     def press(self, key: str, code: int) -> None:
-        """Press a key in the focused element: its name and its Windows key code."""
+        """Press a key in the focused element, given by its name and its Windows key code."""
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
@@ -159,7 +162,7 @@ class Browser:
         return float(x), float(y)
 
     def screenshot(self, path: Path, clip: dict[str, float] | None = None, quality: int = 80) -> None:
-        """Write what the window shows, or a part of it, as the suffix says: .png or .webp."""
+        """Write a screenshot of the window, or a part of it. The suffix is .png or .webp."""
         kind: dict[str, Any] = {"format": path.suffix[1:]}
         if kind["format"] == "webp":
             kind["quality"] = quality
@@ -168,7 +171,7 @@ class Browser:
         path.write_bytes(base64.b64decode(data))
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """A command for the page."""
+        """Send a command for the page."""
         return self._call(method, session=self._session, **parameters)
 
     def _call(self, method: str, session: str | None = None, **parameters: Any) -> Any:

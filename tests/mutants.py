@@ -284,7 +284,7 @@ MUTANTS = [
     Mutant("angle field: rows and columns", "plots/field.py", ".reshape(height, width)", ".reshape(width, height).T"),
     Mutant("angle field: time", "plots/field.py", "[np.zeros_like(row)] * (count - 2), row, column)", "[row] * (count - 2), row, column)"),
     Mutant("angle field: fastest", "plots/field.py", "np.argsort(-speed[pairs]", "np.argsort(speed[pairs]"),
-    Mutant("angle field: frame", "plots/field.py", "color=of_axis[axis[pair]]", "color=of_axis[0]"),
+    Mutant("angle field: frame", "plots/field.py", "color=axis_colours[axis[pair]]", "color=axis_colours[0]"),
     Mutant("angle field: shape", "plots/field.py", "if places.shape != shape:", "if False:"),
     Mutant("grid: merge order", "positions/grids.py", "block.transpose(2, 3).flatten()", "block.flatten()"),
     Mutant("axis in float32", "positions/axes.py", 'number.device.type == "mps"', "True"),

@@ -1,4 +1,4 @@
-"""Every number on the page of `plots.explorer` is what an independent calculation gives, and bad input is refused."""
+"""Test every number on the page of `plots.explorer` against an independent calculation, and its errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """The numbers of a page."""
+    """Return the numbers of a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     return dict(json.loads(found[1]))
@@ -51,7 +51,7 @@ def unpacked(array: dict[str, str]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def curves() -> dict[str, dict[str, Any]]:
-    """Three ropes, trained on 8,192 or 4,096 tokens, at up to 65,536."""
+    """Return three ropes with trained lengths of 8,192 or 4,096 tokens, at up to 65,536."""
     return curves_of({"llama": LLAMA, "yarn": YARNED, "plain": UNSCALED}, length=65_536, trained_length=4096)
 
 
@@ -193,7 +193,7 @@ def test_a_rope_that_depends_on_the_length_is_drawn_at_both_ends() -> None:
 
 
 def test_a_second_rope_of_each_layer() -> None:
-    """The indexer of DeepSeek-V3.2 differs in pairing alone, so it is the same curve."""
+    """The indexer of DeepSeek-V3.2 differs only in pairing, so it shares the curve."""
     text = config("deepseek-v3.2")
     assert list(curves_of({"DeepSeek": ropewalk.from_config(text)})) == ["DeepSeek"]
     model = ropewalk.from_config(text)
@@ -204,7 +204,10 @@ def test_a_second_rope_of_each_layer() -> None:
 
 
 def test_axes() -> None:
-    """Qwen2-VL cuts the pairs into sections of 16, 24 and 24; its tower has rows and columns, for half of the pairs."""
+    """Qwen2-VL divides the pairs into sections of 16, 24 and 24.
+
+    Its tower has rows and columns, with half of the pairs each.
+    """
     model = ropewalk.from_config(config("qwen2-vl-72b-instruct-gptq-int4"))
     data = data_of(plots.explorer({"Qwen": model}))
     (curve,) = data["curves"]
@@ -221,7 +224,7 @@ def test_axes() -> None:
     np.testing.assert_allclose(tower["after"]["speed"], [*along, *along], rtol=SEVEN_DIGITS)
 
 
-def test_pairs_that_stand_still() -> None:
+def test_pairs_that_do_not_rotate() -> None:
     """Gemma 4 rotates 64 of the 256 pairs of its full attention."""
     curve = curves_of({"Gemma 4": ropewalk.from_config(config("gemma-4-26b-a4b"))})["Gemma 4: full attention"]
     speed = [float(w) for w in oracle.proportional(1_000_000.0, 512, 0.25)]
@@ -247,7 +250,10 @@ def test_every_length(length: int) -> None:
 
 
 def test_the_longest_is_one_of_the_lengths() -> None:
-    """Also where it is no doubling of the trained length; without scaling, four times that are of interest anyway."""
+    """It need not be a doubling of the trained length.
+
+    Without scaling, four times the trained length is shown as well.
+    """
     angles = curves_of({"llama": LLAMA}, length=100_000)["llama"]["angles"]
     assert angles["lengths"] == [8192, 16_384, 32_768, 65_536, 100_000]
     angles = curves_of({"plain": UNSCALED}, length=5000, trained_length=4096)["plain"]["angles"]
@@ -255,7 +261,7 @@ def test_the_longest_is_one_of_the_lengths() -> None:
 
 
 def test_ten_models_fit() -> None:
-    """The page of the documentation, which tools/explorer_for_docs.py writes."""
+    """This is the page of the documentation, which tools/explorer_for_docs.py writes."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
     try:
         import explorer_for_docs
@@ -271,7 +277,7 @@ def test_ten_models_fit() -> None:
 
 
 def test_names_are_text() -> None:
-    """A folder may be called anything."""
+    """A folder can have any name."""
     name = '</script><img src=x onerror="alert(1)">{{data}}&amp;'
     page = plots.explorer({name: UNSCALED}, note=name)
     assert "<img" not in page.split("<script>")[0]

@@ -1,6 +1,6 @@
-"""The page of `plots.explorer` in a real browser: what is drawn, what the controls do, narrow and dark screens.
+"""Test the page of `plots.explorer` in a real browser: figures and controls, on narrow and dark screens.
 
-Numbers are read off what Plotly drew, and compared with tests/oracle.py. Skipped where there is no Chromium.
+Numbers are read from Plotly's figures and compared with tests/oracle.py. The tests are skipped without Chromium.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(chromium: Browser, path: Path) -> Browser:
-    """The page, newly loaded, wide and light."""
+    """Open the page in a wide, light window."""
     chromium.resize(WIDE)
     chromium.set_dark(False)
     chromium.problems.clear()
@@ -71,7 +71,7 @@ def page(chromium: Browser, path: Path) -> Browser:
 
 
 def traces(page: Browser, figure: str) -> list[dict[str, Any]]:
-    """What Plotly drew, as plain data."""
+    """Return Plotly's traces of a figure as plain data."""
     script = """[...document.querySelector('#FIGURE .plot').data].map((trace) => {
         const plain = {};
         for (const key of ["type", "name", "x", "y", "z", "text", "visible", "base"])
@@ -90,7 +90,7 @@ def choose(page: Browser, selector: str, index: int) -> None:
 
 
 def drawn_vectors(page: Browser) -> np.ndarray:
-    """Tip minus centre of each vector, [pairs, 2]: the centres are those of the circles."""
+    """Return tip minus centre of each vector, [pairs, 2]. The centres are those of the circles."""
     circles = page.evaluate(
         "document.querySelector('#vectors .plot').layout.shapes.map((s) => [(s.x0 + s.x1) / 2, (s.y0 + s.y1) / 2])"
     )
@@ -118,8 +118,8 @@ def test_it_loads_without_errors_and_without_the_network(page: Browser, path: Pa
     assert all(request.startswith("data:") for request in page.requests[1:])
 
 
-def test_what_it_looks_for_is_noted(page: Browser) -> None:
-    """The checks above can fail: errors and requests are seen."""
+def test_problems_and_requests_are_recorded(page: Browser) -> None:
+    """The checks above can fail, because errors and requests are recorded."""
     page.evaluate("console.error('broken'), setTimeout(() => { throw new Error('thrown') }), 0")
     page.evaluate("fetch('https://example.invalid/').catch(() => 0)")
     page.wait_for("true")
@@ -161,7 +161,7 @@ def test_frequencies(page: Browser) -> None:
 
 
 def test_hover(page: Browser) -> None:
-    """Pair 40 of Llama 3.1, at 40/63 of the points of the first trace with markers."""
+    """Hover over pair 40 of Llama 3.1, which is at 40/63 of the points of the first trace with markers."""
     page.hover("#frequencies .plot .scatterlayer .trace:nth-child(2) .point:nth-child(41)")
     page.wait_for("document.querySelector('#frequencies .hovertext') !== null")
     text = page.evaluate("document.querySelector('#frequencies .hovertext').textContent")
@@ -194,7 +194,7 @@ def test_slider_moves_the_vectors(page: Browser) -> None:
 
 
 def test_vectors_of_another_rope(page: Browser) -> None:
-    """Its attention factor is the length of its vectors, and every figure of one rope follows."""
+    """The vectors are as long as its attention factor, and all other figures of one rope follow."""
     choose(page, "#vectors .curve", 1)
     expected = expected_vectors(12, YARN_SPEED, [0, 6, 12, 19, 25, 31], YARN_FACTOR)
     np.testing.assert_allclose(drawn_vectors(page), expected, atol=FLOAT32)
@@ -237,7 +237,7 @@ def test_score(page: Browser) -> None:
 
 
 def test_legend(page: Browser) -> None:
-    """One legend switches a rope off in both figures that lay ropes over each other, and on again."""
+    """A legend hides a rope in both figures that compare ropes, and shows it again."""
     assert [len(traces(page, figure)) for figure in ("frequencies", "score")] == [5, 6]
     page.click("#frequencies .chips button:nth-child(1)")
     assert page.evaluate("document.querySelector('#score .chips button').getAttribute('aria-pressed')") == "false"
@@ -306,7 +306,7 @@ def test_a_page_without_axes_and_without_a_trained_length(chromium: Browser, tmp
 
 
 @pytest.mark.parametrize("width", [NARROW, 760, WIDE])
-def test_nothing_sticks_out_and_no_labels_overlap(page: Browser, width: int) -> None:
+def test_nothing_overflows_and_no_labels_overlap(page: Browser, width: int) -> None:
     page.resize(width)
     page.wait_for(f"document.querySelector('#angles .main-svg').getBoundingClientRect().width <= {width}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -327,7 +327,7 @@ def test_nothing_sticks_out_and_no_labels_overlap(page: Browser, width: int) -> 
 
 
 def luminance(colour: str) -> float:
-    """As WCAG 2.1 defines it, of `rgb(…)` or `#rrggbb`."""
+    """Compute the luminance of `rgb(…)` or `#rrggbb`, as defined in WCAG 2.1."""
     parts = [int(p) for p in re.findall(r"\d+", colour)[:3]] if colour.startswith("rgb") else None
     parts = parts or [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in parts]
@@ -340,7 +340,10 @@ def contrast(a: str, b: str) -> float:
 
 
 def test_dark(page: Browser) -> None:
-    """Colours follow the setting while the page is open; text has a contrast of 4.5, and lines of 3, as WCAG asks."""
+    """Colours follow the setting while the page is open.
+
+    The contrast is 4.5 for text and 3 for lines, as WCAG requires.
+    """
     found = {}
     for dark in (False, True):
         page.set_dark(dark)

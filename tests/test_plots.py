@@ -1,4 +1,4 @@
-"""What the pictures show is what an independent calculation says; the files are pictures; errors name the cure."""
+"""Test that plots show the results of independent calculations, that files are valid, and that errors state a fix."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FUNCTIONS = (plots.inv_freq, plots.rotated_vector, plots.pairs, plots.decay)
 
 @dataclass(frozen=True)
 class Idle(schemes.Scheme):
-    """The second half of the pairs does not turn at all."""
+    """A scheme in which the second half of the pairs does not rotate."""
 
     rope_type = "idle"
 
@@ -49,7 +49,7 @@ def speeds(base, pairs=64):
 
 
 def llama3_speeds():
-    """Written from the Llama 3.1 release, not from ropewalk."""
+    """Compute the frequencies as in the Llama 3.1 release, not with ropewalk."""
     result = []
     for w in speeds(500_000.0):
         wavelength = 2 * math.pi / w
@@ -73,13 +73,13 @@ def line(axes, start):
 
 
 def arrows(figure):
-    """End of each arrow, in the order of positions."""
+    """Return the end of each arrow, in the order of positions."""
     axes = figure.axes[0]
     return [(a.U[0], a.V[0]) for a in axes.collections if str(a.get_label()).startswith("position")]
 
 
 def bound_of(distance, speed):
-    """The paper's mean |S_j|, term by term."""
+    """Compute the paper's mean |S_j| term by term."""
     partial, total = 0j, 0.0
     for w in speed:
         partial += cmath.exp(1j * distance * w)
@@ -134,7 +134,7 @@ def test_axes_have_a_colour_each():
     assert not [label for label in lines(plots.inv_freq(LLAMA).axes[0]) if str(label).startswith("axis")]
 
 
-def test_a_rope_with_axes_turns_as_text():
+def test_a_rope_with_axes_is_drawn_as_text():
     rope = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((8, 8)))
     one = ropewalk.Rope(8, 1e4, "half")
     for pair in range(8):
@@ -152,7 +152,7 @@ def test_idle_pairs_are_left_out(tmp_path):
 # --- rotated_vector ---------------------------------------------------------------------------------------------------
 
 
-def test_rotated_vector_turns_by_one_radian_per_position():
+def test_rotated_vector_rotates_by_one_radian_per_position():
     np.testing.assert_allclose(
         arrows(plots.rotated_vector(LLAMA)), [(math.cos(p), math.sin(p)) for p in range(6)], atol=1e-15
     )
@@ -269,7 +269,7 @@ MROPE = ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.interleaved((4, 2, 2))
 
 
 def panels(figure):
-    """The panel of each pair, by its number, in the order drawn."""
+    """Return the panel of each pair by its index, in the order of drawing."""
     titled = {re.match(r"pair (\d+): axis (\d)", axes.get_title()): axes for axes in figure.axes}
     return {int(found[1]): (int(found[2]), axes) for found, axes in titled.items() if found}
 
@@ -345,7 +345,7 @@ def test_angle_field_has_title_and_units(tmp_path):
 
 
 def test_angle_field_of_learned_frequencies():
-    """The sum over both axes, in float64, written out."""
+    """Compare with the sum over both axes, written out in float64."""
     import torch
 
     from ropewalk import positions
@@ -379,7 +379,7 @@ def test_pictures_name_the_axes():
     figure = plots.angle_field(AXIAL, 2, 2, pairs=[0, 4], axis_names=("row", "column"))
     assert [panel.get_title().split("\n")[0] for panel in figure.axes[:2]] == ["pair 0: row", "pair 4: column"]
     for rope, wrong in ((MROPE, ("row", "column")), (PLAIN, ("row",)), (MROPE, "row")):
-        with pytest.raises(ropewalk.RopeError, match=r"plots\.inv_freq: axis_names must be a name for each of the"):
+        with pytest.raises(ropewalk.RopeError, match=r"plots\.inv_freq: axis_names must have a name for each of the"):
             plots.inv_freq(rope, axis_names=wrong)
 
 
@@ -389,15 +389,15 @@ LEARNED = ropewalk.LearnedRope.projected(head_dim=16, heads=3, pairing="interlea
 @pytest.mark.parametrize(
     ("rope", "given", "message"),
     [
-        (LEARNED, {"head": 0}, "positions must be given for a LearnedRope"),
-        (LEARNED, {}, "head must be given if each head has its own frequencies"),
+        (LEARNED, {"head": 0}, "positions must be passed for a LearnedRope"),
+        (LEARNED, {}, "head must be an index if each head has its own frequencies"),
         (LEARNED, {"head": 3, "positions": np.zeros((2, 6))}, "head must be an integer from 0 to 2, got 3"),
-        (LEARNED, {"head": 0, "axis_names": ("x", "y")}, r"axis_names must be \(\) for a LearnedRope"),
-        (ropewalk.LearnedRope.from_rope(PLAIN), {}, "rope must have axes, got a LearnedRope of one axis"),
+        (LEARNED, {"head": 0, "axis_names": ("x", "y")}, "axis_names must be empty for a LearnedRope"),
+        (ropewalk.LearnedRope.from_rope(PLAIN), {}, "rope must have axes, got a LearnedRope with one axis"),
         (AXIAL, {"head": 0}, "head must be None for a Rope"),
-        (AXIAL, {"axis_names": ("x",)}, "axis_names must be a name for each of the 2 axes"),
+        (AXIAL, {"axis_names": ("x",)}, "axis_names must have a name for each of the 2 axes"),
         (None, {}, "rope must be a Rope with axes or a LearnedRope, got None"),
-        (PLAIN, {}, "rope must have axes, got a rope of one axis"),
+        (PLAIN, {}, "rope must have axes, got a rope with one axis"),
         (AXIAL, {"height": 0}, "height must be an integer from 1 to 512, got 0"),
         (AXIAL, {"width": 513}, "width must be an integer from 1 to 512, got 513"),
         (AXIAL, {"pairs": [8]}, "pairs must be an integer from 0 to 7, got 8"),
@@ -411,7 +411,7 @@ LEARNED = ropewalk.LearnedRope.projected(head_dim=16, heads=3, pairing="interlea
         (
             ropewalk.Rope(16, 1e4, "half", axes=ropewalk.Axes.axial((4, 4, 4, 4))),
             {},
-            "rope must have two or three axes if no positions are given, got 4",
+            "rope must have two or three axes if positions is None, got 4",
         ),
     ],
 )
@@ -503,7 +503,7 @@ def test_a_backend_that_matplotlib_does_not_know():
     )
     environment = {**os.environ, "MPLBACKEND": "bogus"}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert ran.stdout.startswith("plots: matplotlib must accept its settings, got"), ran.stderr
+    assert ran.stdout.startswith("plots: matplotlib must accept MPLBACKEND, got"), ran.stderr
     assert "Unset MPLBACKEND." in ran.stdout
 
 
@@ -553,14 +553,14 @@ class TestDifferences:
         lower = plots.differences({"yarn": YARN}).axes[1]
         assert lower.lines[0].get_ydata()[0] == pytest.approx((1 + 0.1 * math.log(16)) ** 2, rel=1e-12)
 
-    def test_pairs_that_stand_still_are_left_out(self) -> None:
+    def test_pairs_that_do_not_rotate_are_omitted(self) -> None:
         figure = plots.differences({"idle": IDLE, "turning": ropewalk.Rope(head_dim=16, base=10_000.0, pairing="half")})
         assert list(figure.axes[0].lines[1].get_xdata()) == [0, 1, 2, 3]
 
     @pytest.mark.parametrize(
         ("ropes", "longest", "message"),
         [
-            ({}, 10, "ropes must be ropes with the same number of pairs, got none"),
+            ({}, 10, "ropes must be one or more ropes with the same number of pairs, got none"),
             ({"a": PLAIN, "b": YARN}, 10, r"got \[64, 4\] pairs"),
             ({"a": PLAIN}, 0, "longest"),
         ],

@@ -1,9 +1,12 @@
 """Plots of a rope: its frequencies, the rotation of a pair, the angles over an image, and scores over distance.
 
-Each function takes a Rope (`times_copy` takes the rows of a benchmark) and returns a matplotlib Figure, 1000 pixels
-wide; `save` writes it. The functions use no pyplot and no global state, so they need no display. matplotlib comes with
-`pip install "ropewalk[plots]"`. `explorer` returns an interactive page of HTML and needs Plotly instead, which comes
-with `pip install "ropewalk[explore]"`.
+    figure = ropewalk.plots.inv_freq(rope)
+    ropewalk.plots.save(figure, "inv_freq.png")
+
+Most functions take a Rope and return a matplotlib Figure that is 1000 pixels wide. `times_copy` takes the rows of a
+benchmark. The functions use neither pyplot nor global state, so they need no display. Install matplotlib with
+`pip install "ropewalk[plots]"`. `explorer` returns an interactive HTML page and needs Plotly instead, which
+`pip install "ropewalk[explore]"` installs.
 """
 
 from __future__ import annotations

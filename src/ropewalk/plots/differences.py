@@ -1,4 +1,4 @@
-"""Plot several ropes over each other, to compare engines or a model with its fine-tune."""
+"""Plot several ropes in the same axes, to compare engines, or a model with its fine-tune."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
     """Plot frequencies relative to the first rope, and the score over distance for each rope.
 
     Args:
-        ropes: name → static rope, at least one, all with the same number of pairs. Equal ropes are drawn as one line
-            with all of their names.
-        longest: greatest distance, in tokens, at least 1.
+        ropes: name → static rope. There must be at least one, and all must have the same number of pairs. Equal ropes
+            share one line, which has all of their names.
+        longest: the largest distance, in tokens, at least 1.
 
     Returns:
-        A Figure: above, the inverse frequency of each pair over that of the first rope (ratio, log axis) over pair
-        index, without pairs that do not rotate; below, the score of q = k, all ones, per pair including the attention
-        factor, over distance (tokens, log axis from 1 on; at most 2000 distances).
+        A Figure. The upper panel shows the inverse frequency of each pair, divided by that of the first rope, over the
+        pair index (log axis). Pairs that do not rotate are omitted. The lower panel shows the score of q = k, all ones,
+        per pair and with the attention factor, at up to 2000 distances (tokens, log axis from 1 on).
 
     Raises:
-        RopeError: there is no rope, their numbers of pairs differ, one depends on the length, longest is out of range,
-            or matplotlib is missing.
+        RopeError: there is no rope, the numbers of pairs differ, a rope depends on the length, longest is out of range,
+            or matplotlib is not installed.
     """
     _checks.integer(_WHO, "longest", longest, at_least=1, at_most=2**31 - 1)
     names_of: dict[Rope, list[str]] = {}
@@ -41,7 +41,7 @@ def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
     if len({len(rope.inv_freq) for rope in names_of}) != 1:
         got = f"{[len(rope.inv_freq) for rope in names_of]} pairs" if names_of else "none"
         raise _checks.error(
-            _WHO, "ropes must be ropes with the same number of pairs", got, "Plot the others separately."
+            _WHO, "ropes must be one or more ropes with the same number of pairs", got, "Plot them separately."
         )
     figure = blank(height=7.5)
     upper, lower = figure.subplots(2, 1)

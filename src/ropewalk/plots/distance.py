@@ -1,4 +1,4 @@
-"""What distance does to a score."""
+"""Plot how a score depends on the distance between query and key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ropewalk import Rope, _checks
-from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, check_rope, scheme
+from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, check_rope, scheme_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,24 +17,24 @@ _MOST_DISTANCES = 2000
 
 
 def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
-    """What distance does to a score: the bound of the RoPE paper, and the score of an actual q and k.
+    """Plot a score over the distance between q and k, and the upper bound of the RoPE paper.
 
-    With h_i what pair i adds to the score at distance 0 (a complex number), and h = 0 after the last pair, the score
-    divided by the number of pairs is at most max |h_{i+1} − h_i| times mean |S_j|, S_j = Σ_{i<j} e^(𝒾·distance·θ_i).
-    The picture shows mean |S_j| and an actual score, that of q = k, all ones, over its value at distance 0: mean
-    cos(distance·θ_i). There h = 1 in every pair, the largest step is 1, and both are in the same units. The bound is
-    only a bound and does not fall steadily; dots mark the largest rise among the distances drawn.
+    Let h_i be the complex number that pair i adds to the score at distance 0, with h = 0 after the last pair. Then the
+    score, divided by the number of pairs, is at most max |h_{i+1} − h_i| · mean |S_j|, with
+    S_j = Σ_{i<j} e^(𝒾·distance·θ_i). The plot shows mean |S_j|, and the score of q = k, all ones, divided by its value
+    at distance 0, which is mean cos(distance·θ_i). For this q and k, the maximum is 1, so both curves have the same
+    unit. Neither the bound nor the score falls steadily. Dots mark the largest rise of each curve.
 
     Args:
-        rope: any rope. Its attention factor is left out.
-        longest: greatest distance, in tokens, at least 1.
+        rope: any rope. The attention factor is not applied.
+        longest: the largest distance, in tokens, at least 1.
 
     Returns:
-        A Figure: above, both over distance (tokens, log axis from 1 on); below, the score alone, larger. At most
-        2000 distances are drawn, all of them up to about a hundred.
+        A Figure. The upper panel shows both curves over the distance (tokens, log axis from 1 on), and the lower panel
+        only the score, enlarged. At most 2000 distances are drawn; up to about 100, all of them are.
 
     Raises:
-        RopeError: rope is no Rope, longest is out of range, or matplotlib is missing.
+        RopeError: rope is not a Rope, longest is out of range, or matplotlib is not installed.
 
     Source: Su et al. 2021, arXiv:2104.09864, section 3.4.3 and figure 2.
     """
@@ -44,20 +44,28 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_decay(upper, lower, rope.inv_freq, distances(longest))
     figure.suptitle(
-        f"Score and distance ({len(rope.inv_freq)} pairs, base {rope.base:,.10g}, {scheme(rope)})\n"
+        f"Score and distance ({len(rope.inv_freq)} pairs, base {rope.base:,.10g}, {scheme_name(rope)})\n"
         "The bound only limits scores from above; neither it nor the score has to fall steadily"
     )
     return figure
 
 
 def distances(longest: int, most: int = _MOST_DISTANCES) -> np.ndarray:
-    """0, and whole distances evenly spread over the logarithm from 1 to longest: int64, ascending, at most `most`."""
+    """Return 0 and integers from 1 to longest, spread evenly on a log axis: int64, ascending, at most `most`."""
     spread = np.geomspace(1, longest, most - 1).round().astype(np.int64)
     return np.unique(np.append(spread, 0))
 
 
 def bound_and_score(speed: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean |S_j| and mean cosine at each distance, float64 `[distances]`; speed `[pairs]`, radians per token."""
+    """Compute mean |S_j| and the mean cosine at each distance; see `decay`.
+
+    Args:
+        speed: inverse frequencies, `[pairs]`, in radians per token.
+        distance: `[distances]`, in tokens.
+
+    Returns:
+        The bound and the score, both float64 `[distances]`.
+    """
     turns = np.exp(1j * np.outer(distance, speed))
     return np.abs(turns.cumsum(axis=1)).mean(axis=1), turns.real.mean(axis=1)
 
@@ -81,7 +89,7 @@ def _draw_decay(upper: Axes, lower: Axes, speed: np.ndarray, distance: np.ndarra
 
 
 def _mark_largest_rise(axes: Axes, distance: np.ndarray, values: np.ndarray) -> None:
-    """Two dots: the lowest value so far and the later one that is farthest above it; none if values only fall."""
+    """Mark the two points between which the values rise most. If the values never rise, mark nothing."""
     lowest = np.minimum.accumulate(values)
     high = int(np.argmax(values - lowest))
     low = int(np.argmin(values[: high + 1]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ropewalk import Rope
-from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, check_rope, colours, names_of, scheme
+from ropewalk.plots.figure import BLUE, GREY, ORANGE, blank, check_rope, colours, names_of, scheme_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 
 def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
-    """Plot the inverse frequency of each pair before and after scaling, and the trained length if the scheme states it.
+    """Plot the inverse frequency of each pair, before and after scaling.
 
     Args:
         rope: any rope, with or without scaling.
-        axis_names: the names of its axes for the legend: `.axis_names` of a model's ropes or of its vision tower.
+        axis_names: names of the rope's axes for the legend, for example `.axis_names` of the result of `from_config` or
+            of its `.vision`. Empty means "axis 0", "axis 1" and so on.
 
     Returns:
-        A Figure: inverse frequency (radians per token, log axis) over pair index; on the right the wavelength in
-        tokens. "Before" is the same Rope with scaling None. Pairs with inverse frequency 0 are not drawn. If the rope
-        has several axes, the colour of a pair's marker shows its axis, and the units are positions instead of tokens.
+        A Figure of the inverse frequency (radians per token, log axis) over the pair index. The right axis shows the
+        wavelength in tokens. "Before scaling" is the same Rope with scaling None. Pairs with inverse frequency 0 are
+        omitted. A line marks the trained length if the scheme states it. If the rope has several axes, the colour of a
+        pair's marker shows its axis, and the units are positions instead of tokens.
 
     Raises:
-        RopeError: rope is no Rope, axis_names do not fit its axes, or matplotlib is missing.
+        RopeError: rope is not a Rope, axis_names does not fit its axes, or matplotlib is not installed.
     """
     check_rope("plots.inv_freq", rope)
     names = names_of("plots.inv_freq", rope, axis_names)
@@ -40,14 +42,14 @@ def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
     before, after = dataclasses.replace(rope, scaling=None).inv_freq, rope.inv_freq
     axes.set_yscale("log")
     if rope.scaling is None:
-        axes.plot(_drawn(after), "o-", color=BLUE, markersize=4, label="no scaling")
+        axes.plot(_nan_for_zero(after), "o-", color=BLUE, markersize=4, label="no scaling")
     else:
-        axes.plot(_drawn(before), "o--", color=GREY, markersize=4, label="before scaling")
-        axes.plot(_drawn(after), "o-", color=BLUE, markersize=4, label=f"after scaling: {scheme(rope)}")
+        axes.plot(_nan_for_zero(before), "o--", color=GREY, markersize=4, label="before scaling")
+        axes.plot(_nan_for_zero(after), "o-", color=BLUE, markersize=4, label=f"after scaling: {scheme_name(rope)}")
     if rope.axes is not None:
-        of_each = np.array(rope.axes.axis)
+        axis_of_pair = np.array(rope.axes.axis)
         for axis, colour in enumerate(colours(rope.axes.count)):
-            (pairs,) = np.nonzero((of_each == axis) & (after > 0))
+            (pairs,) = np.nonzero((axis_of_pair == axis) & (after > 0))
             axes.plot(pairs, after[pairs], "s", color=colour, zorder=3, label=names[axis])
     trained = None if rope.scaling is None else rope.scaling.trained_length(None)
     if trained is not None:
@@ -60,16 +62,16 @@ def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
     tokens.set_ylabel(f"wavelength ({unit}s per full turn)")
     axes.grid(alpha=0.3)
     axes.legend()
-    axes.set_title(f"Inverse frequency of {len(after)} pairs (base {rope.base:,.10g}, {scheme(rope)})")
+    axes.set_title(f"Inverse frequency of {len(after)} pairs (base {rope.base:,.10g}, {scheme_name(rope)})")
     return figure
 
 
-def _drawn(frequency: np.ndarray) -> np.ndarray:
-    """The frequencies with NaN instead of 0, which a log axis cannot show."""
+def _nan_for_zero(frequency: np.ndarray) -> np.ndarray:
+    """Replace frequencies 0, which a log axis cannot show, by NaN."""
     return np.where(frequency > 0, frequency, np.nan)
 
 
 def _wavelength(frequency: ArrayLike) -> ArrayLike:
-    """Convert radians per token to tokens per turn; the function is its own inverse."""
+    """Convert radians per token to tokens per turn. The same function converts back."""
     with np.errstate(divide="ignore"):
         return 2 * math.pi / np.asarray(frequency, dtype=np.float64)

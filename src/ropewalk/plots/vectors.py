@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
 
 def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
-    """Plot the vector (1, 0) in one pair of channels, rotated to positions 0, 1, 2, …
+    """Plot the vector (1, 0) in one pair of channels, rotated to positions 0, 1, 2 and so on.
 
     Args:
-        rope: any rope; the library itself rotates the vector.
+        rope: any rope. The vector is rotated with `rope.at`.
         pair: the index of the pair, from 0 to rotary_dim // 2 − 1.
         tokens: the number of positions, from 1 to 16.
 
     Returns:
-        A Figure: one arrow for each position and the unit circle; both axes dimensionless, of equal scale.
+        A Figure with one arrow for each position, and the unit circle. Both axes are dimensionless and have the same
+        scale.
 
     Raises:
-        RopeError: rope is no Rope, pair or tokens is out of range, or matplotlib is missing.
+        RopeError: rope is not a Rope, pair or tokens is out of range, or matplotlib is not installed.
     """
     check_rope("plots.rotated_vector", rope)
     _checks.integer("plots.rotated_vector", "pair", pair, at_least=0, at_most=rope.rotary_dim // 2 - 1)
@@ -55,18 +56,18 @@ def rotated_vector(rope: Rope, *, pair: int = 0, tokens: int = 6) -> Figure:
 
 
 def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
-    """Plot cos(position · inverse frequency) of all pairs of a head as colours.
+    """Plot cos(position · inverse frequency) of all pairs of a head as a heat map.
 
     Args:
         rope: any rope.
-        tokens: the number of positions from 0 on, from 2 to 4096.
+        tokens: the number of positions, from 2 to 4096. The first position is 0.
 
     Returns:
-        A Figure: colour is the cosine (without attention factor) over position (tokens) and pair index; on the right
-        the wavelength of some pairs. A line shows where each pair completes its first full turn.
+        A Figure whose colour is the cosine, without attention factor, over the position (tokens) and the pair index.
+        The right axis shows the wavelength of some pairs. A line marks the first full turn of each pair.
 
     Raises:
-        RopeError: rope is no Rope, tokens is out of range, or matplotlib is missing.
+        RopeError: rope is not a Rope, tokens is out of range, or matplotlib is not installed.
     """
     check_rope("plots.pairs", rope)
     _checks.integer("plots.pairs", "tokens", tokens, at_least=2, at_most=4096)
@@ -92,7 +93,7 @@ def pairs(rope: Rope, *, tokens: int = 256) -> Figure:
 
 
 def _rotated_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
-    """The vector (1, 0) in one pair, rotated to positions 0 … tokens − 1: float64 `[tokens, 2]`."""
+    """Rotate the vector (1, 0) in one pair to positions 0 to tokens − 1. Return float64 `[tokens, 2]`."""
     import torch
 
     half = rope.pairing == "half"
@@ -101,6 +102,8 @@ def _rotated_unit_vector(rope: Rope, pair: int, tokens: int) -> np.ndarray:
     x = torch.zeros(tokens, 1, rope.head_dim, dtype=torch.float64)
     x[..., first] = 1.0
     positions = torch.arange(tokens)
-    positions = positions if rope.axes is None else positions.expand(rope.axes.count, -1)  # as text
+    positions = (
+        positions if rope.axes is None else positions.expand(rope.axes.count, -1)
+    )  # text has the same position on all axes
     rotated = rope.at(positions, dtype=torch.float64)(x, layout="thd")
     return rotated[:, 0, [first, second]].numpy()

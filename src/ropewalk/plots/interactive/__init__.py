@@ -1,4 +1,4 @@
-"""The explorer: one page of HTML on which ropes are drawn over each other and looked at pair by pair."""
+"""The explorer: an interactive HTML page that compares ropes and shows every pair."""
 
 from __future__ import annotations
 

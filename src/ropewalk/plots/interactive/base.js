@@ -1,10 +1,10 @@
-// What the figures have in common: the numbers of the page, its state, texts and colours.
+// Shared by all figures: the numbers of the page, its state, texts and colours.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const curves = page.curves;
 const withAxes = [...curves, ...page.towers].filter((curve) => curve.axis);
 const SYMBOLS = ["circle", "diamond", "square", "triangle-up", "cross"];
-// The same in a legend 24 wide and 12 high, as paths of SVG.
+// The same symbols as SVG paths, for a legend that is 24 wide and 12 high.
 const OUTLINES = ["M12 2a4 4 0 1 0 .01 0", "M12 1l5 5-5 5-5-5", "M8 2h8v8H8", "M12 1l5 9H7", "M10 1h4v10h-4"];
 const NARROW = 600; // pixels
 const state = {
@@ -21,25 +21,25 @@ const state = {
 const $ = (selector, inside = document) => inside.querySelector(selector);
 const $$ = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// Ten colours; from the eleventh rope on they come again, with another symbol.
+// There are ten colours. From the eleventh rope on they repeat, with another symbol.
 const colourName = (curve) => `--c${curves.indexOf(curve) % 10}`;
 const colour = (curve) => css(colourName(curve));
 const lap = (curve) => Math.floor(curves.indexOf(curve) / 10) % SYMBOLS.length;
 const symbol = (curve) => SYMBOLS[lap(curve)];
 const units = (curve) => (curve.unit === "patch" ? "patches" : `${curve.unit}s`);
 const count = (number) => number.toLocaleString("en-US");
-// Three significant digits, but whole numbers from 100 to a million.
+// Three significant digits below 100, integers from 100 to a million, and millions above.
 const number = (x) =>
   Math.abs(x) >= 1e6
     ? `${Number((x / 1e6).toPrecision(3)).toLocaleString("en-US")} million`
     : Math.abs(x) >= 100
       ? count(Math.round(x))
       : Number(x.toPrecision(3)).toString();
-const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // Plotly reads some tags in its texts
+const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;"); // Plotly interprets some HTML tags in its texts
 const narrow = () => window.innerWidth < NARROW;
 
-// Arrays come as little-endian bytes in base64. Returns the values, and the shape as numbers.
-const unpacked = ({ dtype, bdata, shape }) => {
+// Decode an array of little-endian bytes in base64. Return the values, and the shape as numbers.
+const decodeArray = ({ dtype, bdata, shape }) => {
   const bytes = Uint8Array.from(atob(bdata), (c) => c.charCodeAt(0));
   const values = dtype === "f4" ? new Float32Array(bytes.buffer) : new Int8Array(bytes.buffer);
   return { values, shape: shape.split(", ").map(Number) };
@@ -87,7 +87,7 @@ const TOKENS = {
   ticktext: ["1", "10", "100", "1k", "10k", "100k", "1M", "10M", "100M", "1G"],
 };
 
-const described = (curve, which, row, i) => {
+const hoverText = (curve, which, row, i) => {
   const lines = [
     `<b>${plain(curve.label)}</b>${which}`,
     `pair ${i}`,
@@ -98,5 +98,5 @@ const described = (curve, which, row, i) => {
   return lines.join("<br>");
 };
 const shownCurves = () => curves.filter((_, i) => state.shown.has(i));
-// The largest of something over the ropes shown, or over all where none is.
+// The largest value of a measure over the ropes shown, or over all ropes if none is shown.
 const largest = (measure) => Math.max(...(state.shown.size ? shownCurves() : curves).map(measure));

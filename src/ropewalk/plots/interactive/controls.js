@@ -1,15 +1,15 @@
-// The controls: each changes the state, and draws what depends on it.
+// Each control changes the state, and draws the figures that depend on it again.
 "use strict";
 const drawAll = () =>
   [drawFrequencies, drawVectors, drawHeat, drawScore, drawAngles, ...(withAxes.length ? [drawAxes] : [])].forEach(
-    (one) => one(),
+    (drawFigure) => drawFigure(),
   );
 
-function fill(select, labels, chosen) {
-  select.replaceChildren(...labels.map((label, i) => new Option(label, i, false, i === chosen)));
+function fill(select, labels, selected) {
+  select.replaceChildren(...labels.map((label, i) => new Option(label, i, false, i === selected)));
 }
 
-// The choices that depend on the rope.
+// Fill the choices that depend on the rope, and draw its figures.
 function chooseCurve(index) {
   const curve = curves[index];
   const lengths = curve.angles ? curve.angles.lengths : [];
@@ -47,11 +47,11 @@ function chooseCurve(index) {
     label.hidden = !curve.angles;
   });
   Object.assign($("#vectors input"), { max: curve.vectors.steps, value: state.step });
-  [drawVectors, drawHeat, drawAngles].forEach((one) => one());
+  [drawVectors, drawHeat, drawAngles].forEach((drawFigure) => drawFigure());
 }
 
 function fillChips() {
-  const toggled = (i) => {
+  const toggle = (i) => {
     if (!state.shown.delete(i)) state.shown.add(i);
     showChips();
   };
@@ -64,7 +64,7 @@ function fillChips() {
           '<svg viewBox="0 0 24 12" aria-hidden="true"><line x1="0" x2="24" y1="6" y2="6" stroke-width="2"/>' +
           `<path d="${OUTLINES[lap(curve)]}z"/></svg>`;
         button.append(curve.label);
-        button.addEventListener("click", () => toggled(i));
+        button.addEventListener("click", () => toggle(i));
         return button;
       }),
     );
@@ -112,7 +112,7 @@ function moveTo(step) {
   drawVectors();
 }
 
-const chosen = (selector, key, then) =>
+const onChange = (selector, key, then) =>
   $(selector).addEventListener("change", (event) => {
     state[key] = Number(event.target.value);
     then();
@@ -125,11 +125,11 @@ $$("select.curve").forEach((select) => {
   );
   select.addEventListener("change", () => chooseCurve(Number(select.value)));
 });
-chosen("select.stride", "stride", drawVectors);
-chosen("select.range", "range", drawHeat);
-chosen("select.length", "length", drawAngles);
-chosen("select.scaled", "scaled", drawAngles);
-chosen("select.tower", "axes", drawAxes);
+onChange("select.stride", "stride", drawVectors);
+onChange("select.range", "range", drawHeat);
+onChange("select.length", "length", drawAngles);
+onChange("select.scaled", "scaled", drawAngles);
+onChange("select.tower", "axes", drawAxes);
 $("#vectors input").addEventListener("input", (event) => {
   play(false);
   moveTo(Number(event.target.value));

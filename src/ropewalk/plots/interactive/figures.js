@@ -1,10 +1,10 @@
-// The figures: each function draws one from the state.
+// Each function draws one figure from the state.
 "use strict";
 function drawFrequencies() {
   const traces = [];
   const mostPairs = largest((curve) => curve.after.speed.length);
   for (const curve of shownCurves()) {
-    const { turns } = curve.before ?? curve.after; // in training
+    const { turns } = curve.before ?? curve.after; // turns within the trained length
     for (const [row, dashed] of [
       [curve.before, true],
       [curve.after, false],
@@ -17,7 +17,7 @@ function drawFrequencies() {
         name: plain(curve.label) + which,
         x: row.speed.map((_, i) => i),
         y: row.speed,
-        text: row.speed.map((_, i) => described(curve, which, row, i)),
+        text: row.speed.map((_, i) => hoverText(curve, which, row, i)),
         hoverinfo: "text",
         line: { color: colour(curve), width: dashed ? 1.2 : 1.5, dash: dashed ? "dash" : "solid" },
         opacity: dashed ? 0.75 : 1,
@@ -43,14 +43,14 @@ function drawFrequencies() {
 function drawVectors() {
   const curve = curves[state.curve];
   const { pairs, strides, steps, xy } = curve.vectors;
-  const { values } = unpacked(xy);
+  const { values } = decodeArray(xy);
   const at = (step, i) => {
     const start = ((state.stride * (steps + 1) + step) * pairs.length + i) * 2;
     return [values[start], values[start + 1]];
   };
   const reach = Math.max(1, curve.factor);
   const columns = Math.min(pairs.length, narrow() ? 2 : 3);
-  const label = narrow() ? 0.8 : 0.5; // the height of what stands above each circle
+  const label = narrow() ? 0.8 : 0.5; // the height of the text above each circle
   const gap = 2 * reach + 0.6; // from centre to centre
   const tall = 2 * reach + label + 0.1;
   const centre = (i) => [(i % columns) * gap, -Math.floor(i / columns) * tall];
@@ -138,7 +138,7 @@ function drawVectors() {
 function drawHeat() {
   const curve = curves[state.curve];
   const { positions, cos } = curve.heat[state.range];
-  const { values, shape } = unpacked(cos);
+  const { values, shape } = decodeArray(cos);
   const z = Array.from({ length: shape[0] }, (_, i) =>
     Array.from(values.subarray(i * shape[1], (i + 1) * shape[1]), (x) => x / 127),
   );
@@ -196,7 +196,7 @@ function drawScore() {
     mode: "lines",
     name: plain(curve.label),
     x,
-    y: Array.from(unpacked(curve[panel]).values.subarray(from)),
+    y: Array.from(decodeArray(curve[panel]).values.subarray(from)),
     yaxis: panel === "bound" ? "y2" : "y",
     line: { color: colour(curve), width: narrow() ? 1 : 1.3, dash: lap(curve) ? "dot" : "solid" },
     hovertemplate: `<b>${plain(curve.label)}</b><br>distance %{x:,}<br>${panel} %{y:.3f}<extra></extra>`,
@@ -290,7 +290,7 @@ function drawAxes() {
       name: plain(name),
       x: pairs,
       y: pairs.map((i) => row.speed[i]),
-      text: pairs.map((i) => described(curve, "", row, i)),
+      text: pairs.map((i) => hoverText(curve, "", row, i)),
       hoverinfo: "text",
       marker: { size: 9, symbol: SYMBOLS[a % SYMBOLS.length], color: css(`--c${a % 10}`) },
     };

@@ -1,4 +1,4 @@
-"""Every number that the page of the explorer shows: computed here, by the library, and never in the browser."""
+"""Compute every number that the explorer's page shows. The page's script computes none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ropewalk.plots.distance import bound_and_score, distances
 from ropewalk.plots.interactive.curves import WHO, Curve
 
 SLIDER_STEPS = 64
-_COLUMNS = 160  # positions of a heat map
+_COLUMNS = 160  # the number of positions in a heat map
 _DISTANCES = 600
 _SHOWN_PAIRS = 6
 _MOST_PAIRS = 12
@@ -24,17 +24,17 @@ _MOST_LENGTHS = 12
 
 
 def distances_of(curves: Sequence[Curve]) -> np.ndarray:
-    """The distances of all scores, in tokens: 0, and evenly spread over the logarithm up to the longest curve's."""
+    """Return the distances at which scores are drawn, in tokens: 0, and others spread evenly on a log axis."""
     return distances(max(curve.longest for curve in curves), _DISTANCES)
 
 
 def numbers_of(curve: Curve, distance: np.ndarray, pairs: Sequence[int] | None) -> dict[str, Any]:
-    """The numbers of one curve, ready for JSON.
+    """Compute the numbers of one curve, as plain data for JSON.
 
     Args:
-        curve: what to draw.
-        distance: those of `distances_of`, int64 `[distances]`.
-        pairs: the pairs whose vectors are drawn; None spreads them over the pairs that rotate.
+        curve: the curve.
+        distance: the result of `distances_of`, int64 `[distances]`.
+        pairs: the pairs whose vectors are drawn. None spreads them over the pairs that rotate.
 
     Raises:
         RopeError: a pair is out of range.
@@ -55,20 +55,23 @@ def numbers_of(curve: Curve, distance: np.ndarray, pairs: Sequence[int] | None) 
 
 
 def frequencies(speed: np.ndarray, trained: int | None) -> dict[str, Any]:
-    """Radians per position, wavelength in positions and turns within the trained length; null for an idle pair."""
-    turning = [w if w > 0 else None for w in speed.tolist()]
+    """Return the speed (radians per position), the wavelength (positions) and the turns within the trained length.
+
+    Speed and wavelength of a pair that does not rotate are None. turns is None if the trained length is.
+    """
+    speeds = [w if w > 0 else None for w in speed.tolist()]
     return {
-        "speed": [None if w is None else _short(w) for w in turning],
-        "wavelength": [None if w is None else _short(2 * math.pi / w) for w in turning],
+        "speed": [None if w is None else _short(w) for w in speeds],
+        "wavelength": [None if w is None else _short(2 * math.pi / w) for w in speeds],
         "turns": None if trained is None else [_short(turn) for turn in _turns(speed, trained).tolist()],
     }
 
 
 def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
-    """The pairs whose vectors are drawn, ascending.
+    """Return the pairs whose vectors are drawn, ascending.
 
     Raises:
-        RopeError: one of them is out of range, or there are too many.
+        RopeError: a pair is out of range, or there are too many.
     """
     speed = curve.rope.inv_freq
     if pairs is None:
@@ -79,24 +82,27 @@ def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
         return [int(pair) for pair in rotating[spread]]
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not 1 <= len(pairs) <= _MOST_PAIRS:
         must = f"pairs must be a sequence of 1 to {_MOST_PAIRS} pairs"
-        raise _checks.error(WHO, must, _checks.shown(pairs), "Pass None to spread them.")
+        raise _checks.error(WHO, must, _checks.shown(pairs), "Pass None to let six be chosen.")
     fix = f"The last pair of {curve.label} is {len(speed) - 1}."
     return sorted({_checks.integer(WHO, "pairs", pair, at_least=0, at_most=len(speed) - 1, cure=fix) for pair in pairs})
 
 
 def strides(longest: int) -> list[int]:
-    """Tokens per step of the slider, ascending: 1, what reaches `longest` in all steps, and a power of two between."""
+    """Return the choices for the tokens per step of the slider, ascending.
+
+    They are 1, the number with which all steps reach `longest`, and a power of two in between.
+    """
     reach = max(1, longest // SLIDER_STEPS)
     return sorted({1, 2 ** (reach.bit_length() // 2), reach})
 
 
 def heat_positions(longest: int) -> list[np.ndarray]:
-    """The first positions one by one, and from 1 to `longest` evenly spread over the logarithm: int64."""
+    """Return two int64 arrays of positions: the first ones, and some up to `longest`, spread evenly on a log axis."""
     return [np.arange(_COLUMNS), distances(max(longest, 2), _COLUMNS + 1)[1:]]
 
 
 def lengths(curve: Curve) -> list[int]:
-    """Lengths for the angles that are met, in tokens: doublings of the trained length, and the longest."""
+    """Return the lengths at which angles are shown, in tokens: the trained one times powers of two, and the longest."""
     trained = curve.trained or 1
     end = curve.limit or max(curve.longest, 4 * trained)
     doublings = [trained * 2**i for i in range(_MOST_LENGTHS - 1) if trained * 2**i <= end]
@@ -104,7 +110,7 @@ def lengths(curve: Curve) -> list[int]:
 
 
 def _vectors(curve: Curve, pairs: list[int]) -> dict[str, Any]:
-    """(1, 0) rotated: float32 `[strides, steps + 1, pairs, 2]`, the attention factor included."""
+    """Rotate (1, 0), and multiply it by the attention factor: float32 `[strides, steps + 1, pairs, 2]`."""
     steps = strides(curve.longest)
     cos, sin = _tables(curve.rope, np.outer(steps, np.arange(SLIDER_STEPS + 1)))
     return {
@@ -116,35 +122,36 @@ def _vectors(curve: Curve, pairs: list[int]) -> dict[str, Any]:
 
 
 def _heat(rope: Rope, positions: np.ndarray) -> dict[str, Any]:
-    """Cosines without the attention factor, in steps of 1/127: int8 `[pairs, positions]`."""
+    """Return cosines without the attention factor, in units of 1/127: int8 `[pairs, positions]`."""
     cos, _ = _tables(rope, positions)
     return {"positions": positions.tolist(), "cos": packed((cos / rope.attention_factor * 127).round().T, "i1")}
 
 
 def _tables(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Exact cos and sin of text tokens, which have their position on every axis."""
+    """Return exact cos and sin of text tokens, which have the same position on every axis."""
     if rope.axes is not None:
         positions = np.broadcast_to(positions, (rope.axes.count, *positions.shape))
     return rope.tables(positions)
 
 
 def _angles(curve: Curve, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Parts of the circle that each pair has passed in training, and passes at each length with and without scaling.
+    """Return which part of the circle each pair has passed in training, and passes at each length.
 
-    A model is trained with the frequencies before scaling. A pair that a scheme stops did not rotate there either.
+    The latter is computed with and without scaling. The model was trained with the frequencies before scaling. A pair
+    with frequency 0 after scaling counts as not rotating in training either.
     """
     before = np.where(after > 0, before, 0.0)
     trained = _turns(before, curve.trained or 0)
     return {
         "lengths": lengths(curve),
         "seen": _parts(trained),
-        "without": [_reached(trained, _turns(before, n), n) for n in lengths(curve)],
-        "with": [_reached(trained, _turns(after, n), n) for n in lengths(curve)],
+        "without": [_compare_with_training(trained, _turns(before, n), n) for n in lengths(curve)],
+        "with": [_compare_with_training(trained, _turns(after, n), n) for n in lengths(curve)],
     }
 
 
-def _reached(trained: np.ndarray, turns: np.ndarray, length: int) -> dict[str, Any]:
-    """Part of the circle that each pair passes, which pairs meet unseen angles, and the same in words."""
+def _compare_with_training(trained: np.ndarray, turns: np.ndarray, length: int) -> dict[str, Any]:
+    """Return the part of the circle that each pair passes, and the pairs that reach angles not seen in training."""
     unseen = np.flatnonzero((trained < 1) & (turns > trained * (1 + 1e-9))).tolist()
     words = "every angle was seen in training"
     if unseen:
@@ -159,7 +166,7 @@ def _turns(speed: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def _parts(turns: np.ndarray) -> list[float]:
-    """Turns as a part of the circle: at most 1."""
+    """Convert turns to the part of the circle that is passed, at most 1."""
     return [_short(turn) for turn in np.minimum(turns, 1.0).tolist()]
 
 
@@ -170,11 +177,11 @@ def _ranges(pairs: list[int]) -> str:
 
 
 def _short(number: float) -> float:
-    """Seven significant digits: more than a figure can show, and half the bytes."""
+    """Round to seven significant digits, which is more than a figure can show, and halves the size."""
     return float(f"{number:.7g}")
 
 
 def packed(numbers: np.ndarray, dtype: str) -> dict[str, str]:
-    """An array as Plotly and the page read it: little-endian bytes in base64, and the shape."""
+    """Encode an array as Plotly and the page read it: little-endian bytes in base64, and the shape."""
     data = base64.b64encode(np.ascontiguousarray(numbers, dtype=f"<{dtype}").tobytes()).decode("ascii")
     return {"dtype": dtype, "bdata": data, "shape": ", ".join(map(str, numbers.shape))}

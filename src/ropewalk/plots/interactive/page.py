@@ -1,4 +1,4 @@
-"""The page of the explorer: a template, its style and script, the numbers, and Plotly, in one file."""
+"""Build the explorer's page: the template, style, scripts, numbers and Plotly in one HTML file."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def explorer(
     pairs: Sequence[int] | None = None,
     note: str = "",
 ) -> str:
-    """An interactive page about one or several ropes, which needs no network.
+    """Build an interactive HTML page about one or several ropes. The page needs no network.
 
-    Its figures: inverse frequencies before and after scaling, vectors that rotate with the position, cosines of all
-    pairs over positions, scores over distance with their bound, angles that a length meets and training did not, and
-    the axis of each pair where tokens have several positions. Layers with different ropes are separate curves, and a
-    rope whose frequencies depend on the length is drawn at its trained length and at its longest.
+    Its figures show inverse frequencies before and after scaling, vectors that rotate with the position, cosines of all
+    pairs over positions, scores over distance with their bound, the angles that occur at a length but did not occur in
+    training, and the axis of each pair of a rope with several axes. Layers with different ropes are separate curves. A
+    rope that depends on the length is drawn both for the trained and for the longest length.
 
     Args:
-        models: the name of each → its rope, or what `from_config` returned.
-        length: the longest sequence, in tokens, at most 2**31 − 1. None takes max_position_embeddings of each model,
+        models: name → `Rope`, or the result of `from_config`.
+        length: the longest sequence, in tokens, at most 2**31 − 1. None means max_position_embeddings of each model,
             and 131,072 for a Rope.
-        trained_length: tokens that a model was trained on before scaling, for those that do not say.
-        pairs: the pairs whose vectors are drawn, 1 to 12 of them; None for six, spread over those that rotate.
-        note: a paragraph of plain text that stands above the figures.
+        trained_length: the trained length before scaling, in tokens, for models whose config does not state it.
+        pairs: the indices of the 1 to 12 pairs whose vectors are drawn. None means six, spread over those that rotate.
+        note: plain text for a paragraph above the figures.
 
     Returns:
-        A document of HTML, at most 6 MB in UTF-8, of which Plotly's JavaScript is 4.8 MB.
+        The page as HTML, at most 6 MB in UTF-8, of which Plotly's JavaScript is 4.8 MB.
 
     Raises:
         RopeError: nothing in `models` rotates tokens, a number is out of range, the page would be too large, or Plotly
-            is missing (`pip install "ropewalk[explore]"`).
+            is not installed (`pip install "ropewalk[explore]"`).
 
     Example:
         >>> import ropewalk
@@ -62,35 +62,35 @@ def explorer(
         "curves": [{**_labels(curve), **numbers_of(curve, distance, pairs)} for curve in curves],
         "towers": [{**_labels(curve), "after": frequencies(curve.rope.inv_freq, None)} for curve in towers],
     }
-    page = _filled(names, note, curves, data)
+    page = _fill_template(names, note, curves, data)
     if (size := len(page.encode())) > MOST_BYTES:
         must = f"the page must have at most {MOST_BYTES:,} bytes"
         raise _checks.error(WHO, must, f"{size:,} with {len(curves)} ropes", "Pass fewer models.")
     return page
 
 
-def _filled(names: list[str], note: str, curves: list[Curve], data: Mapping[str, object]) -> str:
-    """The template with everything in it. Text is escaped; `<` in the numbers' JSON cannot end their element."""
+def _fill_template(names: list[str], note: str, curves: list[Curve], data: Mapping[str, object]) -> str:
+    """Fill the template. Text is escaped, and `<` is escaped in the JSON, so that no text can end a script element."""
     parts = {
         "title": html.escape(f"{names[0]} and {len(names) - 1} more" if len(names) > 5 else ", ".join(names)),
         "note": f'<p class="note">{html.escape(note)}</p>' if note else "",
         "table": _table(curves),
         "version": html.escape(ropewalk.__version__),
-        "style": _file("page.css"),
+        "style": _read_file("page.css"),
         "plotly": _plotly(),
         "data": json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "base": _file("base.js"),
-        "figures": _file("figures.js"),
-        "controls": _file("controls.js"),
+        "base": _read_file("base.js"),
+        "figures": _read_file("figures.js"),
+        "controls": _read_file("controls.js"),
     }
-    pieces = _file("page.html").split("{{")
+    pieces = _read_file("page.html").split("{{")
     return pieces[0] + "".join(
         parts[name] + text for name, text in (piece.split("}}", maxsplit=1) for piece in pieces[1:])
     )
 
 
 def _labels(curve: Curve) -> dict[str, object]:
-    """What the page calls a curve, and the axis of each pair by number and name."""
+    """Return the labels of a curve for the page's script, and the axis of each pair."""
     axes = curve.rope.axes
     names = curve.axis_names or tuple(f"axis {number}" for number in range(axes.count if axes else 0))
     return {
@@ -105,7 +105,7 @@ def _labels(curve: Curve) -> dict[str, object]:
 
 
 def _table(curves: list[Curve]) -> str:
-    """A row for each curve."""
+    """Return the HTML table of the curves."""
     head = "".join(f'<th scope="col">{column}</th>' for column in _COLUMNS)
     rows = "".join(
         f'<tr><th scope="row">{html.escape(curve.label)}</th>'
@@ -131,12 +131,12 @@ def _cells(curve: Curve) -> list[str]:
     ]
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return resources.files("ropewalk.plots.interactive").joinpath(name).read_text(encoding="utf-8")
 
 
 def _plotly() -> str:
-    """Plotly's JavaScript, which its Python package brings."""
+    """Return Plotly's JavaScript, which is part of its Python package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as e:
