@@ -1,4 +1,7 @@
-"""The benchmark times only what is right, tells who is left out and why, and writes what it found. Nothing on speed."""
+"""Test that the benchmark times only correct contenders, reports the others, and writes its results.
+
+Speed is not tested.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def rows(*contenders, tokens=5, dtype=torch.float32, layout="bshd", backward=Fal
 
 
 def returns(make, **how):
-    """A contender whose result is what `make` gives for the case, q, k and the gradients."""
+    """Return a contender whose result is that of `make` for the case, q, k and the gradients."""
     return Contender("made up", "half", lambda case: lambda inputs: Call(lambda: make(case, *inputs)), **how)
 
 
@@ -79,7 +82,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
-def test_who_is_wrong_is_not_timed(make):
+def test_a_wrong_contender_is_not_timed(make):
     right, wrong = rows(returns(turned), returns(make))
     assert right["state"] == "timed"
     assert wrong["state"] == "wrong"
@@ -104,7 +107,7 @@ def test_the_formula_of_the_check_is_the_oracle(pairing):
     assert case.error("tables", inputs, [torch.from_numpy(f(angles)) for f in (np.cos, np.sin)]) < 1e-13
 
 
-def test_float32_angles_are_allowed_to_whom_they_belong():
+def test_only_contenders_with_own_angles_may_have_float32_angles():
     case = Case(4096, torch.float32)
     assert case.tolerance("half", own_angles=False) == 2.0**-21
     assert case.tolerance("half", own_angles=True) == 2.0**-21 + 4196 * 2.0**-22
@@ -126,7 +129,7 @@ def test_ratios_are_to_the_copy():
     assert other["gb_per_s"] == 2 * 5 * 4 * 40 * 128 / other["median"] / 1e9
 
 
-def test_missing_peers_are_told(monkeypatch):
+def test_missing_peers_are_reported(monkeypatch):
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
     said = []
@@ -136,7 +139,7 @@ def test_missing_peers_are_told(monkeypatch):
     assert sum("not installed: no module" in line for line in said) == 2 * len(PEERS)
 
 
-def test_who_fails_is_told():
+def test_a_failing_contender_is_reported():
     def fail(*given):
         raise RuntimeError("no such kernel\nand more")
 
@@ -144,8 +147,8 @@ def test_who_fails_is_told():
     assert (row["state"], row["reason"]) == ("failed", "RuntimeError: no such kernel")
 
 
-def test_who_fails_late_is_told():
-    """A GPU may have no memory left when all contenders are there."""
+def test_a_contender_that_fails_late_is_reported():
+    """A GPU may run out of memory when all contenders are prepared."""
 
     class Late(OnCpu):
         def prepare(self, calls):
@@ -178,7 +181,7 @@ def test_a_long_sequence_in_chunks():
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Output and files of one run of the command."""
+    """Run the command once. Return its output and files."""
     folder = tmp_path_factory.mktemp("bench")
     options = ["--tokens", "3", "--tokens", "1", "--dtype", "float32", "--quick", "--rounds", "2", "--stream", "16"]
     options += ["--only", "ropewalk, in place", "--only", "Hugging", "--no-compile", "--threads", "1"]
@@ -206,13 +209,13 @@ def test_json(ran):
     assert [row["tokens"] for row in report["stream"]] == [32]
 
 
-def test_what_is_said(ran):
+def test_printed_lines(ran):
     assert "3 tokens, float32, forward: 0.12 MB read and written" in ran[0]
     assert "1 token, float32, forward + backward" in ran[0]
     assert "32 tokens, float32, in chunks of 16" in ran[0]
 
 
-def test_picture(ran):
+def test_plot_file(ran):
     assert ran[1]["plot"].read_bytes().startswith(b"\x89PNG")
     figure = plots.times_copy(json.loads(ran[1]["json"].read_text())["rows"])
     forward, both = figure.axes
@@ -222,7 +225,7 @@ def test_picture(ran):
     assert forward.lines[0].get_ydata().tolist() == [1.0, 1.0]
 
 
-def test_a_busy_machine_is_told(monkeypatch):
+def test_a_busy_machine_is_reported(monkeypatch):
     monkeypatch.setattr(machine, "load", lambda: 7.0)
     said = []
     bench.run(bench.Settings(tokens=[1], dtypes=["float32"], only=["clone"], rounds=1, stream=0), said.append)
@@ -256,7 +259,7 @@ def test_refusals(tmp_path):
     ("options", "stream"),
     [([], 1_000_000), (["--quick"], 0), (["--quick", "--stream", "5000"], 5000), (["--stream", "7"], 7)],
 )
-def test_quick_streams_only_when_asked(options, stream, monkeypatch):
+def test_quick_streams_only_with_the_option(options, stream, monkeypatch):
     asked = []
     monkeypatch.setattr(bench, "run", lambda settings, *_, **__: asked.append(settings))
     done = CliRunner().invoke(cli.main, ["bench", *options])

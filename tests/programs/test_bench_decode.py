@@ -1,4 +1,4 @@
-"""`ropewalk bench --decode`, with a tiny model: that everybody computes the same, and who does not is not timed."""
+"""Test `ropewalk bench --decode` with a tiny model: all contenders compute the same, and a wrong one is not timed."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_all_are_right_and_timed(tmp_path: Path) -> None:
     assert text.count("tokens/s") == 12
 
 
-def test_who_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode step that rotates by the position before its own, as a cache that counts wrongly would."""
+def test_a_wrong_contender_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step rotates by the previous position, like a cache that counts wrongly."""
     right = decode.build_steps
 
     def with_a_wrong_one(*arguments: Any) -> dict[str, decode.Step]:
@@ -100,11 +100,11 @@ def test_options_without_effect_are_refused(option: list[str]) -> None:
     ran = CliRunner().invoke(cli.main, ["bench", "--decode", *option])
     assert ran.exit_code == 1
     first = {"--no-backward": "--backward", "--no-compile": "--compile"}.get(option[0], option[0])
-    assert f"bench: {first} must be left out with --decode, got {first}. It has no effect" in ran.output
+    assert f"bench: {first} must be omitted with --decode, got {first}. It has no effect" in ran.output
 
 
-def test_our_model_is_theirs() -> None:
-    """A whole prompt through ours, without a cache, gives the logits of transformers."""
+def test_our_model_equals_that_of_transformers() -> None:
+    """A whole prompt without a cache gives the logits of transformers."""
     with torch.no_grad():
         ours, theirs = decode.build_models(TINY, torch.float32)
         tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""The benchmark of the fused step: every contender is checked before it is timed."""
+"""Test the benchmark of the fused step: every contender is checked before it is timed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_rows() -> None:
     assert {row["of_separate"] for row in rows if row["contender"] == "separate calls"} == {1.0}
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ropewalk.rotate_and_store
 
     def wrong(*args: torch.Tensor, **how: object) -> torch.Tensor:

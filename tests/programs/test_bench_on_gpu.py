@@ -1,6 +1,6 @@
-"""`ropewalk bench --device cuda`, rehearsed on the CPU: that it is whole, and that it times nobody who is wrong.
+"""Test `ropewalk bench --device cuda` in a rehearsal on the CPU: it is complete, and times no wrong contender.
 
-Its clock is read against a device that is made up, and against a GPU where there is one.
+Its clock is tested with a made-up device, and with a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Sets(OnCpu):
-    """Takes three sets of inputs, as a GPU does."""
+    """A clock with three sets of inputs, as on a GPU."""
 
     def sets(self, moved: int) -> int:
         return 3
@@ -97,7 +97,7 @@ WRONG: dict[str, Callable[[Case], Any]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_is_wrong_is_not_timed(kind: str, wrong: str) -> None:
+def test_a_wrong_contender_is_not_timed(kind: str, wrong: str) -> None:
     case = Case(dtype=torch.float32, **KINDS[kind])
     if wrong == "no way back" and kind != "backward":
         pytest.skip("it is right forward, but for rounding")
@@ -108,7 +108,7 @@ def test_who_is_wrong_is_not_timed(kind: str, wrong: str) -> None:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_a_pair_of_length_zero_has_to_stay_zero(pairing: Any) -> None:
-    """The random numbers of some versions of PyTorch have pairs (0, 0) in bfloat16."""
+    """In some versions of PyTorch, bfloat16 random numbers contain pairs (0, 0)."""
     case = Case(3, torch.bfloat16, batch=2)
     q, k = case.inputs()
     q[0, 1, 2] = 0
@@ -131,7 +131,7 @@ def test_decoding_is_checked_at_the_position_of_each_row() -> None:
 
 
 def test_a_peer_that_works_in_place_leaves_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Liger does: what it is given is overwritten, and so are the gradients on the way back."""
+    """Like Liger, the peer overwrites its arguments, and in the backward pass the gradients."""
 
     class InPlace(torch.autograd.Function):
         @staticmethod
@@ -155,7 +155,7 @@ def test_a_peer_that_works_in_place_leaves_the_inputs(monkeypatch: pytest.Monkey
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """What a whole rehearsal says and writes."""
+    """Run a rehearsal. Return its output and file."""
     path = tmp_path_factory.mktemp("bench") / "gpu.json"
     ran = command("--device", "cuda", "--rehearse", "--no-compile", "--rounds", "2", "--json", str(path))
     assert ran.exit_code == 0, ran.output
@@ -198,7 +198,7 @@ def test_verdict(rehearsed: tuple[str, dict[str, Any]]) -> None:
     assert float(table) <= 2.0**-24 < 1e-3 < float(product)
 
 
-def test_of_one_alone() -> None:
+def test_a_single_contender() -> None:
     ran = command("--device", "cuda", "--rehearse", "--rounds", "1", "--only", "in place", "--no-backward")
     assert ran.exit_code == 0, ran.output
     assert "Hugging Face" not in ran.output
@@ -237,7 +237,7 @@ def test_options_without_effect_are_refused(options: tuple[str, ...]) -> None:
     ran = command(*options)
     assert ran.exit_code == 1
     option, device = options[2], options[1]
-    assert f"bench: {option} must be left out with --device {device}, got {option}. It has no effect" in ran.output
+    assert f"bench: {option} must be omitted with --device {device}, got {option}. It has no effect" in ran.output
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A device that needs 8 ms between two events, whatever comes between; what it was asked for."""
+    """Install a made-up device with 8 ms between any two events. It records its calls."""
     asked: list[str] = []
 
     class Event:

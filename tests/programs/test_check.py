@@ -1,4 +1,4 @@
-"""`ropewalk check`: what it prints, and its exit status."""
+"""Test the output and the exit status of `ropewalk check`."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_doctor_says_what_is_not_installed() -> None:
     assert doctor._version("no-such-package-of-ours") == "not installed"
 
 
-def test_demo_hands_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_demo_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import ropewalk.programs.demo
 
     asked: list[Path] = []
@@ -136,7 +136,7 @@ def test_explain_draws_what_depends_on_the_length(tmp_path: Path) -> None:
     refused = run("explain", path, "--plot", tmp_path / "a.png")
     assert refused.exit_code == 1
     assert refused.stdout == ""
-    assert "Pass --length N too." in refused.stderr
+    assert "Also pass --length N." in refused.stderr
     assert run("explain", path, "--length", 128, "--plot", tmp_path / "a.png").exit_code == 0
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
@@ -194,7 +194,7 @@ def test_explain_text_only(tmp_path: Path) -> None:
 
 
 def test_text_only_has_no_effect_on_models_of_one_axis(config: Path) -> None:
-    """So that a script can pass it for every text model; the help says so."""
+    """A script can pass it for every text model, as the help states."""
     assert run("explain", config, "--text-only").stdout == run("explain", config).stdout
     assert "no effect on text models of one axis" in " ".join(run("explain", "--help").stdout.split())
 
@@ -234,7 +234,7 @@ EVIL = "x\x1b[31mRED\x07\ud800 \u4e2d\u6587 \u2603"
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii", "utf-8", "cp1252"])
 def test_every_encoding_of_the_output(tmp_path: Path, encoding: str) -> None:
-    """Characters that a terminal does not have, and what would not be text at all, are written as escapes."""
+    """Characters that the terminal lacks, and bytes that are not text, are written as escapes."""
     path = write(tmp_path, model_type=EVIL)
     for arguments, code in ((("--pairing", "half"), 0), ((), 1), (("--pairing", "half", "--json"), 0)):
         ran = process("explain", path, *arguments, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
@@ -270,8 +270,8 @@ def test_help_lists_every_command_in_one_section() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["explain", "CONFIG"], ["explain", "CONFIG", "--json"], ["doctor"], ["--help"]])
-def test_nobody_reads_the_output(config: Path, arguments: list[str]) -> None:
-    """As in `ropewalk doctor | true`: it ends without a word, with exit status 1, as click's commands do."""
+def test_a_closed_pipe(config: Path, arguments: list[str]) -> None:
+    """As in `ropewalk doctor | true`, it ends silently with exit status 1, like other commands of click."""
     command = [sys.executable, "-m", "ropewalk", *(str(config) if a == "CONFIG" else a for a in arguments)]
     read, written = os.pipe()
     os.close(read)

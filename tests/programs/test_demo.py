@@ -1,4 +1,4 @@
-"""The demo says what it measured, what it says holds, and a wrong result stops it."""
+"""Test that the demo prints what it measured, that its statements are true, and that a wrong result stops it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMBER = r"(\d\.\de[+-]\d\d)"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Folder, lines and called kernels of one run; the folder did not exist."""
+    """Run the demo once. Return its folder, which did not exist, its lines, and the kernels that were called."""
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
     said = []
     with pytest.MonkeyPatch.context() as patch:
@@ -41,14 +41,14 @@ def said(ran):
 
 
 def step(said, number):
-    """The lines of one step, without its heading."""
+    """Return the lines of one step, without its heading."""
     starts = [i for i, line in enumerate(said) if re.match(r"\[\d/6\]", line)]
     end = starts[number] if number < 6 else len(said)
     return said[starts[number - 1] + 1 : end]
 
 
 def table(rows):
-    """Rows `position ours usual` as numbers."""
+    """Parse rows `position ours usual` as numbers."""
     found = [re.fullmatch(rf"\s*([\d,]+)\s+{NUMBER}\s+{NUMBER}", row) for row in rows]
     return {int(m[1].replace(",", "")): (float(m[2]), float(m[3])) for m in found if m}
 
@@ -75,7 +75,7 @@ def test_angles_are_exact_at_every_position_and_the_usual_ones_drift(said):
     assert 1e-3 < usual[2] < 2e-2
 
 
-def test_turned_q_and_k_are_exact_to_rounding(said):
+def test_rotated_q_and_k_are_exact_up_to_rounding(said):
     errors = {m[1]: float(m[2]) for row in step(said, 3) if (m := re.search(rf"pair of (.), .*: {NUMBER}$", row))}
     assert set(errors) == {"q", "k"}
     assert all(1e-8 < error <= 2.0**-22 for error in errors.values())
@@ -133,7 +133,7 @@ print("kernel calls:", len(calls))
 
 
 @pytest.mark.parametrize(("backend", "without"), [("auto", False), ("reference", False), ("auto", True)])
-def test_says_which_code_ran(backend, without):
+def test_names_the_code_that_ran(backend, without):
     ran = subprocess.run(
         [sys.executable, "-c", COMPARE.format(without=without)],
         env={**os.environ, "ROPEWALK_BACKEND": backend},
@@ -153,7 +153,7 @@ def test_says_which_code_ran(backend, without):
 
 
 def says_which_code_ran(rows, calls):
-    """The last row of the comparison is true of a run in which the compiled code was called that often."""
+    """Check that the last line of the comparison is true for a run with this many calls of compiled code."""
     if calls:
         ran = re.fullmatch(r"  Code: the compiled CPU kernel \((\w+)\) for ropewalk, .* usual code\.", rows[-1])
         assert ran
@@ -195,7 +195,7 @@ def test_writes_the_pictures_and_names_them(ran):
 
 
 def refused(tmp_path, match, step_number):
-    """The demo raises in that step and draws nothing."""
+    """Check that the demo raises in this step and draws nothing."""
     said = []
     with pytest.raises(ropewalk.RopeError, match=match):
         demo.run(tmp_path, said.append)
@@ -225,16 +225,16 @@ def test_nan_angles_are_caught(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["q", "k"])
-def test_a_wrong_turn_is_caught(tmp_path, monkeypatch, wrong):
+def test_a_wrong_rotation_is_caught(tmp_path, monkeypatch, wrong):
     right = ropewalk.Rotation.__call__
 
-    def turns_one_token_the_other_way(rotation, q, k=None, *, layout):
+    def rotates_one_token_backwards(rotation, q, k=None, *, layout):
         turned = dict(zip("qk", right(rotation, q, k, layout=layout), strict=True))
         back = dict(zip("qk", right(rotation.inverse(), q, k, layout=layout), strict=True))
         turned[wrong][:, 32, 5] = back[wrong][:, 32, 5]
         return turned["q"], turned["k"]
 
-    monkeypatch.setattr(ropewalk.Rotation, "__call__", turns_one_token_the_other_way)
+    monkeypatch.setattr(ropewalk.Rotation, "__call__", rotates_one_token_backwards)
     refused(tmp_path, f"error of rotated {wrong} must be at most 2.4e-07", 3)
 
 

@@ -76,7 +76,7 @@ def test_pictures(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_picture_of_each_kind_of_layer(tmp_path: Path) -> None:
-    """Gemma 3: two kinds, of which one has another base."""
+    """Gemma 3 has two kinds of layers, with different bases."""
     gemma = {"model_type": "gemma3_text", "head_dim": 16, "rope_local_base_freq": 1e4, "num_hidden_layers": 6}
     pattern = {"sliding_window_pattern": 6, "rope_theta": 1e6}
     first = written(tmp_path, "first", **gemma, **pattern)
@@ -109,7 +109,7 @@ def test_what_cannot_be_combined(config: Path) -> None:
 def test_nothing_to_draw(config: Path, tmp_path: Path) -> None:
     ran = run(config, config, "--plot", tmp_path / "same.png")
     assert ran.exit_code == 1
-    assert "there is nothing that can be drawn over each other" in ran.stderr
+    assert "no ropes can be drawn in the same axes" in ran.stderr
 
 
 def test_a_model_that_ropewalk_does_not_know(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_starts_without_torch(config: Path) -> None:
 
 
 def test_the_commands_of_the_page(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every command of docs/diff.md, with these files in the place of those it names."""
+    """Run every command of docs/diff.md, with these files in place of those that it names."""
     page = (Path(__file__).parents[2] / "docs" / "diff.md").read_text()
     commands = [line.split()[3:] for line in page.splitlines() if line.startswith("$ ropewalk diff ")]
     assert len(commands) == 3

@@ -27,7 +27,7 @@ LLAMA: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The addresses that a browser was asked for; the working directory is a new folder."""
+    """Record the addresses that the browser is asked to open, in a new working directory."""
     addresses: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: addresses.append(address) or True)
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_sources_of_one_name(tmp_path: Path) -> None:
     assert labels(tmp_path / "ropewalk-explorer.html") == ["model", str(second)]
     refused = run(first, second, second)
     assert refused.exit_code == 2
-    assert f"{second} was named twice" in refused.stderr
+    assert f"{second} is listed twice" in refused.stderr
 
 
 def test_options_reach_the_page(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ropes_without_a_source_are_those_of_llama() -> None:
-    """The last scheme is the published one, at its factor of 8."""
+    """The last scheme is the published one, with its factor of 8."""
     from ropewalk.programs.commands import explore
 
     rows = json.loads((Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json").read_text())

@@ -1,1 +1,1 @@
-"""What people run: the command line, the demo and the benchmark. They stand on the public names alone."""
+"""Programs: the command line, the demo and the benchmark. They use only public names of ropewalk."""

@@ -1,6 +1,6 @@
 """The command line. Each command is a file in `commands`.
 
-`explain` and `--help` start without torch; whatever needs it is imported inside its command.
+Modules that need torch are imported inside their command, so `explain` and `--help` start without it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SECTIONS = {
 
 
 class _Group(click.Group):
-    """Handles errors for all commands: no arguments, files or terminals cause a traceback."""
+    """Handles errors for all commands, so that bad arguments, files or terminals cause no traceback."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands with their summaries in sections."""
@@ -43,14 +43,14 @@ class _Group(click.Group):
                 formatter.write_dl([(str(c.name), c.get_short_help_str(width)) for c in commands])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command. Characters that the encoding of the terminal does not have are written as escapes."""
+        """Run a command. Characters that the terminal's encoding lacks are written as escapes."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Errors of ropewalk and of the system become one line on stderr and exit status 1."""
+        """Convert errors of ropewalk and of the operating system to one line on stderr and exit status 1."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader closed the pipe: click exits silently with status 1

@@ -21,10 +21,10 @@ from torch import Tensor
 
 import ropewalk
 from ropewalk import _checks, plots
+from ropewalk.programs.bench.baselines import hugging_face, hugging_face_tables
 from ropewalk.programs.bench.case import rotation_error
 from ropewalk.programs.bench.clocks import OnCpu
 from ropewalk.programs.bench.measure import sample_alternately
-from ropewalk.programs.bench.usual import hugging_face, hugging_face_tables
 
 Say = Callable[[str], None]
 
@@ -92,8 +92,11 @@ def run(folder: Path, say: Say) -> None:
 class _Case:
     """A rope and the tokens that it rotates.
 
-    q is `[1, tokens, 32, 128]` and k `[1, tokens, 8, 128]`, float32, with heads of length 1. positions is int64
-    `[tokens]`. usual_inv_freq is float32 `[pairs]`, in radians per token, for the usual code.
+    Args:
+        rope: the rope.
+        positions: int64 `[tokens]`.
+        q, k: float32 `[1, tokens, 32, 128]` and `[1, tokens, 8, 128]`, with heads of length 1.
+        usual_inv_freq: inverse frequencies for the usual code, float32 `[pairs]`, in radians per token.
     """
 
     rope: ropewalk.Rope
@@ -217,7 +220,7 @@ def _compare(case: _Case, say: Say) -> None:
 
 
 def _which_code_ran() -> str:
-    """Say which code rotated float32 tensors on the CPU, and why, if it was not the compiled kernel."""
+    """Return a line that names the code that rotated float32 tensors. It says why if that was not the kernel."""
     state = ropewalk.backends()["cpu kernel"]
     if state.startswith("not usable") or "ROPEWALK_BACKEND" in state:
         return f"Code: plain PyTorch for both. The CPU kernel is {state}."
@@ -239,7 +242,7 @@ def _draw(rope: ropewalk.Rope, folder: Path, say: Say) -> list[str]:
 
 
 def _require(what: str, measured: float, bound: float) -> None:
-    """Raise unless measured ≤ bound. NaN raises as well."""
+    """Raise a RopeError unless measured ≤ bound. NaN raises as well."""
     if not measured <= bound:
         must, fix = (
             f"the error of {what} must be at most {bound:.1e}",
@@ -265,7 +268,10 @@ def _largest_gap(tables: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) ->
 
 
 def _rotation_errors(case: _Case, rotated: tuple[Tensor, Tensor]) -> list[float]:
-    """Largest errors of a rotated pair of q and of k, relative to its length, over every 32nd token and the last."""
+    """Return the largest error of a rotated pair of q, and of k, over every 32nd token and the last.
+
+    The errors are relative to the length of the pair.
+    """
     rows = torch.cat((torch.arange(0, len(case.positions), 32), torch.tensor([len(case.positions) - 1])))
     factor = torch.complex(*_exact_cos_sin(case.rope.inv_freq, case.positions[rows])).unsqueeze(1)
     return [
@@ -279,7 +285,7 @@ def _rotate(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest_score_change(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> float:
-    """Largest |difference| of q·k over all tokens and heads, in float64, one head of k at a time."""
+    """Return the largest absolute change of q·k over all tokens and heads, computed in float64."""
     return max((_scores(*before, head) - _scores(*after, head)).abs().max().item() for head in range(_KV_HEADS))
 
 

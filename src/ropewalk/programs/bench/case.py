@@ -1,6 +1,6 @@
-"""Inputs of the benchmark, and the check of results against a rotation written out in float64.
+"""The inputs of the benchmark, and the check of results against a rotation that is computed here in float64.
 
-Nothing here is computed by ropewalk, so ropewalk is checked like the other contenders.
+The check uses no code of ropewalk, so ropewalk is checked like the other contenders.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 BASE, HEAD_DIM, Q_HEADS, KV_HEADS = 500_000.0, 128, 32, 8  # Llama 3 without scaling
-LONGEST = 100_000  # tokens: positions of decoded tokens are smaller
+LONGEST = 100_000  # upper bound of the positions of decoded tokens
 FAR = 1_048_576  # the last position of the case that measures cos and sin at large positions
 Layout = Literal["bshd", "bhsd"]
 Passes = Literal["forward", "forward + backward", "backward"]
@@ -29,11 +29,17 @@ _CHUNK = 512  # tokens checked at a time, to limit the memory of float64 tensors
 
 @dataclass(frozen=True)
 class Case:
-    """Size, dtype and positions of queries and keys, and what is timed.
+    """A case of the benchmark: the size, dtype and positions of q and k, and what is timed.
 
     In layout "bshd", q and its gradient are `[batch, tokens, 32, 128]`, k and its gradient `[batch, tokens, 8, 128]`.
-    In "bhsd" heads precede tokens. first is the position of the first token. It is not 0, because position 0 is not
-    rotated and a single token there would test nothing. With decode, each row has a random position below LONGEST.
+    In "bhsd", heads precede tokens.
+
+    Args:
+        tokens, batch: the numbers of tokens and of rows.
+        dtype, layout, device: of q and k.
+        passes: what is timed.
+        first: the position of the first token. It is not 0 by default, because a token at position 0 is not rotated.
+        decode: whether each row has its own random position below LONGEST instead.
     """
 
     tokens: int
@@ -46,7 +52,7 @@ class Case:
     device: str = "cpu"
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Draw normally distributed inputs, reproducible by seed."""
+        """Draw normally distributed inputs. Equal seeds give equal inputs."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(heads: int) -> Tensor:
@@ -68,7 +74,7 @@ class Case:
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 `[*positions.shape, 64]`, exact up to rounding."""
+        """Exact cos and sin, rounded to float32, `[*positions.shape, 64]`."""
         return tables(self.positions)
 
     @property
@@ -77,40 +83,46 @@ class Case:
 
     @property
     def is_far(self) -> bool:
-        """Whether the positions extend to FAR."""
+        """Whether the positions extend to FAR, the position at which only cos and sin are measured."""
         return self.first + self.tokens > FAR
 
     @property
     def title(self) -> str:
-        """Size, dtype and passes in words."""
+        """The size, the dtype and the passes, as text."""
         rows = f"{self.batch} x " if self.batch > 1 else ""
         tokens = f"{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
         return f"{rows}{tokens}, {self.dtype_name}, {'decoding' if self.decode else self.passes}"
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes for reading and writing q and k once in each timed pass. Tables are not counted."""
+        """The bytes of reading and writing q and k once in each timed pass. Tables are not included."""
         elements = self.batch * self.tokens * (Q_HEADS + KV_HEADS) * HEAD_DIM
         return (4 if self.passes == "forward + backward" else 2) * elements * self.dtype.itemsize
 
     def add_head_axis(self, table: Tensor) -> Tensor:
-        """Add an axis to `[tokens, n]` or `[batch, tokens, n]`, so that it broadcasts over the heads of q and k."""
+        """Add an axis for the heads of q and k to a table `[tokens, n]` or `[batch, tokens, n]`."""
         return table.unsqueeze(-2 if self.layout == "bshd" else -3)
 
     def tolerance(self, does: Effect, *, own_angles: bool) -> float:
-        """Largest allowed error, relative to the length of a pair. For tables it is absolute.
+        """Return the largest allowed error, relative to the length of a pair. For tables it is absolute.
 
-        It is 4 eps: 2⁻²¹ in float32, 2⁻⁵ in bfloat16. The usual code rounds cos and sin, two products and a sum, with
-        an error of at most 2.7 eps. Contenders that compute angles in float32 are allowed 2⁻²² radians more for each
-        position.
+        It is 4 eps: 2⁻²¹ in float32 and 2⁻⁵ in bfloat16. The code of most projects rounds cos and sin, two products
+        and a sum, which costs at most 2.7 eps. For contenders that compute angles in float32 (`own_angles`), the limit
+        grows by 2⁻²² with each position.
         """
         rounding = 2.0**-24 if does == "tables" else 4 * torch.finfo(self.dtype).eps
         return rounding + (int(self.positions.max()) + 1) * 2.0**-22 * own_angles
 
     def error(self, does: Effect, inputs: Inputs, results: Sequence[Tensor]) -> float:
-        """Largest error of rotated q and k and, with a backward pass, of their gradients. NaN if a result has NaN.
+        """Return the largest error of rotated q and k and, with a backward pass, of their gradients.
 
-        q and k must be rotated by position · base^(−2i/head_dim), and gradients by the negative angle.
+        q and k must be rotated by position · base^(−2i/head_dim), and gradients by the negative angle. If a result has
+        NaN, the error is NaN.
+
+        Args:
+            does: the effect that the results should have.
+            inputs: q and k, and with a backward pass the incoming gradients.
+            results: the rotated tensors in the same order, or cos and sin.
         """
         if does == "tables":
             exact = exact_angle(self.positions)
@@ -125,7 +137,7 @@ class Case:
         return torch.stack(gaps).max().item()  # torch's max propagates NaN, Python's does not
 
     def _gaps(self, does: Effect, x: Tensor, result: Tensor, sign: int) -> Iterator[Tensor]:
-        """Yield the error of each chunk of tokens. sign: of the angle."""
+        """Yield the error of each chunk of tokens. `sign` is the sign of the angle."""
         if result.shape != x.shape or result.dtype != x.dtype:
             yield torch.tensor(torch.inf, dtype=torch.float64, device=self.device)
             return
@@ -141,28 +153,33 @@ class Case:
 
 
 def exact_angle(positions: Tensor) -> Tensor:
-    """position · base^(−2i/head_dim) in radians, float64 `[*positions.shape, 64]` on the device of positions."""
+    """Compute position · base^(−2i/head_dim) in radians, float64 `[*positions.shape, 64]`."""
     inv_freq = BASE ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64, device=positions.device) / HEAD_DIM)
     return positions.double().unsqueeze(-1) * inv_freq
 
 
 def tables(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of the exact angle, float32."""
+    """Return cos and sin of the exact angle, float32 `[*positions.shape, 64]`."""
     angle = exact_angle(positions)
     return angle.cos().float(), angle.sin().float()
 
 
 def rotation_error(before: Tensor, after: Tensor, factor: Tensor, pairing: str) -> Tensor:
-    """Largest error of a pair of after, relative to its length: a float64 scalar, NaN if after has NaN.
+    """Compute the largest error of a rotated pair, relative to its length.
 
-    before, after: `[…, 2 · pairs]`. factor: exact cos + i sin, complex128, broadcastable to `[…, pairs]`. pairing:
-    "half" or "interleaved".
+    Args:
+        before, after: the tensor before and after the rotation, `[…, 2 · pairs]`.
+        factor: exact cos + i sin, complex128, broadcastable to `[…, pairs]`.
+        pairing: "half" or "interleaved".
+
+    Returns:
+        A float64 scalar, which is NaN if `after` has NaN.
     """
     return _gap(_pairs(after, pairing), _pairs(before, pairing) * factor)
 
 
 def _gap(result: Tensor, exact: Tensor) -> Tensor:
-    """Largest relative error of pairs. For an exact pair of length 0, the divisor is 1e-30."""
+    """Compute the largest relative error of complex pairs. For an exact pair of length 0, the divisor is 1e-30."""
     return ((result - exact).abs() / exact.abs().clamp_min(1e-30)).max()
 
 

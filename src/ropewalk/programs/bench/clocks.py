@@ -17,13 +17,15 @@ Calls = Sequence[Callable[[], Any]]
 _SAMPLE = 2e-3  # seconds: shorter calls on a CPU are repeated, and their mean is one sample
 _MAX_REPEATS = 1000
 _MAX_SETS = 64
-_HOST = 8  # calls: with many more, the queue of the device is full and the host waits
+_HOST_CALLS = 8  # with many more calls, the queue of the device is full and the host waits
 
 
 class Timed(NamedTuple):
     """A prepared call.
 
-    sample returns the seconds of one call. host is the seconds until a call on a GPU returns, None on a CPU.
+    Args:
+        sample: a function that returns the seconds of one call.
+        host: the seconds until a call on a GPU returns. None on a CPU.
     """
 
     sample: Callable[[], float]
@@ -31,17 +33,17 @@ class Timed(NamedTuple):
 
 
 class Clock(Protocol):
-    """The interface of a device for `measure.rows`."""
+    """What `measure.rows` needs to time calls on a device."""
 
     def sets(self, moved: int) -> int:
-        """Number of sets of inputs for calls that read and write `moved` bytes."""
+        """Return the number of sets of inputs for calls that read and write `moved` bytes."""
 
     def prepare(self, calls: Calls) -> Timed:
-        """Warm up the calls, and prepare to time them."""
+        """Warm up the calls, and prepare them for timing."""
 
 
 class OnCpu:
-    """A clock for the CPU. Calls shorter than 2 ms are repeated, and the mean is one sample."""
+    """A clock for the CPU. A call shorter than 2 ms is repeated, and the mean time is one sample."""
 
     def sets(self, moved: int) -> int:
         """Return 1: all contenders find the same inputs in the CPU caches."""
@@ -55,17 +57,17 @@ class OnCpu:
 
 
 def _sample(call: Callable[[], object], repeats: int) -> float:
-    """Mean seconds of one call. A first untimed call warms up caches and threads for this contender.
+    """Measure the mean seconds of one call. A first untimed call warms up caches and threads for this contender.
 
     The previous result is freed before each call, so every result is allocated anew. If a call is not repeated, the
     time does not include freeing memory.
     """
     call()
-    kept: list[object] = []
+    results: list[object] = []
     start = time.perf_counter()
     for _ in range(repeats):
-        kept.clear()
-        kept.append(call())
+        results.clear()
+        results.append(call())
     return (time.perf_counter() - start) / repeats
 
 
@@ -75,7 +77,8 @@ class OnGpu:
 
     A waiting kernel is launched first, so that the host runs ahead and launch overhead is hidden.
 
-    replay: whether to capture the calls in one CUDA graph, and time its replay.
+    Args:
+        replay: whether to capture the calls in one CUDA graph, and time its replay.
     """
 
     replay: bool
@@ -87,7 +90,7 @@ class OnGpu:
 
     def prepare(self, calls: Calls) -> Timed:
         _seconds(calls)
-        host = statistics.median(_seconds(calls[:_HOST])[1] for _ in range(5))
+        host = statistics.median(_seconds(calls[:_HOST_CALLS])[1] for _ in range(5))
         number = len(calls)
         if self.replay:
             calls = [_graph(calls)]
@@ -96,7 +99,7 @@ class OnGpu:
 
 
 def _seconds(calls: Calls) -> tuple[float, float]:
-    """Seconds of one call on the device and on the host."""
+    """Measure the seconds of one call on the device and on the host."""
     event: Any = torch.cuda.Event
     wait: Any = torch.cuda._sleep
     begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -125,9 +128,9 @@ def _graph(calls: Calls) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
+        results = [call() for call in calls]
 
-    def replay(_results: object = kept) -> None:
+    def replay(_results: object = results) -> None:
         graph.replay()
 
     return replay

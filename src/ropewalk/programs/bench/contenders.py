@@ -11,32 +11,44 @@ import torch
 from torch import Tensor
 
 import ropewalk
+from ropewalk.programs.bench.baselines import Rotate, hugging_face, hugging_face_tables, meta
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, Case, Effect, Inputs, Passes
-from ropewalk.programs.bench.usual import Rotate, hugging_face, hugging_face_tables, meta
 
 Pairing = Literal["half", "interleaved"]
-FLOOR = "copy_"
+FLOOR = "copy_"  # the contender with which all others are compared
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call to time, and the conversion of its result for the check: q and k (and gradients), or cos and sin."""
+    """A call to time.
+
+    Args:
+        run: the call.
+        tensors: converts its result to tensors for the check: q and k (and their gradients), or cos and sin.
+    """
 
     run: Callable[[], Any]
     tensors: Callable[[Any], tuple[Tensor, ...]] = tuple
 
 
 Bind = Callable[[Inputs], Call]
-"""Bind a contender to inputs. Inputs are never modified: in-place contenders work on a copy."""
+"""A function that prepares the call of a contender for given inputs.
+
+The inputs are never modified, because in-place contenders work on a copy.
+"""
 
 
 @dataclass(frozen=True)
 class Contender:
     """One line of the table.
 
-    name is unique on a device. does is the effect that its result is checked for. make does all the untimed preparation
-    for a case. own_angles: whether it computes angles itself in float32 instead of receiving tables. backward: whether
-    it supports a backward pass. in_place: whether it overwrites q and k.
+    Args:
+        name: a name, unique on a device.
+        does: the effect for which the result is checked.
+        make: all preparation for a case that is not timed.
+        own_angles: whether it computes angles itself, in float32, instead of receiving tables.
+        backward: whether it supports a backward pass.
+        in_place: whether it overwrites q and k.
     """
 
     name: str
@@ -52,7 +64,7 @@ class Contender:
 
 
 def rope(pairing: Pairing) -> ropewalk.Rope:
-    """The rope of every case."""
+    """Return the rope of every case, in this pairing."""
     return ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing=pairing)
 
 
@@ -106,7 +118,10 @@ def _hugging_face(case: Case) -> Rotate:
 
 
 def full_width(case: Case) -> tuple[Tensor, Tensor]:
-    """cos and sin of every channel in the dtype of q and k: `[1, tokens, 128]`, decoding `[batch, tokens, 128]`."""
+    """Return cos and sin of every channel in the dtype of q and k, `[1, tokens, 128]`.
+
+    For decoding they are `[batch, tokens, 128]`.
+    """
     cos, sin = (torch.cat((t, t), dim=-1).to(case.dtype) for t in case.tables)
     return (cos, sin) if case.decode else (cos[None], sin[None])
 
@@ -125,7 +140,7 @@ def _meta(case: Case) -> Rotate:
     return meta(case.add_head_axis(torch.complex(*case.tables)))
 
 
-def each(make: Callable[[Case, Inputs], Call]) -> Callable[[Case], Bind]:
+def with_inputs(make: Callable[[Case, Inputs], Call]) -> Callable[[Case], Bind]:
     """Wrap a contender whose preparation depends on the inputs."""
     return partial(partial, make)
 
@@ -162,13 +177,13 @@ _USUAL = (
     Contender("Hugging Face, compiled", "half", _compiled(_hugging_face)),
     Contender("Meta", "interleaved", eager(_meta)),
     Contender("Meta, compiled", "interleaved", _compiled(_meta)),
-    Contender("ropewalk, table", "tables", each(_ours_table), backward=False),
-    Contender("Hugging Face, table", "tables", each(_hugging_face_table), own_angles=True, backward=False),
+    Contender("ropewalk, table", "tables", with_inputs(_ours_table), backward=False),
+    Contender("Hugging Face, table", "tables", with_inputs(_hugging_face_table), own_angles=True, backward=False),
 )
 
 
 def _all_of_ours(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
-    rotate, in_place = partial(_ours, pairing), each(partial(_ours_in_place, pairing))
+    rotate, in_place = partial(_ours, pairing), with_inputs(partial(_ours_in_place, pairing))
     angles_too = eager(partial(_ours_with_angles, pairing))
     return (
         Contender(f"ropewalk{suffix}", pairing, eager(rotate)),
@@ -181,7 +196,7 @@ def _all_of_ours(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
 _HALF, _INTERLEAVED = _all_of_ours("half", ""), _all_of_ours("interleaved", ", interleaved")
 
 CONTENDERS = (
-    Contender(FLOOR, "copy", each(_copy)),
+    Contender(FLOOR, "copy", with_inputs(_copy)),
     Contender("clone", "copy", eager(_clone), backward=False),
     Contender("mul_", "negate", eager(_multiply, in_place=True), backward=False, in_place=True),
     *_HALF[:2],
@@ -189,4 +204,4 @@ CONTENDERS = (
     _HALF[2],
     *_USUAL,
 )
-CONTENDERS_ON_GPU = (Contender(FLOOR, "copy", each(_copy_at_once)), *_HALF, *_INTERLEAVED, *_USUAL)
+CONTENDERS_ON_GPU = (Contender(FLOOR, "copy", with_inputs(_copy_at_once)), *_HALF, *_INTERLEAVED, *_USUAL)

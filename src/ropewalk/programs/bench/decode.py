@@ -35,8 +35,12 @@ class Geometry:
 class DecodeSettings:
     """Settings of the decoding benchmark.
 
-    batches: numbers of rows decoded together. dtypes: dtypes of model and caches. rounds: number of timed decode steps
-    of each contender. threads: number of PyTorch's threads, None to leave it unchanged. geometry: sizes of the model.
+    Args:
+        batches: the numbers of rows that are decoded together.
+        dtypes: the dtypes of model and caches.
+        rounds: the number of timed decode steps of each contender.
+        threads: the number of PyTorch's threads. None leaves it unchanged.
+        geometry: the sizes of the model.
     """
 
     batches: Sequence[int] = (1, 8)
@@ -67,8 +71,8 @@ class Layer(torch.nn.Module):
     def forward(self, x: Tensor, rotation: Any, cache: Any) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
         h, mlp = self.post_attention_layernorm(x), self.mlp
-        done: Tensor = x + mlp["down_proj"](torch.nn.functional.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))
-        return done
+        out: Tensor = x + mlp["down_proj"](torch.nn.functional.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))
+        return out
 
 
 class Model(torch.nn.Module):
@@ -175,11 +179,11 @@ def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype:
 
     draw = torch.Generator().manual_seed(batch)
     shape = (batch, size.context, size.kv_heads, size.head_dim)
-    held = [[torch.randn(shape, generator=draw).to(dtype) for _ in range(2)] for _ in range(size.layers)]
+    cached = [[torch.randn(shape, generator=draw).to(dtype) for _ in range(2)] for _ in range(size.layers)]
     rope = ropewalk.from_config(reference.config.to_dict()).rope
     cache = ropewalk.KVCache(size.layers, batch, size.kv_heads, size.head_dim, capacity=2 * size.context, dtype=dtype)
     first = cache.step(size.context)
-    for i, (k, v) in enumerate(held):
+    for i, (k, v) in enumerate(cached):
         first.layer(i).append(k, v)
 
     def ours(tokens: Tensor) -> Tensor:
@@ -188,7 +192,7 @@ def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype:
         return logits
 
     def of_transformers(cache: Any) -> Step:
-        for i, (k, v) in enumerate(held):
+        for i, (k, v) in enumerate(cached):
             cache.update(k.transpose(1, 2), v.transpose(1, 2), i)
 
         def step(tokens: Tensor) -> Tensor:

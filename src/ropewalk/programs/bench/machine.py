@@ -22,7 +22,7 @@ _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
 
 
 def describe() -> dict[str, Any]:
-    """Describe machine, environment and versions for JSON. Unknown values are None; cache sizes are as in sysfs."""
+    """Describe the machine, its environment and versions, for JSON. Unknown values are None."""
     return {
         "machine": {
             "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -60,7 +60,7 @@ def gpu() -> dict[str, Any]:
 
 
 def load() -> float | None:
-    """Load average of the last minute, or None if the system has none."""
+    """Return the load average of the last minute, or None if the system has none."""
     try:
         return os.getloadavg()[0]
     except (AttributeError, OSError):  # as on Windows
@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the repository that tracks this file, with "+" if tracked files have changed; None without one."""
+    """Return the commit of the repository that tracks this file, or None. "+" follows if tracked files have changed."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

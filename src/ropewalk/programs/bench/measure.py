@@ -151,14 +151,14 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
     q, k = inputs = case.inputs()
     starts = range(case.first, case.first + max(tokens, 2 * chunk), chunk)
     ours = rope("half")
-    times, held = [], []
+    times, memory = [], []
     rotated: tuple[Tensor, ...] = ()
     for first in starts:
         rotated = ()
         began = time.perf_counter()
         rotated = ours.at(torch.arange(first, first + chunk))(q, k, layout=layout)
         times.append((time.perf_counter() - began) / chunk)
-        held.append(_resident_bytes())
+        memory.append(_resident_bytes())
     last = Case(chunk, dtype, layout, first=starts[-1])
     some = min(16, len(times) // 2)
     return {
@@ -168,7 +168,7 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
         "layout": layout,
         "first_per_token": statistics.median(times[:some]),
         "last_per_token": statistics.median(times[-some:]),
-        "growth_bytes": max(held[some:]) - max(held[:some]) if held[0] else None,
+        "growth_bytes": max(memory[some:]) - max(memory[:some]) if memory[0] else None,
         "error": _in_json(last.error("half", inputs, rotated)),
         "allowed": last.tolerance("half", own_angles=False),
     }

@@ -26,8 +26,10 @@ _BATCHES = (1, 8, 64, 256)  # rows that decode one token each
 class GpuSettings:
     """Settings of the benchmark on a GPU.
 
-    backward: whether to measure the backward pass as well. compiled, only, rounds, seconds: as in `Settings`. rehearse:
-    whether to run small cases on the CPU instead, to check that everything works. Their times are meaningless.
+    Args:
+        backward: whether to measure the backward pass as well.
+        compiled, only, rounds, seconds: as in `Settings`.
+        rehearse: whether to run small cases on the CPU, to test the benchmark itself. Their times are meaningless.
     """
 
     backward: bool = True
@@ -46,7 +48,7 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
         title), batch, in_place, far (whether positions extend to FAR), and host (seconds until an eager call returns).
 
     Raises:
-        RopeError: as `run`; or there is no GPU that the kernels can use, and rehearse is False.
+        RopeError: as for `run`; or there is no GPU that the kernels can use, and rehearse is False.
     """
     contenders = select_contenders([*CONTENDERS_ON_GPU, *PEERS_ON_GPU], settings.only, settings.compiled)
     rehearsal = "Rehearsal on the CPU: times are meaningless"

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ropewalk.programs.bench.baselines import Rotate
 from ropewalk.programs.bench.case import BASE, HEAD_DIM, KV_HEADS, Q_HEADS, Case, Inputs, tables
-from ropewalk.programs.bench.contenders import Call, Contender, each, eager, full_width
-from ropewalk.programs.bench.usual import Rotate
+from ropewalk.programs.bench.contenders import Call, Contender, eager, full_width, with_inputs
 
 
 def _rotary_embedding_torch(case: Case) -> Rotate:
@@ -133,8 +133,8 @@ def _vllm(case: Case, inputs: Inputs) -> Call:
 
 PEERS = (
     Contender("rotary-embedding-torch", "interleaved", eager(_rotary_embedding_torch), own_angles=True),
-    Contender("ONNX Runtime", "half", each(_onnx_runtime), backward=False),
-    Contender("MLX", "half", each(_mlx), own_angles=True),
-    Contender("JAX", "half", each(_jax)),
-    Contender("vLLM, in place", "half", each(_vllm), backward=False, in_place=True),
+    Contender("ONNX Runtime", "half", with_inputs(_onnx_runtime), backward=False),
+    Contender("MLX", "half", with_inputs(_mlx), own_angles=True),
+    Contender("JAX", "half", with_inputs(_jax)),
+    Contender("vLLM, in place", "half", with_inputs(_vllm), backward=False, in_place=True),
 )

@@ -12,9 +12,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from ropewalk.programs.bench.baselines import Rotate
 from ropewalk.programs.bench.case import HEAD_DIM, KV_HEADS, LONGEST, Q_HEADS, Case, tables
 from ropewalk.programs.bench.contenders import Contender, Pairing, eager, full_width
-from ropewalk.programs.bench.usual import Rotate
 
 
 def _liger(case: Case) -> Rotate:

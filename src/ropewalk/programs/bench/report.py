@@ -19,15 +19,15 @@ HEADS = f"{Q_HEADS} query heads, {KV_HEADS} key heads, head_dim {HEAD_DIM}"
 
 
 def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled: bool) -> list[Contender]:
-    """Select contenders by name. The floor is always included.
+    """Select contenders by name. FLOOR, the copy with which all are compared, is always included.
 
     Args:
-        every: all contenders, including the floor.
+        every: all contenders, including FLOOR.
         only: parts of names. A contender is selected if its name contains one of them. If empty, all are selected.
         compiled: whether to include contenders under torch.compile.
 
     Raises:
-        RopeError: only the floor is selected.
+        RopeError: `only` selects nothing but FLOOR.
     """
     available = [contender for contender in every if compiled or not contender.compiled]
     selected = [
@@ -63,10 +63,16 @@ def _unwritable(what: str, path: Path, e: OSError) -> RopeError:
 
 
 class Report:
-    """Collect results in `found`, print them line by line, and write the JSON file at the start and after tables."""
+    """Collects results in `found`, prints them, and writes the JSON file at the start and after each table."""
 
     def __init__(self, settings: dict[str, Any], parts: dict[str, Any], say: Say, json_file: Path | None) -> None:
-        """Create the report. parts are its entries in addition to date, machine, versions, commit and settings.
+        """Create the report.
+
+        Args:
+            settings: the settings of the run.
+            parts: further entries of the report.
+            say: called with each line.
+            json_file: file for the results as JSON, or None.
 
         Raises:
             RopeError: the file cannot be written.

@@ -24,10 +24,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Settings:
     """Settings of the benchmark on a CPU.
 
-    tokens: numbers of tokens. dtypes: names in DTYPES. layout: "bshd" or "bhsd". backward: whether to measure forward +
-    backward as well. compiled: whether to include torch.compile. only: parts of the names of contenders, all if empty;
-    copy_ is always included. threads: number of threads of PyTorch and ONNX Runtime, None for PyTorch's current number.
-    rounds, seconds: as in `measure.rows`. stream: tokens of the long sequence, 0 to skip it.
+    Args:
+        tokens: the numbers of tokens to measure.
+        dtypes: names in DTYPES.
+        layout: "bshd" or "bhsd".
+        backward: whether to measure forward + backward as well.
+        compiled: whether to include torch.compile.
+        only: parts of the names of contenders to measure. Empty means all. copy_ is always included.
+        threads: the number of threads of PyTorch and ONNX Runtime. None means PyTorch's current number.
+        rounds, seconds: as in `measure.rows`.
+        stream: the length of the long sequence, in tokens. 0 skips it.
     """
 
     tokens: Sequence[int] = (1, 128, 1024, 4096)

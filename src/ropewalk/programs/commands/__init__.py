@@ -1,1 +1,1 @@
-"""The commands of the command line: one file each. Whatever needs torch is imported inside its command."""
+"""The commands of the command line, one file each. A command imports torch only when it runs, if it needs torch."""

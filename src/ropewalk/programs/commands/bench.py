@@ -116,7 +116,7 @@ def bench(
     The result of every contender is checked before it is timed. The benchmark runs on the CPU unless --device cuda is
     given.
     """
-    _refuse_what_has_no_effect(context, "--decode" if decode else f"--device {device}")
+    _refuse_options_without_effect(context, "--decode" if decode else f"--device {device}")
     from ropewalk.programs import bench as the_bench
 
     if decode:
@@ -155,10 +155,10 @@ _NO_EFFECT = {
 }
 
 
-def _refuse_what_has_no_effect(context: click.Context, measured: str) -> None:
-    """Raise for options that have no effect with --decode or --device."""
+def _refuse_options_without_effect(context: click.Context, mode: str) -> None:
+    """Raise a RopeError if an option was passed that has no effect with this --decode or --device."""
     for option in context.command.params:
         name, flag = str(option.name), option.opts[0]
-        if name in _NO_EFFECT[measured] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            cure = "It has no effect there. Leave it out."
-            raise _checks.error("bench", f"{flag} must be left out with {measured}", flag, cure)
+        if name in _NO_EFFECT[mode] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            fix = "It has no effect there. Omit it."
+            raise _checks.error("bench", f"{flag} must be omitted with {mode}", flag, fix)

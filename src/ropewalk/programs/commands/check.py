@@ -66,7 +66,7 @@ def check(
     The exit status is 0 if the code is right, 1 if it is wrong, and 2 if it cannot be judged.
     """
     click.echo(ropewalk.conformance.says_what_runs(target), err=True)
-    sys.path.insert(0, "")  # a module in this folder, as `python -m` finds it
+    sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
     try:
         report = ropewalk.conformance.check(target, arguments=_values(arguments), **options)
     except (ropewalk.RopeError, OSError) as e:
@@ -79,7 +79,7 @@ def check(
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """NAME=VALUE → name → a Python literal, or else the text."""
+    """Parse NAME=VALUE into name → value. A value is read as a Python literal, or else kept as text."""
     values = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")

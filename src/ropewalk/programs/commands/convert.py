@@ -89,17 +89,17 @@ def convert(
         click.echo(f"nothing was written: without --dry-run, {plan.nbytes:,} bytes go to {target}")
         return
 
-    def prove(folder: Path) -> None:
+    def compare_scores(folder: Path) -> None:
         from ropewalk.checkpoints import verify
 
         verify.verify(plan, folder, click.echo)
 
-    checkpoints.write(plan, target, _Progress(), prove if verify else None)
+    checkpoints.write(plan, target, _Progress(), compare_scores if verify else None)
     click.echo(f"wrote {target}")
 
 
 def _describe(plan: Plan, *, listed: bool) -> None:
-    """What will be done; with `listed`, tensor by tensor."""
+    """Print what the conversion is going to do; with `listed`, for every tensor."""
     source = plan.source
     names = {"hf": "Hugging Face", "meta": "Meta", "adapter": "LoRA adapter"}
     layers = len(source.ropes.layers)
@@ -108,7 +108,7 @@ def _describe(plan: Plan, *, listed: bool) -> None:
     if source.form != plan.form:
         click.echo(f"format: {names[source.form]} -> {names[plan.form]}")
     if source.pairing == plan.to:
-        click.echo(f"pairing: {plan.to}, as it is; no rows move")
+        click.echo(f"pairing: {plan.to}, unchanged; no rows move")
     else:
         stay = tensors - len(plan.parts)
         click.echo(f"pairing: {source.pairing} -> {plan.to}; rows move in {len(plan.parts)} tensors, {stay} stay")
@@ -125,7 +125,7 @@ def _describe(plan: Plan, *, listed: bool) -> None:
 
 
 class _Progress:
-    """One line that is drawn again on a terminal; a line for each file elsewhere. On stderr."""
+    """Show the progress on stderr: one line that is updated on a terminal, otherwise a line for each file."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

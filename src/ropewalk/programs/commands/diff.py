@@ -65,26 +65,28 @@ def diff(
     if plot is not None:
         ropewalk.plots.check_path(plot)
     if source2 is None:
-        one = ropewalk.diff.engines(
+        engine_diff = ropewalk.diff.engines(
             source, length=length, names=engines, pairing=pairing, base=base, ignore=ignore, download=download
         )
-        facts, text, rows = one.facts, one.text(), zip(one.ropes, one.facts["ropes"], strict=True)
+        facts, text = engine_diff.facts, engine_diff.text()
+        rows = zip(engine_diff.ropes, facts["ropes"], strict=True)
     elif engines:
         raise click.UsageError("--engine is for one config, so it cannot be combined with SOURCE2. Drop one of them.")
     else:
-        two = ropewalk.diff.configs(
+        config_diff = ropewalk.diff.configs(
             source, source2, length=length, pairing=pairing, base=base, ignore=ignore, download=download
         )
-        facts, text, rows = two.facts, two.text(), zip(two.ropes, two.facts["layers"], strict=True)
+        facts, text = config_diff.facts, config_diff.text()
+        rows = zip(config_diff.ropes, facts["layers"], strict=True)
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else text)
     if plot is not None:
         _draw([(ropes, row["drawn_at"]) for ropes, row in rows if ropes], plot, err=as_json)
 
 
 def _draw(rows: list[tuple[Mapping[str, ropewalk.Rope], int]], plot: Path, *, err: bool) -> None:
-    """One picture for each row, numbered where there are several."""
+    """Draw one picture for each row. If there are several, number the files."""
     if not rows:
-        raise click.ClickException("--plot: there is nothing that can be drawn over each other.")
+        raise click.ClickException("--plot: no ropes can be drawn in the same axes.")
     paths = [plot] if len(rows) == 1 else [plot.with_stem(f"{plot.stem}-{i}") for i in range(1, len(rows) + 1)]
     for (ropes, longest), path in zip(rows, paths, strict=True):
         ropewalk.plots.save(ropewalk.plots.differences(ropes, longest=longest), path)

@@ -30,7 +30,7 @@ def _version(package: str) -> str:
 
 
 def _backends() -> dict[str, str]:
-    """The state of each backend: usable, or the reason why it is not."""
+    """Return the state of each backend: usable, or the reason why it is not."""
     try:
         importlib.import_module("torch")
         return ropewalk.backends()

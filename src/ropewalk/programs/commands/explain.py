@@ -74,11 +74,14 @@ def explain(
 def _pictures(
     ropes: ropewalk.ModelRopes, length: int | None, plot: Path
 ) -> list[tuple[ropewalk.Rope, tuple[str, ...], str, Path]]:
-    """Each rope with the names of its axes, what it is, and where to draw it: the tower's last, numbered if several."""
+    """Return the pictures to draw: rope, names of its axes, description, and file.
+
+    The ropes of the vision tower come last. If there are several pictures, their files are numbered.
+    """
     from ropewalk import plots
 
     plots.check_path(plot)
-    drawn = [
+    pictures = [
         (rope, () if rope.axes is None else ropes.axis_names, f"layer {rows[0]} and {len(rows) - 1} more")
         for rope, rows in ropes.groups()
         if rope is not None
@@ -86,14 +89,14 @@ def _pictures(
     if ropes.vision is not None:
         count = len(ropes.vision.ropes)
         for number, rope in enumerate(ropes.vision.ropes, start=1):
-            said = f"vision tower, rope {number} of {count}" if count > 1 else "vision tower"
-            drawn.append((rope, ropes.vision.axis_names, said))
-    if not drawn:
+            description = f"vision tower, rope {number} of {count}" if count > 1 else "vision tower"
+            pictures.append((rope, ropes.vision.axis_names, description))
+    if not pictures:
         raise click.ClickException("--plot: no layer rotates, so there is nothing to draw.")
-    if length is None and not all(rope.is_static for rope, _, _ in drawn):
-        raise click.ClickException("--plot: the frequencies depend on the length. Pass --length N too.")
+    if length is None and not all(rope.is_static for rope, _, _ in pictures):
+        raise click.ClickException("--plot: the frequencies depend on the length. Also pass --length N.")
     if length is not None:
-        drawn = [(rope.at_length(length), names, said) for rope, names, said in drawn]
-    if len(drawn) == 1:
-        return [(*drawn[0], plot)]
-    return [(*one, plot.with_stem(f"{plot.stem}-{i}")) for i, one in enumerate(drawn, start=1)]
+        pictures = [(rope.at_length(length), names, description) for rope, names, description in pictures]
+    if len(pictures) == 1:
+        return [(*pictures[0], plot)]
+    return [(*picture, plot.with_stem(f"{plot.stem}-{i}")) for i, picture in enumerate(pictures, start=1)]

@@ -1,4 +1,4 @@
-"""`ropewalk explore`: ropes on an interactive page."""
+"""`ropewalk explore`: draw ropes on an interactive page."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def explore(
         for source in sources:
             name = _name(source) if _name(source) not in models else str(source)
             if name in models:
-                raise click.UsageError(f"{source} was named twice. Name each source once.")
+                raise click.UsageError(f"{source} is listed twice. List each source once.")
             models[name] = ropewalk.from_config(source, pairing=pairing, base=base, ignore=ignore, download=download)
         page = plots.explorer(models, length=length, trained_length=trained_length, pairs=pairs or None)
     else:
@@ -98,7 +98,7 @@ def explore(
 
 
 def _name(source: Path) -> str:
-    """What the page calls a source: the folder of a config.json or params.json, and else the last part of its name."""
+    """Name a source on the page: by the folder of a config.json or params.json, or by the last part of its path."""
     path = source.resolve()
     folder = path.parent.name if path.name in ("config.json", "params.json") else ""
     return folder or path.name

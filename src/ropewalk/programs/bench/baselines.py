@@ -1,4 +1,4 @@
-"""The RoPE code that most projects use, for the benchmarks and the demo."""
+"""The baselines of the benchmarks and the demo: the RoPE code that most projects use."""
 
 from __future__ import annotations
 
