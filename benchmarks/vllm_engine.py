@@ -1,12 +1,12 @@
-"""What the plugin changes in the time of vLLM: with and without it, in turn, on a quiet machine.
+"""Time vLLM with and without the plugin. Run it on an idle machine.
 
-    python benchmarks/vllm_engine.py                 two models; needs vLLM, see tests/engines/environment.sh
+    python benchmarks/vllm_engine.py                 two models; requires vLLM, see tests/engines/environment.sh
     python benchmarks/vllm_engine.py --compiled      the same under torch.compile
     python benchmarks/vllm_engine.py --json benchmarks/results/vllm-engine-NAME.json
 
-The two models of whole_models.py with made-up weights, in float32 and bfloat16: a prefill, and decoding after a short
-prompt. An engine without the plugin and one with it stand in a process each, and run in turn; who begins alternates.
-Shown are medians, the 10th and 90th percentile, and the ratio of the medians.
+The models are those of whole_models.py with random weights, in float32 and bfloat16. The tasks are a prefill, and
+decoding after a short prompt. An engine without the plugin and one with it run in separate processes. They alternate,
+and so does their order. The table shows medians, the 10th and 90th percentiles, and the ratio of the medians.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from whole_models import MODELS, in_turn, summary
+from whole_models import MODELS, alternate, summary
 
 DTYPES = ("float32", "bfloat16")
 _DONE = "seconds:"
 
 
 def serve(folder: str, dtype: str, length: int, compiled: bool) -> None:
-    """An engine that reads lines, the length of a prompt and how many tokens to add, and answers with seconds."""
+    """Run an engine that reads lines from stdin and prints the seconds of each.
+
+    A line has the length of a prompt and the number of tokens to generate.
+    """
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -46,33 +49,42 @@ def serve(folder: str, dtype: str, length: int, compiled: bool) -> None:
     print(_DONE, 0, flush=True)
     for line in sys.stdin:
         prompt, new = map(int, line.split())
-        asked = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=new, temperature=0.0, detokenize=False, ignore_eos=True)
         begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": [5 + i % 999 for i in range(prompt)]}], asked, use_tqdm=False)
+        llm.generate([{"prompt_token_ids": [5 + i % 999 for i in range(prompt)]}], sampling, use_tqdm=False)
         print(_DONE, time.perf_counter() - begin, flush=True)
 
 
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in a separate process.
+
+    Args:
+        folder: the folder with the config of the model.
+        dtype: the dtype of the model.
+        length: the longest sequence, in tokens.
+        compiled: whether to run under torch.compile.
+        on: whether to enable the plugin.
+    """
 
     def __init__(self, folder: Path, dtype: str, length: int, compiled: bool, on: bool) -> None:
         plugins = {"VLLM_PLUGINS": "ropewalk" if on else ""}
-        one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, __file__, "--serve", str(folder), dtype, str(length), str(int(compiled))]
         pipe = subprocess.PIPE
-        environment = {**os.environ, **one, **plugins}
+        environment = {**os.environ, **settings, **plugins}
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=quiet, text=True)
-        self._answer()
+        self._read_answer()
 
     def __call__(self, prompt: int, new: int) -> float:
-        """Seconds for a prompt of so many tokens and so many tokens after it."""
+        """Run a prompt of `prompt` tokens, generate `new` tokens, and return the seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{prompt} {new}\n")
         self.process.stdin.flush()
-        return self._answer()
+        return self._read_answer()
 
-    def _answer(self) -> float:
+    def _read_answer(self) -> float:
+        """Wait for the engine and return the seconds that it prints."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(_DONE):
@@ -80,13 +92,14 @@ class Engine:
         raise SystemExit("The engine stopped. Run the command with --serve by hand to see why.")
 
     def close(self) -> None:
-        """End the process."""
+        """Let the engine end, and wait for its process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(60)
 
 
-def measure(name: str, dtype: str, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure both tasks of a model in a dtype, and print and return their rows."""
     with tempfile.TemporaryDirectory() as folder:
         config = {
             **MODELS[name],
@@ -97,15 +110,15 @@ def measure(name: str, dtype: str, chosen: argparse.Namespace) -> list[dict[str,
             "rope_theta": 500_000.0,
         }
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        length = chosen.tokens + 2 * chosen.new
-        engines = [Engine(Path(folder), dtype, length, chosen.compiled, on) for on in (False, True)]
+        length = options.tokens + 2 * options.new
+        engines = [Engine(Path(folder), dtype, length, options.compiled, on) for on in (False, True)]
         rows = []
-        for task, asked in {
-            f"prefill of {chosen.tokens}": (chosen.tokens, 1),
-            f"{chosen.new} tokens after 16": (16, chosen.new),
+        for task, lengths in {
+            f"prefill of {options.tokens}": (options.tokens, 1),
+            f"{options.new} tokens after 16": (16, options.new),
         }.items():
-            before, after = in_turn(*(functools.partial(engine, *asked) for engine in engines), chosen.rounds)
-            row = {"model": name, "dtype": dtype, "task": task, "rounds": chosen.rounds, "compiled": chosen.compiled}
+            before, after = alternate(*(functools.partial(engine, *lengths) for engine in engines), options.rounds)
+            row = {"model": name, "dtype": dtype, "task": task, "rounds": options.rounds, "compiled": options.compiled}
             row |= {"before": summary(before), "after": summary(after)}
             row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]
             rows.append(row)
@@ -133,20 +146,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
+    options = parser.parse_args()
     from importlib.metadata import version
 
     machine = {"vllm-cpu": version("vllm-cpu"), "torch": version("torch"), "load_at_start": os.getloadavg()[0]}
     print(machine)
     if machine["load_at_start"] > 0.5:
-        print("The machine is busy: these times are not worth keeping.")
+        print("Warning: the machine is busy, so these times are unreliable.")
     print("| model | dtype | task | vLLM, s | with ropewalk, s | ratio |\n|---|---|---|---|---|---|")
     rows = []
-    for name in chosen.models:
-        for dtype in chosen.dtypes:
-            rows += measure(name, dtype, chosen)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
+    for name in options.models:
+        for dtype in options.dtypes:
+            rows += measure(name, dtype, options)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What `accelerate` changes in the time of whole models of transformers: before and after, in turn, on a quiet machine.
+"""Time whole models of transformers before and after `accelerate`. Run it on an idle machine.
 
-    python benchmarks/whole_models.py                                         two models: some 20 minutes
+    python benchmarks/whole_models.py                                         two models, about 20 minutes
     python benchmarks/whole_models.py --json benchmarks/results/whole-models-NAME.json
-    python benchmarks/whole_models.py --models small --rounds 1 --tokens 64   a look
+    python benchmarks/whole_models.py --models small --rounds 1 --tokens 64   a quick try
 
-Two models like Llama with random weights, in float32 and bfloat16: a prefill, greedy decoding after it, and a training
-step. Each is run by transformers as it is and after `accelerate`, in turn within each round, of which the first
-alternates; shown are medians, the 10th and 90th percentile, and the ratio of the medians. Beside them stands the share
-of its time that transformers spends in its rotation (its function and its rotary module in the forward pass, by
-torch.profiler), which bounds what can be gained there.
+The models are two Llamas with random weights, in float32 and bfloat16. The tasks are a prefill, greedy decoding and a
+training step. In each round, every task runs once with plain transformers and once after `accelerate`, and the order
+alternates between rounds. The table shows medians, the 10th and 90th percentiles, and the ratio of the medians. The
+last column is the share of time that transformers spends in its rotation: in its function and, in the forward pass, its
+rotary module, as measured by torch.profiler. No more than this share can be gained.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
+    """Build a model of MODELS with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -62,7 +63,7 @@ def model_of(name: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config.dtype = dtype
     previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # born in it, as from_pretrained does: inv_freq stays float32
+    torch.set_default_dtype(dtype)  # as from_pretrained does, so that inv_freq stays float32
     try:
         return LlamaForCausalLM(config).eval()
     finally:
@@ -70,6 +71,8 @@ def model_of(name: str, dtype: torch.dtype) -> Any:
 
 
 def prefill(model: Any, ids: torch.Tensor) -> Callable[[], float]:
+    """Return a function that processes a prompt and returns the seconds."""
+
     def run() -> float:
         with torch.no_grad():
             begin = time.perf_counter()
@@ -80,7 +83,7 @@ def prefill(model: Any, ids: torch.Tensor) -> Callable[[], float]:
 
 
 def decode(model: Any, ids: torch.Tensor, count: int) -> Callable[[], float]:
-    """Seconds for `count` tokens, one by one, after a prompt that is not timed."""
+    """Return a function that decodes `count` tokens after a prompt, which is not timed, and returns the seconds."""
 
     def run() -> float:
         with torch.no_grad():
@@ -95,6 +98,8 @@ def decode(model: Any, ids: torch.Tensor, count: int) -> Callable[[], float]:
 
 
 def training(model: Any, ids: torch.Tensor) -> Callable[[], float]:
+    """Return a function that computes loss and gradients, and returns the seconds."""
+
     def run() -> float:
         model.zero_grad(set_to_none=True)
         begin = time.perf_counter()
@@ -105,7 +110,7 @@ def training(model: Any, ids: torch.Tensor) -> Callable[[], float]:
 
 
 def as_transformers(run: Callable[[], float]) -> Callable[[], float]:
-    """A run with the function of the modeling file as it was, without the dispatcher of the other model."""
+    """Wrap a run so that the modeling file has its original function, without the dispatcher of the other model."""
     import transformers.models.llama.modeling_llama as file
 
     def plain() -> float:
@@ -119,8 +124,8 @@ def as_transformers(run: Callable[[], float]) -> Callable[[], float]:
     return plain
 
 
-def in_turn(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
-    """Both once without timing, then both in each round; who begins alternates."""
+def alternate(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+    """Run both functions once without timing, then once in each round, in alternating order. Return all times."""
     first(), second()
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds):
@@ -130,7 +135,7 @@ def in_turn(first: Callable[[], float], second: Callable[[], float], rounds: int
 
 
 def share_of_rotation(model: Any, run: Callable[[], float]) -> float:
-    """The part of a run that transformers spends in its function and its rotary module; dimensionless."""
+    """Measure the share of a run's time that transformers spends in its function and its rotary module."""
     import transformers.models.llama.modeling_llama as file
 
     dispatcher, rotary = file.apply_rotary_pos_emb, model.model.rotary_emb
@@ -155,6 +160,7 @@ def share_of_rotation(model: Any, run: Callable[[], float]) -> float:
 
 
 def summary(times: list[float]) -> dict[str, float]:
+    """Return the median and the 10th and 90th percentiles, in seconds."""
     ordered = sorted(times)
     tenth = len(ordered) // 10
     return {
@@ -165,6 +171,7 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def measure(name: str, dtype: str, tokens: int, new: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure all tasks of a model in a dtype, and print and return their rows."""
     before = model_of(name, DTYPES[dtype])
     after = copy.deepcopy(before)
     accelerate(after)
@@ -175,18 +182,19 @@ def measure(name: str, dtype: str, tokens: int, new: int, rounds: int) -> list[d
         f"training step of {tokens // 2}": lambda model: training(model, ids[:, : tokens // 2]),
     }
     rows = []
-    for task, of in tasks.items():
-        first, second = in_turn(as_transformers(of(before)), of(after), rounds)
+    for task, prepare in tasks.items():
+        first, second = alternate(as_transformers(prepare(before)), prepare(after), rounds)
         row = {"model": name, "dtype": dtype, "task": task, "rounds": rounds}
         row |= {"before": summary(first), "after": summary(second)}
         row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]
-        row["share_of_rotation"] = share_of_rotation(before, of(before))
+        row["share_of_rotation"] = share_of_rotation(before, prepare(before))
         rows.append(row)
         print(line(row), flush=True)
     return rows
 
 
 def line(row: dict[str, Any]) -> str:
+    """Format a row of the table."""
     before, after = row["before"], row["after"]
     return (
         f"| {row['model']} | {row['dtype']} | {row['task']} "
@@ -205,28 +213,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
-    chosen = parser.parse_args()
-    torch.set_num_threads(chosen.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     import transformers
 
     machine = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": platform.processor() or platform.machine(),
-        "threads": chosen.threads,
+        "threads": options.threads,
         "load_at_start": os.getloadavg()[0],
     }
     print(machine)
     if machine["load_at_start"] > 0.5:
-        print("The machine is busy: these times are not worth keeping.")
+        print("Warning: the machine is busy, so these times are unreliable.")
     print("| model | dtype | task | transformers, s | ropewalk, s | ratio | rotation before |")
     print("|---|---|---|---|---|---|---|")
     rows = []
-    for name in chosen.models:
-        for dtype in chosen.dtypes:
-            rows += measure(name, dtype, chosen.tokens, chosen.new, chosen.rounds)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
+    for name in options.models:
+        for dtype in options.dtypes:
+            rows += measure(name, dtype, options.tokens, options.new, options.rounds)
+    if options.json is not None:
+        options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

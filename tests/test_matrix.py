@@ -1,4 +1,4 @@
-"""tools/matrix.py: which rows are chosen, and what is run for them."""
+"""Test tools/matrix.py: the choice of rows, and the commands that it runs."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path)
 def test_the_sample_holds_whole_what_depends_on_versions(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROPEWALK_EVERY", "10")
     root = SCRIPT.parents[1]
-    files = ["tests/test_rope.py"] * 25 + [matrix.WHOLE[0]] * 3
+    files = ["tests/test_rope.py"] * 25 + [matrix.ALWAYS_ALL[0]] * 3
     items = [SimpleNamespace(path=root / file, number=i) for i, file in enumerate(files)]
     matrix.pytest_collection_modifyitems(items)
     assert [item.number for item in items] == [0, 10, 20, 25, 26, 27]
-    for path in (*matrix.WHOLE, *matrix.LEFT_OUT):
+    for path in (*matrix.ALWAYS_ALL, *matrix.EXCLUDED):
         assert (root / path).exists(), path
 
 
@@ -86,10 +86,10 @@ def test_a_row_without_its_python_is_not_run(
 ) -> None:
     monkeypatch.setattr(matrix, "interpreter", lambda version: None)
     assert matrix.main(["3.14", "--folder", str(tmp_path)]) == 0
-    assert "not run: no Python 3.14 was found" in capsys.readouterr().out
+    assert "skipped: no Python 3.14 was found" in capsys.readouterr().out
 
 
-def test_a_row_that_fails_is_told_by_the_exit_status(
+def test_a_failing_row_sets_the_exit_status(
     matrix: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(matrix, "interpreter", lambda version: sys.executable)

@@ -1,4 +1,4 @@
-"""The recorders of golden numbers: some rows of each file again, and what a changed row looks like."""
+"""Test the recorders of golden numbers: record some rows of each file again, and report changed rows."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rows_again_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @this_version
 def test_nothing_is_left_on_the_meta_device() -> None:
-    """PyTorch multiplies a tensor by a meta tensor without an error; the product is whatever memory holds."""
+    """PyTorch multiplies a tensor by a meta tensor without an error. The product is uninitialized memory."""
     [cls, *_] = parts.model_classes(configs.config_of("jetmoe"))
     model = Recorder(configs.config_of("jetmoe"), cls).model
     assert [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta] == []
@@ -90,7 +90,7 @@ def test_a_row_that_is_not_recorded_is_named_with_its_reason(
     path.write_text(json.dumps({**golden, "rows": [{**golden["rows"][0], "model_type": "neucodec"}]}))
     assert record_golden.main(["class_defaults", "neucodec", "--path", str(path)]) == 0
     said = capsys.readouterr().out
-    assert "neucodec: NeuCodecDecoder: it rotates by the number of the head, and not by the position" in said
+    assert "neucodec: NeuCodecDecoder: it rotates by the index of the head instead of the position" in said
     assert "0 same, 0 moved, 0 gone, 1 kept, 0 new" in said
 
 
@@ -109,7 +109,7 @@ def test_a_changed_number_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @this_version
 def test_a_changed_file_of_a_folder_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One turned channel; the other file stays as it is, byte for byte."""
+    """One rotated channel changes, and the other file stays byte for byte."""
     names = ["llama-3.1-8b.json", "mistral-7b-instruct-v0.3.json"]
     before = [(FOLDER / "models" / name).read_bytes() for name in names]
     wrong = json.loads(before[0])
@@ -123,7 +123,7 @@ def test_a_changed_file_of_a_folder_is_written(tmp_path: Path, capsys: pytest.Ca
 
 @this_version
 def test_a_published_config_is_compared_with_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As committed; with another base; with one layer less; and a row that is not of transformers."""
+    """Compare it as committed, with another base, with one layer less, and for a row that is not of transformers."""
     golden = json.loads((FOLDER / "released.json").read_text())
     row = next(row for row in golden["rows"] if row["file"] == "005.json")  # gpt_neox: 16 of 64 channels
     by_hand = next(row for row in golden["rows"] if row.get("recorded", "").startswith("by modeling_chatglm"))
@@ -145,14 +145,14 @@ def test_a_published_config_is_compared_with_the_model(tmp_path: Path, capsys: p
 
 def test_a_peer_needs_its_package_or_its_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record_golden.main(["llama2c"]) == 0
-    assert "run.c head_size=64: give a clone of github.com/karpathy/llama2.c as --source" in capsys.readouterr().out
+    assert "run.c head_size=64: pass a clone of github.com/karpathy/llama2.c as --source" in capsys.readouterr().out
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     assert record_golden.main(["llama2c", "--source", str(tmp_path)]) == 0
     assert f"{tmp_path} has no run.c at 350e04fe35433e6d2941dce5a1f53308f87058eb" in capsys.readouterr().out
     assert record_golden.main(["rules_of_llama_cpp", "default", "--source", str(tmp_path)]) == 0
-    assert "default: give a clone of llama.cpp, or the copy in llama-cpp-python's source" in capsys.readouterr().out
+    assert "default: pass a clone of llama.cpp, or the copy in llama-cpp-python's source" in capsys.readouterr().out
     assert record_golden.main(["ggml", "--source", str(tmp_path)]) == 0
-    assert f"{tmp_path} is at no commit, and not at d99724f2b141fed9e1a9f402213506c081433465" in capsys.readouterr().out
+    assert f"{tmp_path} is at no commit instead of d99724f2b141fed9e1a9f402213506c081433465" in capsys.readouterr().out
 
 
 def test_only_the_named_functions_of_a_source_run() -> None:
@@ -210,31 +210,32 @@ def test_the_version_is_written_where_nothing_moved(tmp_path: Path) -> None:
 def test_a_new_and_a_missing_model_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llama as a model that ropewalk does not know; a row of a model that transformers does not have."""
+    """llama is treated as unknown to ropewalk, and a row is added for a model that transformers lacks."""
     path, golden = copy_of(["llama"], tmp_path)
     golden["rows"][0]["model_type"] = "unheard_of"
     path.write_text(json.dumps(golden))
-    known = class_defaults.known()
-    monkeypatch.setattr(class_defaults, "known", lambda: known - {"llama"})
+    known = class_defaults.known_types()
+    monkeypatch.setattr(class_defaults, "known_types", lambda: known - {"llama"})
     assert record_golden.main(["class_defaults", "llama", "unheard_of", "--path", str(path)]) == 1
     said = capsys.readouterr().out
     assert "new model type: llama: layer 0: half, 128 from channel 0" in said
     assert "gone: unheard_of: the installed packages do not have it" in said
 
 
-def test_known_is_read_read_through_or_refused() -> None:
-    assert class_defaults.unknown(["llama", "llava", "bert", "unheard_of"], class_defaults.known()) == ["unheard_of"]
+def test_known_model_types() -> None:
+    known = class_defaults.known_types()
+    assert class_defaults.unknown(["llama", "llava", "bert", "unheard_of"], known) == ["unheard_of"]
     assert "llama" in configs.model_types()
 
 
 @this_version
 def test_what_is_left_out_is_installed_and_not_known() -> None:
     assert left_out.LEFT_OUT.issubset(configs.model_types())
-    assert not left_out.LEFT_OUT & class_defaults.known()
+    assert not left_out.LEFT_OUT & class_defaults.known_types()
 
 
 def test_every_golden_file_has_a_recorder_or_a_reason() -> None:
-    """A file that no recorder makes is named with its reason in the part of the README on recording again."""
+    """The README lists each file without a recorder, with the reason."""
     recorded = {golden.path for golden in record_golden.GOLDEN.values()}
     said = (FOLDER / "README.md").read_text().partition("## Recording again")[2]
     folders = ("peers", "engines", "engine_rules")

@@ -1,4 +1,4 @@
-"""What wheels are made of, and tools/wheels.py, which builds and checks them."""
+"""Test the content of wheels, and tools/wheels.py, which builds and checks them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def alone(module: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-S", wheels.ALONE, module], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-S", wheels.MODULE_TEST, module], capture_output=True, text=True)
 
 
 class TestModule:
@@ -42,7 +42,7 @@ class TestModule:
         ids=["angles", "rotations"],
     )
     def test_wrong_numbers_are_found(self, tmp_path: Path, angles: str, rotate: str, wrong: str) -> None:
-        """A module that leaves the angles as they are, then one that leaves q as it is."""
+        """Test a module that does not change angles, and one that does not change q."""
         correct = """
     at = lambda address: (ctypes.c_int64 * 1000).from_address(address)
     for out, function in ((cos, math.cos), (sin, math.sin)):
@@ -63,7 +63,7 @@ class TestModule:
         assert f"in {wrong}" in ran.stderr
 
     def test_the_binding_uses_no_function_outside_the_stable_abi(self) -> None:
-        """Only builds for Python 3.12 and newer would notice, and the tests run in one of 3.11."""
+        """Only builds for Python 3.12 and newer would detect this, and the tests run in a build for 3.11."""
         outside = r"\bPy\w+_(?:GET_\w+|CallOneArg|CallMethodNoArgs|CallMethodOneArg|AS_\w+|READ\w*)\b|\b_Py\w+"
         for path in (ROOT / "csrc").glob("*"):
             if path.suffix in (".cpp", ".h"):
@@ -74,7 +74,7 @@ class TestModule:
 
 class TestDeclared:
     def test_pythons(self) -> None:
-        """Each Python that is declared has a row in tools/matrix.py and is built for by tools/wheels.py."""
+        """Each declared Python has a row in tools/matrix.py and a wheel in tools/wheels.py."""
         words = (entry.split(" :: ") for entry in PROJECT["project"]["classifiers"])
         declared = {
             entry[-1] for entry in words if entry[:2] == ["Programming Language", "Python"] and "." in entry[-1]
@@ -134,7 +134,7 @@ class TestScript:
 
     @pytest.mark.parametrize(
         ("left_out", "more", "otherwise"),
-        [(None, None, None), ("csrc", None, "holds only"), (None, "tests", "'tests'")],
+        [(None, None, None), ("csrc", None, "contains only"), (None, "tests", "'tests'")],
         ids=["right", "without kernels", "with tests"],
     )
     def test_the_sdist_holds_what_installs_and_no_more(
@@ -175,7 +175,7 @@ class TestScript:
             wheels.main(["--folder", str(tmp_path), "--emulator", "qemu-aarch64 python"])
         assert "pass --platform" in capsys.readouterr().err
 
-    def test_a_step_that_fails_is_told_by_the_exit_status(
+    def test_a_failing_step_sets_the_exit_status(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(wheels.sys, "executable", "false")

@@ -1,10 +1,10 @@
-"""Write the explorer's page of ten well-known models, which the documentation links to.
+"""Write the explorer's page of ten well-known models, to which the documentation links.
 
-    python tools/explorer_for_docs.py                          writes site/explorer/models/index.html; checks the link
-    python tools/explorer_for_docs.py PATH                     writes PATH
-    python tools/explorer_for_docs.py --pictures docs/assets   draws the screenshots of docs/explorer.md, in Chromium
+    python tools/explorer_for_docs.py                          write site/explorer/models/index.html, and check the link
+    python tools/explorer_for_docs.py PATH                     write PATH
+    python tools/explorer_for_docs.py --pictures docs/assets   take the screenshots of docs/explorer.md in Chromium
 
-Run it after the site is built. The configs are those of the tests, so nothing is downloaded.
+Run it after building the site. The configs come from the golden files of the tests, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ MODELS = {
     "Llama 4 Scout": ("released.json", "101.json"),
     "GLM-5": ("released.json", "106.json"),
 }
-"""Name of the model → the golden file that holds its config, and the name or the file of its row."""
+"""Name of the model → the golden file with its config, and the name or the file of its row there."""
 
 NOTE = (
     "Ten models as their published configs describe them. Layers with different ropes, such as the sliding and the "
     "full attention of Gemma 3, are separate curves."
 )
-MOST_BYTES = 150_000  # of a screenshot
+MOST_BYTES = 150_000  # maximum size of a screenshot
 
 
 def config_of(file: str, name: str) -> dict[str, Any]:
-    """The config of a row of a golden file."""
+    """Return the config of a row of a golden file."""
     rows = json.loads((GOLDEN / file).read_text(encoding="utf-8"))["rows"]
     (config,) = [row["config"] for row in rows if name in (row.get("name"), row.get("file"))]
     return dict(config)
 
 
 def models() -> dict[str, ModelRopes]:
-    """The ropes of the ten models."""
+    """Return the ropes of the ten models by name."""
     return {name: from_config(config_of(*where)) for name, where in MODELS.items()}
 
 
 def write(path: Path) -> None:
-    """Write the page, and the folder that it lies in."""
+    """Write the page, and create its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(plots.explorer(models(), note=NOTE), encoding="utf-8")
     print(f"wrote {path}")
 
 
 def check_link() -> None:
-    """Fail if docs/explorer.md, as the site has it, does not link to the page."""
+    """Exit with an error unless the built page of docs/explorer.md links to the explorer's page."""
     text = (PAGE.parents[1] / "index.html").read_text(encoding="utf-8")
     links = {(PAGE.parents[1] / href).resolve() for href in re.findall(r'href="([^":#]+)"', text)}
     if PAGE.parent.resolve() not in links:
-        raise SystemExit(f"{PAGE.parents[1] / 'index.html'}: there is no link to {PAGE.parent}")
+        raise SystemExit(f"{PAGE.parents[1] / 'index.html'}: it must link to {PAGE.parent}")
 
 
-def draw(folder: Path) -> None:
-    """Photograph the page: wide, as narrow as a telephone, and dark."""
+def take_screenshots(folder: Path) -> None:
+    """Take screenshots of the page: wide, dark, and as narrow as a phone."""
     sys.path.insert(0, str(ROOT / "tests"))
     from browser import Browser
 
@@ -98,7 +98,7 @@ def draw(folder: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--pictures"]:
-        draw(Path(arguments[1]))
+        take_screenshots(Path(arguments[1]))
     elif arguments:
         write(Path(arguments[0]))
     else:

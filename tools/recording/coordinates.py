@@ -1,6 +1,7 @@
-"""positions/: where diffusers and timm put the tokens of small grids.
+"""positions/: the positions that diffusers and timm compute for the tokens of small grids.
 
-What a class keeps to itself shows in cos and sin of its fastest pair on each axis, whose frequency is 1 (π/2 in LTX).
+If a class does not return positions, cos and sin of its fastest pair on each axis are recorded instead. The frequency
+of that pair is 1 (π/2 in LTX).
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from .rotated import shortest
 TRANSFORMERS = "diffusers.models.transformers.transformer_"
 
 
-def listed(values: Tensor) -> list[list[float]]:
-    """Float32 numbers of each axis, [axes, tokens]."""
+def as_lists(values: Tensor) -> list[list[float]]:
+    """Convert values [axes, tokens] to lists of float32 numbers."""
     return [shortest(row) for row in values.to(torch.float32)]
 
 
 def tables(cos: Tensor, sin: Tensor, columns: list[int]) -> dict[str, Any]:
-    """cos and sin of one pair of each axis; of [..., tokens, channels]."""
+    """Return cos and sin of one pair of each axis, from tables [..., tokens, channels]."""
     return {
-        name: listed(table.reshape(-1, table.shape[-1])[:, columns].T) for name, table in (("cos", cos), ("sin", sin))
+        name: as_lists(table.reshape(-1, table.shape[-1])[:, columns].T) for name, table in (("cos", cos), ("sin", sin))
     }
 
 
 def flux(height: int, width: int) -> dict[str, Any]:
     pipeline = package("diffusers.pipelines.flux.pipeline_flux").FluxPipeline
     ids = pipeline._prepare_latent_image_ids(1, height, width, "cpu", torch.float32)
-    return {"coordinates": listed(ids.T)}
+    return {"coordinates": as_lists(ids.T)}
 
 
 def flux2(height: int, width: int, text: int, references: list[list[int]]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def flux2(height: int, width: int, text: int, references: list[list[int]]) -> di
         pipeline._prepare_latent_ids(torch.zeros(1, 1, height, width)),
         pipeline._prepare_image_ids(given),
     )
-    return {"coordinates": listed(torch.cat(parts, dim=1)[0].T)}
+    return {"coordinates": as_lists(torch.cat(parts, dim=1)[0].T)}
 
 
 def wan(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def qwen_image(images: list[list[int]], text: int, layered: bool) -> dict[str, A
 
 def mochi(frames: int, height: int, width: int) -> dict[str, Any]:
     rope = package(TRANSFORMERS + "mochi").MochiRoPE()
-    return {"coordinates": listed(rope._get_positions(frames, height, width, dtype=torch.float32).T)}
+    return {"coordinates": as_lists(rope._get_positions(frames, height, width, dtype=torch.float32).T)}
 
 
 def lumina2(text: int, height: int, width: int) -> dict[str, Any]:
@@ -109,24 +110,24 @@ def cogvideox15(frames: int, height: int, width: int, base: list[int]) -> dict[s
 
 
 def timm() -> dict[str, Any]:
-    """The functions of timm, from its file: the whole needs torchvision."""
-    found = importlib.util.find_spec("timm")
-    if found is None or not found.submodule_search_locations:
+    """Load functions of timm from their file, because the package needs torchvision."""
+    spec = importlib.util.find_spec("timm")
+    if spec is None or not spec.submodule_search_locations:
         raise CannotRecordError("timm is not installed")
-    code = (Path(found.submodule_search_locations[0]) / "layers" / "pos_embed_sincos.py").read_text()
+    code = (Path(spec.submodule_search_locations[0]) / "layers" / "pos_embed_sincos.py").read_text()
     code = re.sub(r"^@.*$", "", code, flags=re.MULTILINE)  # decorators are for tracing
     return sources.run(code, ("swap_shape_xy", "_build_grid", "_coord_aug_config", "_apply_coord_augs"))
 
 
-def grid(**given: Any) -> dict[str, Any]:
-    return {"coordinates": listed(timm()["_build_grid"](**given).reshape(-1, 2).T)}
+def grid(**options: Any) -> dict[str, Any]:
+    return {"coordinates": as_lists(timm()["_build_grid"](**options).reshape(-1, 2).T)}
 
 
-def augmented(seed: int, **given: Any) -> dict[str, Any]:
+def augmented(seed: int, **options: Any) -> dict[str, Any]:
     functions = timm()
     torch.manual_seed(seed)
     centred = functions["_build_grid"]([3, 4], grid_type="centered").reshape(-1, 2)
-    return {"coordinates": listed(functions["_apply_coord_augs"](centred, **given).T)}
+    return {"coordinates": as_lists(functions["_apply_coord_augs"](centred, **options).T)}
 
 
 RECORD = {
@@ -136,7 +137,7 @@ RECORD = {
 
 
 def record(row: dict[str, Any]) -> dict[str, Any]:
-    """The row again: what the function of its first word makes of its params."""
+    """Record a row again, by the function that the first word of its id names."""
     return {"id": row["id"], "params": row["params"], **RECORD[row["id"].split()[0]](**row["params"])}
 
 

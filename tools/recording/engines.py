@@ -1,7 +1,7 @@
-"""engine_rules/: what the functions and classes of engines make of small configs, each rotated at position 1.
+"""engine_rules/: the frequencies and attention factors that engines compute from small configs.
 
-A row says the config, the length of the sequence and the length that the engine is set to. Nothing is computed here but
-the angle of a rotated pair: cos and sin are what comes out of the engine's own rotation of (1, 0) at positions 0 and 1.
+A row states the config, the length of the sequence, and the length for which the engine is configured. The engine's own
+code rotates (1, 0) at positions 0 and 1, which gives cos and sin. Only the angle is computed from them here.
 """
 
 from __future__ import annotations
@@ -24,28 +24,38 @@ from .peers import package
 from .rotated import shortest
 
 Probe = Callable[[dict[str, Any], int, int], tuple[Tensor, Tensor]]
-"""A config, the length of the sequence and that of the engine: cos and sin of all pairs at positions 0 and 1."""
+"""A function of a config, the length of the sequence, and that of the engine.
+
+It returns cos and sin of all pairs at positions 0 and 1.
+"""
 
 
 def record(row: dict[str, Any], probe: Probe, refuses: tuple[type[Exception], ...] = ()) -> dict[str, Any]:
-    """The row again: frequencies and attention factor, or the engine's error; `refuses`: further kinds of error."""
-    asked = {name: row[name] for name in ("case", "config", "sequence", "setting")}
+    """Record a row again: frequencies and attention factor, or the error of the engine.
+
+    Args:
+        row: the committed row.
+        probe: calls the engine.
+        refuses: exceptions, besides KeyError, TypeError and ValueError, with which the engine rejects a config.
+    """
+    result = {name: row[name] for name in ("case", "config", "sequence", "setting")}
     try:
         cos, sin = probe(row["config"], row["sequence"], row["setting"])
     except (KeyError, TypeError, ValueError, *refuses) as error:
-        return {**asked, "refused": f"{type(error).__name__}: {error}"}
+        return {**result, "refused": f"{type(error).__name__}: {error}"}
     angles = torch.atan2(sin[1].double(), cos[1].double()).float()
     if angles.dim() != 1:
         raise CannotRecordError(f"angles of shape {tuple(angles.shape)}")
-    return {**asked, "inv_freq": shortest(angles), "attention_factor": shortest(cos[0].max().reshape(1))[0]}
+    return {**result, "inv_freq": shortest(angles), "attention_factor": shortest(cos[0].max().reshape(1))[0]}
 
 
 def _ones(head_dim: int, tokens: int) -> Tensor:
-    """[tokens, head_dim]: (1, 0) in every pair (i, i + head_dim/2)."""
+    """Return x [tokens, head_dim] with (1, 0) in every pair (i, i + head_dim/2)."""
     return torch.cat((torch.ones(tokens, head_dim // 2), torch.zeros(tokens, head_dim // 2)), dim=-1)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of rotated `_ones`: the first channels and the second channels of the pairs."""
     cos, sin = x.float().chunk(2, dim=-1)
     return cos, sin
 
@@ -59,12 +69,12 @@ _CLASSES = {
 
 
 def transformers(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
-    """The rotary class of the model type."""
+    """Call the rotary class of the model type in transformers."""
     library, name = package("transformers"), config["model_type"]
-    made = library.AutoConfig.for_model(**config)
+    rotary_module = library.AutoConfig.for_model(**config)
     folder, prefix = _CLASSES.get(name, (name, name.capitalize()))
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    rotary = getattr(module, f"{prefix}RotaryEmbedding")(made)
+    rotary = getattr(module, f"{prefix}RotaryEmbedding")(rotary_module)
     positions = torch.tensor([[0, 1, sequence - 1]])
     if name == "qwen2_vl_text":  # three positions for each token
         positions = positions.expand(3, 1, 3)
@@ -74,7 +84,7 @@ def transformers(config: dict[str, Any], sequence: int, setting: int) -> tuple[T
 
 
 def _parameters(config: dict[str, Any], *, nested: str = "full_attention") -> dict[str, Any]:
-    """The rope section with the base in it, as transformers 5 hands it on."""
+    """Return the rope section of a config, with the base in it, as transformers 5 passes it to other code."""
     parameters = dict(config.get("rope_scaling") or config.get("rope_parameters") or {"rope_type": "default"})
     parameters = dict(parameters.get(nested, parameters))
     parameters.setdefault("rope_theta", config.get("rope_theta"))
@@ -85,19 +95,21 @@ def _size(config: dict[str, Any]) -> int:
     return int(config.get("qk_rope_head_dim") or config["head_dim"])
 
 
-def _rotated(made: Any, config: dict[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What a module of vLLM's or SGLang's rotates, in plain PyTorch; DeepSeek's class takes an axis for the heads."""
+def _rotated(rotary_module: Any, config: dict[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of a module of vLLM or SGLang, from its PyTorch code. DeepSeek's has an axis for heads."""
     size, interleaved = _size(config), config["model_type"] == "deepseek_v3"
     x = _ones(size, len(positions))
     if not interleaved:
-        return _halves(getattr(made, "forward_native", made.forward)(positions, x.clone(), x.clone())[0][:2])
+        return _halves(
+            getattr(rotary_module, "forward_native", rotary_module.forward)(positions, x.clone(), x.clone())[0][:2]
+        )
     x = torch.tensor([1.0, 0.0]).repeat(len(positions), 1, size // 2)
-    y = made.forward_native(positions, x.clone(), x.clone())[0][:2, 0]
+    y = rotary_module.forward_native(positions, x.clone(), x.clone())[0][:2, 0]
     return y[:, ::2], y[:, 1::2]
 
 
 def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
-    """`get_rope`, and what its module rotates. DeepSeek's models give it another rope_type first."""
+    """Call vLLM's `get_rope`, and the module that it returns. As in DeepSeek's models, change the rope_type first."""
     package("vllm")
     rotary = importlib.import_module("vllm.model_executor.layers.rotary_embedding")
     long = importlib.import_module("vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope")
@@ -107,27 +119,27 @@ def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, T
         parameters["rope_type"] = (
             "deepseek_llama_scaling" if parameters.get("attention_factor") == 1.0 else "deepseek_yarn"
         )
-    asked = SimpleNamespace(model_config=SimpleNamespace(max_model_len=setting))
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=setting))
     rotary._ROPE_DICT.clear()
     with (
-        _swapped(long, "get_current_vllm_config", lambda: asked),
+        _replaced(long, "get_current_vllm_config", lambda: vllm_config),
         context.set_current_vllm_config(context.VllmConfig()),
     ):
-        made = rotary.get_rope(
+        rotary_module = rotary.get_rope(
             size,
             config["max_position_embeddings"],
             is_neox_style=config["model_type"] != "deepseek_v3",
             rope_parameters=parameters,
             dtype=torch.float32,
         )
-        return _rotated(made, config, torch.tensor([0, 1]))
+        return _rotated(rotary_module, config, torch.tensor([0, 1]))
 
 
 def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
-    """`get_rope` of the files in srt/layers/rotary_embedding, with stubs for the rest of the package."""
+    """Call SGLang's `get_rope` of srt/layers/rotary_embedding, with stubs for the rest of the package."""
     folder = package_folder("sglang")
     inner = "srt/layers/rotary_embedding"
-    eager = _swapped(torch, "compile", lambda *_, **__: lambda function: function)
+    eager = _replaced(torch, "compile", lambda *_, **__: lambda function: function)
     with eager, _stubs("sglang", f"sglang.{inner.replace('/', '.')}", f"{folder}/{inner}"):
         factory = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
         parameters, size = _parameters(config), _size(config)
@@ -135,7 +147,7 @@ def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor,
         if config["model_type"] == "deepseek_v3":  # as srt/models/deepseek_v2.py
             parameters["rope_type"] = "deepseek_yarn"
         share = parameters.get("partial_rotary_factor", 1.0)
-        made = factory.get_rope(
+        rotary_module = factory.get_rope(
             size,
             size,
             config["max_position_embeddings"],
@@ -145,24 +157,24 @@ def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor,
             dtype=torch.float32,
             partial_rotary_factor=share,
         )
-        rows = made.max_position_embeddings  # of a table that does not grow
-        return _rotated(made, config, torch.tensor([0, 1, min(sequence, rows) - 1]))
+        rows = rotary_module.max_position_embeddings  # the table does not grow
+        return _rotated(rotary_module, config, torch.tensor([0, 1, min(sequence, rows) - 1]))
 
 
 def package_folder(name: str) -> str:
-    """Where a package is installed, without importing it.
+    """Return the folder of an installed package, without importing it.
 
     Raises:
-        CannotRecordError: it is not there.
+        CannotRecordError: the package is not installed.
     """
-    found = importlib.util.find_spec(name)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
         raise CannotRecordError(f"{name} is not installed")
-    return str(found.submodule_search_locations[0])
+    return str(spec.submodule_search_locations[0])
 
 
 class _Stub(types.ModuleType):
-    """A module of which every name is a function that says no."""
+    """A stub of a module, which has every name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -171,14 +183,14 @@ class _Stub(types.ModuleType):
 
 
 class _Fused(nn.Module):
-    """The base of operators that choose a kernel."""
+    """Stub of the base class of SGLang's operators, which chooses a kernel."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
 
 class _Nothing:
-    """What any other name of the package is: false, whatever is asked of it."""
+    """A value for all other names of stubs. It is false, and so are its attributes and the results of its calls."""
 
     def __getattr__(self, name: str) -> _Nothing:
         return self
@@ -196,7 +208,7 @@ _BASES = {"BaseFusedOp": _Fused, "is_cpu": lambda: True, "get_exec": lambda: _EX
 
 
 class _Finder:
-    """Finds stubs for every module of a package outside of one folder."""
+    """Finds stubs for all modules of a package except those inside one subpackage."""
 
     def __init__(self, package: str, real: str) -> None:
         self.package, self.real = package, real
@@ -215,7 +227,7 @@ class _Finder:
 
 @contextmanager
 def _stubs(package: str, real: str, folder: str) -> Iterator[None]:
-    """The modules in `folder` are what they are, under the name `real`; all others of the package are stubs."""
+    """Import the modules in `folder` under the name `real`, and stubs for all other modules of the package."""
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
     for name in before:
         del sys.modules[name]
@@ -234,7 +246,8 @@ def _stubs(package: str, real: str, folder: str) -> Iterator[None]:
 
 
 @contextmanager
-def _swapped(where: Any, name: str, value: Any) -> Iterator[None]:
+def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute while the body runs."""
     before = getattr(where, name)
     setattr(where, name, value)
     try:
@@ -244,33 +257,33 @@ def _swapped(where: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def mlx_lm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
-    """`initialize_rope`, and what its layer rotates; the models' own ropes where they have one."""
+    """Call mlx-lm's `initialize_rope`, or the class that a model uses instead, and the layer that it returns."""
     core = package("mlx.core")
     utils = importlib.import_module("mlx_lm.models.rope_utils")
     core.set_default_device(core.cpu)
     size, parameters = _size(config), _parameters(config)
     base, longest = parameters["rope_theta"], config["max_position_embeddings"]
     if config["model_type"] == "phimoe":  # as models/phimoe.py
-        given = {key: value for key, value in parameters.items() if key not in ("rope_type", "rope_theta")}
-        rope = utils.SuScaledRoPE(size, base=base, max_position_embeddings=longest, **given)
+        arguments = {key: value for key, value in parameters.items() if key not in ("rope_type", "rope_theta")}
+        rope = utils.SuScaledRoPE(size, base=base, max_position_embeddings=longest, **arguments)
     elif config["model_type"] == "hunyuan_v1_dense":
         hunyuan = importlib.import_module("mlx_lm.models.hunyuan_v1_dense")
         rope = hunyuan.DynamicNTKAlphaRoPE(size, base, parameters["alpha"])
     else:
         rope = utils.initialize_rope(size, base, False, parameters, max_position_embeddings=longest)
 
-    def turned(position: int) -> Tensor:
+    def rotate(position: int) -> Tensor:
         x = core.array(_ones(size, 1).numpy()).reshape(1, 1, 1, size)
-        if parameters["rope_type"] == "dynamic" and config["model_type"] == "llama":  # its length is that of the input
+        if parameters["rope_type"] == "dynamic" and config["model_type"] == "llama":  # it uses the length of the input
             x = core.broadcast_to(x, (1, 1, sequence, size))
             return torch.tensor(rope(x)[0, 0, position].tolist())
         return torch.tensor(rope(x, offset=position)[0, 0, 0].tolist())
 
-    return _halves(torch.stack((turned(0), turned(1))))
+    return _halves(torch.stack((rotate(0), rotate(1))))
 
 
 def exllamav3(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
-    """The class RoPE of util/rope.py, without the extension, which needs a GPU."""
+    """Call the class RoPE of exllamav3's util/rope.py. The extension is not loaded, because it needs a GPU."""
     folder = package_folder("exllamav3")
     with _stubs("exllamav3", "exllamav3.util", f"{folder}/util"):
         module = importlib.import_module("exllamav3.util.rope")

@@ -1,4 +1,4 @@
-"""Compare the rows of a golden file with rows recorded again, say what changed, and write them."""
+"""Compare the rows of a golden file with newly recorded rows, report what changed, and write them."""
 
 from __future__ import annotations
 
@@ -22,38 +22,51 @@ class Golden:
 
     path: str
     key: Callable[[dict[str, Any]], str]
-    """The name of a row in the report. Its first word, or all of it, asks for the row."""
+    """Returns the name of a row for the report. The user selects a row by this name, or by its first word."""
     record: Callable[..., dict[str, Any]]
-    """The row again, of a row; `KeyError` where the installed packages do not have the model."""
+    """Records a committed row again. Raises KeyError if the installed packages do not have the model."""
     package: str = "transformers"
     rows: str = "rows"
-    """Where the rows stand in a file."""
-    written: bool = True
-    """Whether what was recorded may take the place of a row."""
+    """The key of the list of rows in a file."""
+    replaceable: bool = True
+    """Whether a recorded row may replace the committed one."""
     source: bool = False
-    """Whether `record` takes a clone of a repository as `source`."""
+    """Whether `record` is also passed a clone of a repository."""
     new: Callable[[list[str], int], dict[str, str]] | None = None
-    """What the installed packages have and the file has not, among these names, with seconds for each."""
+    """Returns name → description of models that the installed packages have and the file lacks.
+
+    It is passed the names to look for (empty for all) and the time limit of each in seconds.
+    """
 
     def read(self, path: Path) -> list[dict[str, Any]]:
-        """Every row as committed."""
+        """Read all committed rows."""
         if path.is_dir():
             return [load(file) for file in sorted(path.glob("*.json"))]
         return load(path)[self.rows]  # type: ignore[no-any-return]
 
     @property
     def peer(self) -> dict[str, str]:
-        """What a file says of a new recording; a commit stays."""
+        """The entries of a file's `peer` that a new recording changes: the version of a package, but no commit."""
         return {} if self.source else {"version": version(self.package)}
 
-    def asks(self, names: list[str], row: dict[str, Any]) -> bool:
+    def selects(self, names: list[str], row: dict[str, Any]) -> bool:
+        """Return whether the names select this row. No names select every row."""
         key = self.key(row)
         return not names or key in names or key.split()[0] in names
 
 
 @dataclass
 class Outcome:
-    """What a recording found, by the key of the row."""
+    """The result of a comparison. All dictionaries map the key of a row to a description.
+
+    Args:
+        same: the keys of unchanged rows.
+        moved: rows with other numbers.
+        kept: rows that could not be recorded, with the reason.
+        gone: rows that the installed packages do not have.
+        new: models that the file lacks.
+        rows: the rows to write.
+    """
 
     same: list[str] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
@@ -67,7 +80,7 @@ class Outcome:
         return bool(self.moved or self.gone or self.new)
 
     def lines(self, golden: Golden) -> list[str]:
-        """The report: what changed first."""
+        """Return the lines of the report. What changed comes first."""
         words = {
             "new": "new model type",
             "moved": "moved",
@@ -82,7 +95,7 @@ class Outcome:
 
 
 def installed(package: str) -> str:
-    """The version of a package, or that it is not there."""
+    """Return the version of a package, or "(not installed)"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -90,7 +103,7 @@ def installed(package: str) -> str:
 
 
 def quiet() -> None:
-    """No network, and no remarks of transformers on class defaults that fit badly."""
+    """Disable the network, warnings, and transformers' messages about unusual class defaults."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import transformers
 
@@ -100,7 +113,7 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def seconds(limit: int, refusal: type[Exception]) -> Iterator[None]:
-    """Raise `refusal` in a body that takes longer than `limit` seconds, where the system has alarms."""
+    """Raise `refusal` in the body if it takes longer than `limit` seconds. Without SIGALRM there is no limit."""
 
     def stop(*_: Any) -> None:
         raise refusal(f"it took longer than {limit} s")
@@ -109,7 +122,7 @@ def seconds(limit: int, refusal: type[Exception]) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit, 2)  # again for each class that is tried after the first
+    signal.setitimer(signal.ITIMER_REAL, limit, 2)  # the body may catch it and try another class, so raise again
     try:
         yield
     finally:
@@ -122,7 +135,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, at: str = "") -> list[str]:
-    """Every place where two rows differ, as `layers.0.inv_freq[3]: 0.5 is now 0.25`; numbers bit for bit."""
+    """List where two rows differ, such as `layers.0.inv_freq[3]: 0.5 is now 0.25`. Numbers are compared bit for bit."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
@@ -132,7 +145,7 @@ def differences(old: Any, new: Any, at: str = "") -> list[str]:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return [line for i, pair in enumerate(zip(old, new, strict=True)) for line in differences(*pair, f"{at}[{i}]")]
     if old == new and isinstance(old, bool) == isinstance(new, bool) and str(old).lstrip()[:1] == str(new).lstrip()[:1]:
-        return []  # the first character tells 0.0 from -0.0
+        return []  # the first characters of 0.0 and -0.0 differ
     return [f"{at}: {str(old)[:60]} is now {str(new)[:60]}"]
 
 
@@ -142,13 +155,13 @@ def compare(
     record: Callable[[dict[str, Any]], dict[str, Any]],
     refusal: type[Exception],
 ) -> Outcome:
-    """Record every row again.
+    """Record every row again, and compare it with the committed one.
 
     Args:
-        rows: as committed.
-        key: the name of a row in the report.
-        record: the row again; `KeyError` where the installed packages do not have the model.
-        refusal: what `record` raises where a row cannot be recorded. The committed row is kept.
+        rows: the committed rows.
+        key: returns the name of a row.
+        record: records a row again. It raises KeyError if the installed packages do not have the model.
+        refusal: the exception that `record` raises if a row cannot be recorded. The committed row is then kept.
     """
     outcome = Outcome()
     for row in rows:
@@ -168,17 +181,17 @@ def compare(
             outcome.rows.append(again)
         else:
             outcome.same.append(name)
-            outcome.rows.append(row)  # the committed order of keys
+            outcome.rows.append(row)  # not `again`, to keep the order of the keys
     return outcome
 
 
 def write(path: Path, golden: Golden, outcome: Outcome) -> None:
-    """Write the rows of an outcome in the place of those with their key; rows that were not asked for stay."""
-    asked = {*outcome.same, *outcome.moved, *outcome.kept, *outcome.gone}
+    """Replace the rows that an outcome is about. Rows that were not selected stay."""
+    selected = {*outcome.same, *outcome.moved, *outcome.kept, *outcome.gone}
     again = iter(outcome.rows)
     rows = []
     for row in golden.read(path):
-        if golden.key(row) not in asked:
+        if golden.key(row) not in selected:
             rows.append(row)
         elif golden.key(row) not in outcome.gone:
             rows.append(next(again))

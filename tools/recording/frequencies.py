@@ -1,4 +1,4 @@
-"""schemes.json and lengths.json: what a model's rotary class turns its layers with, after a run at a length.
+"""schemes.json and lengths.json: the frequencies of a model's rotary class after a run at some length.
 
 The configs are those of text_models.json.
 """
@@ -19,12 +19,12 @@ from .rotated import recorder_of, shortest
 
 @functools.cache
 def models() -> dict[str, dict[str, Any]]:
-    """The rows of text_models.json by name."""
+    """Return the rows of text_models.json by name."""
     return {row["name"]: row for row in files.load(files.FOLDER / "text_models.json")["rows"]}
 
 
 def record(row: dict[str, Any], case: dict[str, Any], length: int) -> dict[str, Any]:
-    """The row again, of one layer, after a run whose last position is `length` - 1.
+    """Record a row again, for one layer, after a run whose last position is `length` - 1.
 
     Raises:
         CannotRecordError: see `recorder_of` and `measure`.
@@ -37,7 +37,7 @@ def record(row: dict[str, Any], case: dict[str, Any], length: int) -> dict[str, 
     buffer, _ = frequencies_of(recorder, measured)
     recorder.run(index, 2, labels, torch.tensor([0, length - 1]))
     parameters = recorder.config.rope_parameters
-    if all(isinstance(value, dict) for value in parameters.values()):  # one set for each kind of layer
+    if all(isinstance(value, dict) for value in parameters.values()):  # separate parameters for each kind of layer
         parameters = parameters[case["id"]]
     again = {
         "rope_parameters": parameters,
@@ -54,7 +54,7 @@ def record_scheme(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_length(row: dict[str, Any]) -> dict[str, Any]:
-    """The row again. Its parameters are written as one flat scheme: with what their formula reads elsewhere."""
+    """Record a row again. Numbers that the formula reads outside of its parameters are added to them."""
     case = models()[row["model"]]["cases"][0]
     again, longest = (
         record(row, case, row["length"]),

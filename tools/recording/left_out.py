@@ -1,10 +1,10 @@
-"""Model types of transformers 5.23.0 that mention rotary positions, and of which ropewalk says nothing.
+"""Model types of transformers 5.23.0 that mention rotary positions, and that ropewalk neither reads nor refuses.
 
-It is the list as it stood, so that those of a newer version are told from them; they were not read one by one. A name
-that ropewalk comes to know is no longer needed here.
+`class_defaults` uses this list to find model types that are new in a later version. The listed models were not examined
+one by one. Remove a name here when ropewalk supports it.
 """
 
-# Their file has the word, but the layer that is recorded rotates nothing.
+# Their modeling file mentions rotary positions, but the recorded layer rotates nothing.
 WITHOUT_ROPE = """
     blenderbot-small bridgetower_text_model canary_decoder clvp_decoder deimv2 dpr emu3_vqgan esmfold2
     granite_docling_vision groupvit_text_model groupvit_vision_model internvl_vision lightglue mllama_vision_model
@@ -12,7 +12,7 @@ WITHOUT_ROPE = """
     pix2struct_text_model pix2struct_vision_model pp_doclayout_v2 qianfan_ocr_vision qwen2_audio_encoder radio
     reformer sew-d siglip2_text_model siglip_text_model siglip_vision_model unlimited_ocr_vision_encoder vits
 """
-# Encoders of images and sound, parts that need other inputs, and models around a text model with its own model type.
+# Encoders of images and sound, parts that need other inputs, and models that contain a text model with its own type.
 OTHERS = """
     EvollaModel autoformer bark blt bridgetower_vision_model canary chameleon_vqgan clvp
     cosmos3_edge_vision deepseek_ocr2_sam_vision_model deepseek_ocr2_vision dia dots3_note_audio_encoder

@@ -1,8 +1,9 @@
-"""engine_rules/rules_of_llama_cpp.json: what llama.cpp's converter writes for small configs, and what comes of that.
+"""engine_rules/rules_of_llama_cpp.json: the keys that llama.cpp's converter writes for small configs, and their effect.
 
-The converter runs as it is. Of the C++ code, the lines of the context that settle YaRN's attention factor and the
-functions that fill ggml's table are compiled alone, from `--source DIR`: a clone of llama.cpp, or the copy in the
-source package of llama-cpp-python (vendor/llama.cpp). Which keys a model's loader reads is looked up in its source.
+The converter is run unchanged. Of the C++ code, only the lines that compute YaRN's attention factor and the functions
+that fill ggml's table are compiled. They come from `--source DIR`, which is a clone of llama.cpp, or its copy in the
+source package of llama-cpp-python (vendor/llama.cpp). A search in the source of a model's loader shows which keys it
+reads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _FILLED = {
 
 
 def convert(source: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, list[float]]]:
-    """The architecture, the keys and the tensors of factors that the converter writes."""
+    """Run the converter. Return the architecture, the keys, and the tensors of factors that it writes."""
     for folder in (source, source / "gguf-py"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
@@ -61,7 +62,7 @@ def convert(source: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any], 
         out = Path(folder) / "model.gguf"
         kind = gguf.LlamaFileType.ALL_F32
         model = conversion.get_model_class(name)(Path(folder), kind, out, hparams=given, dry_run=True)
-        model = getattr(model, "impl", model)  # Mistral's chooses one of two
+        model = getattr(model, "impl", model)  # the class for Mistral selects one of two
         model.set_gguf_parameters()
         tensors = {name: tensor.tolist() for name, tensor in model.generate_extra_tensors()}
         keys = {key: value.value for part in model.gguf_writer.kv_data for key, value in part.items()}
@@ -116,7 +117,7 @@ int main(int, char ** v) {
 
 
 def _cut(source: Path, file: str, start: str, end: str) -> str:
-    """The lines of a file from the one with `start` to the one with `end` after it, both included."""
+    """Return the lines of a file from the one with `start` to the next one with `end`, both included."""
     text = (source / file).read_text()
     found = re.search(f"^[^\\n]*{re.escape(start)}.*?{re.escape(end)}[^\\n]*$", text, re.DOTALL | re.MULTILINE)
     if found is None:
@@ -125,7 +126,7 @@ def _cut(source: Path, file: str, start: str, end: str) -> str:
 
 
 def build(source: Path, folder: Path) -> Path:
-    """The program above, with the lines of llama.cpp in it."""
+    """Compile `_PROGRAM` with the lines of llama.cpp, and return the path of the executable."""
     operators = "ggml/src/ggml-cpu/ops.cpp"
     functions = [
         _cut(source, "ggml/src/ggml.c", "static float ggml_rope_yarn_corr_dim(", "\n}\n"),
@@ -146,12 +147,12 @@ def build(source: Path, folder: Path) -> Path:
 
 
 def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, Tensor]:
-    """cos and sin at positions 0 and 1 of a context for `setting` tokens."""
+    """Return cos and sin at positions 0 and 1, in a context for `setting` tokens."""
     architecture, keys, tensors = convert(source, config)
     reader = (source / "src" / "models" / f"{architecture}.cpp").read_text()
 
     def read(key: str, otherwise: float) -> float:
-        """A key of YaRN, which only some architectures read."""
+        """Return a key of YaRN, or `otherwise` if the loader of the architecture does not read it."""
         named = f"LLM_KV_ROPE_SCALING_YARN_{key.upper()}"
         short = {"log_multiplier": "LLM_KV_ROPE_SCALING_YARN_LOG_MUL"}.get(key, named)
         return float(keys.get(f"rope.scaling.yarn_{key}", otherwise)) if short in reader else otherwise
@@ -160,7 +161,7 @@ def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, T
     factor = float(keys.get("rope.scaling.factor", 0.0))
     trained = int(keys.get("rope.scaling.original_context_length", keys["context_length"]))
     lists = [tensors[name] for name in ("rope_freqs.weight",) if name in tensors]
-    lists += [tensors[name] for name in (_list_of(setting > trained),) if name in tensors]
+    lists += [tensors[name] for name in (_factors_name(setting > trained),) if name in tensors]
     multiplier = read("log_multiplier", 0.0) / (0.1 if architecture.startswith("deepseek") else 1.0)
     size = int(config.get("qk_rope_head_dim") or config["head_dim"])
     numbers = [
@@ -180,19 +181,20 @@ def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, T
     ]
     with tempfile.TemporaryDirectory() as folder:
         command = [str(build(source, Path(folder))), *(repr(number) for number in numbers)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    table = torch.tensor([[float(x) for x in line.split()] for line in said.splitlines()], dtype=torch.float32)
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    table = torch.tensor([[float(x) for x in line.split()] for line in output.splitlines()], dtype=torch.float32)
     return table[:, ::2], table[:, 1::2]
 
 
-def _list_of(long: bool) -> str:
+def _factors_name(long: bool) -> str:
+    """Return the name of the tensor of factors for short or long contexts."""
     return f"rope_factors_{'long' if long else 'short'}.weight"
 
 
 def llama_cpp(row: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
-    """The row again."""
+    """Record a row again."""
     if source is None or not (source / "conversion").is_dir():
-        raise CannotRecordError("give a clone of llama.cpp, or the copy in llama-cpp-python's source, as --source")
+        raise CannotRecordError("pass a clone of llama.cpp, or the copy in llama-cpp-python's source, as --source")
     return record(row, lambda config, _, setting: probe(source, config, setting), (AssertionError,))
 
 

@@ -1,7 +1,7 @@
-"""peers/ and torchtitan.json: q and k of known inputs, rotated by other packages.
+"""peers/ and torchtitan.json: known q and k, rotated by other packages.
 
-A package that is not installed leaves its file as it is. Torchtitan, torchtune, rotary-embedding-torch and MLX are
-packages. The other peers were recorded from a commit of their source.
+The packages are torchtitan, torchtune, rotary-embedding-torch and MLX. If one is not installed, its file is kept. Peers
+that are not packages are in `sources` and `ggml`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from . import files
 from .model import CannotRecordError
 from .rotated import golden, shortest
 
-Turn = Callable[[Tensor], Tensor]
-"""From [1, heads, tokens, head_dim] to the same, rotated."""
+Rotate = Callable[[Tensor], Tensor]
+"""A function that rotates a tensor [1, heads, tokens, head_dim]."""
 
 
 def package(name: str) -> Any:
-    """The module of that name.
+    """Import a module.
 
     Raises:
-        CannotRecordError: it is not installed, or does not load here.
+        CannotRecordError: it is not installed, or cannot be loaded on this machine.
     """
     try:
         return importlib.import_module(name)
@@ -35,10 +35,10 @@ def package(name: str) -> Any:
 
 
 def single_file(name: str, file: str) -> Any:
-    """One file of a package as a module, without the rest, which may need further packages.
+    """Load one file of a package as a module, without the rest of the package, which may need other packages.
 
     Raises:
-        CannotRecordError: the package is not installed, or the file does not load alone.
+        CannotRecordError: the package is not installed, or the file cannot be loaded alone.
     """
     found = importlib.util.find_spec(name)
     if found is None or not found.submodule_search_locations:
@@ -47,10 +47,10 @@ def single_file(name: str, file: str) -> Any:
 
 
 def load_file(path: Path) -> Any:
-    """A file as a module.
+    """Load a file as a module.
 
     Raises:
-        CannotRecordError: it is not there, or does not load alone.
+        CannotRecordError: the file does not exist, or cannot be loaded alone.
     """
     spec = importlib.util.spec_from_file_location(f"recorded_{path.stem}", path)
     assert spec is not None
@@ -63,21 +63,24 @@ def load_file(path: Path) -> Any:
     return module
 
 
-def record(case: dict[str, Any], turn: Turn, inv_freq: Tensor | None = None) -> dict[str, Any]:
-    """The case again, and the pairing and channels as one-hot inputs at its first position that is 1 show them."""
-    made: dict[str, Any] = {"inv_freq": None if inv_freq is None else shortest(inv_freq), **channels(case, turn)}
+def record(case: dict[str, Any], rotate: Rotate, inv_freq: Tensor | None = None) -> dict[str, Any]:
+    """Record a case again: the rotated q and k, and the pairing and the channels, which one-hot inputs show."""
+    recorded: dict[str, Any] = {"inv_freq": None if inv_freq is None else shortest(inv_freq), **channels(case, rotate)}
     for name in ("q", "k"):
         x = golden(name, case[f"{name}_shape"])
-        made[f"{name}_rot"] = shortest(turn(x)[:, : case[f"{name}_heads"]])
-    return {name: made.get(name, value) for name, value in case.items()}
+        recorded[f"{name}_rot"] = shortest(rotate(x)[:, : case[f"{name}_heads"]])
+    return {name: recorded.get(name, value) for name, value in case.items()}
 
 
-def channels(case: dict[str, Any], turn: Turn) -> dict[str, Any]:
-    """The layout, the channels that turn and those of a head."""
+def channels(case: dict[str, Any], rotate: Rotate) -> dict[str, Any]:
+    """Return the pairing, the number of rotated channels and the number of channels of a head.
+
+    They are measured with one-hot inputs at the first token with position 1.
+    """
     tokens, dim = case["q_shape"][-2:]
-    one = case["positions"].index(1)
+    token = case["positions"].index(1)
     x = torch.eye(dim).view(1, dim, 1, dim).repeat(1, 1, tokens, 1)
-    off = turn(x)[0, :, one].fill_diagonal_(0).nonzero()
+    off = rotate(x)[0, :, token].fill_diagonal_(0).nonzero()
     distances = {int(b - a) for a, b in off.tolist() if b > a}
     rotary_dim = len(off)
     names = {1: "interleaved", rotary_dim // 2: "half"}
@@ -87,6 +90,7 @@ def channels(case: dict[str, Any], turn: Turn) -> dict[str, Any]:
 
 
 def rotary_embedding_torch(case: dict[str, Any]) -> dict[str, Any]:
+    """Record a case of rotary-embedding-torch."""
     module, params = package("rotary_embedding_torch"), dict(case["params"])
     if "offset" in params:
         offset = params.pop("offset")
@@ -98,6 +102,7 @@ def rotary_embedding_torch(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def torchtune(case: dict[str, Any]) -> dict[str, Any]:
+    """Record a case of torchtune."""
     name, positions = case["id"].split()[0], torch.tensor(case["positions"])
     where = {
         "RotaryPositionalEmbeddings": "modules/position_embeddings.py",
@@ -107,14 +112,14 @@ def torchtune(case: dict[str, Any]) -> dict[str, Any]:
     module = single_file("torchtune", where[name])
     rotary = getattr(module, name)(**case["params"], max_seq_len=max(case["positions"]) + 1)
 
-    def turn(x: Tensor) -> Tensor:  # torchtune has the heads after the tokens
+    def rotate(x: Tensor) -> Tensor:  # torchtune has the heads after the tokens
         return rotary(x.transpose(1, 2), input_pos=positions.unsqueeze(0)).transpose(1, 2)  # type: ignore[no-any-return]
 
-    return record(case, turn, rotary.theta)
+    return record(case, rotate, rotary.theta)
 
 
 def torchtitan(case: dict[str, Any]) -> dict[str, Any]:
-    """Its own module, built from its own config. The frequencies are the angles in row 1 of its table."""
+    """Record a case of torchtitan. The frequencies are the angles in row 1 of the module's table."""
     module = getattr(package("torchtitan.models.common.rope"), case["class"])
     rotary = module.Config(**case["params"], max_seq_len=max(case["positions"]) + 1).build()
     positions = torch.tensor([case["positions"]])
@@ -122,13 +127,14 @@ def torchtitan(case: dict[str, Any]) -> dict[str, Any]:
     cos, sin = (row.real, row.imag) if row.is_complex() else row.chunk(2)
     inv_freq = torch.atan2(sin.double(), cos.double())[: case["params"]["dim"] // 2].float()
 
-    def turn(x: Tensor) -> Tensor:  # torchtitan has the heads after the tokens, and rotates q and k in one call
+    def rotate(x: Tensor) -> Tensor:  # torchtitan has the heads after the tokens, and rotates q and k in one call
         return rotary(x.transpose(1, 2), x.transpose(1, 2), positions)[0].transpose(1, 2)  # type: ignore[no-any-return]
 
-    return record(case, turn, inv_freq)
+    return record(case, rotate, inv_freq)
 
 
 def mlx(case: dict[str, Any]) -> dict[str, Any]:
+    """Record a case of MLX."""
     core, params = package("mlx.core"), dict(case["params"])
     offset = params.pop("offset", None)
     freqs = params.pop("freqs", None)
@@ -136,19 +142,19 @@ def mlx(case: dict[str, Any]) -> dict[str, Any]:
     params.setdefault("base", None)
     core.set_default_device(core.cpu)
 
-    def turn(x: Tensor) -> Tensor:
-        given = core.array(x.numpy())
+    def rotate(x: Tensor) -> Tensor:
+        array = core.array(x.numpy())
         if offset is not None:
-            out = core.fast.rope(given, offset=offset, **params)
+            out = core.fast.rope(array, offset=offset, **params)
         else:
-            each = [
-                core.fast.rope(given[:, :, t : t + 1], offset=position, **params)
+            rotated = [
+                core.fast.rope(array[:, :, t : t + 1], offset=position, **params)
                 for t, position in enumerate(case["positions"])
             ]
-            out = core.concatenate(each, axis=2)
+            out = core.concatenate(rotated, axis=2)
         return torch.tensor(out.tolist(), dtype=torch.float32)
 
-    return record(case, turn)
+    return record(case, rotate)
 
 
 def _of(record_case: Callable[[dict[str, Any]], dict[str, Any]], name: str) -> files.Golden:

@@ -1,7 +1,7 @@
-"""released.json: whether the models of transformers rotate as the rows of published configs say.
+"""released.json: compare the rows of published configs with the models of transformers.
 
-A row says its ropes in the words of ropewalk. So they are not written again, but held against what the models do: the
-pairing, the channels, the frequencies, the axes, the attention factor, and in how many layers.
+A row contains reprs of ropewalk's ropes. They are therefore not recorded again, but compared with the models: pairing,
+channels, frequencies, axes, attention factor, and number of layers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FLOAT32_POWER = 1e-6  # transformers raises the base to a power in float32
 
 
 def record(row: dict[str, Any]) -> dict[str, Any]:
-    """The row where the model does what it says; else with what the model does in the place of the ropes.
+    """Return the row if the model agrees with it. Otherwise return it with a description of the model as its ropes.
 
     Raises:
-        CannotRecordError: the row is of other code than transformers, or is refused; see `record_text`.
+        CannotRecordError: the row is about code other than transformers, or has no rope; see also `record_text`.
     """
     if not row.get("recorded", "").startswith(OF_TRANSFORMERS):
         raise CannotRecordError(row.get("recorded", "refused: no rope to compare"))
@@ -36,25 +36,25 @@ def record(row: dict[str, Any]) -> dict[str, Any]:
         config = text_config(row["config"])
     except Exception as error:
         raise CannotRecordError(f"{type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
-    made = record_text(config)
-    left = [[text, count] for text, count in row["ropes"]]
-    for kind in made["layer_kinds"]:
-        layer = None if kind is None else made["layers"][str(kind)]
-        of_it = next((rope for rope in left if agrees(rope[0], layer)), None)
-        if of_it is None:
-            return {**row, "ropes": summary(made)}
-        of_it[1] -= 1
-    return row if not any(count for _, count in left) else {**row, "ropes": summary(made)}
+    recorded = record_text(config)
+    remaining = [[text, count] for text, count in row["ropes"]]
+    for kind in recorded["layer_kinds"]:
+        layer = None if kind is None else recorded["layers"][str(kind)]
+        match = next((rope for rope in remaining if agrees(rope[0], layer)), None)
+        if match is None:
+            return {**row, "ropes": summary(recorded)}
+        match[1] -= 1
+    return row if not any(count for _, count in remaining) else {**row, "ropes": summary(recorded)}
 
 
 def agrees(text: str, layer: dict[str, Any] | None) -> bool:
-    """Whether a layer rotates as a rope of ropewalk does, given by its repr, or as no rope where that is None."""
+    """Return whether a recorded layer agrees with a rope, which is passed as its repr, or "None" for no rope."""
     import ropewalk
 
     if layer is None or text == "None":
         return layer is None and text == "None"
     names = {name: getattr(part, name) for part in (ropewalk, ropewalk.schemes) for name in part.__all__}
-    rope = eval(text, names).at_length(2)  # two tokens are run
+    rope = eval(text, names).at_length(2)  # the model was run with two tokens
     whole = (rope.pairing, rope.rotary_dim, rope.rotary_offset)
     return (
         whole == (layer["pairing"], layer["rotary_dim"], layer["rotary_offset"])
@@ -64,4 +64,4 @@ def agrees(text: str, layer: dict[str, Any] | None) -> bool:
     )
 
 
-GOLDEN = files.Golden("released.json", lambda row: f"{row['file']} {row['model_type']}", record, written=False)
+GOLDEN = files.Golden("released.json", lambda row: f"{row['file']} {row['model_type']}", record, replaceable=False)

@@ -1,4 +1,4 @@
-"""What stands in the place of projections, norms and tables while a layer is recorded."""
+"""Stubs that replace projections, norms and tables of a model while one of its layers is recorded."""
 
 from __future__ import annotations
 
@@ -15,44 +15,55 @@ PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.bad
 
 
 @dataclass
-class Fed:
-    """What the projections return: `row(stub, channels)`, [rows, channels] for all, or [rows, tokens, channels]."""
+class Numbers:
+    """The numbers that all `Projection` stubs of a model return.
+
+    Args:
+        rows: the batch size.
+        row: a function of the number of a projection and its channels. It returns [rows, channels] for every token, or
+            [rows, tokens, channels]. None means zeros.
+    """
 
     rows: int = 1
     row: Callable[[int, int], Tensor] | None = None
 
 
 class Projection(nn.Module):
-    """A projection that returns what it is fed, whatever comes in."""
+    """Replaces a projection. It ignores its input and returns the numbers of `Numbers`."""
 
-    def __init__(self, number: int, channels: int, fed: Fed) -> None:
+    def __init__(self, number: int, channels: int, numbers: Numbers) -> None:
         super().__init__()
-        self.number, self.out_features, self.fed = number, channels, fed
+        self.number, self.out_features, self.numbers = number, channels, numbers
         self.weight, self.bias = torch.zeros(1), None
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        if self.fed.row is None or x.shape[0] != self.fed.rows:
+        if self.numbers.row is None or x.shape[0] != self.numbers.rows:
             return x.new_zeros((*x.shape[:-1], self.out_features))
-        values = self.fed.row(self.number, self.out_features).to(x.dtype)
+        values = self.numbers.row(self.number, self.out_features).to(x.dtype)
         if values.dim() == 3:
             return values.reshape(*x.shape[:-1], -1).clone()
         return values.view(len(values), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1).clone()
 
 
-class Several(nn.Module):
-    """Projections of queries, keys and values that a model mixes with each other: each alone."""
+class SeparateProjections(nn.Module):
+    """Replaces a module that projects queries, keys and values together. Here each is projected separately."""
 
-    def __init__(self, heads: list[int], head_dim: int, fed: Fed) -> None:
+    def __init__(self, heads: list[int], head_dim: int, numbers: Numbers) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.parts = nn.ModuleList(Projection(0, count * head_dim, fed) for count in heads)
+        self.parts = nn.ModuleList(Projection(0, count * head_dim, numbers) for count in heads)
 
     def forward(self, x: Tensor, *_: Any) -> tuple[Tensor, ...]:
         return tuple(part(x).view(*x.shape[:-1], -1, self.head_dim) for part in self.parts)
 
 
-class Same(nn.Module):
-    """A norm, or a layer, that changes nothing."""
+class Identity(nn.Module):
+    """Replaces a norm or a layer by the identity.
+
+    Args:
+        like: the replaced module, whose plain attributes are copied.
+        outputs: the number of outputs of a layer, 1 or 2.
+    """
 
     def __init__(self, like: nn.Module | None = None, outputs: int = 1) -> None:
         super().__init__()
@@ -68,12 +79,12 @@ class Same(nn.Module):
         if self.both and more:
             return x, more[0]
         x = x if x is not None else others["hidden_states"]
-        # What else a layer returns: the tokens that an indexer chose.
+        # The second output of a layer is the tokens that an indexer chose.
         return x if self.outputs == 1 else (x, torch.zeros(*x.shape[:2], 1, dtype=torch.long))
 
 
-class Looked(nn.Module):
-    """An embedding table of which only the width matters."""
+class ZeroEmbedding(nn.Module):
+    """Replaces an embedding table. Its rows are zero, because only their width matters."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -91,23 +102,23 @@ class Captured:
     left: Tensor
     right: Tensor
     scale: float | None
-    """What the attention multiplies the product with before the softmax; None where it is not handed over."""
+    """The factor of the product before the softmax. None if it is not passed to the product."""
     rows: int = 0
     tokens: int = 0
     chosen: Tensor = field(default_factory=lambda: torch.arange(0))
 
-    def of(self, rows: int, tokens: int, chosen: Tensor) -> Captured:
-        """The same, with the batch size, the length, and the tokens that are wanted."""
+    def with_tokens(self, rows: int, tokens: int, chosen: Tensor) -> Captured:
+        """Return a copy with the batch size, the number of tokens, and the tokens to return."""
         return replace(self, rows=rows, tokens=tokens, chosen=chosen)
 
     @property
     def query(self) -> Tensor:
-        """[rows, heads, chosen tokens, head_dim]."""
+        """The queries, [rows, heads, chosen tokens, head_dim]."""
         return self._heads_first(self.left, "query")
 
     @property
     def key(self) -> Tensor:
-        """[rows, heads of keys, chosen tokens, head_dim]; every head is repeated where the model repeats it."""
+        """The keys, [rows, key heads, chosen tokens, head_dim]. Heads are repeated if the model repeats them."""
         right = self.right
         if right.shape[-1] == self.tokens and right.shape[-2] == self.left.shape[-1]:
             right = right.transpose(-1, -2)
@@ -122,16 +133,16 @@ class Captured:
         if x.shape[-2] != tokens and x.shape[1] == tokens:
             x = x.transpose(1, 2)
         if x.dim() != 4 or x.shape[0] != self.rows or x.shape[2] != tokens:
-            raise ValueError(f"a {name} of shape {tuple(x.shape)} is not read")
+            raise ValueError(f"a {name} of shape {tuple(x.shape)} is not supported")
         return x[:, :, self.chosen]
 
 
 class CaptureError(Exception):
-    """Carries queries and keys out of the model."""
+    """Ends the run of a model, and carries the queries and keys out of it."""
 
 
 class FirstProduct(TorchFunctionMode):
-    """Ends the run at the first product of queries and keys inside the layer."""
+    """Raises CaptureError at the first product of queries and keys inside the recorded layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +153,7 @@ class FirstProduct(TorchFunctionMode):
         if self.inside and (func in PRODUCTS or func is nn.functional.scaled_dot_product_attention):
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
             if func is torch.baddbmm:
-                tensors = tensors[1:]  # the first is added
+                tensors = tensors[1:]  # the first tensor is added to the product
             if len(tensors) >= 2 and tensors[0].dim() >= 3:
                 raise CaptureError(Captured(tensors[0], tensors[1], kwargs.get("alpha")))
         return func(*args, **kwargs)
@@ -150,7 +161,7 @@ class FirstProduct(TorchFunctionMode):
 
 @contextlib.contextmanager
 def scaled_product(module: Any, mode: FirstProduct) -> Iterator[None]:
-    """End the run where a file of transformers hands queries and keys to its plain attention, with their scale."""
+    """Raise CaptureError where a modeling file passes queries, keys and scale to eager_attention_forward."""
     original = vars(module).get("eager_attention_forward")
 
     def end(part: nn.Module, query: Tensor, key: Tensor, *others: Any, **kwargs: Any) -> Any:

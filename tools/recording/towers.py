@@ -1,7 +1,7 @@
 """vision_towers.json: known queries, rotated by the rotary class and the function of a vision tower.
 
-The class is built from the class defaults, and asked for cos and sin at a few places of the grid. Nothing here imports
-ropewalk.
+The class is built from the class defaults of the config, and computes cos and sin at a few places of the grid. Nothing
+here imports ropewalk.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ FUNCTIONS = (
 
 
 def record(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of vision_towers.json.
+    """Record a row of vision_towers.json.
 
     Raises:
-        CannotRecordError: the tower has no rotary class of a kind that is known here.
+        CannotRecordError: the tower has no rotary class of a known kind.
         KeyError: the installed transformers does not have the model_type.
     """
     config = config_of(row["model_type"])
@@ -42,22 +42,22 @@ def record(row: dict[str, Any]) -> dict[str, Any]:
     rotary = _rotary(module, config)
     function = next(getattr(module, name) for name in FUNCTIONS if hasattr(module, name))
     if hasattr(rotary, "freqs_ci"):
-        positions, turned = _complex(rotary, function, config)
+        positions, rotated = _complex(rotary, function, config)
     elif "pixel_values" in inspect.signature(rotary.forward).parameters:
-        positions, turned = _centres(rotary, function, config)
+        positions, rotated = _centres(rotary, function, config)
     else:
-        positions, turned = _grid(rotary, function)
+        positions, rotated = _grid(rotary, function)
     return {
         "model_type": row["model_type"],
         "config": plain(config),
         "positions": positions,
-        "head_dim": turned.shape[-1],
-        "q_rot": shortest(turned),
+        "head_dim": rotated.shape[-1],
+        "q_rot": shortest(rotated),
     }
 
 
 def _rotary(module: Any, config: Any) -> Any:
-    """The rotary class that is built from this config."""
+    """Return the module of the rotary class that is built from this config."""
     for name, cls in vars(module).items():
         if name.endswith(("RotaryEmbedding", "RopePositionEmbedding")) and isinstance(cls, type):
             taken = [p for p in inspect.signature(cls.__init__).parameters.values() if p.name == "config"]
@@ -67,37 +67,37 @@ def _rotary(module: Any, config: Any) -> Any:
 
 
 def _sibling(cls: type, config: Any) -> str:
-    """The name of the config's class, where a rotary class says none."""
+    """Return the name of the config's class if a rotary class of a tower has no annotation for it."""
     return type(config).__name__ if "Vision" in cls.__name__ or "Rope" in cls.__name__ else ""
 
 
 def _queries(tokens: int, channels: int) -> Tensor:
-    """[1, 1, tokens, channels], by the formula of the golden files."""
+    """Return queries [1, 1, tokens, channels] by the formula of the golden files."""
     return golden("q", [1, 1, tokens, channels])
 
 
 def _grid(rotary: Any, function: Any) -> tuple[list[list[int]], Tensor]:
-    """A class that takes positions: [tokens, axes], or a batch of them."""
+    """Rotate with a class that takes positions [tokens, axes], or a batch of them."""
     ids = torch.tensor(PLACES)
     axes = 3 if "MiniMax" in type(rotary).__name__ else 2
     ids = ids[:, 3 - axes :]
-    given = ids[None] if function.__name__ == "apply_multidimensional_rope" else ids
-    cos, sin = rotary(torch.zeros(1), given)
+    positions = ids[None] if function.__name__ == "apply_multidimensional_rope" else ids
+    cos, sin = rotary(torch.zeros(1), positions)
     channels = _channels(rotary.config)
     q = _queries(len(ids), channels)
     if function.__name__ == "apply_multidimensional_rope":
-        turned = function(q.transpose(1, 2), cos, sin, given).transpose(1, 2)
+        rotated = function(q.transpose(1, 2), cos, sin, positions).transpose(1, 2)
     elif function.__name__ == "apply_rotary_pos_emb_vision":
-        turned = function(q[0].transpose(0, 1), q[0].transpose(0, 1), cos, sin)[0].transpose(0, 1)[None]
+        rotated = function(q[0].transpose(0, 1), q[0].transpose(0, 1), cos, sin)[0].transpose(0, 1)[None]
     elif function.__name__ == "apply_rotary_pos_emb":  # Pixtral
-        turned = function(q, q, cos, sin, unsqueeze_dim=0)[0]
+        rotated = function(q, q, cos, sin, unsqueeze_dim=0)[0]
     else:
-        turned = function(q, q, cos, sin)[0]
-    return ids.T.tolist(), turned
+        rotated = function(q, q, cos, sin)[0]
+    return ids.T.tolist(), rotated
 
 
 def _channels(config: Any) -> int:
-    """Channels of a head."""
+    """Return the number of channels of a head."""
     if (own := getattr(config, "head_dim", None)) is not None:
         return int(own)
     if hasattr(config, "memory_attention_hidden_size"):
@@ -109,32 +109,33 @@ def _channels(config: Any) -> int:
 
 
 def _centres(rotary: Any, function: Any, config: Any) -> tuple[list[list[float]], Tensor]:
-    """A class that takes an image: DINOv3's, whose angles are 2π times the centres of patches in [-1, 1]."""
+    """Rotate with a class that takes an image (DINOv3). Positions are 2π times the centres of patches in [-1, 1]."""
     patch = config.patch_size
     cos, sin = rotary(torch.zeros(1, 3, *(patch * side for side in SIDES)))
     places = [place[1:] for place in PLACES]
     rows = torch.tensor([i * SIDES[1] + j for i, j in places])
     q = _queries(len(rows), cos.shape[-1])
-    turned = function(q, q, cos[rows], sin[rows])[0]
+    rotated = function(q, q, cos[rows], sin[rows])[0]
     positions = [
         [2 * math.pi * (2 * (place[axis] + 0.5) / side - 1) for place in places] for axis, side in enumerate(SIDES)
     ]
-    return positions, turned
+    return positions, rotated
 
 
 def _complex(rotary: Any, function: Any, config: Any) -> tuple[list[list[int]], Tensor]:
-    """Llama 4's table: columns and rows from 1, and the class token at its end."""
+    """Rotate with Llama 4's table: columns and rows count from 1, and the class token is last."""
     side = config.image_size // config.patch_size
     places = [place[1:] for place in PLACES]
     table = rotary(torch.zeros(1))
     rows = torch.tensor([i * side + j for i, j in places] + [side * side])
     channels = config.hidden_size // config.num_attention_heads
     q = _queries(len(rows), channels).transpose(1, 2)
-    turned = function(q, q, table[rows])[0].transpose(1, 2)
-    return [[*(j + 1 for _, j in places), 0], [*(i + 1 for i, _ in places), 0]], turned
+    rotated = function(q, q, table[rows])[0].transpose(1, 2)
+    return [[*(j + 1 for _, j in places), 0], [*(i + 1 for i, _ in places), 0]], rotated
 
 
 def name(row: dict[str, Any]) -> str:
+    """Return the name of a row."""
     return str(row["model_type"])
 
 
