@@ -322,7 +322,7 @@ MUTANTS = [
     Mutant("transformers: axes in the module alone", "integrations/transformers/compare.py", "        if sections:\n", "        if False:\n"),
     Mutant("transformers: edited frequencies", "integrations/transformers/compare.py", "if found and not any(_are_frequencies_of(now, rope, module, kind) for rope in found):", "if False:"),
     Mutant("transformers: probed near alone", "integrations/transformers/compare.py", "_POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)", "_POSITIONS = (0, 1, 2)"),
-    Mutant("transformers: table by its first rows", "integrations/transformers/own_tables.py", 'rows = table.detach().to("cpu", torch.float64)', 'rows = table[:2].detach().to("cpu", torch.float64)'),
+    Mutant("transformers: table by its first rows", "integrations/transformers/attention_tables.py", 'rows = table.detach().to("cpu", torch.float64)', 'rows = table[:2].detach().to("cpu", torch.float64)'),
     Mutant("transformers: adaption prompts", "integrations/transformers/api.py", 'if type(module).__module__.startswith("peft.tuners.adaption_prompt"):', "if False:"),
     Mutant("transformers: one row of positions for all", "integrations/transformers/angles.py", "position_ids.squeeze(-2) if shared else position_ids", "position_ids[..., 0, :]"),
     Mutant("transformers: positions of several axes", "integrations/transformers/angles.py", "rope.axes is None or rope.axes.count != position_ids.shape[0]", "False"),

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from ropewalk._checks import choice, error, shown
-from ropewalk.integrations.transformers import own_tables
+from ropewalk.integrations.transformers import attention_tables
 from ropewalk.integrations.transformers.angles import Angles, ModuleAngles
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import install
@@ -121,9 +121,9 @@ def restore(model: nn.Module) -> str:
             _replace(model, new, new.original)
         else:
             for owner in model.modules():
-                if owner._modules.get(own_tables.NAME) is new:
-                    del owner._modules[own_tables.NAME]
-                    owner.register_buffer(own_tables.NAME, new.get_buffer("table"), persistent=False)
+                if owner._modules.get(attention_tables.NAME) is new:
+                    del owner._modules[attention_tables.NAME]
+                    owner.register_buffer(attention_tables.NAME, new.get_buffer("table"), persistent=False)
     return f"rotates as transformers does: {', '.join(replacements)}"
 
 
@@ -143,8 +143,8 @@ def _insert(model: nn.Module, old: nn.Module, new: Angles) -> None:
     if isinstance(new, ModuleAngles):
         _replace(model, old, new)
     else:
-        del old._buffers[own_tables.NAME]
-        old._modules[own_tables.NAME] = new
+        del old._buffers[attention_tables.NAME]
+        old._modules[attention_tables.NAME] = new
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -12,7 +12,7 @@ from ropewalk._checks import RopeError, error, within
 from ropewalk._layout import Pairing
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import from_config
-from ropewalk.integrations.transformers import compare, own_tables, towers
+from ropewalk.integrations.transformers import attention_tables, compare, towers
 from ropewalk.integrations.transformers.angles import Angles, RotaryAngles
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import Place, functions_of, original
@@ -66,7 +66,7 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
                 )
             else:
                 result.left_alone.append(f"{name}: it is not part of the text model")
-        elif own_tables.has_table(module):
+        elif attention_tables.has_table(module):
             ropes += _plan_table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
     for name, kind in tower_classes.items():
         _plan_tower(result, model, name, kind, configs if exact else None)
@@ -116,15 +116,15 @@ def _plan_table(
     result: Plan, attention: str, module: nn.Module, places: Mapping[Place, Any], read: ModelRopes | None
 ) -> Iterable[Rope]:
     """Add the table of an attention to the plan, and return its rope."""
-    name, table = f"{attention}.{own_tables.NAME}", module.get_buffer(own_tables.NAME)
+    name, table = f"{attention}.{attention_tables.NAME}", module.get_buffer(attention_tables.NAME)
     forms = _forms(name, places, "half")
     rope = None
     if read is not None:
         rope = read.rope
         _check_channels(name, forms, [rope])
-        own_tables.check_table(name, table, rope)
+        attention_tables.check_table(name, table, rope)
         result.ropes[name] = rope
-    result.replacements[name] = (module, own_tables.TableAngles(table, rope, forms, _main_pairing(forms)))
+    result.replacements[name] = (module, attention_tables.TableAngles(table, rope, forms, _main_pairing(forms)))
     result.forms.update(forms)
     return [] if rope is None else [rope]
 
