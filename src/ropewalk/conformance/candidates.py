@@ -195,7 +195,7 @@ def _exact_tables(single: bool) -> list[Source]:
 def _table_sources(first: Any) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
-    It may be called with positions (and x), with a length, or with x alone, which may also stand for positions.
+    Its parameters may be positions (and x), a length, or only x. In the last case, x may also be the positions.
     """
     if isinstance(first, TableSet):
         return [

@@ -200,7 +200,10 @@ def _judge_law(
 def _fitting_rope(
     subject: Subject, structure: Structure, channels: int, multipliers: Tensor, expected: Expected, report: Report
 ) -> Rope | None:
-    """Return the rope to compare with if none is expected. Its base is the expected one, or else the one that fits."""
+    """Return a rope to compare with if no rope is expected.
+
+    Its base is the expected base, the base of the constructor, or the one that fits the measured frequencies.
+    """
     pairing = cast(Pairing | None, structure.pairing)
     if pairing is None:
         return None

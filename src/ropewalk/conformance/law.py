@@ -245,7 +245,7 @@ def fit_scaled_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | 
 
 
 def round_digits(number: float) -> float:
-    """Round to the fewest digits whose value differs from the number by less than 2e-5 of it."""
+    """Round a number to the fewest significant digits that change it by less than 2e-5 of its value."""
     for digits in range(1, 8):
         rounded = float(f"{number:.{digits}g}")
         if abs(rounded / number - 1) < 2e-5:

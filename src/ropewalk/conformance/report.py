@@ -86,7 +86,7 @@ class Report:
         self.grades.append(Grade(name, says, right, number))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON."""
+        """Return the report as plain data, for JSON."""
         return {
             "target": self.target,
             "verdict": self.verdict,

@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def assert_rope() -> Callable[..., Any]:
-    """`ropewalk.conformance.assert_right`, which fails with the whole report if an implementation is wrong."""
+    """Return `ropewalk.conformance.assert_right`, which fails with the whole report if an implementation is wrong."""
     from ropewalk import conformance
 
     return conformance.assert_right

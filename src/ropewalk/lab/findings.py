@@ -306,7 +306,7 @@ def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
 
 
 def decimals(value: float, measure: str) -> int:
-    """Number of decimals: two for accuracies, otherwise three significant digits with at most four decimals."""
+    """Return the number of decimals: two for accuracies, else three significant digits, but at most four decimals."""
     if measure == "accuracy" or value == 0:
         return 2
     return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))

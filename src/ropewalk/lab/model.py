@@ -126,7 +126,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(size.intermediate_size, size.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `[..., hidden_size]` → the same shape."""
+        """Apply the SwiGLU to x `[..., hidden_size]`. The result has the same shape."""
         out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -144,7 +144,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, rotation: ropewalk.Rotation | ropewalk.TwoPass | None, cache: ropewalk.LayerCache | None = None
     ) -> Tensor:
-        """x `[batch, seq, hidden_size]` → the same shape."""
+        """Apply the block to x `[batch, seq, hidden_size]`. The result has the same shape.
+
+        rotation and cache are those of `LanguageModel.forward`, for this layer.
+        """
         x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

@@ -58,7 +58,7 @@ def _figure(
     trained: int,
     logarithmic: bool,
 ) -> Figure:
-    """Plot the values that `line` returns for a model and a method over x, which may be logarithmic."""
+    """Plot a line for each model and method. `line` returns its values, and x has their places on the horizontal axis."""
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
     names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))

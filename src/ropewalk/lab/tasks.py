@@ -63,7 +63,7 @@ class Task(ABC):
 
     @abstractmethod
     def tokens(self, length: int) -> int:
-        """Number of tokens in a sequence of this length."""
+        """Return the number of tokens in a sequence of this length."""
 
     @abstractmethod
     def batches(self, seed: int, *, longest: int, sequences: int) -> Callable[[int], Batch]:

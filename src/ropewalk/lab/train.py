@@ -78,7 +78,7 @@ class Recipe:
             )
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
+        """Return the learning rate of a step. Steps are counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)

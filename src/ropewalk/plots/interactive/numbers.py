@@ -90,7 +90,7 @@ def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
 def strides(longest: int) -> list[int]:
     """Return the choices for the tokens per step of the slider, ascending.
 
-    They are 1, the number with which all steps reach `longest`, and a power of two in between.
+    They are 1, a power of two, and the number with which the last step of the slider is at `longest`.
     """
     reach = max(1, longest // SLIDER_STEPS)
     return sorted({1, 2 ** (reach.bit_length() // 2), reach})

@@ -29,7 +29,7 @@ def hugging_face_tables(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Te
 
 
 def hugging_face(cos: Tensor, sin: Tensor) -> Rotate:
-    """Llama's apply_rotary_pos_emb, for tables of full width that are broadcastable to q and k.
+    """Return a function that rotates like Llama's apply_rotary_pos_emb, by tables that are broadcastable to q and k.
 
     Source: transformers, models/llama/modeling_llama.py.
     """
@@ -42,7 +42,7 @@ def hugging_face(cos: Tensor, sin: Tensor) -> Rotate:
 
 
 def meta(factor: Tensor) -> Rotate:
-    """Meta's apply_rotary_emb: multiply pairs, as complex numbers in float32, by factor = cos + i sin.
+    """Return a function that rotates like Meta's apply_rotary_emb: it multiplies complex pairs by cos + i sin.
 
     Source: llama, llama/model.py.
     """

@@ -113,7 +113,7 @@ def _ours_table(case: Case, inputs: Inputs) -> Call:
 
 
 def _hugging_face(case: Case) -> Rotate:
-    """Hugging Face's formula with tables in the dtype of q and k."""
+    """Prepare Hugging Face's formula with tables in the dtype of q and k."""
     return hugging_face(*(case.add_head_axis(t) for t in full_width(case)))
 
 

@@ -180,7 +180,7 @@ def _in_json(error: float) -> float | str:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process in bytes, 0 without /proc."""
+    """Return the resident memory of this process in bytes, or 0 without /proc."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

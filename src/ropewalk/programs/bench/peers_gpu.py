@@ -18,7 +18,7 @@ from ropewalk.programs.bench.contenders import Contender, Pairing, eager, full_w
 
 
 def _liger(case: Case) -> Rotate:
-    """Liger needs heads before tokens, and rotates in place."""
+    """Prepare Liger, which needs heads before tokens and rotates in place."""
     function = import_module("liger_kernel.ops.rope").LigerRopeFunction
     cos, sin = full_width(case)
 
@@ -30,7 +30,10 @@ def _liger(case: Case) -> Rotate:
 
 
 def _flash_attention(pairing: Pairing, in_place: bool, case: Case) -> Rotate:
-    """flash-attention's tables begin at the first token. For decoding, each row passes its offset in a full table."""
+    """Prepare flash-attention.
+
+    Its tables begin at the first token. For decoding, each row has an offset in a full table.
+    """
     function = import_module("flash_attn.layers.rotary").apply_rotary_emb
     cos, sin = _all_tables(case) if case.decode else case.tables
     options = (cos.to(case.dtype), sin.to(case.dtype), pairing == "interleaved", in_place)
@@ -59,7 +62,7 @@ def _all_tables(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _both(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
-    """Contenders that support both pairings."""
+    """Return the contenders that support both pairings, for one of them."""
     out_of_place, in_place = (eager(partial(_flash_attention, pairing, x), in_place=x) for x in (False, True))
     flashinfer = eager(partial(_flashinfer, pairing), in_place=True)
     return (

@@ -1,4 +1,4 @@
-"""Print and write the results of the benchmarks."""
+"""Print the results of the benchmarks, and write them as JSON."""
 
 from __future__ import annotations
 
