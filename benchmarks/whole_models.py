@@ -97,7 +97,7 @@ def decode(model: Any, ids: torch.Tensor, count: int) -> Callable[[], float]:
     return run
 
 
-def training(model: Any, ids: torch.Tensor) -> Callable[[], float]:
+def training_step(model: Any, ids: torch.Tensor) -> Callable[[], float]:
     """Return a function that computes loss and gradients, and returns the seconds."""
 
     def run() -> float:
@@ -109,7 +109,7 @@ def training(model: Any, ids: torch.Tensor) -> Callable[[], float]:
     return run
 
 
-def as_transformers(run: Callable[[], float]) -> Callable[[], float]:
+def without_dispatcher(run: Callable[[], float]) -> Callable[[], float]:
     """Wrap a run so that the modeling file has its original function, without the dispatcher of the other model."""
     import transformers.models.llama.modeling_llama as file
 
@@ -141,14 +141,14 @@ def share_of_rotation(model: Any, run: Callable[[], float]) -> float:
     dispatcher, rotary = file.apply_rotary_pos_emb, model.model.rotary_emb
     function, forward = getattr(dispatcher, "ropewalk_original", dispatcher), rotary.forward
 
-    def named(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def annotate(call: Callable[..., Any]) -> Callable[..., Any]:
+        def annotated(*args: Any, **kwargs: Any) -> Any:
             with record_function("rotation"):
                 return call(*args, **kwargs)
 
-        return wrapped
+        return annotated
 
-    file.apply_rotary_pos_emb, rotary.forward = named(function), named(forward)
+    file.apply_rotary_pos_emb, rotary.forward = annotate(function), annotate(forward)
     try:
         with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function("whole"):
             run()
@@ -179,11 +179,11 @@ def measure(name: str, dtype: str, tokens: int, new: int, rounds: int) -> list[d
     tasks: dict[str, Callable[[Any], Callable[[], float]]] = {
         f"prefill of {tokens}": lambda model: prefill(model, ids),
         f"{new} tokens after {tokens // 8}": lambda model: decode(model, ids[:, : tokens // 8], new),
-        f"training step of {tokens // 2}": lambda model: training(model, ids[:, : tokens // 2]),
+        f"training step of {tokens // 2}": lambda model: training_step(model, ids[:, : tokens // 2]),
     }
     rows = []
     for task, prepare in tasks.items():
-        first, second = alternate(as_transformers(prepare(before)), prepare(after), rounds)
+        first, second = alternate(without_dispatcher(prepare(before)), prepare(after), rounds)
         row = {"model": name, "dtype": dtype, "task": task, "rounds": rounds}
         row |= {"before": summary(first), "after": summary(second)}
         row["ratio"] = row["after"]["median_s"] / row["before"]["median_s"]

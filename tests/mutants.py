@@ -318,7 +318,7 @@ MUTANTS = [
     Mutant("vllm: what is asked is not read", "integrations/vllm/layers.py", "override = _override()", "override = False"),
     Mutant("vllm: idle workers are in force", "integrations/vllm/__main__.py", 'if not any(layer["calls"] for layer in worker["layers"]):', "if False:"),
     Mutant("transformers: text by the axes", "integrations/transformers/angles.py", "(self.of_text if position_ids.ndim == 2 else self.ropes)", "self.ropes"),
-    Mutant("transformers: axes not compared", "integrations/transformers/compare.py", "if not _are_near(returned, pair_positions * _as_written(module, kind), factor_of(module, kind), width):", "if False:"),
+    Mutant("transformers: axes not compared", "integrations/transformers/compare.py", "if not _are_near(returned, pair_positions * _table_frequencies(module, kind), factor_of(module, kind), width):", "if False:"),
     Mutant("transformers: axes in the module alone", "integrations/transformers/compare.py", "        if sections:\n", "        if False:\n"),
     Mutant("transformers: edited frequencies", "integrations/transformers/compare.py", "if found and not any(_are_frequencies_of(now, rope, module, kind) for rope in found):", "if False:"),
     Mutant("transformers: probed near alone", "integrations/transformers/compare.py", "_POSITIONS = (0, 1, 2, 9, 100, 3_000, 40_000)", "_POSITIONS = (0, 1, 2)"),

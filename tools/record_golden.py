@@ -78,7 +78,7 @@ def compare(
         UnknownNameError: a name is unknown. Nothing has been recorded then.
     """
 
-    def limited(row: dict[str, Any]) -> dict[str, Any]:
+    def record_in_time(row: dict[str, Any]) -> dict[str, Any]:
         with files.seconds(seconds, CannotRecordError):
             return golden.record(row, source) if golden.source else golden.record(row)
 
@@ -90,7 +90,7 @@ def compare(
             f", and {golden.package} {files.installed(golden.package)} has no such new model type" if golden.new else ""
         )
         raise UnknownNameError(f"{golden.path} has no row {', '.join(unknown)}{also}")
-    outcome = files.compare(rows, golden.key, limited, CannotRecordError)
+    outcome = files.compare(rows, golden.key, record_in_time, CannotRecordError)
     outcome.new = new
     return outcome
 

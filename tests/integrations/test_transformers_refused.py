@@ -136,8 +136,8 @@ class TestRefused:
     def test_two_ropes_that_cannot_be_told_apart(self, llama: Any) -> None:
         ropes = [Rope(16, 10_000.0, "half"), Rope(16, 10_000.001, "half")]
         with pytest.raises(RopeError, match="frequencies of one rope of its config, got several"):
-            compare.matching("rotary_emb", llama.model.rotary_emb, None, ropes)
-        assert compare.matching("rotary_emb", llama.model.rotary_emb, None, ropes[:1]) is ropes[0]
+            compare.find_rope("rotary_emb", llama.model.rotary_emb, None, ropes)
+        assert compare.find_rope("rotary_emb", llama.model.rotary_emb, None, ropes[:1]) is ropes[0]
 
     def test_a_config_that_cannot_be_read(self, llama: Any) -> None:
         llama.config.rope_parameters["rope_thet"] = 1.0

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from ropewalk import LongRoPE, Rope, RopeError, YaRN
 from ropewalk.lab import checkpoint
 from ropewalk.lab.model import LanguageModel, Size
-from ropewalk.lab.train import Batch, Recipe, loss_of, train
+from ropewalk.lab.train import Batch, Recipe, mean_loss, train
 
 SIZE = Size(16, 8, 12, 1, 2)
 ROPE = Rope(4, 1e4, "half")
@@ -255,6 +255,6 @@ def test_loss_counts_what_the_mask_says() -> None:
     logits[0, 1, 1] = math.log(3)  # probability 3/4 of token 1
     targets = torch.tensor([[0, 1, 0]])
     counted = Batch(targets, targets, torch.tensor([[False, True, False]]))
-    assert loss_of(logits, counted).item() == pytest.approx(math.log(4 / 3))
+    assert mean_loss(logits, counted).item() == pytest.approx(math.log(4 / 3))
     everything = Batch(targets, targets)
-    assert loss_of(logits, everything).item() == pytest.approx((2 * math.log(2) + math.log(4 / 3)) / 3)
+    assert mean_loss(logits, everything).item() == pytest.approx((2 * math.log(2) + math.log(4 / 3)) / 3)

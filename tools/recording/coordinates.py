@@ -141,10 +141,10 @@ def record(row: dict[str, Any]) -> dict[str, Any]:
     return {"id": row["id"], "params": row["params"], **RECORD[row["id"].split()[0]](**row["params"])}
 
 
-def _of(name: str) -> files.Golden:
+def _golden(name: str) -> files.Golden:
     return files.Golden(
         f"positions/{name}_positions.json", lambda row: str(row["id"]), record, package=name, rows="cases"
     )
 
 
-GOLDEN = [_of("diffusers"), _of("timm")]
+GOLDEN = [_golden("diffusers"), _golden("timm")]

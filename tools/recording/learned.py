@@ -105,7 +105,7 @@ def mochi(code: dict[str, str], params: dict[str, Any]) -> tuple[Tensor, Tensor,
     return inv_freq, positions, lambda q: rotate(q.transpose(1, 2), cos, sin).transpose(1, 2)
 
 
-def learned(case: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
+def record(case: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
     """Record a case again."""
     of, params = case["of"], case["params"]
     if of.get("package") == "diffusers":
@@ -120,4 +120,4 @@ def learned(case: dict[str, Any], source: Path | None = None) -> dict[str, Any]:
     return {**case, **recorded}
 
 
-GOLDEN = files.Golden("learned.json", lambda case: str(case["id"]), learned, "torch", "cases", source=True)
+GOLDEN = files.Golden("learned.json", lambda case: str(case["id"]), record, "torch", "cases", source=True)

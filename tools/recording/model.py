@@ -158,13 +158,13 @@ class Recorder:
         """
         self.numbers.rows, self.numbers.row = rows, row
         try:
-            return self._captured(self._one_layer, index, rows, positions, indexer)
+            return self._capture(self._one_layer, index, rows, positions, indexer)
         except CannotRecordError as error:
             with contextlib.suppress(CannotRecordError):
-                return self._captured(self._attention_only, index, rows, positions, indexer)
+                return self._capture(self._attention_only, index, rows, positions, indexer)
             raise error
 
-    def _captured(
+    def _capture(
         self, forward: Callable[..., None], index: int, rows: int, positions: Tensor | None, indexer: bool
     ) -> Captured:
         mode = FirstProduct()

@@ -157,15 +157,15 @@ def mlx(case: dict[str, Any]) -> dict[str, Any]:
     return record(case, rotate)
 
 
-def _of(record_case: Callable[[dict[str, Any]], dict[str, Any]], name: str) -> files.Golden:
+def _golden(record_case: Callable[[dict[str, Any]], dict[str, Any]], name: str) -> files.Golden:
     return files.Golden(
         f"peers/{record_case.__name__}.json", lambda case: str(case["id"]), record_case, package=name, rows="cases"
     )
 
 
 GOLDEN = [
-    _of(rotary_embedding_torch, "rotary-embedding-torch"),
-    _of(torchtune, "torchtune"),
-    _of(mlx, "mlx"),
+    _golden(rotary_embedding_torch, "rotary-embedding-torch"),
+    _golden(torchtune, "torchtune"),
+    _golden(mlx, "mlx"),
     files.Golden("torchtitan.json", lambda case: str(case["id"]), torchtitan, package="torchtitan", rows="cases"),
 ]

@@ -61,12 +61,12 @@ def _rotary(module: Any, config: Any) -> Any:
     for name, cls in vars(module).items():
         if name.endswith(("RotaryEmbedding", "RopePositionEmbedding")) and isinstance(cls, type):
             taken = [p for p in inspect.signature(cls.__init__).parameters.values() if p.name == "config"]
-            if taken and type(config).__name__ in str(taken[0].annotation) + str(_sibling(cls, config)):
+            if taken and type(config).__name__ in str(taken[0].annotation) + str(_class_name(cls, config)):
                 return cls(config).eval()
     raise CannotRecordError("no rotary class is built from this config alone")
 
 
-def _sibling(cls: type, config: Any) -> str:
+def _class_name(cls: type, config: Any) -> str:
     """Return the name of the config's class if a rotary class of a tower has no annotation for it."""
     return type(config).__name__ if "Vision" in cls.__name__ or "Rope" in cls.__name__ else ""
 

@@ -62,14 +62,14 @@ class Baseline:
 def judge(baseline: Baseline, report: Report) -> None:
     """Run every test that the subject supports, and add findings and grades to the report."""
     tests: list[tuple[str, Callable[[Baseline, Report], str | None]]] = [
-        ("positions passed", _offset),
-        ("one token", _one_token),
-        ("batch", _batch),
-        ("ragged rows", _ragged),
-        ("fewer key heads", _grouped),
-        ("views", _strided),
-        ("input unchanged", _mutated),
-        ("gradients", _gradients),
+        ("positions passed", _check_offset),
+        ("one token", _check_one_token),
+        ("batch", _check_batch),
+        ("ragged rows", _check_ragged_rows),
+        ("fewer key heads", _check_fewer_key_heads),
+        ("views", _check_views),
+        ("input unchanged", _check_inputs_unchanged),
+        ("gradients", _check_gradients),
     ]
     for name, test in tests:
         before = len(report.findings)
@@ -89,7 +89,7 @@ def _differ(*errors: Tensor) -> bool:
     return not all(bool((error < CLOSE).all()) for error in errors)
 
 
-def _offset(baseline: Baseline, report: Report) -> str | None:
+def _check_offset(baseline: Baseline, report: Report) -> str | None:
     positions = torch.arange(7, 7 + TOKENS)[None]
     if not baseline.subject.accepts(positions):
         return None
@@ -111,7 +111,7 @@ def _offset(baseline: Baseline, report: Report) -> str | None:
     return ""
 
 
-def _one_token(baseline: Baseline, report: Report) -> str | None:
+def _check_one_token(baseline: Baseline, report: Report) -> str | None:
     positions = torch.tensor([[9]])
     if not baseline.subject.accepts(positions) or {"positions-ignored", "offset-ignored"} & {*report.codes}:
         return None
@@ -120,7 +120,7 @@ def _one_token(baseline: Baseline, report: Report) -> str | None:
     return ""
 
 
-def _batch(baseline: Baseline, report: Report) -> str | None:
+def _check_batch(baseline: Baseline, report: Report) -> str | None:
     for tokens, first in ((TOKENS, 0), (1, 9)):
         positions = torch.arange(first, first + tokens).expand(3, tokens)
         if not baseline.subject.accepts(positions):
@@ -133,7 +133,7 @@ def _batch(baseline: Baseline, report: Report) -> str | None:
     return "" if "b" in baseline.subject.layout else None
 
 
-def _ragged(baseline: Baseline, report: Report) -> str | None:
+def _check_ragged_rows(baseline: Baseline, report: Report) -> str | None:
     positions = torch.tensor([[0, 1, 2, 3, 4], [20, 21, 22, 23, 24], [5, 5, 60, 1, 2]])
     if not baseline.subject.accepts(positions):
         if baseline.subject.positions == "shared":
@@ -150,7 +150,7 @@ def _ragged(baseline: Baseline, report: Report) -> str | None:
     return ""
 
 
-def _grouped(baseline: Baseline, report: Report) -> str | None:
+def _check_fewer_key_heads(baseline: Baseline, report: Report) -> str | None:
     if not baseline.subject.has_k:
         return None
     for heads in (2, 1):
@@ -184,7 +184,7 @@ def _views(baseline: Baseline) -> list[tuple[str, Tensor, Tensor]]:
     return [(name, views[0][name], views[1][name]) for name in views[0]]
 
 
-def _strided(baseline: Baseline, report: Report) -> str | None:
+def _check_views(baseline: Baseline, report: Report) -> str | None:
     positions = torch.arange(TOKENS)[None]
     for name, q, k in _views(baseline)[1:]:
         expected = [baseline.predict(baseline.subject.from_native(x).clone(), positions, key=x is k) for x in (q, k)]
@@ -195,7 +195,7 @@ def _strided(baseline: Baseline, report: Report) -> str | None:
     return ""
 
 
-def _mutated(baseline: Baseline, report: Report) -> str | None:
+def _check_inputs_unchanged(baseline: Baseline, report: Report) -> str | None:
     positions = torch.arange(TOKENS)[None]
     for name, q, k in _views(baseline):
         before = q.clone(), k.clone()
@@ -205,7 +205,7 @@ def _mutated(baseline: Baseline, report: Report) -> str | None:
     return ""
 
 
-def _gradients(baseline: Baseline, report: Report) -> str | None:
+def _check_gradients(baseline: Baseline, report: Report) -> str | None:
     positions = torch.arange(TOKENS)[None]
     q = baseline.subject.to_native(baseline.tensor(1, TOKENS, HEADS, 1)).contiguous().requires_grad_()
     k = q.detach().clone().requires_grad_()

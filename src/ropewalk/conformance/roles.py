@@ -147,12 +147,12 @@ def accept_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
     if known and not positional_only:
         return function
 
-    def called(**keywords: Any) -> Any:
+    def call_by_name(**keywords: Any) -> Any:
         first = [name for name in (positional_only or sorted(keywords)) if name in keywords]
         values = [keywords.pop(name) for name in first]
         return function(*values, **keywords)
 
-    return called
+    return call_by_name
 
 
 def _parse_call(known: list[str], call: str) -> Roles:

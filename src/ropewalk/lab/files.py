@@ -92,7 +92,7 @@ def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[s
     old = folder.with_name(f"{folder.name}.old")
     existing = _names(who, folder)
     if existing and not force:
-        raise _exists_error(who, folder, f"a folder with {_listed(existing)}")
+        raise _exists_error(who, folder, f"a folder with {_list_names(existing)}")
     if folder.exists() and (folder == Path.cwd() or os.path.ismount(folder)):
         must = f"{folder} must be a folder that can be replaced"
         got = "the current folder" if folder == Path.cwd() else "a mount point"
@@ -100,7 +100,7 @@ def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[s
     if unexpected := sorted(name for name in existing if name not in replaceable or not (folder / name).is_file()):
         must = f"a folder that --force replaces must contain nothing but {', '.join(replaceable)}"
         raise _checks.error(
-            who, must, f"{folder} with {_listed(unexpected)}", "Pass another folder, or move these files away."
+            who, must, f"{folder} with {_list_names(unexpected)}", "Pass another folder, or move these files away."
         )
     if existing and old.exists():
         must = f"{old} must not exist, because {folder} is renamed to it while it is replaced"
@@ -120,7 +120,7 @@ def new_folder(who: str, folder: Path, *, force: bool, replaceable: Collection[s
                 if existing:
                     os.rename(old, folder)
                 elif e.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another process created it first
-                    raise _exists_error(who, folder, f"a folder with {_listed(_names(who, folder))}") from e
+                    raise _exists_error(who, folder, f"a folder with {_list_names(_names(who, folder))}") from e
                 raise
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -196,7 +196,7 @@ def _names(who: str, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 

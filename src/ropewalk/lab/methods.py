@@ -39,12 +39,12 @@ class Method:
     plan: _Choose
 
 
-def _fixed(scheme: Callable[[int], schemes.Scheme | None]) -> _Choose:
+def _fixed_plan(scheme: Callable[[int], schemes.Scheme | None]) -> _Choose:
     """Return a plan with the same scheme for every number of tokens. `scheme` is a function of the trained length."""
     return lambda rope, trained, n: dataclasses.replace(rope, scaling=scheme(trained))
 
 
-def _dynamic(scheme: Callable[[float, int], schemes.Scheme]) -> _Choose:
+def _dynamic_plan(scheme: Callable[[float, int], schemes.Scheme]) -> _Choose:
     """Return a plan that scales only sequences of n tokens that are longer than the trained ones.
 
     `scheme` is a function of n / trained length and the trained length.
@@ -73,23 +73,25 @@ def _self_extend(rope: Rope, trained: int, n: int) -> Plan:
 
 
 METHODS = (
-    Method("none", "no scaling", _fixed(lambda trained: None)),
-    Method("PI", "position interpolation, factor 4", _fixed(lambda trained: schemes.Linear(FACTOR))),
-    Method("NTK", "NTK-aware, alpha 4", _fixed(lambda trained: schemes.NTK(FACTOR))),
+    Method("none", "no scaling", _fixed_plan(lambda trained: None)),
+    Method("PI", "position interpolation, factor 4", _fixed_plan(lambda trained: schemes.Linear(FACTOR))),
+    Method("NTK", "NTK-aware, alpha 4", _fixed_plan(lambda trained: schemes.NTK(FACTOR))),
     Method(
         "by parts",
         "NTK by parts, factor 4: YaRN without its attention factor",
-        _fixed(lambda trained: schemes.YaRN(FACTOR, trained, attention_factor=1.0)),
+        _fixed_plan(lambda trained: schemes.YaRN(FACTOR, trained, attention_factor=1.0)),
     ),
     Method(
         "Llama 3",
         "Llama 3's scaling, factor 4, blended between 1 and 4 turns: like by parts, with another ramp",
-        _fixed(lambda trained: schemes.Llama3(FACTOR, 1.0, 4.0, trained)),
+        _fixed_plan(lambda trained: schemes.Llama3(FACTOR, 1.0, 4.0, trained)),
     ),
-    Method("YaRN", "YaRN, factor 4", _fixed(lambda trained: schemes.YaRN(FACTOR, trained))),
-    Method("PI dynamic", "position interpolation, factor n / trained", _dynamic(lambda s, trained: schemes.Linear(s))),
+    Method("YaRN", "YaRN, factor 4", _fixed_plan(lambda trained: schemes.YaRN(FACTOR, trained))),
+    Method(
+        "PI dynamic", "position interpolation, factor n / trained", _dynamic_plan(lambda s, trained: schemes.Linear(s))
+    ),
     Method("NTK dynamic", "dynamic NTK, factor 1: alpha is n / trained", _ntk_dynamic),
-    Method("YaRN dynamic", "YaRN, factor n / trained", _dynamic(schemes.YaRN)),
+    Method("YaRN dynamic", "YaRN, factor n / trained", _dynamic_plan(schemes.YaRN)),
     Method(
         "Self-Extend",
         "Self-Extend, window trained / 4, the smallest group that keeps every distance below the trained length",

@@ -178,8 +178,8 @@ class Part:
         """Return everything that determines the rows, converted to JSON and back, for comparison with a file."""
         settings = {
             # A fine-tune also depends on the model from which it starts.
-            "begins with": None if self.method is None else Part(self.task, self.seed, "trained")._training(),
-            **self._training(),
+            "begins with": None if self.method is None else Part(self.task, self.seed, "trained")._training_settings(),
+            **self._training_settings(),
             "lengths": list(self.task.lengths),
             "test_sequences": self.task.test_sequences,
             "plans": {
@@ -189,7 +189,7 @@ class Part:
         }
         return dict(json.loads(json.dumps(settings)))
 
-    def _training(self) -> dict[str, Any]:
+    def _training_settings(self) -> dict[str, Any]:
         return {
             "about": self._about(),
             "size": dataclasses.asdict(self._size()),

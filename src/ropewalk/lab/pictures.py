@@ -39,7 +39,7 @@ def draw_figures(results: Results) -> dict[str, Figure]:
         figures[f"{about['name']}-positions"] = _figure(
             results,
             [width * i + width // 2 for i in range(about["tokens"][-1] // width)],
-            results.by_position,
+            results.loss_by_position,
             xlabel="position (tokens)",
             ylabel=f"loss (nats per byte), means of {width} positions",
             trained=about["trained"],
@@ -58,7 +58,7 @@ def _figure(
     trained: int,
     logarithmic: bool,
 ) -> Figure:
-    """Plot a line for each model and method. `line` returns its values, and x has their places on the horizontal axis."""
+    """Plot a line for each model and method. `line` returns its values at the places x of the horizontal axis."""
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
     names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))

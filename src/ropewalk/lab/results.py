@@ -49,7 +49,7 @@ class Results:
         by_seed = [self._rows[model, method, seed][measure] for seed in self.seeds]
         return [Spread(values) for values in zip(*by_seed, strict=True)]
 
-    def by_position(self, model: str, method: str) -> list[Spread]:
+    def loss_by_position(self, model: str, method: str) -> list[Spread]:
         """Return the loss by position at the longest length, in nats."""
         seeds = (self._rows[model, method, seed]["by_position"][-1] for seed in self.seeds)
         return [Spread(values) for values in zip(*seeds, strict=True)]

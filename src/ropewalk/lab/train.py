@@ -93,7 +93,7 @@ class Trained:
     seconds: float
 
 
-def loss_of(logits: Tensor, batch: Batch, targets: int | None = None) -> Tensor:
+def mean_loss(logits: Tensor, batch: Batch, targets: int | None = None) -> Tensor:
     """Compute the mean cross-entropy in nats over the targets that count.
 
     Args:
@@ -188,7 +188,7 @@ def _train(
                 group["lr"] = recipe.rate(step)
             optimizer.zero_grad()
             placed = positions if model.size.absolute else None
-            loss = loss_of(trained(own_batch.tokens, rotations[len(positions)], positions=placed), own_batch, targets)
+            loss = mean_loss(trained(own_batch.tokens, rotations[len(positions)], positions=placed), own_batch, targets)
             # FSDP2 averages the gradients of all processes, but the gradient of the whole batch is their sum.
             (loss * ranks.count()).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(parameters.values(), recipe.clip)

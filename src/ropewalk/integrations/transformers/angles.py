@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ropewalk._checks import described, error, shown
 from ropewalk._layout import Pairing
 from ropewalk.integrations.transformers.dispatch import Place, install
-from ropewalk.integrations.transformers.probe import Form, Width, narrowed
+from ropewalk.integrations.transformers.probe import Form, Width, drop_repeated_columns
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation, unchecked
 
@@ -55,14 +55,14 @@ class ModuleAngles(Angles):
         self._register_load_state_dict_pre_hook(_to_original)  # type: ignore[no-untyped-call]
         self.train(original.training)
 
-    def as_returned(self, rotation: Any) -> Any:
+    def as_tables(self, rotation: Any) -> Any:
         """Return the Rotation twice, in place of cos and sin, or once if the original returns one complex table."""
         return rotation if self.width == "complex" else (rotation, rotation)
 
     def tables(self, returned: Any) -> tuple[Tensor, Tensor]:
         """Convert what the original module returned to cos and sin with one column for each pair."""
         cos, sin = (returned.real, returned.imag) if self.width == "complex" else returned
-        return narrowed(cos, self.width), narrowed(sin, self.width)
+        return drop_repeated_columns(cos, self.width), drop_repeated_columns(sin, self.width)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -110,7 +110,7 @@ class RotaryAngles(ModuleAngles):
             rotation = self._original_angles(x, position_ids, layer_type)
         else:
             rotation = exact(self._rope(layer_type, position_ids), x, position_ids)
-        return self.as_returned(rotation)
+        return self.as_tables(rotation)
 
     def _rope(self, layer_type: str | None, position_ids: Tensor) -> Rope:
         ropes = (self.of_text if position_ids.ndim == 2 else self.ropes) or {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
-from ropewalk.integrations.transformers.probe import Width, narrowed, width_of
+from ropewalk.integrations.transformers.probe import Width, drop_repeated_columns, width_of
 from ropewalk.rope import Rope
 
 WHO = "accelerate"
@@ -80,14 +80,14 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
         tokens = len(_POSITIONS)
         x = torch.zeros(1, tokens, 1, device=now.device, dtype=torch.float32)  # tables are cast to the dtype of x
         returned = module(x, positions, **keywords)
-        now = _as_written(module, kind)
+        now = _table_frequencies(module, kind)
         found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
         angles, factor = positions[..., None].double() * now, factor_of(module, kind)
         near = found is not None and _are_near(returned, angles, factor, found)
     return found if near else None
 
 
-def _as_written(module: nn.Module, kind: str | None) -> Tensor:
+def _table_frequencies(module: nn.Module, kind: str | None) -> Tensor:
     """Return the current frequencies, float64, in the order of the pairs in the tables."""
     now, _ = frequencies(module, kind)
     # With axes, a module may store the frequencies in another order than in its tables (Ernie 4.5 VL).
@@ -99,7 +99,7 @@ def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> boo
     cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
     drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
     return all(
-        bool(((narrowed(actual, found).double() - factor * expected).abs() <= drift).all())
+        bool(((drop_repeated_columns(actual, found).double() - factor * expected).abs() <= drift).all())
         for actual, expected in ((cos, angles.cos()), (sin, angles.sin()))
     )
 
@@ -127,7 +127,7 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
     with torch.no_grad():
         x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
         returned = module(x, positions, **keywords)
-    if not _are_near(returned, pair_positions * _as_written(module, kind), factor_of(module, kind), width):
+    if not _are_near(returned, pair_positions * _table_frequencies(module, kind), factor_of(module, kind), width):
         must = f"the pairs of {name} must rotate by the axes of its config ({axes})"
         raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
@@ -153,19 +153,19 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
     """
     values, index = np.unique(rope.inv_freq, return_inverse=True)
     if module._buffers.get("inv_freq") is not None:  # rounded, if the tower was cast
-        matching(name, module, None, [rope])
+        find_rope(name, module, None, [rope])
         values = frequencies(module, None)[0].detach().to("cpu", torch.float64).sort().values.numpy()
     axis = [0] * len(index) if rope.axes is None else list(rope.axes.axis)
     angles = positions[axis].T.cpu().double() * torch.from_numpy(values[index])
     tables = [table.cpu().flatten(0, -2) for table in ((returned,) if width == "complex" else returned)]
-    fit = all(narrowed(table, width).shape == angles.shape for table in tables)
+    fit = all(drop_repeated_columns(table, width).shape == angles.shape for table in tables)
     comparable = tables[0] if width == "complex" else tables
     if not (fit and _are_near(comparable, angles, factor_of(module, None), width)):
         must = f"the pairs of {name} must rotate by the axes of its config ({rope.axes})"
         raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
 
-def matching(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rope]) -> Rope:
+def find_rope(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Rope]) -> Rope:
     """Find the rope of the config that has the module's frequencies and attention factor.
 
     Raises:

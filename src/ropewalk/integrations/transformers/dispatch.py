@@ -111,7 +111,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
             return q
         if form.prefix:
             rotation = with_unrotated_prefix(rotation, q.shape[AXES[layout][1]])
-        q_rotation = _for_heads(rotation, q, form)
+        q_rotation = _adapt_to_heads(rotation, q, form)
         if at == 1:
             return reorder_channels(q_rotation(q, layout=layout), form.order, q_rotation)
         k: Any = arguments.get(names[1])
@@ -121,7 +121,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         if q.shape[-1] == k.shape[-1]:
             q, k = q_rotation(q, k, layout=layout)
             return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, q_rotation)
-        k_rotation = _for_heads(rotation, k, form)
+        k_rotation = _adapt_to_heads(rotation, k, form)
         q, k = q_rotation(q, layout=layout), k_rotation(k, layout=layout)
         return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, k_rotation)
 
@@ -131,7 +131,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
     return rotate
 
 
-def _for_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
+def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
     """Return a Rotation with the same tables for heads as wide as those of x, in the function's pairing."""
     head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
     if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:

@@ -98,7 +98,7 @@ def _plan_rotary_module(
     ropes: dict[str | None, Rope] | None = None
     rope_list: list[Rope] = []
     if read is not None:
-        ropes = {kind: compare.matching(name, module, kind, _ropes_of_kind(read, kind)) for kind in kinds}
+        ropes = {kind: compare.find_rope(name, module, kind, _ropes_of_kind(read, kind)) for kind in kinds}
         rope_list = list(ropes.values())
         _check_channels(name, forms, rope_list)
         for kind, rope in ropes.items():

@@ -269,11 +269,13 @@ def _tables(call: _Call, cos: Tensor, sin: Tensor) -> dict[str, Any]:
         return arguments | {call.names[call.at]: torch.complex(cos, sin)}
     if call.parts > 1:  # the function reads the number of parts from the shape of the positions
         arguments["position_ids"] = torch.zeros(_BATCH, _TOKENS, call.parts)
-    columns = [torch.cat([widened(t, call.width) for t in table.chunk(call.parts, -1)], -1) for table in (cos, sin)]
+    columns = [
+        torch.cat([repeat_columns(t, call.width) for t in table.chunk(call.parts, -1)], -1) for table in (cos, sin)
+    ]
     return arguments | {"cos": columns[0], "sin": columns[1]}
 
 
-def widened(table: Tensor, width: Width) -> Tensor:
+def repeat_columns(table: Tensor, width: Width) -> Tensor:
     """Convert a table with one column for each pair to this format."""
     if width == "halves":
         return torch.cat((table, table), dim=-1)
@@ -289,12 +291,12 @@ def width_of(cos: Tensor, pairs: int) -> Width | None:
     if cos.shape[-1] != 2 * pairs:
         return None
     for width in ("halves", "twice"):
-        if torch.equal(cos, widened(narrowed(cos, width), width)):
+        if torch.equal(cos, repeat_columns(drop_repeated_columns(cos, width), width)):
             return width
     return None
 
 
-def narrowed(table: Tensor, width: Width) -> Tensor:
+def drop_repeated_columns(table: Tensor, width: Width) -> Tensor:
     """Convert a table of this format to one column for each pair."""
     if width == "halves":
         return table[..., : table.shape[-1] // 2]

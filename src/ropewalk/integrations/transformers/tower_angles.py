@@ -62,7 +62,9 @@ class TowerAngles(ModuleAngles):
 
     def exact(self, x: Tensor, positions: Tensor) -> Any:
         """Return the Rotation at positions `[axes, tokens]`, in place of the tables that the original returns."""
-        return self._for_caller([rope.at(positions, device=x.device, dtype=dtype_for(x)) for rope in self.ropes or ()])
+        return self._wrap_rotations(
+            [rope.at(positions, device=x.device, dtype=dtype_for(x)) for rope in self.ropes or ()]
+        )
 
     def original_angles(self, *arguments: Any) -> Any:
         """Return the Rotation by the tables that the original computes from these arguments."""
@@ -79,13 +81,13 @@ class TowerAngles(ModuleAngles):
                 cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
             tables = cos.contiguous(), sin.contiguous()
             rotations.append(unchecked(*tables, self.pairing, columns, size, part * size, 1.0, False))
-        return self._for_caller(rotations)
+        return self._wrap_rotations(rotations)
 
-    def _for_caller(self, rotations: list[Rotation]) -> Any:
+    def _wrap_rotations(self, rotations: list[Rotation]) -> Any:
         """Wrap the Rotations, one for each part of a head, as the tower's code expects its tables."""
         if len(rotations) > 1:
-            return self.as_returned(tuple(rotations))
-        return self.as_returned(Blocks(rotations[0]) if self.in_windows else rotations[0])
+            return self.as_tables(tuple(rotations))
+        return self.as_tables(Blocks(rotations[0]) if self.in_windows else rotations[0])
 
     def extra_repr(self) -> str:
         return "the model's own angles" if self.ropes is None else "; ".join(map(str, self.ropes))

@@ -48,8 +48,8 @@ def numbers_of(curve: Curve, distance: np.ndarray, pairs: Sequence[int] | None) 
         "factor": rope.attention_factor,
         "vectors": _vectors(curve, shown_pairs(curve, pairs)),
         "heat": [_heat(rope, positions) for positions in heat_positions(curve.longest)],
-        "bound": packed(bound, "f4"),
-        "score": packed(score, "f4"),
+        "bound": encode_array(bound, "f4"),
+        "score": encode_array(score, "f4"),
         "angles": None if curve.trained is None else _angles(curve, before, after),
     }
 
@@ -117,14 +117,14 @@ def _vectors(curve: Curve, pairs: list[int]) -> dict[str, Any]:
         "pairs": pairs,
         "strides": steps,
         "steps": SLIDER_STEPS,
-        "xy": packed(np.stack([cos[..., pairs], sin[..., pairs]], axis=-1), "f4"),
+        "xy": encode_array(np.stack([cos[..., pairs], sin[..., pairs]], axis=-1), "f4"),
     }
 
 
 def _heat(rope: Rope, positions: np.ndarray) -> dict[str, Any]:
     """Return cosines without the attention factor, in units of 1/127: int8 `[pairs, positions]`."""
     cos, _ = _tables(rope, positions)
-    return {"positions": positions.tolist(), "cos": packed((cos / rope.attention_factor * 127).round().T, "i1")}
+    return {"positions": positions.tolist(), "cos": encode_array((cos / rope.attention_factor * 127).round().T, "i1")}
 
 
 def _tables(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -181,7 +181,7 @@ def _short(number: float) -> float:
     return float(f"{number:.7g}")
 
 
-def packed(numbers: np.ndarray, dtype: str) -> dict[str, str]:
+def encode_array(numbers: np.ndarray, dtype: str) -> dict[str, str]:
     """Encode an array as Plotly and the page read it: little-endian bytes in base64, and the shape."""
     data = base64.b64encode(np.ascontiguousarray(numbers, dtype=f"<{dtype}").tobytes()).decode("ascii")
     return {"dtype": dtype, "bdata": data, "shape": ", ".join(map(str, numbers.shape))}

@@ -91,25 +91,25 @@ def _multiply(case: Case) -> Rotate:
     return lambda q, k: (q.mul_(-1.0), k.mul_(-1.0))
 
 
-def _ours(pairing: Pairing, case: Case) -> Rotate:
+def _ropewalk(pairing: Pairing, case: Case) -> Rotate:
     rotation, layout = rope(pairing).at(case.positions), case.layout
     return lambda q, k: rotation(q, k, layout=layout)
 
 
-def _ours_in_place(pairing: Pairing, case: Case, inputs: Inputs) -> Call:
+def _ropewalk_in_place(pairing: Pairing, case: Case, inputs: Inputs) -> Call:
     rotation, layout = rope(pairing).at(case.positions), case.layout
     q, k = (x.clone() for x in inputs)
     return Call(lambda: rotation.apply_(q, k, layout=layout), lambda _: (q, k))
 
 
-def _ours_with_angles(pairing: Pairing, case: Case) -> Rotate:
-    ours, positions, layout = rope(pairing), case.positions, case.layout
-    return lambda q, k: ours.at(positions)(q, k, layout=layout)
+def _ropewalk_with_angles(pairing: Pairing, case: Case) -> Rotate:
+    ropewalk_rope, positions, layout = rope(pairing), case.positions, case.layout
+    return lambda q, k: ropewalk_rope.at(positions)(q, k, layout=layout)
 
 
-def _ours_table(case: Case, inputs: Inputs) -> Call:
-    ours, positions = rope("half"), case.positions
-    return Call(lambda: ours.at(positions), lambda rotation: (rotation.cos, rotation.sin))
+def _ropewalk_table(case: Case, inputs: Inputs) -> Call:
+    ropewalk_rope, positions = rope("half"), case.positions
+    return Call(lambda: ropewalk_rope.at(positions), lambda rotation: (rotation.cos, rotation.sin))
 
 
 def _hugging_face(case: Case) -> Rotate:
@@ -150,7 +150,7 @@ def eager(rotate: Callable[[Case], Rotate], *, in_place: bool = False) -> Callab
     return lambda case: partial(_call, rotate(case), case.passes, in_place)
 
 
-def _compiled(rotate: Callable[[Case], Rotate]) -> Callable[[Case], Bind]:
+def _compile(rotate: Callable[[Case], Rotate]) -> Callable[[Case], Bind]:
     return eager(lambda case: torch.compile(rotate(case), fullgraph=True, dynamic=False))
 
 
@@ -174,26 +174,26 @@ def _call(rotate: Rotate, passes: Passes, in_place: bool, inputs: Inputs) -> Cal
 
 _USUAL = (
     Contender("Hugging Face", "half", eager(_hugging_face)),
-    Contender("Hugging Face, compiled", "half", _compiled(_hugging_face)),
+    Contender("Hugging Face, compiled", "half", _compile(_hugging_face)),
     Contender("Meta", "interleaved", eager(_meta)),
-    Contender("Meta, compiled", "interleaved", _compiled(_meta)),
-    Contender("ropewalk, table", "tables", with_inputs(_ours_table), backward=False),
+    Contender("Meta, compiled", "interleaved", _compile(_meta)),
+    Contender("ropewalk, table", "tables", with_inputs(_ropewalk_table), backward=False),
     Contender("Hugging Face, table", "tables", with_inputs(_hugging_face_table), own_angles=True, backward=False),
 )
 
 
-def _all_of_ours(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
-    rotate, in_place = partial(_ours, pairing), with_inputs(partial(_ours_in_place, pairing))
-    angles_too = eager(partial(_ours_with_angles, pairing))
+def _ropewalk_contenders(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
+    rotate, in_place = partial(_ropewalk, pairing), with_inputs(partial(_ropewalk_in_place, pairing))
+    angles_too = eager(partial(_ropewalk_with_angles, pairing))
     return (
         Contender(f"ropewalk{suffix}", pairing, eager(rotate)),
         Contender(f"ropewalk, in place{suffix}", pairing, in_place, backward=False, in_place=True),
-        Contender(f"ropewalk, compiled{suffix}", pairing, _compiled(rotate)),
+        Contender(f"ropewalk, compiled{suffix}", pairing, _compile(rotate)),
         Contender(f"ropewalk, angles too{suffix}", pairing, angles_too, backward=False),
     )
 
 
-_HALF, _INTERLEAVED = _all_of_ours("half", ""), _all_of_ours("interleaved", ", interleaved")
+_HALF, _INTERLEAVED = _ropewalk_contenders("half", ""), _ropewalk_contenders("interleaved", ", interleaved")
 
 CONTENDERS = (
     Contender(FLOOR, "copy", with_inputs(_copy)),

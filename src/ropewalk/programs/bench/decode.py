@@ -191,7 +191,7 @@ def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype:
         logits: Tensor = model(tokens, step.rotation(rope), step)
         return logits
 
-    def of_transformers(cache: Any) -> Step:
+    def transformers_step(cache: Any) -> Step:
         for i, (k, v) in enumerate(cached):
             cache.update(k.transpose(1, 2), v.transpose(1, 2), i)
 
@@ -203,8 +203,8 @@ def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype:
 
     return {
         "ropewalk, KVCache": ours,
-        "transformers, DynamicCache": of_transformers(transformers.DynamicCache(config=reference.config)),
-        "transformers, StaticCache": of_transformers(
+        "transformers, DynamicCache": transformers_step(transformers.DynamicCache(config=reference.config)),
+        "transformers, StaticCache": transformers_step(
             transformers.StaticCache(config=reference.config, max_cache_len=2 * size.context)
         ),
     }

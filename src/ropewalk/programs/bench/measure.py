@@ -62,11 +62,11 @@ def _sample_or_fail(row: dict[str, Any], sample: Callable[[], float]) -> float:
         try:
             return sample()
         except Exception as e:
-            row.update(_failed(e))
+            row.update(_describe_failure(e))
     return math.nan
 
 
-def _failed(e: Exception) -> dict[str, Any]:
+def _describe_failure(e: Exception) -> dict[str, Any]:
     return {"state": "failed", "reason": f"{type(e).__name__}: {e}".split("\n")[0][:200]}
 
 
@@ -88,14 +88,14 @@ def _check(
             bind = contender.make(case)
             call = bind(sets[0])
             error = case.error(contender.does, sets[0], call.tensors(call.run()))
-            row.update(error=_in_json(error), allowed=allowed)
+            row.update(error=_to_json_number(error), allowed=allowed)
             if not error <= allowed:
                 return {**row, "state": "wrong"}, None
             timed = clock.prepare([call.run, *(bind(inputs).run for inputs in sets[1:])])
     except ModuleNotFoundError as e:
         return {**row, "state": "not installed", "reason": f"no module {e.name}"}, None
     except Exception as e:  # an error of a peer becomes a line of the table
-        return row | _failed(e), None
+        return row | _describe_failure(e), None
     return {**row, "state": "timed"}, timed
 
 
@@ -169,12 +169,12 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
         "first_per_token": statistics.median(times[:some]),
         "last_per_token": statistics.median(times[-some:]),
         "growth_bytes": max(memory[some:]) - max(memory[:some]) if memory[0] else None,
-        "error": _in_json(last.error("half", inputs, rotated)),
+        "error": _to_json_number(last.error("half", inputs, rotated)),
         "allowed": last.tolerance("half", own_angles=False),
     }
 
 
-def _in_json(error: float) -> float | str:
+def _to_json_number(error: float) -> float | str:
     """Convert NaN and infinity, which JSON lacks, to strings that `float` parses."""
     return error if math.isfinite(error) else str(error)
 
