@@ -16,7 +16,7 @@ from model_checks import output, tokens
 from ropewalk import Rope, RopeError
 from ropewalk.integrations.transformers import accelerate, dispatch, restore
 from ropewalk.integrations.transformers.probe import probe
-from turning import turns, without_key
+from rotating_functions import rotating_function, without_key
 
 pytest.importorskip("transformers", "5.23")
 
@@ -31,7 +31,7 @@ class TestProbe:
     @pytest.mark.parametrize(("pairing", "order"), [("half", "same"), ("interleaved", "same"), ("interleaved", "half")])
     @pytest.mark.parametrize("width", ["halves", "half"])
     def test_every_way(self, pairing: str, order: str, whole: str | None, width: Any) -> None:
-        form = probe(turns(pairing, order, whole, wide=width == "halves"), width)
+        form = probe(rotating_function(pairing, order, whole, wide=width == "halves"), width)
         assert form is not None
         assert (form.pairing, form.order, form.whole) == (pairing, order, whole)
         assert dict(form.layouts) == {1: "bhsd", 2: "bshd"}
@@ -39,16 +39,16 @@ class TestProbe:
         assert form.alone is None
 
     def test_the_other_direction_and_other_functions(self) -> None:
-        assert probe(turns("half", sign=-1.0), "halves") is None
+        assert probe(rotating_function("half", sign=-1.0), "halves") is None
         assert probe(lambda q, k, cos, sin: (q, k), "halves") is None
         assert probe(lambda q, k, cos, sin: (q * cos, k * sin), "halves") is None
         assert probe(lambda q, k: (q, k), "halves") is None
-        assert probe(turns("half"), "complex") is None
-        assert probe(turns("half", wide=False), "halves") is None
+        assert probe(rotating_function("half"), "complex") is None
+        assert probe(rotating_function("half", wide=False), "halves") is None
 
     def test_one_tensor_and_a_fixed_layout(self) -> None:
         def turn(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-            return turns("half")(x, x, cos, sin, unsqueeze_dim=2)[0]
+            return rotating_function("half")(x, x, cos, sin, unsqueeze_dim=2)[0]
 
         form = probe(turn, "halves")
         assert form is not None
@@ -60,8 +60,8 @@ class TestProbe:
 
         def apply_rotary_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
             freqs = freqs_cis.unsqueeze(axis)
-            turned = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs for x in (xq, xk))
-            q, k = (torch.view_as_real(x).flatten(-2) for x in turned)
+            rotated = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs for x in (xq, xk))
+            q, k = (torch.view_as_real(x).flatten(-2) for x in rotated)
             return q, k
 
         form = probe(apply_rotary_emb, "complex")
@@ -70,7 +70,7 @@ class TestProbe:
 
     def test_no_random_numbers_are_drawn(self) -> None:
         state = torch.random.get_rng_state()
-        probe(turns("half"), "halves")
+        probe(rotating_function("half"), "halves")
         assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -80,7 +80,7 @@ class TestDispatcher:
     @pytest.mark.parametrize(("axis", "layout"), [(1, "bhsd"), (2, "bshd")])
     @pytest.mark.parametrize("whole", ["first", "last"])
     def test_dispatcher_rotates_as_the_function_does(self, axis: int, layout: str, whole: str) -> None:
-        function = turns("interleaved", "half", whole)
+        function = rotating_function("interleaved", "half", whole)
         form = probe(function, "halves")
         assert form is not None
         rotate = dispatch.dispatcher(function, form)

@@ -11,7 +11,7 @@ from torch import nn
 import tiny_models
 from ropewalk import Rope, RopeError
 from ropewalk.integrations.transformers import accelerate, compare, dispatch, restore
-from turning import turns
+from rotating_functions import rotating_function
 
 pytest.importorskip("transformers", "5.23")
 
@@ -99,7 +99,7 @@ class TestRefused:
         """A fork of the modeling file has another pairing than the model type of the config."""
         import transformers.models.llama.modeling_llama as file
 
-        monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", rotating_function("interleaved"))
         refused(llama, r"model.rotary_emb must pair channels as its config says \(half\), got .*: interleaved")
 
     def test_the_other_direction(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ class TestRefused:
         """A fork of the modeling file rotates the last channels of a head, but the config means the first ones."""
         import transformers.models.gpt_neox.modeling_gpt_neox as file
 
-        monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("half", whole="last"))
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", rotating_function("half", whole="last"))
         model = tiny_models.build("gpt_neox")
         refused(model, "must rotate the first 4 channels, as its config says, got a function that rotates the last")
 

@@ -19,8 +19,8 @@ from ropewalk import Rope, RopeError
 from ropewalk.integrations.transformers import accelerate, compare, dispatch, restore
 from ropewalk.integrations.transformers.probe import probe
 from ropewalk.integrations.transformers.unsupported import check_tower_supported
+from rotating_functions import rotating_function
 from tower_checks import check, exact_tables, measure, rotary
-from turning import turns
 
 pytest.importorskip("transformers", "5.23")
 # One of each way: packed, in windows, three axes, every other pair, [batch, tokens] with a layout of its own, centres
@@ -269,7 +269,7 @@ class TestLeftAlone:
     def test_another_pairing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import transformers.models.pixtral.modeling_pixtral as file
 
-        monkeypatch.setattr(file, "apply_rotary_pos_emb", turns("interleaved"))
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", rotating_function("interleaved"))
         self.refused(tiny_towers.build("pixtral"), "must rotate the channels of its config .* got .*: interleaved")
 
     def test_a_function_that_rotates_in_another_way_already(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ class TestProbe:
 
     @pytest.mark.parametrize("pairing", ["half", "interleaved"])
     def test_shared_tables(self, pairing: Any) -> None:
-        form = probe(turns(pairing), "halves", shared=True)
+        form = probe(rotating_function(pairing), "halves", shared=True)
         assert form is not None
         assert dict(form.layouts) == {0: "bhsd", 1: "bshd"}
         assert (form.pairing, form.prefix, form.parts) == (pairing, False, 1)
@@ -305,8 +305,8 @@ class TestProbe:
     def test_tokens_before_those_of_the_tables(self) -> None:
         def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
             n = q.shape[-2] - cos.shape[-2]
-            turned = turns("half")(q[..., n:, :], k[..., n:, :], cos, sin, unsqueeze_dim=0)
-            made = (torch.cat((x[..., :n, :], part), dim=-2) for x, part in zip((q, k), turned, strict=True))
+            rotated = rotating_function("half")(q[..., n:, :], k[..., n:, :], cos, sin, unsqueeze_dim=0)
+            made = (torch.cat((x[..., :n, :], part), dim=-2) for x, part in zip((q, k), rotated, strict=True))
             return next(made), next(made)
 
         form = probe(apply_rope, "halves", shared=True)

@@ -297,7 +297,7 @@ def test_a_layer_whose_table_differs_keeps_its_rotation(stub: stub_vllm.Stub, ca
     assert layer(POSITIONS, q, k) == layer.forward_native(POSITIONS, q, k) == "by vLLM"
     assert torch.equal(q, before)
     assert layer.rope is None
-    assert "NTKScalingRotaryEmbedding keeps its own rotation: ropewalk in vLLM: vLLM's table must agree" in caplog.text
+    assert "NTKScalingRotaryEmbedding keeps vLLM's rotation: ropewalk in vLLM: vLLM's table must agree" in caplog.text
     assert "Rope" not in layer.extra_repr()
 
 
@@ -380,7 +380,7 @@ def test_report(stub: stub_vllm.Stub) -> None:
     said = program.describe([state])
     assert said.startswith("vLLM rotates through ropewalk.\n")
     assert "1 rotations by Rope(head_dim=16, base=10000.0, pairing='half')" in said
-    assert "FourierRotaryEmbedding keeps its own rotation" in said
+    assert "FourierRotaryEmbedding keeps vLLM's rotation" in said
 
 
 def test_report_of_workers_that_do_not_know_the_plugin() -> None:
@@ -463,7 +463,7 @@ def test_the_program_reports_why_the_plugin_is_inactive(
     idle = {"process": 7, "layers": [], "left": [{"class": "MRotaryEmbedding", "why": "no rope"}]}
     monkeypatch.setattr(program, "run", lambda: [idle])
     assert program.main() == 1
-    said = "got none in worker 7; layers that keep their rotation: [{'class': 'MRotaryEmbedding', 'why': 'no rope'}]"
+    said = "got none in worker 7; layers that keep vLLM's rotation: [{'class': 'MRotaryEmbedding', 'why': 'no rope'}]"
     assert said in capsys.readouterr().err
     monkeypatch.setattr(program, "run", lambda: [{"process": 7, "layers": [{"rope": "R", "calls": 3}], "left": []}])
     assert program.main() == 0

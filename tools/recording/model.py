@@ -24,8 +24,8 @@ from .stubs import (
     CaptureError,
     FirstProduct,
     Identity,
-    Numbers,
     Projection,
+    ProjectionOutputs,
     SeparateProjections,
     ZeroEmbedding,
     scaled_product,
@@ -56,7 +56,7 @@ class Recorder:
         with torch.device("meta"), rotary_on_cpu(modeling_file(config)), without_towers():
             self.model: Any = cls(config).eval()
         self.path, self.layers = self._layers(self.model)
-        self.numbers = Numbers()
+        self.numbers = ProjectionOutputs()
         self.outputs = 2  # the number of outputs of a layer: 1, or 2 if it also returns something else
         self._replace()
 

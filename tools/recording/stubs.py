@@ -15,8 +15,8 @@ PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.bad
 
 
 @dataclass
-class Numbers:
-    """The numbers that all `Projection` stubs of a model return.
+class ProjectionOutputs:
+    """The outputs of all `Projection` stubs of a model.
 
     Args:
         rows: the batch size.
@@ -29,9 +29,9 @@ class Numbers:
 
 
 class Projection(nn.Module):
-    """Replaces a projection. It ignores its input and returns the numbers of `Numbers`."""
+    """Replaces a projection. It ignores its input and returns what `ProjectionOutputs` states."""
 
-    def __init__(self, number: int, channels: int, numbers: Numbers) -> None:
+    def __init__(self, number: int, channels: int, numbers: ProjectionOutputs) -> None:
         super().__init__()
         self.number, self.out_features, self.numbers = number, channels, numbers
         self.weight, self.bias = torch.zeros(1), None
@@ -48,7 +48,7 @@ class Projection(nn.Module):
 class SeparateProjections(nn.Module):
     """Replaces a module that projects queries, keys and values together. Here each is projected separately."""
 
-    def __init__(self, heads: list[int], head_dim: int, numbers: Numbers) -> None:
+    def __init__(self, heads: list[int], head_dim: int, numbers: ProjectionOutputs) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.parts = nn.ModuleList(Projection(0, count * head_dim, numbers) for count in heads)

@@ -68,13 +68,13 @@ def describe(states: list[dict[str, Any]]) -> str:
         raise error(WHO, "the engine must have a worker", "none", f"It is tested with vLLM {TESTED}.")
     for worker in states:
         if not any(layer["calls"] for layer in worker["layers"]):
-            got = f"none in worker {worker['process']}; layers that keep their rotation: {worker['left'] or 'none'}"
+            got = f"none in worker {worker['process']}; layers that keep vLLM's rotation: {worker['left'] or 'none'}"
             raise error(WHO, "a layer must have rotated through ropewalk", got, f"It is tested with vLLM {TESTED}.")
         lines += [
             f"worker {worker['process']}: {layer['calls']} rotations by {layer['rope']}" for layer in worker["layers"]
         ]
         kept_layers = [(layer["class"], layer["why"]) for layer in worker["left"]]
-        lines += [f"worker {worker['process']}: {name} keeps its own rotation: {why}" for name, why in kept_layers]
+        lines += [f"worker {worker['process']}: {name} keeps vLLM's rotation: {why}" for name, why in kept_layers]
     return "\n".join(["vLLM rotates through ropewalk.", *lines])
 
 

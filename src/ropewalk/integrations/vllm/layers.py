@@ -56,7 +56,7 @@ class Layer(torch.nn.Module):
             self._compare(rope, override)
         except Exception as e:  # another version of vLLM may have other attributes, and its own rotation still works
             self.reason = str(e) if isinstance(e, RopeError) else f"{type(e).__name__}: {e}"
-            logger.warning("%s keeps its own rotation: %s", self.vllm_name, self.reason)
+            logger.warning("%s keeps vLLM's rotation: %s", self.vllm_name, self.reason)
         else:
             of_text = replace(rope, axes=None)
             self.ropes = {

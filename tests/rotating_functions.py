@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def turns(
+def rotating_function(
     pairing: str, order: str = "same", whole: str | None = None, wide: bool = True, sign: float = 1.0
 ) -> Callable[..., Any]:
     """Return a function that rotates in this way, written out.
@@ -17,7 +17,7 @@ def turns(
     From tables of full width it uses only the first half.
     """
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         pairs = cos.shape[-1] // 2 if wide else cos.shape[-1]
         cos, sin, rest = cos[..., :pairs], sign * sin[..., :pairs], x.shape[-1] - 2 * pairs
         if rest and whole is None:
@@ -30,23 +30,23 @@ def turns(
             a, b = part[..., ::2], part[..., 1::2]
         first, second = a * cos - b * sin, a * sin + b * cos
         if pairing == "half" or order == "half":
-            turned = torch.cat((first, second), dim=-1)
+            rotated = torch.cat((first, second), dim=-1)
         else:
-            turned = torch.stack((first, second), dim=-1).flatten(-2)
-        return torch.cat((head, turned, tail), dim=-1)
+            rotated = torch.stack((first, second), dim=-1).flatten(-2)
+        return torch.cat((head, rotated, tail), dim=-1)
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        return turn(q, cos, sin), turn(k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     return function
 
 
 def without_key(alone: str) -> Callable[..., Any]:
-    plain = turns("half")
+    plain = rotating_function("half")
 
     def function(q: Tensor, k: Any = None, cos: Any = None, sin: Any = None, unsqueeze_dim: int = 1) -> Any:
-        turned, other = plain(q, q if k is None else k, cos, sin, unsqueeze_dim)
-        return (turned, other) if k is not None else turned if alone == "q" else (turned, None)
+        rotated, rotated_k = plain(q, q if k is None else k, cos, sin, unsqueeze_dim)
+        return (rotated, rotated_k) if k is not None else rotated if alone == "q" else (rotated, None)
 
     return function
