@@ -4,7 +4,7 @@
     python tools/transformers_table.py towers       measure only the vision towers of tests/tiny_towers.py (30 s)
     python tools/transformers_table.py llama phi3   measure only these models, and print the rows without writing
 
-tests/integrations/test_transformers_table.py makes the same measurements, and requires bounds for them.
+tests/integrations/test_transformers_table.py makes the same measurements, and compares them with bounds.
 """
 
 from __future__ import annotations

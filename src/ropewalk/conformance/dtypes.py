@@ -62,7 +62,7 @@ def _largest_error(
     """Find the largest error, as a multiple of the error that rounding explains.
 
     Returns:
-        That multiple; and the measured multipliers `[pairs]` and the position of the error.
+        That multiple, and a tuple of the measured multipliers `[pairs]` and the position where it occurs.
     """
     worst, at = 0.0, (baseline.multipliers[0], 0)
     for positions in _probes(subject, length):

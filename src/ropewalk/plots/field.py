@@ -33,8 +33,8 @@ def angle_field(
 ) -> Figure:
     """Plot the cosine of the angle by which each pair rotates each patch of an image.
 
-    A pair rotates by the position on one axis, which shows as stripes across that axis. By default, the last two axes
-    are row and column. Some models, such as Gemma 4, Llama 4 and SAM, have column and row. For them, pass
+    A pair rotates by the position on one axis, so its stripes are perpendicular to that axis. By default, the last two
+    axes are row and column. Some models, such as Gemma 4, Llama 4 and SAM, have column and row. For them, pass
     `positions=grid(height, width, order="wh")`.
 
     Args:
