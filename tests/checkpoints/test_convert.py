@@ -31,7 +31,7 @@ class TestWhatItWrites:
         (source / "pytorch_model.bin").write_text("other weights")
         output = run(source, tmp_path / "b", "--to", "interleaved", "--verify")
         assert "pairing: half -> interleaved; rows move in 4 tensors, 17 stay" in output
-        assert "left out, since they are other weights: pytorch_model.bin" in output
+        assert "omitted, because they are other weights: pytorch_model.bin" in output
         assert "layer 1: scores agree" in output
         names = {path.name for path in source.iterdir()} - {"pytorch_model.bin"}
         assert {path.name for path in (tmp_path / "b").iterdir()} == names

@@ -40,7 +40,7 @@ class TestMeta:
         """Converting only the format moves no row."""
         run(model, tmp_path / "b", "--to", "interleaved")
         output = run(tmp_path / "b", tmp_path / "c", "--to", "interleaved", "--format", "meta", "--verify")
-        assert "pairing: interleaved, as it is; no rows move" in output
+        assert "pairing: interleaved, unchanged; no rows move" in output
         run(model, tmp_path / "d", "--to", "interleaved", "--format", "meta")
         file = "consolidated.00.pth"
         assert (tmp_path / "c" / file).read_bytes() == (tmp_path / "d" / file).read_bytes()

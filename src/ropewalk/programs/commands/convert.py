@@ -117,9 +117,9 @@ def _describe(plan: Plan, *, listed: bool) -> None:
             heads = ", ".join(f"{part.role}: {len(part.starts)} x {part.rotary_dim} rows" for part in parts)
             click.echo(f"  {name} {list(plan.tensors[name].shape)}  {heads}")
     if source.unread_weights:
-        click.echo(f"left out, since they are other weights: {', '.join(source.unread_weights)}")
+        click.echo(f"omitted, because they are other weights: {', '.join(source.unread_weights)}")
     if plan.form != source.form and source.companion_files:
-        click.echo(f"left out, since they belong to the other format: {', '.join(source.companion_files)}")
+        click.echo(f"omitted, because they belong to the other format: {', '.join(source.companion_files)}")
     for note in plan.notes:
         click.echo(f"note: {note}")
 
