@@ -29,10 +29,10 @@ int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GetIte
 int64_t size_of(nb::handle tuple) { return PyTuple_Size(tuple.ptr()); }
 
 // Raises RopeError unless `holds`.
-void require(bool holds, const char *must, const char *got, const char *cure = "Use a Rotation, which checks its tensors.") {
+void require(bool holds, const char *must, const char *got, const char *fix = "Use a Rotation, which checks its tensors.") {
     if (holds) return;
     nb::object error = nb::module_::import_("ropewalk._checks").attr("error");
-    nb::object raised = error("ropewalk.kernels._cpu", must, got, cure);
+    nb::object raised = error("ropewalk.kernels._cpu", must, got, fix);
     PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(raised.ptr())), raised.ptr());
     throw nb::python_error();
 }

@@ -720,7 +720,7 @@ MUTANTS = [
     Mutant("parallel: plan without the sequence", "parallel/heads.py", "{name: HeadwiseParallel(sequence_parallel=sequence_parallel) for", "{name: HeadwiseParallel() for"),
     Mutant("schemes: old name of the factor ignored", "schemes/_scheme.py", 'if "table_factor" in vars(cls):', "if False:"),
     Mutant("schemes: old name of the factor silent", "schemes/_scheme.py", "warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)", "pass"),
-    Mutant("messages without their key", "configs/fields.py", 'error(self.source, f"{key} {must}", got, cure)', "error(self.source, must, got, cure)"),
+    Mutant("messages without their key", "configs/fields.py", 'error(self.source, f"{key} {must}", got, fix)', "error(self.source, must, got, fix)"),
     Mutant("explain: pairs that do not rotate", "configs/explain.py", 'return "do not rotate"', 'return "are not slowed"'),
     Mutant("writable: inference tensors", "rotation/writable.py", "if x.is_inference() and not torch.is_inference_mode_enabled():", "if False:"),
     Mutant("writable: zero tensors", "rotation/writable.py", "if x._is_zerotensor():", "if False:"),

@@ -245,14 +245,14 @@ def test_positions_of_another_shape(positions: torch.Tensor, shape: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("shape", "cure"),
+    ("shape", "fix"),
     [((7, 3), "The axes must come first: pass positions.T."), ((2, 7, 3), "pass positions.permute(2, 0, 1).")],
 )
-def test_axes_that_stand_last(shape: tuple[int, ...], cure: str) -> None:
+def test_axes_that_stand_last(shape: tuple[int, ...], fix: str) -> None:
     made, ids = rope(OF_64["Qwen2-VL"]), torch.zeros(shape, dtype=torch.int64)
     with pytest.raises(RopeError) as raised:
         made.at(ids)
-    assert str(raised.value).endswith(cure)
+    assert str(raised.value).endswith(fix)
     first = ids.T if ids.ndim == 2 else ids.permute(2, 0, 1)
     assert made.at(first).cos.shape == (*shape[:-1], 64)
     with pytest.raises(RopeError, match=r"Pass one row per axis\. For text, all rows are equal: positions\.expand\(3"):

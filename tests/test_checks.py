@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ropewalk import NTK, DynamicNTK, Rope, RopeError
-from ropewalk._checks import described, nearest, printable, shown
+from ropewalk._checks import describe, nearest, printable, shown
 from ropewalk.schemes import Linear, YaRN
 
 HUGE = 10**5000
@@ -95,11 +95,11 @@ def test_arguments_of_any_size_are_refused(make: Any) -> None:
 
 
 def test_a_tensor_is_described_by_dtype_and_shape() -> None:
-    assert described(torch.zeros(2, 3, dtype=torch.bfloat16)) == "torch.bfloat16 of shape (2, 3)"
-    assert described(torch.nn.Parameter(torch.zeros(()))) == "torch.float32 of shape ()"
-    assert described(torch.empty(7, 1, device="meta", dtype=torch.int64)) == "torch.int64 of shape (7, 1)"
+    assert describe(torch.zeros(2, 3, dtype=torch.bfloat16)) == "torch.bfloat16 of shape (2, 3)"
+    assert describe(torch.nn.Parameter(torch.zeros(()))) == "torch.float32 of shape ()"
+    assert describe(torch.empty(7, 1, device="meta", dtype=torch.int64)) == "torch.int64 of shape (7, 1)"
 
 
 @pytest.mark.parametrize("value", [None, 3, [1, 2], np.arange(3), torch.float32, "x" * 10**7, Mute()])
 def test_anything_else_is_described_as_it_is_shown(value: Any) -> None:
-    assert described(value) == shown(value)
+    assert describe(value) == shown(value)

@@ -157,7 +157,7 @@ def test_what_is_no_integer_is_refused(positions: Any, message: str) -> None:
     assert str(raised.value).startswith("Rope.tables: ")
 
 
-def test_the_cure_for_places_between_tokens_works() -> None:
+def test_the_fix_for_places_between_tokens_works() -> None:
     rope, positions = Rope(8, 1e4, "half", scaling=YaRN(4, 64)), np.array([0.5, 2.25])
     wanted = rope.at(torch.from_numpy(positions), dtype=torch.float64)
     for function, table in ((np.cos, wanted.cos), (np.sin, wanted.sin)):

@@ -38,7 +38,7 @@ def error(who: str, must: str, got: str, fix: str) -> RopeError:
     Args:
         who: the context, such as the name of a class or a function.
         must: the requirement.
-        got: what was received, in words or from `shown` or `described`.
+        got: what was received, in words or from `shown` or `describe`.
         fix: one or more whole sentences that say how to fix it.
     """
     return RopeError(f"{who}: {must}, got {got}. {fix}")
@@ -79,7 +79,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN // 2]}...{text[-_MAX_SHOWN // 4 :]}"
 
 
-def described(value: object) -> str:
+def describe(value: object) -> str:
     """The dtype and shape of a tensor; any other value as `shown`."""
     torch = sys.modules.get("torch")  # if a tensor exists, torch was imported
     if torch is not None and isinstance(value, torch.Tensor):
@@ -116,7 +116,7 @@ _short.maxlong = 40
 _short.maxlevel = 3
 
 
-def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | None = None, cure: str = "") -> int:
+def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | None = None, fix: str = "") -> int:
     """Return `value` as an int in [at_least, at_most]. Booleans and floats are rejected, not converted."""
     bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
     if (
@@ -125,9 +125,7 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
         or int(value) < at_least
         or (at_most is not None and int(value) > at_most)
     ):
-        raise error(
-            who, f"{name} must be an integer {bounds}", shown(value), cure or f"Pass a plain integer as {name}."
-        )
+        raise error(who, f"{name} must be an integer {bounds}", shown(value), fix or f"Pass a plain integer as {name}.")
     return int(value)
 
 
@@ -159,7 +157,7 @@ def number(
     above: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
-    cure: str = "",
+    fix: str = "",
 ) -> float:
     """Return `value` as a finite float within the bounds. Booleans are rejected."""
     bound = "" if above is None else f" greater than {above:g}"
@@ -177,7 +175,7 @@ def number(
             and (at_most is None or result <= at_most)
         ):
             return result
-    raise error(who, f"{name} must be a finite number{bound}", shown(value), cure or f"Pass a plain number as {name}.")
+    raise error(who, f"{name} must be a finite number{bound}", shown(value), fix or f"Pass a plain number as {name}.")
 
 
 def attention_factor(who: str, value: Any) -> float:

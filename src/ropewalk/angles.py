@@ -88,7 +88,7 @@ def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | s
             raise _checks.error(
                 who,
                 f"delta must be {'an int' if axes is None else 'a tuple of ints'} or an int32 or int64 tensor {shapes}",
-                _checks.described(delta),
+                _checks.describe(delta),
                 f"Pass the number of tokens by which each key moves{'' if axes is None else ', along each axis'}.",
             )
         return delta

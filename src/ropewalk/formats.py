@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, described, error
+from ropewalk._checks import choice, describe, error
 from ropewalk._layout import Pairing
 from ropewalk.rotation.api import Rotation
 
@@ -64,7 +64,7 @@ def from_full_width(
         _check_table(who, name, table)
         if table.ndim < 1 or table.shape[-1] % 2:
             must = f"{name} must have one column per rotated channel, an even number"
-            raise error(who, must, described(table), "For tables of half width, use Rotation(cos, sin, pairing=...).")
+            raise error(who, must, describe(table), "For tables of half width, use Rotation(cos, sin, pairing=...).")
         first, second = table.chunk(2, dim=-1) if repeated == "halves" else (table[..., 0::2], table[..., 1::2])
         if not torch.equal(first, second):
             other = "each" if repeated == "halves" else "halves"
@@ -126,7 +126,7 @@ def from_complex(
     """
     who = "formats.from_complex"
     if not isinstance(turns, Tensor) or turns.dtype not in (torch.complex64, torch.complex128):
-        raise error(who, "turns must be a complex64 or complex128 tensor", described(turns), "Pass cos + i sin.")
+        raise error(who, "turns must be a complex64 or complex128 tensor", describe(turns), "Pass cos + i sin.")
     return Rotation(
         turns.real.contiguous(),
         turns.imag.contiguous(),
@@ -178,7 +178,7 @@ def from_cache(
     _check_table(who, "cache", cache)
     if cache.ndim != 2 or cache.shape[-1] % 2:
         must = "cache must have shape [rows, rotary_dim], with cos of all pairs, then their sin"
-        raise error(who, must, described(cache), "Pass the whole cos_sin_cache.")
+        raise error(who, must, describe(cache), "Pass the whole cos_sin_cache.")
     cos, sin = cache.chunk(2, dim=-1)
     return Rotation(
         cos, sin, pairing=pairing, head_dim=head_dim, rotary_offset=rotary_offset, attention_factor=attention_factor
@@ -206,10 +206,10 @@ def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
 
 def _check_rotation(who: str, rotation: Rotation) -> None:
     if not isinstance(rotation, Rotation):
-        raise error(who, "rotation must be a Rotation", described(rotation), "Create it with rope.at(positions).")
+        raise error(who, "rotation must be a Rotation", describe(rotation), "Create it with rope.at(positions).")
 
 
 def _check_table(who: str, name: str, table: Tensor) -> None:
     if not isinstance(table, Tensor) or table.dtype not in _FLOATS:
         fix = "Pass a float32 table. 16 bits have lost the angle; to use the rounded values anyway, call .float()."
-        raise error(who, f"{name} must be a float32 or float64 tensor", described(table), fix)
+        raise error(who, f"{name} must be a float32 or float64 tensor", describe(table), fix)

@@ -66,7 +66,7 @@ class LearnedRope(torch.nn.Module):
         super().__init__()
         if not isinstance(inv_freq, Tensor) or inv_freq.dtype not in _FLOATS or inv_freq.ndim not in (2, 3):
             must = "inv_freq must be a float32 or float64 tensor [axes, pairs] or [axes, heads, pairs]"
-            raise _checks.error(_WHO, must, _checks.described(inv_freq), "For one axis, add it with unsqueeze(0).")
+            raise _checks.error(_WHO, must, _checks.describe(inv_freq), "For one axis, add it with unsqueeze(0).")
         if 0 in inv_freq.shape:
             must = "inv_freq must have at least one axis, one head and one pair"
             raise _checks.error(_WHO, must, f"shape {tuple(inv_freq.shape)}", "Pass the initial frequencies.")
@@ -264,7 +264,7 @@ class LearnedRope(torch.nn.Module):
         shapes = "[seq] or [batch, seq]" if self.axes == 1 else f"[{self.axes}, seq] or [{self.axes}, batch, seq]"
         if not isinstance(positions, Tensor) or positions.dtype not in _POSITIONS:
             must = f"positions must be an int32, int64, float32 or float64 tensor {shapes}"
-            raise _checks.error(_WHO, must, _checks.described(positions), "Pass the position of each token.")
+            raise _checks.error(_WHO, must, _checks.describe(positions), "Pass the position of each token.")
         if positions.ndim not in ((1, 2) if self.axes == 1 else (2, 3)) or (
             self.axes > 1 and positions.shape[0] != self.axes
         ):

@@ -181,7 +181,7 @@ class RotaryAttention(torch.nn.Module):
         self.o_proj = torch.nn.Linear(self.num_heads * self.head_dim, hidden_size, bias=o_bias)
         self.q_norm = self.k_norm = None
         if qk_norm is not None:
-            eps = _checks.number(who, "qk_norm", qk_norm, above=0.0, cure="Pass the ε of the norm, e.g. 1e-6.")
+            eps = _checks.number(who, "qk_norm", qk_norm, above=0.0, fix="Pass the ε of the norm, e.g. 1e-6.")
             self.q_norm, self.k_norm = HeadNorm(self.head_dim, eps=eps), HeadNorm(self.head_dim, eps=eps)
 
     def forward(

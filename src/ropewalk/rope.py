@@ -84,7 +84,7 @@ class Rope:
             rotary_dim,
             at_least=2,
             at_most=head_dim - offset,
-            cure=f"The rotated channels start at rotary_offset={offset} and must fit into head_dim={head_dim}.",
+            fix=f"The rotated channels start at rotary_offset={offset} and must fit into head_dim={head_dim}.",
         )
         if rotary_dim % 2:
             raise _checks.error(

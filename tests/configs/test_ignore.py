@@ -19,7 +19,7 @@ SCALED = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
 META = {"dim": 64, "n_layers": 2, "n_heads": 4, "rope_theta": 5e5}
 
 
-def cure(message: str) -> tuple[str, ...]:
+def suggested_ignore(message: str) -> tuple[str, ...]:
     """Return the keys that the message says to pass as ignore."""
     found = re.search(r"ignore=\('([^']+)',\)", message)
     assert found, message
@@ -39,10 +39,10 @@ def cure(message: str) -> tuple[str, ...]:
         (META, {**META, "rope_x": 1}),
     ],
 )
-def test_the_cure_of_the_message_works(plain: dict[str, Any], stray: dict[str, Any]) -> None:
+def test_the_fix_in_the_message_works(plain: dict[str, Any], stray: dict[str, Any]) -> None:
     with pytest.raises(RopeError) as raised:
         from_config(stray)
-    ignored = cure(str(raised.value))
+    ignored = suggested_ignore(str(raised.value))
     ropes = from_config(stray, ignore=ignored)
     assert ropes.layers == from_config(plain).layers
     warning = f"{ignored[0]} was ignored as requested, so its effect in the model's own code is missing."
@@ -66,7 +66,7 @@ def test_gguf(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", keys, more={"llama.rope.frq_base": 1e4})
     with pytest.raises(RopeError) as raised:
         from_config(path)
-    assert from_config(path, ignore=cure(str(raised.value))).rope.base == 5e5
+    assert from_config(path, ignore=suggested_ignore(str(raised.value))).rope.base == 5e5
 
 
 def test_a_missing_key_cannot_be_ignored() -> None:

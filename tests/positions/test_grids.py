@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from ropewalk import RopeError
-from ropewalk.positions import augment, axis, crop, grid, mesh, padded, still
+from ropewalk import RopeError, positions
+from ropewalk.positions import augment, axis, crop, grid, mesh, padded, with_unrotated
 
 sizes = st.integers(1, 4)
 
@@ -81,11 +81,18 @@ def test_crop() -> None:
     assert crop(10, 60, 30, 45) == ((11, 0), (19, 45))  # 7.5, to even: 8; (30 - 8) / 2
 
 
-def test_still() -> None:
+def test_with_unrotated() -> None:
     moving = torch.tensor([[1.5, 2.5], [3.5, 4.5]])
-    assert still(moving, before=2, after=1).tolist() == [[0, 0, 1.5, 2.5, 0], [0, 0, 3.5, 4.5, 0]]
-    assert torch.equal(still(moving), moving)
-    assert still(torch.ones(2, 5, 3, dtype=torch.int64), after=1).shape == (2, 5, 4)
+    assert with_unrotated(moving, before=2, after=1).tolist() == [[0, 0, 1.5, 2.5, 0], [0, 0, 3.5, 4.5, 0]]
+    assert torch.equal(with_unrotated(moving), moving)
+    assert with_unrotated(torch.ones(2, 5, 3, dtype=torch.int64), after=1).shape == (2, 5, 4)
+
+
+def test_the_old_name_of_with_unrotated_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match=r"positions\.still was renamed to positions\.with_unrotated"):
+        assert positions.still is with_unrotated
+    with pytest.raises(AttributeError, match=r"module 'ropewalk\.positions' has no attribute 'moving'"):
+        _ = positions.moving
 
 
 def test_padded() -> None:
@@ -130,7 +137,7 @@ def test_grid_is_compiled_whole_and_without_a_new_graph_for_each_size() -> None:
 
     def of(image: torch.Tensor) -> torch.Tensor:
         h, w = image.shape
-        return mesh(axis(h), axis(w)) + still(grid(h, w, start=(h // 2 - h, -1)))
+        return mesh(axis(h), axis(w)) + with_unrotated(grid(h, w, start=(h // 2 - h, -1)))
 
     compiled = torch.compile(of, fullgraph=True, dynamic=True, backend=counter)
     for h, w in ((4, 6), (8, 10), (12, 6)):
@@ -171,10 +178,10 @@ def test_grid_is_compiled_whole_and_without_a_new_graph_for_each_size() -> None:
         (lambda: mesh(torch.zeros(2), merge=2), "merge must divide height and width, which are (2,), got 2"),
         (lambda: crop(0, 1, 2, 3), "positions.crop: height must be an integer of at least 1, got 0"),
         (lambda: crop(1, 1, 2, 3.0), "base_width must be an integer of at least 1, got 3.0"),
-        (lambda: still([1]), "positions.still: positions must be a tensor [..., tokens], got [1]"),
-        (lambda: still(torch.tensor(1)), "got torch.int64 of shape ()"),
-        (lambda: still(torch.ones(2), before=-1), "before must be an integer of at least 0, got -1"),
-        (lambda: still(torch.ones(2), after=True), "after must be an integer of at least 0, got True"),
+        (lambda: with_unrotated([1]), "positions.with_unrotated: positions must be a tensor [..., tokens], got [1]"),
+        (lambda: with_unrotated(torch.tensor(1)), "got torch.int64 of shape ()"),
+        (lambda: with_unrotated(torch.ones(2), before=-1), "before must be an integer of at least 0, got -1"),
+        (lambda: with_unrotated(torch.ones(2), after=True), "after must be an integer of at least 0, got True"),
         (lambda: padded([], "left"), "positions.padded: rows must be a non-empty list of tensors, got []"),
         (lambda: padded(torch.ones(2, 2), "left"), "rows must be a non-empty list of tensors"),
         (lambda: padded([torch.ones(2)], "both"), "side must be one of 'left', 'right', got 'both'"),

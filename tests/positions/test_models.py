@@ -35,7 +35,7 @@ CALLS = table()
 
 def call(row: str, **given: Any) -> Tensor:
     """What the call of a row makes."""
-    names = {name: getattr(positions, name) for name in ("axis", "crop", "grid", "mesh", "still")}
+    names = {name: getattr(positions, name) for name in ("axis", "crop", "grid", "mesh", "with_unrotated")}
     made = eval(CALLS[row], {"torch": torch, **names, **given})
     assert isinstance(made, Tensor)
     return made

@@ -220,6 +220,6 @@ def check_attended(who: str, cache: object, attended: object, q: Tensor, v: Tens
         raise _checks.error(
             who,
             f"attend of {type(cache).__name__} must return {shape} in {v.dtype}",
-            _checks.described(attended),
+            _checks.describe(attended),
             "Implement ropewalk.AttendingCache as its docstring says.",
         )

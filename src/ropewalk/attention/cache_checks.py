@@ -40,7 +40,7 @@ def real_tokens(seq: int, attention_mask: Tensor | None, length: Tensor, who: st
         raise _checks.error(
             who,
             f"attention_mask must be a bool or integer tensor [batch, seq] = {list(shape)}",
-            _checks.described(attention_mask),
+            _checks.describe(attention_mask),
             "Pass 1 for real tokens and 0 for padding, not the additive mask of attention.",
         )
     return attention_mask != 0
@@ -52,7 +52,7 @@ def new_positions(value: Tensor, real: Tensor, sinks: int, who: str = "KVCache.s
         raise _checks.error(
             who,
             "positions must be None in a cache with sinks, whose distances are counted in tokens",
-            _checks.described(value),
+            _checks.describe(value),
             "Build the cache with sinks=0, or with capacity.",
         )
     batch, seq = real.shape
@@ -60,7 +60,7 @@ def new_positions(value: Tensor, real: Tensor, sinks: int, who: str = "KVCache.s
         raise _checks.error(
             who,
             "positions must be integers, int64",
-            _checks.described(value),
+            _checks.describe(value),
             "Omit positions, because the cache only needs the order of tokens. Compute rope.at(positions), of shape "
             "[axes, batch, seq] or [batch, seq], instead of step.rotation(rope).",
         )
@@ -74,7 +74,7 @@ def new_positions(value: Tensor, real: Tensor, sinks: int, who: str = "KVCache.s
             who,
             "positions must be an int64 tensor [axes, batch, seq], [batch, seq] = "
             f"{[batch, seq]} or [seq] = {[seq]} on {real.device}",
-            f"{_checks.described(value)} on {value.device}" if isinstance(value, Tensor) else _checks.described(value),
+            f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
         )
     return (value if value.ndim == 3 else value.expand(batch, seq)).clone()
@@ -106,7 +106,7 @@ def check_per_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
     """Raise unless value is int64 `[batch]`."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:
         must = f"{name} must be an int64 tensor [batch] = {list(length.shape)}"
-        raise _checks.error(who, must, _checks.described(value), "Pass one number for each row.")
+        raise _checks.error(who, must, _checks.describe(value), "Pass one number for each row.")
 
 
 def rope_of_each_layer(
@@ -150,7 +150,7 @@ def row_mask(rows: Tensor | Sequence[int], length: Tensor) -> Tensor:
     if rows.dtype == torch.bool and rows.shape == (batch,):
         return rows.to(length.device)
     if rows.dtype not in (torch.int32, torch.int64) or rows.ndim != 1:
-        raise _checks.error(who, must, _checks.described(rows), fix)
+        raise _checks.error(who, must, _checks.describe(rows), fix)
     _check_row_range(who, rows, batch, must, fix)
     return torch.zeros_like(length, dtype=torch.bool).index_fill_(0, rows.to(length), True)
 
@@ -161,7 +161,7 @@ def check_source_rows(rows: Tensor, length: Tensor) -> None:
     must = f"rows must be an int64 tensor [batch] = [{batch}] of row numbers from 0 to {batch - 1}"
     fix = "Pass for each row the number of the row whose tokens it takes over, e.g. its parent beam."
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.shape != (batch,):
-        raise _checks.error(who, must, _checks.described(rows), fix)
+        raise _checks.error(who, must, _checks.describe(rows), fix)
     _check_row_range(who, rows, batch, must, fix)
 
 

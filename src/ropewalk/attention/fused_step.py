@@ -54,8 +54,8 @@ def rotate_and_store(
             slots are not read back for checks, and a token with a slot outside of the cache is not stored.
     """
     if norm is not None and not isinstance(norm, QKNorm):
-        cure = "Make it with QKNorm(q_weight, k_weight, eps=...)."
-        raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), cure)
+        fix = "Make it with QKNorm(q_weight, k_weight, eps=...)."
+        raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), fix)
     store = Store(v, k_cache, v_cache, slot_mapping)
     on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
     if not on_cpu:
@@ -107,16 +107,16 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
     for name, x in (("k", k), ("v", store.v)):
         if x.ndim != count:
             must = f"{name} in layout {layout!r} must have {count} axes"
-            raise _checks.error(_WHO, must, _checks.described(x), f"Pass the layout of {name}.")
+            raise _checks.error(_WHO, must, _checks.describe(x), f"Pass the layout of {name}.")
     if store.v.shape[:-1] != k.shape[:-1]:
-        must, came = "v must have the batch, tokens and heads of k", f"{_checks.described(store.v)}"
+        must, came = "v must have the batch, tokens and heads of k", f"{_checks.describe(store.v)}"
         raise _checks.error(_WHO, must, came, f"Only the last axis may differ from k, of shape {tuple(k.shape)}.")
     blocks = store.k_cache.shape[:2]
     for name, cache, x in (("k_cache", store.k_cache, k), ("v_cache", store.v_cache, store.v)):
         inner = (x.shape[heads], x.shape[-1])
         if cache.ndim != 4 or cache.shape[:2] != blocks or cache.shape[2:] != inner or 0 in blocks:
             must = f"{name} must have shape [blocks, block_size, {inner[0]}, {inner[1]}], with the blocks of k_cache"
-            raise _checks.error(_WHO, must, _checks.described(cache), "Pass a view of this shape, with any strides.")
+            raise _checks.error(_WHO, must, _checks.describe(cache), "Pass a view of this shape, with any strides.")
         if x.dtype != q.dtype or cache.dtype != q.dtype or cache.device != q.device or x.device != q.device:
             must = f"k, v, k_cache and v_cache must be {q.dtype} on {q.device}, as q is"
             came = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
@@ -125,11 +125,11 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
     slots = store.slots
     if slots.dtype != torch.int64 or slots.shape != shape or slots.device != q.device:
         must = f"slot_mapping must be int64 of shape {tuple(shape)} on {q.device}, a slot for each token"
-        raise _checks.error(_WHO, must, _checks.described(slots), "Use -1 for tokens that are not stored.")
+        raise _checks.error(_WHO, must, _checks.describe(slots), "Use -1 for tokens that are not stored.")
     inputs = (q, k, store.v, store.k_cache, store.v_cache, *(() if norm is None else (norm.q_weight, norm.k_weight)))
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        cure = "Run under torch.no_grad() or torch.inference_mode()."
-        raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", cure)
+        fix = "Run under torch.no_grad() or torch.inference_mode()."
+        raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", fix)
     readable = slots.is_cpu and type(slots) is Tensor and slots.numel() > 0 and not torch.compiler.is_compiling()
     if readable and not torch._C._are_functorch_transforms_active():
         low, high = int(slots.min()), int(slots.max())

@@ -277,8 +277,8 @@ class PagedKVCache:
         at_positions = None if at_positions is None else cache_checks.new_positions(at_positions, real, 0, who)
         lengths, starts = [row.length for row in batch], [row.position for row in batch]
         if at is not None:
-            cure = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
-            paged_checks.check_no_window(who, "at", self.window, cure)
+            fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
+            paged_checks.check_no_window(who, "at", self.window, fix)
             cache_checks.check_per_row(who, "at", at, host)
             starts = at.tolist()
             lengths = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]

@@ -17,7 +17,7 @@ def check_pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> N
     for name, layers in (("k_cache", keys), ("v_cache", values)):
         if not isinstance(layers, list | tuple) or not layers or not all(isinstance(pool, Tensor) for pool in layers):
             must = f"{name} must be a list of tensors, one for each layer"
-            raise _checks.error(who, must, _checks.described(layers), "Pass [pool] for one layer.")
+            raise _checks.error(who, must, _checks.describe(layers), "Pass [pool] for one layer.")
     if len(keys) != len(values):
         must, got = "k_cache and v_cache must have the same number of layers", f"{len(keys)} and {len(values)}"
         raise _checks.error(who, must, got, "Pass one key pool and one value pool for each layer.")
@@ -40,7 +40,7 @@ def check_pools(who: str, keys: Sequence[Tensor], values: Sequence[Tensor]) -> N
                 raise _checks.error(
                     who,
                     f"all pools must be {first.dtype} of shape {tuple(first.shape)} on {first.device}",
-                    f"{_checks.described(pool)} on {pool.device} in {name}",
+                    f"{_checks.describe(pool)} on {pool.device} in {name}",
                     "Use one cache for each kind of layer.",
                 )
             strides = [stride for stride, size in zip(pool.stride()[:3], pool.shape[:3], strict=True) if size > 1]
@@ -73,7 +73,7 @@ def row_numbers(
         listed = [value] if isinstance(value, int) else list(value) if isinstance(value, list | tuple | range) else None
     must, fix = "rows must be distinct numbers returned by admit or fork", "Pass e.g. [cache.admit()]."
     if listed is None:
-        raise _checks.error(who, must, _checks.described(value), fix)
+        raise _checks.error(who, must, _checks.describe(value), fix)
     for row in listed:
         _checks.integer(who, "each of rows", row, at_least=0)
         if row not in existing:
@@ -95,8 +95,8 @@ def check_free_blocks(who: str, needed: int, free: int) -> None:
         )
 
 
-def check_no_window(who: str, name: str, window: int | None, cure: str) -> None:
+def check_no_window(who: str, name: str, window: int | None, fix: str) -> None:
     """Raise if the cache has a window, because it may have evicted older keys."""
     if window is not None:
         must = f"{name} must be None in a cache with a window, which has evicted older keys"
-        raise _checks.error(who, must, "a number", cure)
+        raise _checks.error(who, must, "a number", fix)

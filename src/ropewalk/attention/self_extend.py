@@ -52,8 +52,8 @@ class SelfExtend:
             fix = "Read a model's with from_config(...).rope."
             raise _checks.error("SelfExtend", "rope must be a Rope", _checks.shown(self.rope), fix)
         if self.rope.axes is not None:
-            must, cure = "rope must have one axis", "Self-Extend is for text only. Pass a rope without axes."
-            raise _checks.error("SelfExtend", must, repr(self.rope), cure)
+            must, fix = "rope must have one axis", "Self-Extend is for text only. Pass a rope without axes."
+            raise _checks.error("SelfExtend", must, repr(self.rope), fix)
         if not self.rope.is_static:
             must = "rope must be static"
             fix = "Use rope.at_length(n) with the longest length n."
@@ -91,7 +91,7 @@ class SelfExtend:
                 raise _checks.error(
                     "SelfExtend.at",
                     f"{name} must be int32 or int64 of shape [tokens] or [batch, tokens]",
-                    _checks.described(value),
+                    _checks.describe(value),
                     "Pass integer positions; fractions of a token cannot be grouped.",
                 )
         grouped = positions // self.group + (self.window - self.window // self.group)

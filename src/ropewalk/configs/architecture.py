@@ -209,8 +209,8 @@ class Architecture:
         if kinds is None and self.pattern is not None:
             kinds = self.pattern.kinds(fields, count, origins)
         if kinds is None:
-            cure = "Add a list with one entry for each layer."
-            raise fields.error("layer_types", "must be given, since the layers differ", "none", cure)
+            fix = "Add a list with one entry for each layer."
+            raise fields.error("layer_types", "must be given, since the layers differ", "none", fix)
         return kinds
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:

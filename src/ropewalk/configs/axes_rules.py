@@ -90,8 +90,8 @@ class AxesRule:
                 must = f"must agree with {entries[0].where}, which is {shown(entries[0].value)}"
                 raise fields.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
         if not entries and self.default is None:
-            cure = "Add it: the model's class has no default. Or pass text_only=True for the rope of text tokens."
-            raise fields.error(self.keys[0], "must be given in rope_parameters", "none", cure)
+            fix = "Add it: the model's class has no default. Or pass text_only=True for the rope of text tokens."
+            raise fields.error(self.keys[0], "must be given in rope_parameters", "none", fix)
         sections = self._sections(fields, entries[0]) if entries else self.default or ()
         where = entries[0].where if entries else f"{list(sections)}, implied by model_type {source}"
         if not entries and self.is_interleaved and sum(sections) < pairs:
@@ -115,8 +115,8 @@ class AxesRule:
         for flag in _FLAGS:
             if flag in rope_keys and rope_keys[flag].value is not self.is_interleaved:
                 must = f"must be {str(self.is_interleaved).lower()}, as in {source}"
-                cure = "Check that the config belongs to this model_type."
-                raise fields.error(rope_keys[flag].where, must, shown(rope_keys[flag].value), cure)
+                fix = "Check that the config belongs to this model_type."
+                raise fields.error(rope_keys[flag].where, must, shown(rope_keys[flag].value), fix)
 
     def _sections(self, fields: Fields, entry: ConfigValue) -> tuple[int, ...]:
         value, most = entry.value, len(self.names)

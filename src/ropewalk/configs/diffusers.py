@@ -244,8 +244,8 @@ def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
         return integer(fields.source, key, size, at_least=2, at_most=MAX_HEAD_DIM), key
     width, heads = sizes
     if sizes[width] % sizes[heads]:
-        must, cure = f"must be a multiple of {heads}={sizes[heads]}", "Check that both belong to the same model."
-        raise fields.error(width, must, str(sizes[width]), cure)
+        must, fix = f"must be a multiple of {heads}={sizes[heads]}", "Check that both belong to the same model."
+        raise fields.error(width, must, str(sizes[width]), fix)
     return sizes[width] // sizes[heads], f"{width} / {heads}"
 
 

@@ -119,8 +119,8 @@ def _engine_rope(engine: Engine, config_rope: ConfigRope, source: str, notes: li
     answer: Answer = engine.answer(config_rope)
     if answer.rope is None:
         must = f"{engine.name} {engine.version} must run the config"
-        cure = f"Its code: {answer.source}. " if answer.source else ""
-        raise error(source, must, answer.refusal, f"{cure}Choose another engine, or change the config.")
+        source_code = f"Its code: {answer.source}. " if answer.source else ""
+        raise error(source, must, answer.refusal, f"{source_code}Choose another engine, or change the config.")
     new = [*answer.notes, *([] if answer.rope.is_static else [_LENGTH_NOTES[answer.decided_by]])]
     how = "" if answer.evidence == "run" else " (read, not run)"
     notes += [f"{engine.name} {engine.version}{how}: {note}" for note in new if note]

@@ -53,9 +53,9 @@ class Fields:
         self.path = path
         self.read_keys: set[str] = set()
 
-    def error(self, key: str, must: str, got: str, cure: str) -> RopeError:
+    def error(self, key: str, must: str, got: str, fix: str) -> RopeError:
         """Return an error about a key. `must` is what its value must fulfil, e.g. "must be an object"."""
-        return error(self.source, f"{key} {must}", got, cure)
+        return error(self.source, f"{key} {must}", got, fix)
 
     def has(self, key: str) -> bool:
         """Whether the key has a value."""
@@ -83,17 +83,17 @@ class Fields:
         """Return the first of the keys that has a value, or the first key if none has."""
         return next((key for key in keys if self.has(key)), keys[0])
 
-    def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, cure: str = "") -> int:
+    def size(self, keys: str | tuple[str, ...], *, at_most: int | None = None, fix: str = "") -> int:
         """Return the value of the first key that has one, as an integer of at least 1."""
         key = self.first_present((keys,) if isinstance(keys, str) else keys)
-        value = integer(self.source, key, self.get(key), at_least=1, at_most=at_most, cure=cure)
+        value = integer(self.source, key, self.get(key), at_least=1, at_most=at_most, fix=fix)
         if value > _MAX_SIZE:
             raise self.error(key, "must be at most 2**53", "more", "Check the number.")
         return value
 
-    def head_width(self, widths: tuple[str, ...], heads: tuple[str, ...], own: str, *, cure: str = "") -> int:
+    def head_width(self, widths: tuple[str, ...], heads: tuple[str, ...], own: str, *, fix: str = "") -> int:
         """Return width / number of heads, the head_dim of a config that does not have the key `own`."""
-        width, count = self.size(widths, cure=cure), self.size(heads, cure=cure)
+        width, count = self.size(widths, fix=fix), self.size(heads, fix=fix)
         if width % count:
             must = f"must be a multiple of {self.first_present(heads)}={count} if {own} is not given"
             raise self.error(self.first_present(widths), must, str(width), f"Add {own}.")
@@ -110,8 +110,8 @@ class Fields:
         base = number(self.source, where, value, above=1.0)
         if passed not in (None, base):
             must = f"is {base:g}, and base must agree with it"
-            cure = "Omit base, or use dataclasses.replace(rope, base=...)."
-            raise self.error(where, must, f"base={passed:g}", cure)
+            fix = "Omit base, or use dataclasses.replace(rope, base=...)."
+            raise self.error(where, must, f"base={passed:g}", fix)
         return base
 
     @contextmanager
@@ -152,6 +152,6 @@ class Fields:
             value = value[:length]
         if not isinstance(value, (list, tuple)) or len(value) != length:
             got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else shown(value)
-            cure = "Check that it is the list of this model."
-            raise self.error(key, f"must be a list with an entry for each of the {length} layers", got, cure)
+            fix = "Check that it is the list of this model."
+            raise self.error(key, f"must be a list with an entry for each of the {length} layers", got, fix)
         return list(value)

@@ -34,12 +34,12 @@ def read(
     tower = vision.standalone_tower(fields)
     if tower is not None:
         if pairing is not None or base is not None:
-            must, cure = "must be that of a text model if pairing or base is passed", "Omit pairing and base."
-            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
+            must, fix = "must be that of a text model if pairing or base is passed", "Omit pairing and base."
+            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         if text_only:
             must = "must be that of a text model if text_only is passed"
-            cure = "Pass the config of the whole model, or omit text_only to read the tower."
-            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", cure)
+            fix = "Pass the config of the whole model, or omit text_only to read the tower."
+            raise fields.error("model_type", must, f"{tower.model_type}, a vision tower", fix)
         return ModelRopes((), tower.model_type, source, vision=tower)
     ropes = _read_text(fields, pairing=pairing, base=base, text_only=text_only)
     warnings: list[str] = []
@@ -73,8 +73,8 @@ def _find_row(c: Reader) -> Architecture:
     """Look up the row of the config's model_type. If the caller passed a pairing, an unknown one gets a general row."""
     model_type = c.fields.get("model_type")
     if not isinstance(model_type, str):
-        cure = "Pass a model's config.json as transformers writes it; other programs use other keys."
-        raise c.fields.error("model_type", "must be a string", shown(model_type), cure)
+        fix = "Pass a model's config.json as transformers writes it; other programs use other keys."
+        raise c.fields.error("model_type", "must be a string", shown(model_type), fix)
     row = ARCHITECTURES.get(model_type)
     if row is not None:
         return row

@@ -87,12 +87,12 @@ def _parameters(
             warnings.append(f"{entry.where} has no effect: it {idle[key]}.")
         elif key in axes_rules.KEYS:
             must = "must not be given, since ropewalk knows this model_type with one position for each token"
-            cure = (
+            fix = (
                 "The key assigns the pairs to several axes: build Rope(..., axes=Axes.sections(...)) by hand, or use "
                 "Axes.interleaved(...) if axes alternate. For text alone, "
                 f"pass ignore=({fields.path + entry.where!r},)."
             )
-            raise fields.error(entry.where, must, shown(entry.value), cure)
+            raise fields.error(entry.where, must, shown(entry.value), fix)
         else:
             missing = "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
             raise fields.error(
@@ -109,5 +109,5 @@ def _refuse_missing(fields: Fields, name: str, scheme: type[Scaling], values: di
     for f in dataclasses.fields(cast(Any, scheme)):
         needed = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if f.name not in values and needed:
-            cure = "Add it, since engines differ in its default."
-            raise fields.error(f.name, f"must be given for rope_type {name!r}", "none", cure)
+            fix = "Add it, since engines differ in its default."
+            raise fields.error(f.name, f"must be given for rope_type {name!r}", "none", fix)

@@ -22,8 +22,8 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
     if type(version) is not int or version not in (4, 5):
         raise error(_WHO, "version must be 4 or 5", shown(version), "Pass the major version of transformers.")
     if not ropes.layers:
-        cure = "Keep the config that was read."
-        raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", cure)
+        fix = "Keep the config that was read."
+        raise error(_WHO, "the ropes must be those of a text model", f"{ropes.model_type}, a vision tower", fix)
     row = ARCHITECTURES.get(ropes.model_type)
     if row is None or ropes.config is None:
         raise error(
@@ -87,8 +87,8 @@ def _parameters(rope: Rope, row: Architecture, ropes: LayerRopes) -> dict[str, A
 def _sections(rope: Rope, rule: AxesRule, ropes: LayerRopes) -> dict[str, Any]:
     """Return the keys of `rope_parameters` that assign the pairs of a rope to axes."""
     if rope.axes is None:
-        cure = "Read the config without text_only=True."
-        raise error(_WHO, f"the ropes of {ropes.model_type} must have axes", repr(rope), cure)
+        fix = "Read the config without text_only=True."
+        raise error(_WHO, f"the ropes of {ropes.model_type} must have axes", repr(rope), fix)
     sections = rule.sections(rope.axes)
     if sections is None:
         must = f"the config of {ropes.model_type} must be able to express the axes"

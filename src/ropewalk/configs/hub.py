@@ -31,17 +31,17 @@ def config_path(name: str, *, download: bool) -> Path:
     try:
         import huggingface_hub as hub
     except ImportError:
-        cure = f"If it is a hub id, install huggingface_hub, {alternatives}"
-        raise error(name, must, "no such file", cure) from None
+        fix = f"If it is a hub id, install huggingface_hub, {alternatives}"
+        raise error(name, must, "no such file", fix) from None
     cached = hub.try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached)
     if not download:
-        cure = f"If it is a hub id, pass download=True to from_config (--download on the command line), {alternatives}"
-        raise error(name, must, "neither", cure)
+        fix = f"If it is a hub id, pass download=True to from_config (--download on the command line), {alternatives}"
+        raise error(name, must, "neither", fix)
     try:
         return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as e:  # errors of the network, the hub or the disk
         first_line = str(e).strip().split("\n")[0]
-        cure = f"{first_line[:200]} If the model exists, download it by hand, {alternatives}"
-        raise error(name, "its config.json must be on the hub", type(e).__name__, cure) from e
+        fix = f"{first_line[:200]} If the model exists, download it by hand, {alternatives}"
+        raise error(name, "its config.json must be on the hub", type(e).__name__, fix) from e

@@ -193,8 +193,8 @@ class LayerNames:
         """Return the kind of each layer."""
         names = read_kinds(fields, self.key, dict.fromkeys(self.known), count, origins)
         if names is None:
-            cure = "Add a list with one entry for each layer."
-            raise fields.error(self.key, "must be given, since the layers differ", "none", cure)
+            fix = "Add a list with one entry for each layer."
+            raise fields.error(self.key, "must be given, since the layers differ", "none", fix)
         return names
 
 

@@ -44,21 +44,21 @@ def read(config: Mapping[str, Any], source: str, *, base: float | None, factor: 
 def _refuse_other_formats(fields: Fields) -> None:
     """Raise a RopeError for formats that name sizes as Meta does, but define rotation differently."""
     if fields.has("sinusoidal_pos_embds") or fields.has("initializer_range"):
-        must, cure = (
+        must, fix = (
             "must be given in a config.json of Hugging Face",
             "Add the model_type, which this file seems to lack.",
         )
-        raise fields.error("model_type", must, "none", f"{cure} DistilBERT, whose files have these keys, has no rope.")
+        raise fields.error("model_type", must, "none", f"{fix} DistilBERT, whose files have these keys, has no rope.")
     for key in ("use_hf_rope", "model_architecture"):
         if fields.has(key):
-            cure = "Read the config.json of the model that the file was converted from."
+            fix = "Read the config.json of the model that the file was converted from."
             must = "must not be given: in ExecuTorch's params.json it means other pairings, and Meta's has no such key"
-            raise fields.error(key, must, shown(fields.get(key)), cure)
+            raise fields.error(key, must, shown(fields.get(key)), fix)
     for key in ("qk_rope_head_dim", "rope_factor"):
         if fields.has(key):
-            cure = "Read the config.json of the model instead."
+            fix = "Read the config.json of the model instead."
             must = "must not be given: it belongs to DeepSeek's inference code, which rotates a part of each head"
-            raise fields.error(key, must, shown(fields.get(key)), cure)
+            raise fields.error(key, must, shown(fields.get(key)), fix)
 
 
 def _refuse_unknown_keys(fields: Fields) -> None:
@@ -90,8 +90,8 @@ def _base(fields: Fields, base: float | None, origins: dict[str, str], warnings:
         origins["base"] = "passed by the caller"
         return passed
     if fields.has("use_scaled_rope"):  # files of Llama 3 and newer all state the base
-        cure = "Add it, or pass base=... to from_config."
-        raise fields.error("rope_theta", "must be given, since it is the base", "none", cure)
+        fix = "Add it, or pass base=... to from_config."
+        raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)
     origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
     warnings.append(
         "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."

@@ -168,8 +168,8 @@ def _read(
         return diffusers.read(values, name)
     if meta.is_params(values):
         if pairing not in (None, "interleaved"):
-            cure = "Omit it. For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
-            raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), cure)
+            fix = "Omit it. For weights permuted to another pairing, use dataclasses.replace(rope, pairing=...)."
+            raise error("from_config", "pairing of Meta's params.json must be 'interleaved'", shown(pairing), fix)
         return meta.read(values, name, base=base, factor=factor)
     _refuse_factor(factor)
     return hf.read(values, name, pairing=pairing, base=base, text_only=text_only)

@@ -86,8 +86,8 @@ class Reader:
             flag = None if key in self.fields.read_keys else self.fields.get(key)
             if flag is not None and flag is not (implied == "interleaved"):
                 must = f"must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
-                cure = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
-                raise self.fields.error(key, must, shown(flag), cure)
+                fix = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
+                raise self.fields.error(key, must, shown(flag), fix)
         model_type = self.fields.get("model_type")
         if self.fields.has(PAIRING_KEY):
             implied, source = (
@@ -132,13 +132,13 @@ class Reader:
             rope_keys[key] = ConfigValue(value, where)
         elif previous.value != value:
             must = f"must agree with {previous.where}, which is {shown(previous.value)}"
-            cure = f"Remove the wrong one. To ignore this one, pass ignore=({self.fields.path + where!r},)."
-            raise self.fields.error(where, must, shown(value), cure)
+            fix = f"Remove the wrong one. To ignore this one, pass ignore=({self.fields.path + where!r},)."
+            raise self.fields.error(where, must, shown(value), fix)
 
     def nested_error(self, where: str) -> RopeError:
         """Return the error for a rope parameter that is an object, although the layers of this model_type are alike."""
-        cure = "Only architectures whose layers differ have an object for each layer type."
-        return self.fields.error(where, "must not be an object for this model_type", "an object", cure)
+        fix = "Only architectures whose layers differ have an object for each layer type."
+        return self.fields.error(where, "must not be an object for this model_type", "an object", fix)
 
     def add_flat(self, rope_keys: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
         """Add the flat keys of a section.
@@ -172,8 +172,8 @@ class Reader:
                 raise self.fields.error(f"rope_parameters.{short(key)}", must, shown(key), "Rename or remove it.")
         own = values.get(name)
         if own is not None and not isinstance(own, Mapping):
-            must, cure = "must be an object or null", "Write null for layers that do not rotate."
-            raise self.fields.error(f"rope_parameters.{name}", must, shown(own), cure)
+            must, fix = "must be an object or null", "Write null for layers that do not rotate."
+            raise self.fields.error(f"rope_parameters.{name}", must, shown(own), fix)
         for key, value in (own or {}).items():
             where = f"rope_parameters.{name}.{short(key)}"
             previous = rope_keys.get(str(key))
@@ -207,8 +207,8 @@ class Reader:
         if entries is None:
             return None
         if not isinstance(entries, Mapping):
-            cure = "Write an object whose keys are layer numbers."
-            raise self.fields.error("per_layer_config", "must be an object", shown(entries), cure)
+            fix = "Write an object whose keys are layer numbers."
+            raise self.fields.error("per_layer_config", "must be an object", shown(entries), fix)
         sizes = {}
         for key, entry in entries.items():
             index = int(key) if str(key).isdecimal() and len(str(key)) < 8 else len(layers)
@@ -220,8 +220,8 @@ class Reader:
                 sizes[inner.size(size)] = key
         if len(sizes) > 1:
             must = f"must give all layers of kind {name} the same {size}"
-            cure = "Different sizes are not supported yet."
-            raise self.fields.error("per_layer_config", must, str(sorted(sizes)), cure)
+            fix = "Different sizes are not supported yet."
+            raise self.fields.error("per_layer_config", must, str(sorted(sizes)), fix)
         if sizes:
             self.record_origin("head_dim", "per_layer_config")
         return next(iter(sizes), None)
@@ -241,11 +241,11 @@ class Reader:
             self.record_origin("head_dim", key)
             return self.fields.size(key)
         if needed:
-            cure = f"Add it: in {needed} it is not hidden_size / num_attention_heads."
-            raise self.fields.error(key, "must be given", "none", cure)
-        cure = f"It is required if {key} is not given." if key else ""
+            fix = f"Add it: in {needed} it is not hidden_size / num_attention_heads."
+            raise self.fields.error(key, "must be given", "none", fix)
+        fix = f"It is required if {key} is not given." if key else ""
         self.origins["head_dim"] = f"{self.fields.first_present(hidden)} / {self.fields.first_present(heads)}"
-        return self.fields.head_width(hidden, heads, "head_dim", cure=cure)
+        return self.fields.head_width(hidden, heads, "head_dim", fix=fix)
 
     def base(
         self, rope_keys: dict[str, ConfigValue], implied: tuple[float, str] | None, *, key: str, newer: bool
@@ -272,8 +272,8 @@ class Reader:
             return self.passed_base
         # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if implied is None or self.fields.has("rope_parameters"):
-            cure = f"Add {key}, or pass base=... to from_config."
-            raise self.fields.error(key, "must be given, since it is the base", "none", cure)
+            fix = f"Add {key}, or pass base=... to from_config."
+            raise self.fields.error(key, "must be given, since it is the base", "none", fix)
         base, source = implied
         self.record_origin("base", f"implied by model_type {source}")
         if newer:
@@ -311,10 +311,10 @@ class Reader:
         if value > 1.0 or (value < 1.0 and fraction is None):
             whole = f"must be 1, since {source.split(' (')[0]} rotates the whole head"
             must = "must be at most 1" if fraction is not None else whole
-            cure = (
+            fix = (
                 "It is a fraction of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
             )
-            raise self.fields.error(entry.where, must, shown(entry.value), cure)
+            raise self.fields.error(entry.where, must, shown(entry.value), fix)
         if has_dim_key and self.fields.size(dim_key) != int(head_dim * value):
             must = f"must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
             raise self.fields.error(entry.where, must, shown(entry.value), "Remove the wrong one.")

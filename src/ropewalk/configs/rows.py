@@ -24,8 +24,8 @@ def check_row(model_type: object, row: object) -> Architecture:
             who, "model_type must be a non-empty string", shown(model_type), "Pass the model_type of the configs."
         )
     if not isinstance(row, Architecture):
-        cure = 'Pass one, e.g. Architecture(source="URL of its code", pairing="half").'
-        raise error(who, "row must be an Architecture", shown(row), cure)
+        fix = 'Pass one, e.g. Architecture(source="URL of its code", pairing="half").'
+        raise error(who, "row must be an Architecture", shown(row), fix)
     return row
 
 

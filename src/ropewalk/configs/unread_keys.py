@@ -86,11 +86,11 @@ def _is_about_rotation(key: str) -> bool:
 def _unread_key_error(fields: Fields, key: object, value: Any) -> RopeError:
     candidates = sorted({*(k for k in fields.read_keys if "." not in k), *_LIKELY} - {"", str(key)})
     name = f"{fields.path}{key}"
-    cure = f"ropewalk knows no such key of this model.{nearest(str(key), candidates)}"
+    fix = f"ropewalk knows no such key of this model.{nearest(str(key), candidates)}"
     if len(name) <= 100:
-        cure += (
+        fix += (
             f" If the model's own code does not read it either, pass ignore=({name!r},) to from_config, or --ignore on "
             "the command line."
         )
     must = "is about rotation and must be a key that this model_type reads"
-    return fields.error(shown(key), must, shown(value), cure)
+    return fields.error(shown(key), must, shown(value), fix)

@@ -111,8 +111,8 @@ def _base(fields: Fields, row: Tower, model_type: str) -> tuple[float, str]:
         base = fields.base(where, fields.get(where), None)
         found = (base, where) if found is None else found
         if base != found[0]:
-            cure = "Remove the wrong one."
-            raise fields.error(where, f"must agree with {found[1]}={found[0]:g}", shown(fields.get(where)), cure)
+            fix = "Remove the wrong one."
+            raise fields.error(where, f"must agree with {found[1]}={found[0]:g}", shown(fields.get(where)), fix)
     return (row.base, f"implied by model_type {model_type}") if found is None else found
 
 

@@ -131,10 +131,10 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
         warning = f"model_type {model_type} has the keys of its text model at the top level and is read as {flat}."
         return TextPart({**fields.config, "model_type": flat, key: None}, fields.source, fields.path, (warning,))
     if not isinstance(inner, Mapping):
-        cure = "It must contain the text model."
+        fix = "It must contain the text model."
         if inner is None and f"{model_type}_text" in known:
-            cure += f" If the file is the text model alone, its model_type is {model_type + '_text'!r}."
-        raise fields.error(key, "must be an object", shown(inner), cure)
+            fix += f" If the file is the text model alone, its model_type is {model_type + '_text'!r}."
+        raise fields.error(key, "must be an object", shown(inner), fix)
     whole = dict(inner)
     if "model_type" not in whole and model_type in _MISSING_MODEL_TYPES:
         whole["model_type"] = _MISSING_MODEL_TYPES[model_type]

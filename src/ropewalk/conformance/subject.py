@@ -89,7 +89,7 @@ class Subject:
             raise CallError(f"{type(e).__name__}: {_checks.printable(str(e))[:200]}") from e
         results = [returned] if isinstance(returned, Tensor) else returned
         if not isinstance(results, (list, tuple)) or len(results) < 1 + self.has_k:
-            raise CallError(f"it returns {_checks.described(returned)}")
+            raise CallError(f"it returns {_checks.describe(returned)}")
         if not all(isinstance(result, Tensor) for result in results[: 1 + self.has_k]):
             raise CallError("it does not return tensors")
         return results[0], results[1] if self.has_k else None

@@ -64,7 +64,7 @@ class ContextParallel:
         if not isinstance(places, Tensor) or places.dtype not in (torch.int32, torch.int64) or places.ndim != 1:
             fix = "Pass positions.context_parallel(seq, rank, size, order) without its argument cu_seqlens."
             must = "places must be an int32 or int64 tensor [seq]"
-            raise _checks.error(_WHO, must, _checks.described(places), fix)
+            raise _checks.error(_WHO, must, _checks.describe(places), fix)
         self._group = _resolve_group(group)
         self.places = places.to(torch.int64).contiguous()
         if self.places.is_cpu:

@@ -167,7 +167,7 @@ def _check_positions(positions: ArrayLike, shape: tuple[int, int]) -> np.ndarray
         places = np.asarray(positions, dtype=np.float64)
     except (TypeError, ValueError) as e:
         fix = "Pass a tensor on the CPU, or an array."
-        raise _checks.error(_WHO, "positions must be numbers", _checks.described(positions), fix) from e
+        raise _checks.error(_WHO, "positions must be numbers", _checks.describe(positions), fix) from e
     if places.shape != shape:
         must = f"positions must have shape {list(shape)}, [axes, height · width]"
         raise _checks.error(_WHO, must, f"shape {places.shape}", "Omit the tokens that are not patches.")

@@ -6,11 +6,13 @@ seq]` or `[axes, batch, seq]`.
 
 from __future__ import annotations
 
+import warnings
+
 from ropewalk.positions.augmentation import augment as augment
 from ropewalk.positions.axes import axis as axis
 from ropewalk.positions.axes import crop as crop
 from ropewalk.positions.batches import padded as padded
-from ropewalk.positions.batches import still as still
+from ropewalk.positions.batches import with_unrotated as with_unrotated
 from ropewalk.positions.context_parallel import context_parallel as context_parallel
 from ropewalk.positions.grids import grid as grid
 from ropewalk.positions.grids import mesh as mesh
@@ -25,3 +27,13 @@ from ropewalk.positions.segments import segments_of as segments_of
 from ropewalk.positions.tokens import from_mask as from_mask
 from ropewalk.positions.tokens import packed as packed
 from ropewalk.positions.tokens import ragged as ragged
+
+
+def __getattr__(name: str) -> object:
+    if name == "still":
+        message = (
+            "positions.still was renamed to positions.with_unrotated. The old name will be removed in the next release."
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return with_unrotated
+    raise AttributeError(f"module 'ropewalk.positions' has no attribute {name!r}")

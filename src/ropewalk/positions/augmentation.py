@@ -52,10 +52,10 @@ def augment(
     if not isinstance(coordinates, Tensor) or coordinates.dtype not in _FLOATS or coordinates.ndim not in (2, 3):
         must = "coordinates must be float32 or float64 [axes, tokens] or [axes, batch, tokens]"
         fix = "Create them with positions.mesh, or convert them: positions.grid(4, 4).float()."
-        raise _checks.error(_WHO, must, _checks.described(coordinates), fix)
+        raise _checks.error(_WHO, must, _checks.describe(coordinates), fix)
     if not isinstance(generator, torch.Generator):
         seed = _checks.integer(
-            _WHO, "generator", generator, at_least=0, cure="Pass a torch.Generator, or an integer as its seed."
+            _WHO, "generator", generator, at_least=0, fix="Pass a torch.Generator, or an integer as its seed."
         )
         generator = torch.Generator().manual_seed(seed)
     source = generator

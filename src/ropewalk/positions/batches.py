@@ -11,10 +11,10 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.positions.sizes import check_size
 
-_STILL, _PADDED = "positions.still", "positions.padded"
+_WITH_UNROTATED, _PADDED = "positions.with_unrotated", "positions.padded"
 
 
-def still(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
+def with_unrotated(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
     """Add positions for tokens that do not rotate, such as CLS, registers, a prefix or object pointers.
 
     Such tokens are at 0 on every axis, where the angle of each pair is 0. The attention factor of a rope (YaRN,
@@ -32,15 +32,17 @@ def still(positions: Tensor, *, before: int = 0, after: int = 0) -> Tensor:
         RopeError: positions is not a tensor with an axis of tokens, or a number is not an integer of at least 0.
 
     Example:
-        >>> still(torch.tensor([[1, 1], [1, 2]]), before=1)
+        >>> with_unrotated(torch.tensor([[1, 1], [1, 2]]), before=1)
         tensor([[0, 1, 1],
                 [0, 1, 2]])
     """
     if not isinstance(positions, Tensor) or positions.ndim == 0:
         fix = "Pass what positions.grid returns."
-        raise _checks.error(_STILL, "positions must be a tensor [..., tokens]", _checks.described(positions), fix)
-    check_size(_STILL, "before", before)
-    check_size(_STILL, "after", after)
+        raise _checks.error(
+            _WITH_UNROTATED, "positions must be a tensor [..., tokens]", _checks.describe(positions), fix
+        )
+    check_size(_WITH_UNROTATED, "before", before)
+    check_size(_WITH_UNROTATED, "after", after)
     return torch.nn.functional.pad(positions, (before, after))
 
 
@@ -66,20 +68,20 @@ def padded(rows: Sequence[Tensor], side: Literal["left", "right"], *, length: in
     """
     _checks.choice(_PADDED, "side", side, ("left", "right"))
     if not isinstance(rows, Sequence) or not rows:
-        raise _checks.error(_PADDED, "rows must be a non-empty list of tensors", _checks.described(rows), _FIX)
+        raise _checks.error(_PADDED, "rows must be a non-empty list of tensors", _checks.describe(rows), _FIX)
     for row in rows:
         if not isinstance(row, Tensor) or row.ndim not in (1, 2):
             must = "each row must be a tensor [axes, seq] or [seq]"
-            raise _checks.error(_PADDED, must, _checks.described(row), _FIX)
+            raise _checks.error(_PADDED, must, _checks.describe(row), _FIX)
         if row.shape[:-1] != rows[0].shape[:-1] or row.dtype != rows[0].dtype:
-            must = f"all rows must match the first, {_checks.described(rows[0])}, except in seq"
-            raise _checks.error(_PADDED, must, _checks.described(row), "Pass rows of one dtype and number of axes.")
+            must = f"all rows must match the first, {_checks.describe(rows[0])}, except in seq"
+            raise _checks.error(_PADDED, must, _checks.describe(row), "Pass rows of one dtype and number of axes.")
     longest = max(row.shape[-1] for row in rows)
     if length is None:
         length = longest
     elif not isinstance(length, torch.SymInt):
         _checks.integer(_PADDED, "length", length, at_least=longest)
-    equal = [still(row, **{"before" if side == "left" else "after": length - row.shape[-1]}) for row in rows]
+    equal = [with_unrotated(row, **{"before" if side == "left" else "after": length - row.shape[-1]}) for row in rows]
     return torch.stack(equal, dim=-2)
 
 

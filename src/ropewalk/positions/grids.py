@@ -97,7 +97,7 @@ def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
     for along in axes:
         if not isinstance(along, Tensor) or along.ndim != 1 or along.dtype == torch.bool or along.is_complex():
             fix = "Pass e.g. positions.axis(height), positions.axis(width)."
-            raise _checks.error(_MESH, "each axis must be a tensor [n] of numbers", _checks.described(along), fix)
+            raise _checks.error(_MESH, "each axis must be a tensor [n] of numbers", _checks.describe(along), fix)
     dtype = axes[0].dtype
     for along in axes[1:]:
         dtype = torch.promote_types(dtype, along.dtype)
@@ -109,7 +109,7 @@ def _start(start: int | Sequence[int], order: str) -> list[int]:
     each = [start] * len(order) if isinstance(start, (int, torch.SymInt)) else start
     if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != len(order):
         must = f"start must be an integer, or one integer for each axis of {order!r}"
-        raise _checks.error(_GRID, must, _checks.described(start), f"Pass {len(order)} integers.")
+        raise _checks.error(_GRID, must, _checks.describe(start), f"Pass {len(order)} integers.")
     for value in each:
         if not isinstance(value, torch.SymInt):
             _checks.integer(_GRID, "start", value, at_least=-(2**62), at_most=2**62)

@@ -188,11 +188,11 @@ def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None
     names = ", ".join(kind.__name__ for kind in known)
     if not isinstance(segments, Sequence) or not segments:
         fix = "Pass e.g. [positions.Text(3), positions.Image(4, 6)]."
-        raise _checks.error(who, f"segments must be a non-empty list of {names}", _checks.described(segments), fix)
+        raise _checks.error(who, f"segments must be a non-empty list of {names}", _checks.describe(segments), fix)
     for segment in segments:
         if not isinstance(segment, known):
             fix = "Pass one row at a time, and combine their positions with positions.padded."
-            raise _checks.error(who, f"each segment must be one of {names}", _checks.described(segment), fix)
+            raise _checks.error(who, f"each segment must be one of {names}", _checks.describe(segment), fix)
 
 
 def _consecutive(tokens: int, start: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def segments_of(
         if token_types.ndim != 1 or token_types.is_floating_point() or token_types.is_complex():
             fix = "Pass one row at a time, without its padding: mm_token_type_ids[0][attention_mask[0].bool()]."
             must = "token_types must be bool or integer [seq]"
-            raise _checks.error(who, must, _checks.described(token_types), fix)
+            raise _checks.error(who, must, _checks.describe(token_types), fix)
         token_types = token_types.to(torch.int64).tolist()
     remaining: dict[str, list[Segment]] = {"image": list(images), "video": list(videos)}
     segments: list[Segment] = []

@@ -97,7 +97,7 @@ def from_mask(attention_mask: Tensor) -> Tensor:
         raise _checks.error(
             "positions.from_mask",
             "attention_mask must be a bool or integer tensor [batch, seq]",
-            _checks.described(attention_mask),
+            _checks.describe(attention_mask),
             "Pass the mask of real tokens, not the additive or four-dimensional mask of attention.",
         )
     real = attention_mask != 0
@@ -107,4 +107,4 @@ def from_mask(attention_mask: Tensor) -> Tensor:
 def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.ndim != 1 or value.shape[0] == 0:
         must = f"{name} must be a non-empty int32 or int64 tensor with one axis"
-        raise _checks.error(who, must, _checks.described(value), fix)
+        raise _checks.error(who, must, _checks.describe(value), fix)

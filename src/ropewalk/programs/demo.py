@@ -119,8 +119,8 @@ def _import_mpmath() -> Any:
     try:
         return importlib.import_module("mpmath")
     except ImportError as e:
-        cure = 'Run pip install "ropewalk[demo]", or in a clone pip install ".[demo]".'
-        raise _checks.error("demo", "mpmath must be installed", "no such package", cure) from e
+        fix = 'Run pip install "ropewalk[demo]", or in a clone pip install ".[demo]".'
+        raise _checks.error("demo", "mpmath must be installed", "no such package", fix) from e
 
 
 def _read_config(say: Say) -> ropewalk.Rope:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ropewalk._checks import described, error, shown
+from ropewalk._checks import describe, error, shown
 from ropewalk._dtensor import is_dtensor
 from ropewalk._layout import Layout, Pairing
 from ropewalk.kernels import backend, cpu
@@ -206,7 +206,7 @@ class Rotation:
             raise error(
                 "Rotation[rows]",
                 "rows must be an int32 or int64 tensor [seq] or [batch, seq], or a slice",
-                described(rows),
+                describe(rows),
                 "Pass the positions of the tokens.",
             )
         cos, sin = self.cos, self.sin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ropewalk._checks import choice, described, error, shown
+from ropewalk._checks import choice, describe, error, shown
 from ropewalk._layout import AXES, Layout
 from ropewalk.rotation import writable
 
@@ -172,7 +172,7 @@ def check_operator_arguments(
         raise error(
             _WHO_OPERATOR,
             "q and k must have the same dtype, batch, tokens and requires_grad",
-            f"{described(q)} and {described(k)}",
+            f"{describe(q)} and {describe(k)}",
             "Call the operator once for each of them.",
         )
     if in_place:

@@ -58,13 +58,13 @@ class QKNorm:
         q, k = self.q_weight, self.k_weight
         if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim != 1 or q.dtype not in _DTYPES:
             must = "q_weight and k_weight must be tensors [head_dim], float16, bfloat16, float32 or float64"
-            got = f"{_checks.described(q)} and {_checks.described(k)}"
+            got = f"{_checks.describe(q)} and {_checks.describe(k)}"
             raise _checks.error(_WHO, must, got, "Pass the weights of the two norms.")
         if q.shape != k.shape or q.dtype != k.dtype or q.device != k.device:
             must = "q_weight and k_weight must have the same shape, dtype and device"
-            got = f"{_checks.described(q)} and {_checks.described(k)}"
+            got = f"{_checks.describe(q)} and {_checks.describe(k)}"
             raise _checks.error(_WHO, must, got, "Pass the weights of the norms of one layer.")
-        _checks.number(_WHO, "eps", self.eps, above=0.0, cure="Pass the ε of the norm, e.g. 1e-6.")
+        _checks.number(_WHO, "eps", self.eps, above=0.0, fix="Pass the ε of the norm, e.g. 1e-6.")
         if not isinstance(self.add_one, bool):
             must, got = "add_one must be True or False", _checks.shown(self.add_one)
             raise _checks.error(_WHO, must, got, "Pass True to multiply by 1 + weight, as Gemma does.")
@@ -123,7 +123,7 @@ class QKNorm:
         head_dim, device = self.q_weight.shape[0], self.q_weight.device
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.shape[-1:] != (head_dim,) or x.device != device:
             must = f"{name} must be a tensor [..., head_dim={head_dim}] on {device}, where the weights are"
-            raise _checks.error(_WHO, must, _checks.described(x), "Pass heads of the layer that has these weights.")
+            raise _checks.error(_WHO, must, _checks.describe(x), "Pass heads of the layer that has these weights.")
 
 
 class Store(NamedTuple):

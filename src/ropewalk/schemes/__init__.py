@@ -105,8 +105,8 @@ def unregister(scheme: type[Scaling]) -> None:
         RopeError: the scheme is not registered.
     """
     if scheme not in BY_NAME.values():
-        must, cure = "scheme must be a registered class", "Pass the class that was passed to register."
-        raise _checks.error("schemes.unregister", must, _checks.shown(scheme), cure)
+        must, fix = "scheme must be a registered class", "Pass the class that was passed to register."
+        raise _checks.error("schemes.unregister", must, _checks.shown(scheme), fix)
     del BY_NAME[scheme.__name__]
     if scheme.in_configs:
         del SCHEMES[scheme.rope_type]

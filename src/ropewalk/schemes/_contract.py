@@ -10,7 +10,7 @@ from typing import Any, cast
 from ropewalk import _checks
 from ropewalk.schemes._scheme import LengthDependent, Scaling, Scheme
 
-_CURE = "Check the value. A scheme must validate its values in __post_init__ and raise a RopeError."
+_FIX = "Check the value. A scheme must validate its values in __post_init__ and raise a RopeError."
 
 
 def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
@@ -31,7 +31,7 @@ def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
         raise
     except Exception as e:  # a scheme from outside may raise anything
         arguments = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items()) or "no values"
-        raise _checks.failed(f"{scheme.__name__} could not be built from {arguments}", e, _CURE) from e
+        raise _checks.failed(f"{scheme.__name__} could not be built from {arguments}", e, _FIX) from e
     return instance
 
 
@@ -47,7 +47,7 @@ def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[fl
         raise
     except Exception as e:  # a scheme from outside may raise anything
         what = f"Rope: the frequencies of {_checks.shown(scheme)} could not be computed"
-        raise _checks.failed(what, e, _CURE) from e
+        raise _checks.failed(what, e, _FIX) from e
     if result is None and isinstance(scheme, LengthDependent):
         return None
     if not isinstance(result, tuple) or len(result) != 2:
@@ -57,14 +57,14 @@ def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[fl
     inv_freq, factor = result
     pairs = rotary_dim // 2
     must = f"inv_freq of {_checks.shown(scheme)} must be a tuple of rotary_dim // 2 = {pairs} finite numbers"
-    cure = "Return the frequency of each pair in radians per position, and 0.0 for a pair that does not rotate."
+    fix = "Return the frequency of each pair in radians per position, and 0.0 for a pair that does not rotate."
     if not isinstance(inv_freq, tuple) or len(inv_freq) != pairs:
         got = f"{len(inv_freq)} numbers" if isinstance(inv_freq, tuple) else _checks.shown(inv_freq)
-        raise _checks.error("Rope", must, got, cure)
+        raise _checks.error("Rope", must, got, fix)
     try:
         inv_freq = tuple(_checks.number("Rope", "inv_freq", w) for w in inv_freq)
     except _checks.RopeError:
-        raise _checks.error("Rope", must, _checks.shown(inv_freq), cure) from None
+        raise _checks.error("Rope", must, _checks.shown(inv_freq), fix) from None
     return inv_freq, _checks.attention_factor("Rope", factor)
 
 
@@ -72,12 +72,12 @@ def check_class(scheme: object) -> None:
     """Raise a RopeError unless `schemes.register` can accept the class: a complete, frozen scheme with a rope_type."""
     who = "schemes.register"
     if not isinstance(scheme, type) or not issubclass(scheme, (Scheme, LengthDependent)):
-        must, cure = "scheme must be a subclass of Scheme or LengthDependent", "Pass the class, not an instance."
-        raise _checks.error(who, must, _checks.shown(scheme), cure)
+        must, fix = "scheme must be a subclass of Scheme or LengthDependent", "Pass the class, not an instance."
+        raise _checks.error(who, must, _checks.shown(scheme), fix)
     name = scheme.__name__
     if missing := sorted(scheme.__abstractmethods__):
-        must, cure = f"{name} must implement every abstract method of Scheme", "Implement the missing methods."
-        raise _checks.error(who, must, f"a class without {', '.join(missing)}", cure)
+        must, fix = f"{name} must implement every abstract method of Scheme", "Implement the missing methods."
+        raise _checks.error(who, must, f"a class without {', '.join(missing)}", fix)
     options = vars(scheme).get("__dataclass_params__")
     if options is None or not (options.frozen and options.eq):
         must = f"{name} must be a frozen dataclass that is compared by value"
@@ -95,12 +95,12 @@ def _check_names(who: str, scheme: type[Scaling]) -> None:
     name, rope_type = scheme.__name__, inspect.getattr_static(scheme, "rope_type", None)
     if not isinstance(rope_type, str) or not rope_type:
         got = "none" if rope_type is None else _checks.shown(rope_type)
-        cure = 'Set rope_type = "..." in the class: it is the name of the scheme in configs.'
-        raise _checks.error(who, f"rope_type of {name} must be a non-empty string", got, cure)
+        fix = 'Set rope_type = "..." in the class: it is the name of the scheme in configs.'
+        raise _checks.error(who, f"rope_type of {name} must be a non-empty string", got, fix)
     aliases: object = scheme.aliases
     if not isinstance(aliases, tuple) or not all(isinstance(alias, str) and alias for alias in aliases):
-        must, cure = (
+        must, fix = (
             f"aliases of {name} must be a tuple of non-empty strings",
             'Set aliases = ("...",), or () for none.',
         )
-        raise _checks.error(who, must, _checks.shown(aliases), cure)
+        raise _checks.error(who, must, _checks.shown(aliases), fix)

@@ -88,8 +88,8 @@ class Scaling(ABC):
             RopeError: a config cannot express this scheme.
         """
         if not self.in_configs:
-            cure = "No config can express this scheme. Build the Rope in code."
-            raise _checks.error(type(self).__name__, "a scheme must have a rope_type to be written", "none", cure)
+            fix = "No config can express this scheme. Build the Rope in code."
+            raise _checks.error(type(self).__name__, "a scheme must have a rope_type to be written", "none", fix)
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
         stated = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
         return {"rope_type": self.rope_type, **{key: value for key, value in stated.items() if value is not None}}

@@ -55,7 +55,7 @@ class Llama3(Scheme):
                 "high_freq_factor",
                 self.high_freq_factor,
                 at_least=self.low_freq_factor,
-                cure="It must not be less than low_freq_factor. Check that the two are not swapped.",
+                fix="It must not be less than low_freq_factor. Check that the two are not swapped.",
             ),
         )
         put(

@@ -87,7 +87,7 @@ class YaRN(Scheme):
                 self.beta_fast,
                 at_least=self.beta_slow,
                 at_most=1e6,
-                cure="It must not be less than beta_slow. Check that the two are not swapped.",
+                fix="It must not be less than beta_slow. Check that the two are not swapped.",
             ),
         )
         if not isinstance(self.truncate, bool):
@@ -104,8 +104,8 @@ class YaRN(Scheme):
                 put(name, _checks.number("YaRN", name, value, at_least=0.0))
         if not math.isfinite(self.compute_attention_factor()) or self.compute_attention_factor() <= 0.0:
             got = f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim}"
-            must, cure = "the attention factor must be finite and greater than 0", "Released models have 0.1 to 1."
-            raise _checks.error("YaRN", must, got, cure)
+            must, fix = "the attention factor must be finite and greater than 0", "Released models have 0.1 to 1."
+            raise _checks.error("YaRN", must, got, fix)
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return a blend of the default frequencies and those divided by factor, in radians per position."""

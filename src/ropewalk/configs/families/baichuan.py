@@ -22,8 +22,8 @@ class Baichuan(Architecture):
         super().check(c)
         if c.fields.get("hidden_size") != 4096:
             must = "must be 4096, since only Baichuan 7B has a rope"
-            cure = "The 13B uses ALiBi, so there is no rope to describe."
-            raise c.fields.error("hidden_size", must, shown(c.fields.get("hidden_size")), cure)
+            fix = "The 13B uses ALiBi, so there is no rope to describe."
+            raise c.fields.error("hidden_size", must, shown(c.fields.get("hidden_size")), fix)
 
 
 MODELS = {

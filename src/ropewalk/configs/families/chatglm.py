@@ -40,8 +40,8 @@ class ChatGLM(Architecture):
         name = c.fields.get("_name_or_path")
         if isinstance(name, str) and "chatglm2" in name.lower():
             must = "must multiply the base, as in ChatGLM3 and GLM-4"
-            cure = f"ChatGLM2-32K divides positions by it: build the Rope by hand with Linear({key})."
-            raise c.fields.error(key, must, f"a file of {shown(name)}", cure)
+            fix = f"ChatGLM2-32K divides positions by it: build the Rope by hand with Linear({key})."
+            raise c.fields.error(key, must, f"a file of {shown(name)}", fix)
         c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
 
     def why_unwritable(self, version: int) -> str:

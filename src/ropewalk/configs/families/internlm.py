@@ -34,8 +34,8 @@ class InternLM(Architecture):
         for key, value in rotary.items():
             where = f"rotary.{short(key)}"
             if key not in _KEYS:
-                cure = f"The model's own code reads no other key.{nearest(str(key), _KEYS)}"
-                raise c.fields.error(where, f"must be one of {', '.join(_KEYS)}", shown(value), cure)
+                fix = f"The model's own code reads no other key.{nearest(str(key), _KEYS)}"
+                raise c.fields.error(where, f"must be one of {', '.join(_KEYS)}", shown(value), fix)
             c.add(rope_keys, _KEYS[key], "default" if (key, value) == ("type", "origin") else value, where)
         if rope_keys.get("rope_type", ConfigValue("", "")).value == "dynamic":
             rope_keys.setdefault("factor", ConfigValue(1.0, f"implied by {self.name_and_source(c)}"))

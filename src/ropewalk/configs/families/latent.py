@@ -52,8 +52,8 @@ class Latent(Architecture):
             key = f"{prefix}head_dim"
             whole = c.fields.size(key)
             if whole <= unrotated:
-                cure = "Check both sizes: the remaining channels rotate."
-                raise c.fields.error(key, f"must be more than {unrotated_key}={unrotated}", str(whole), cure)
+                fix = "Check both sizes: the remaining channels rotate."
+                raise c.fields.error(key, f"must be more than {unrotated_key}={unrotated}", str(whole), fix)
             return whole, whole - unrotated, unrotated
         rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.fields.size(rotated_key)
         return unrotated + rotated, rotated, unrotated
@@ -78,6 +78,6 @@ class Latent(Architecture):
         """Return the square of YaRN's magnitude for mscale_all_dim (`Scaling.softmax_factor`), or 1 without YaRN."""
         factor = max((scheme.softmax_factor for scheme in schemes), default=1.0)
         if not math.isfinite(factor):
-            cure = "Released models have 0.1 to 1."
-            raise c.fields.error("mscale_all_dim", "must give a finite softmax factor", "infinity", cure)
+            fix = "Released models have 0.1 to 1."
+            raise c.fields.error("mscale_all_dim", "must give a finite softmax factor", "infinity", fix)
         return factor

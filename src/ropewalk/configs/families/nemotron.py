@@ -26,8 +26,8 @@ class NemotronNAS(Architecture):
         for block in c.fields.layer_list(key, count) or []:
             attention = block.get("attention") if isinstance(block, Mapping) else None
             if not isinstance(attention, Mapping):
-                must, cure = "must contain objects with the key attention", "Check that it is the list of this model."
-                raise c.fields.error(key, must, shown(block), cure)
+                must, fix = "must contain objects with the key attention", "Check that it is the list of this model."
+                raise c.fields.error(key, must, shown(block), fix)
             absent = attention.get("no_op") or attention.get("replace_with_linear")
             kinds.append(NO_ROPE if absent else ALL)
         if not kinds:

@@ -290,8 +290,8 @@ def register(architecture: str, row: GgufRow) -> None:
     """
     who = "architectures.register"
     if not isinstance(architecture, str) or not architecture:
-        cure = "Pass the value of general.architecture."
-        raise error(who, "architecture must be a non-empty string", shown(architecture), cure)
+        fix = "Pass the value of general.architecture."
+        raise error(who, "architecture must be a non-empty string", shown(architecture), fix)
     if not isinstance(row, GgufRow):
         raise error(who, "row must be a GgufRow", shown(row), 'Pass one, e.g. GgufRow("half").')
     ARCHITECTURES[architecture] = row

@@ -113,9 +113,9 @@ class _HeaderParser:
         self.arrays = 0
         self.where = "the header"
 
-    def error(self, must: str, got: str, cure: str = "Check that the file is complete.") -> RopeError:
+    def error(self, must: str, got: str, fix: str = "Check that the file is complete.") -> RopeError:
         """Return an error that names the file and the part that is being read."""
-        return error(f"{self.source}: {self.where}", must, got, cure)
+        return error(f"{self.source}: {self.where}", must, got, fix)
 
     def _check_remaining(self, count: int) -> None:
         if count > self.size - self.position:

@@ -123,8 +123,8 @@ class Keys:
         local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
         self.used.add(self.key(BASE_SWA))
         if BASE_SWA not in specific_keys and local not in (None, own):
-            cure = f"llama.cpp does not use it in {self.architecture}. Read the model's config.json instead."
-            raise self.fields.error(self.key(BASE_SWA), f"must agree with {BASE}={shown(own)}", shown(local), cure)
+            fix = f"llama.cpp does not use it in {self.architecture}. Read the model's config.json instead."
+            raise self.fields.error(self.key(BASE_SWA), f"must agree with {BASE}={shown(own)}", shown(local), fix)
 
     def refuse_unused(self, kind: str) -> None:
         """Raise a RopeError if a key about rotation was not read, unless its value has no effect.
@@ -139,19 +139,19 @@ class Keys:
                 name = key.removeprefix(f"{self.architecture}.")
                 if isinstance(value, bool) or value not in _NEUTRAL[name]:
                     must = f"must not be given for {self.architecture} with scaling {kind!r}"
-                    cure = (
+                    fix = (
                         "llama.cpp ignores the key there, or uses it in a way that no scheme describes. Read the "
                         "model's config.json instead. If the key has no effect, pass "
                         f"ignore=({key!r},) to from_config, or {REMOVE}."
                     )
-                    raise self.fields.error(key, must, shown(value), cure)
+                    raise self.fields.error(key, must, shown(value), fix)
             elif key.rpartition(".")[2] in _ROPE_NAMES or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
                 must = f"is about rotation and must be a key that llama.cpp reads for {self.architecture}"
-                cure = (
+                fix = (
                     f"It would have no effect.{nearest(key, known)} To read the file, pass ignore=({key!r},) to "
                     f"from_config, or {REMOVE}."
                 )
-                raise self.fields.error(shown(key), must, shown(value), cure)
+                raise self.fields.error(shown(key), must, shown(value), fix)
 
 
 def _architecture(fields: Fields) -> tuple[str, GgufRow]:

@@ -30,8 +30,8 @@ def kinds_of_layers(keys: Keys) -> list[str]:
         pattern_kinds, implied = _repeat(layers.default, layers.default.n, count)
         if kinds != pattern_kinds:
             must = f"must agree with the implied kinds ({implied})"
-            cure = f"llama.cpp ignores the key ({keys.row.source}). Convert the model again."
-            raise fields.error(keys.key(layers.key), must, "another list", cure)
+            fix = f"llama.cpp ignores the key ({keys.row.source}). Convert the model again."
+            raise fields.error(keys.key(layers.key), must, "another list", fix)
     return kinds
 
 
@@ -59,8 +59,8 @@ def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
         return False
     if slides:
         must = f"must be 0 or missing, since {keys.architecture} has {count} layers instead of {layers.count}"
-        cure = f"llama.cpp then rotates all layers ({keys.row.source}). Read the model's config.json instead."
-        raise fields.error(key, must, shown(fields.get(key)), cure)
+        fix = f"llama.cpp then rotates all layers ({keys.row.source}). Read the model's config.json instead."
+        raise fields.error(key, must, shown(fields.get(key)), fix)
     keys.origins["layer_types"] = f"{count} layers instead of {layers.count}, so all are alike ({keys.row.source})"
     return True
 

@@ -129,8 +129,8 @@ class _Reader:
                 key, "must assign at least one pair to an axis", shown(value), "Convert the model again."
             )
         if value[3]:
-            cure = "The content of the fourth row of positions is not known. Read the model's config.json instead."
-            raise fields.error(key, "must not assign pairs to a fourth axis", shown(value), cure)
+            fix = "The content of the fourth row of positions is not known. Read the model's config.json instead."
+            raise fields.error(key, "must not assign pairs to a fourth axis", shown(value), fix)
         if self.text_only:
             self.keys.warnings.append(TEXT_ONLY)
         return value
@@ -215,12 +215,12 @@ class _Reader:
             self._record_origin("head_dim", own)
             return fields.size(own, at_most=MAX_HEAD_DIM)
         if self.row.latent:
-            cure = "Its head_dim is not embedding_length / head_count. Convert the model again."
-            raise fields.error(own, "must be given", "none", cure)
+            fix = "Its head_dim is not embedding_length / head_count. Convert the model again."
+            raise fields.error(own, "must be given", "none", fix)
         own, width, heads = (self.keys.key(n) for n in (HEAD, "embedding_length", "attention.head_count"))
-        cure = f"It is required if {own} is not given."
+        fix = f"It is required if {own} is not given."
         self._record_origin("head_dim", f"{width} / {heads}")
-        return fields.head_width((width,), (heads,), own, cure=cure)
+        return fields.head_width((width,), (heads,), own, fix=fix)
 
     def _rotary_dim(self, kind: Kind, head_dim: int) -> int:
         names = (DIM_SWA, DIM) if kind.own_head else (DIM,)
@@ -249,9 +249,9 @@ class _Reader:
             self._record_origin("base", keys[name])
             return self.keys.fields.base(keys[name], self.keys.fields.get(keys[name]), None)
         if kind.implied_base is None:
-            cure = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
+            fix = "llama.cpp uses 10000, which may not be the model's base. Convert the model again."
             key = " or ".join(keys.values()) or self.keys.key(BASE)
-            raise self.keys.fields.error(key, "must be given, since it is the base", "none", cure)
+            raise self.keys.fields.error(key, "must be given, since it is the base", "none", fix)
         self._record_origin("base", f"implied by {self.keys.architecture}: {kind.implied_base:g} in sliding layers")
         return kind.implied_base
 
@@ -265,8 +265,8 @@ class _Reader:
             return self.passed_base
         implied = self.row.implied_base
         if implied is None:
-            cure = "llama.cpp uses 10000, which may not be the model's base. Pass base=... to from_config."
-            raise self.keys.fields.error(key, "must be given, since it is the base", "none", cure)
+            fix = "llama.cpp uses 10000, which may not be the model's base. Pass base=... to from_config."
+            raise self.keys.fields.error(key, "must be given, since it is the base", "none", fix)
         self._record_origin("base", f"implied: {implied.origin}")
         self.keys.warnings.append(
             f"the file has no {key}, for which llama.cpp uses {implied.value:g}. {implied.warning}"
@@ -287,8 +287,8 @@ class _Reader:
         """Raise a RopeError if rope.scaling.attn_factor would multiply cos and sin of layers without a scheme."""
         key = self.keys.key("rope.scaling.attn_factor")
         if scheme is not None and not all(kind.scaled for kind in kinds) and self.keys.fields.get(key) not in (None, 1):
-            cure = "A factor for sliding layers, which have no scaling, is not supported yet."
-            raise self.keys.fields.error(key, "must be 1 or missing", shown(self.keys.fields.get(key)), cure)
+            fix = "A factor for sliding layers, which have no scaling, is not supported yet."
+            raise self.keys.fields.error(key, "must be 1 or missing", shown(self.keys.fields.get(key)), fix)
 
     def _indexer(self, rope: Rope) -> dict[str, Rope]:
         if self.row.indexer is None:
@@ -304,8 +304,8 @@ class _Reader:
             return 1.0
         if self.scaling.kind != "yarn":
             must = f"must be yarn for {self.keys.architecture}"
-            cure = "With another type llama.cpp changes the softmax scale, which is not supported."
-            raise self.keys.fields.error(self.keys.key("rope.scaling.type"), must, scheme.rope_type, cure)
+            fix = "With another type llama.cpp changes the softmax scale, which is not supported."
+            raise self.keys.fields.error(self.keys.key("rope.scaling.type"), must, scheme.rope_type, fix)
         yarn_factor = self.scaling.yarn_factor
         if yarn_factor != 1.0:
             self.keys.warnings.append(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropewalk._checks import described, error, shown
+from ropewalk._checks import describe, error, shown
 from ropewalk._layout import Pairing
 from ropewalk.integrations.transformers.dispatch import Place, install
 from ropewalk.integrations.transformers.probe import Form, Width, drop_repeated_columns
@@ -161,7 +161,7 @@ def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Ro
     """Create a Rotation from float32 tables `[batch, seq, pairs]`."""
     if cos.dtype is not torch.float32 or cos.ndim != 3 or cos.shape != sin.shape:
         must = "the model's own tables must be float32 [batch, seq, pairs]"
-        raise error(WHO, must, f"{described(cos)} and {described(sin)}", "Use angles='exact'.")
+        raise error(WHO, must, f"{describe(cos)} and {describe(sin)}", "Use angles='exact'.")
     if cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
     return unchecked(cos.contiguous(), sin.contiguous(), pairing, 2 * cos.shape[-1], 2 * cos.shape[-1], 0, factor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropewalk._checks import described, error
+from ropewalk._checks import describe, error
 from ropewalk._layout import Pairing
 from ropewalk.integrations.transformers.angles import WHO, ModuleAngles, dtype_for
 from ropewalk.integrations.transformers.dispatch import Place
@@ -76,7 +76,7 @@ class TowerAngles(ModuleAngles):
             cos, sin = self.tables(part_tables)
             if cos.dtype is not torch.float32:
                 must = "the tables of the tower must be float32"
-                raise error(WHO, must, described(cos), "Use angles='exact'.")
+                raise error(WHO, must, describe(cos), "Use angles='exact'.")
             if self.parts == 1:
                 cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
             tables = cos.contiguous(), sin.contiguous()

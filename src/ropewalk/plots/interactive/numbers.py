@@ -84,7 +84,7 @@ def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
         must = f"pairs must be a sequence of 1 to {_MOST_PAIRS} pairs"
         raise _checks.error(WHO, must, _checks.shown(pairs), "Pass None to let six be chosen.")
     fix = f"The last pair of {curve.label} is {len(speed) - 1}."
-    return sorted({_checks.integer(WHO, "pairs", pair, at_least=0, at_most=len(speed) - 1, cure=fix) for pair in pairs})
+    return sorted({_checks.integer(WHO, "pairs", pair, at_least=0, at_most=len(speed) - 1, fix=fix) for pair in pairs})
 
 
 def strides(longest: int) -> list[int]:

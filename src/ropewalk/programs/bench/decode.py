@@ -118,8 +118,8 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
     try:
         import transformers
     except ImportError as e:
-        must, cure = "--decode needs transformers", "Run pip install transformers, or omit --decode."
-        raise error("bench", must, f"no transformers ({e})", cure) from e
+        must, fix = "--decode needs transformers", "Run pip install transformers, or omit --decode."
+        raise error("bench", must, f"no transformers ({e})", fix) from e
     check_files(json_file)
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads or threads)

@@ -55,8 +55,8 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
     kernel = rehearsal if settings.rehearse else ropewalk.backends()["gpu kernel"]
     if kernel.startswith("not usable"):
         must, got = "--device cuda needs a GPU that the kernels can use", kernel.removeprefix("not usable: ")
-        cure = "Run it on a machine with a GPU, or pass --rehearse to run small cases on the CPU."
-        raise error("bench", must, got, cure)
+        fix = "Run it on a machine with a GPU, or pass --rehearse to run small cases on the CPU."
+        raise error("bench", must, got, fix)
     parts: dict[str, Any] = {"gpu": None if settings.rehearse else machine.gpu(), "rows": []}
     check_files(json_file)
     out = Report(asdict(settings), parts, say, json_file)

@@ -34,7 +34,7 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("more", "stray", "cure", "rope"),
+    ("more", "stray", "fix", "rope"),
     [
         ({"llama.rope.frq_base": 1e4}, "llama.rope.frq_base", "It would have no effect.", PLAIN),
         ({"qwen2.rope.freq_base": 1e6}, "qwen2.rope.freq_base", "It would have no effect.", PLAIN),
@@ -53,12 +53,12 @@ def refused(path: Path) -> str:
     ],
 )
 def test_a_key_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], stray: str, cure: str, rope: Rope
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], stray: str, fix: str, rope: Rope
 ) -> None:
     path, mended = write(tmp_path / "model.gguf", KEYS, more=more), tmp_path / "mended.gguf"
     message = refused(path)
     assert stray in message
-    assert cure in message
+    assert fix in message
     assert message.endswith("remove this key with gguf-new-metadata --remove-metadata, a command of the package gguf.")
     arguments = ["gguf-new-metadata", str(path), str(mended), "--remove-metadata", stray, "--force"]
     monkeypatch.setattr("sys.argv", arguments)
