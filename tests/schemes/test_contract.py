@@ -263,22 +263,6 @@ def test_only_a_registered_scheme_can_be_unregistered() -> None:
             schemes.unregister(scheme)  # type: ignore[arg-type]
 
 
-def test_a_scheme_that_overrides_the_old_name_of_the_factor() -> None:
-    with pytest.warns(DeprecationWarning, match="Dated: table_factor was renamed to compute_attention_factor"):
-
-        @dataclass(frozen=True)
-        class Dated(Fixed):
-            def table_factor(self) -> float:
-                return 2.5
-
-    assert Rope(4, 1e4, "half", scaling=Dated((1.0, 0.5))).attention_factor == 2.5
-
-
-def test_the_old_name_of_the_factor_still_works() -> None:
-    with pytest.warns(DeprecationWarning, match="table_factor was renamed to compute_attention_factor"):
-        assert Fixed((1.0,), factor=1.5).table_factor() == 1.5
-
-
 def test_help_says_what_each_attribute_is() -> None:
     """`help` does not show a string after an attribute, so the docstring describes each one."""
     words = schemes.Scaling.__doc__ or ""

@@ -29,7 +29,7 @@ class Sloth(Scheme):
 
     rope_type: ClassVar[str] = "sloth"
     aliases: ClassVar[tuple[str, ...]] = ("slow_loris",)
-    idle: ClassVar[dict[str, str]] = {"sleeps": "is a habit"}
+    keys_without_effect: ClassVar[dict[str, str]] = {"sleeps": "is a habit"}
     gguf: ClassVar[dict[str, str]] = {
         "slowness": "rope.scaling.slowness",
         "original_max_position_embeddings": "rope.scaling.original_context_length",

@@ -64,7 +64,7 @@ def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_
             unread_keys.refuse_misspelt(fields, vocabulary())
         raise
     if any(row.kinds.values()):  # in a model that never rotates, such keys have no effect
-        reader.warnings += unread_keys.refuse(fields, row.idle, row.keys())
+        reader.warnings += unread_keys.refuse(fields, row.keys_without_effect, row.keys())
     values = {f.name: getattr(layer_ropes, f.name) for f in dataclasses.fields(layer_ropes)}
     return ModelRopes(**{**values, "origins": reader.origins, "warnings": tuple(reader.warnings)})
 

@@ -45,13 +45,13 @@ def read(
             f"ropewalk knows no other scheme.{nearest(name, SCHEMES) if isinstance(name, str) else ''}",
         )
     origins["scaling"] = rope_type.where if "rope_type" in rope_keys else "no rope_type is given"
-    scheme = None if name == "default" else SCHEMES[name].meant(rope_keys.keys())
+    scheme = None if name == "default" else SCHEMES[name].class_for_keys(rope_keys.keys())
     parameters = _parameters(fields, rope_keys, str(name), scheme, warnings, other_keys)
     if scheme is None:
         return None
     values = {key: entry.value for key, entry in parameters.items()}
     origins.update({key: entry.where for key, entry in parameters.items()})
-    for key, (value, where) in scheme.implied(values, longest).items():
+    for key, (value, where) in scheme.derived_fields(values, longest).items():
         values[key], origins[key] = value, where
     _refuse_missing(fields, str(name), scheme, values)
     try:
@@ -75,7 +75,7 @@ def _parameters(
         RopeError: another key in a section has no known meaning.
     """
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
-    idle = {} if scheme is None else scheme.idle
+    without_effect = {} if scheme is None else scheme.keys_without_effect
     parameters = {}
     for key, entry in rope_keys.items():
         at_top = "." not in entry.where
@@ -83,8 +83,8 @@ def _parameters(
             parameters[key] = entry
         elif key in SHARED or at_top or not entry.own or key in other_keys:
             continue
-        elif key in idle:
-            warnings.append(f"{entry.where} has no effect: it {idle[key]}.")
+        elif key in without_effect:
+            warnings.append(f"{entry.where} has no effect: it {without_effect[key]}.")
         elif key in axes_rules.KEYS:
             must = "must not be given, since ropewalk knows this model_type with one position for each token"
             fix = (

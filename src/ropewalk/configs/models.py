@@ -156,7 +156,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4_moe": partial_rotation("glm4_moe", 0.5),
     "minimax_m2": row("minimax_m2", head_dim_divides=False, partial=1.0, dim_key="rotary_dim"),
     "minimax_m3_vl_text": row(
-        "minimax_m3_vl", head_dim_divides=False, partial=1.0, idle={"rotary_dim": _FRACTION_INSTEAD}
+        "minimax_m3_vl", head_dim_divides=False, partial=1.0, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}
     ),
     "moonshine": row(
         "moonshine",
@@ -168,7 +168,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "moonshine_streaming": partial_rotation("moonshine_streaming", 0.8, pairing="interleaved"),
     "nemotron": partial_rotation("nemotron", 0.5),
     "persimmon": row("persimmon", head_dim_keys=(), partial=0.5),
-    "phi": row("phi", partial=0.5, idle={"rotary_dim": _FRACTION_INSTEAD}),
+    "phi": row("phi", partial=0.5, keys_without_effect={"rotary_dim": _FRACTION_INSTEAD}),
     "phi3": partial_rotation("phi3", 1.0),
     "phi4_multimodal": partial_rotation("phi4_multimodal", 1.0),
     "glmasr_encoder": partial_rotation("glmasr", 0.5),
@@ -300,7 +300,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _FULL,
         _LINEAR,
         Every(2, _FULL, "linear_attention", first=True),
-        idle={"rotary_dim": _FRACTION_INSTEAD},
+        keys_without_effect={"rotary_dim": _FRACTION_INSTEAD},
     ),
     "qwen3_next": hybrid("qwen3_next", _FULL, _LINEAR, _EVERY_FOURTH_FULL, partial=0.25, head_dim_divides=False),
     **SEVERAL_AXES,
@@ -328,5 +328,5 @@ def vocabulary() -> frozenset[str]:
     """Return all keys about rotation that are valid for at least one model."""
     keys: set[str] = set()
     for model in ARCHITECTURES.values():
-        keys |= model.keys() | model.idle.keys()
+        keys |= model.keys() | model.keys_without_effect.keys()
     return frozenset(keys)

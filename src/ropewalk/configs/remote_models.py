@@ -62,7 +62,7 @@ REMOTE: dict[str, Architecture] = {
         layers=("n_layer",),
         dim_key="rotary_dim",
         kinds={ALL: Kind(bases=(), implied_base=10_000.0)},
-        idle={"flash_rotary": "it selects a kernel"},
+        keys_without_effect={"flash_rotary": "it selects a kernel"},
     ),
     # The text model of DeepSeek-OCR and DeepSeek-VL2 without latent attention.
     "deepseek_ocr_text": remote(

@@ -31,23 +31,23 @@ def check_size(fields: Fields) -> None:
         raise fields.error("a config", f"must have at most {_MAX_KEYS} keys", "more", "Pass a model's config.json.")
 
 
-def refuse(fields: Fields, idle: Mapping[str, str], known: Collection[str]) -> list[str]:
+def refuse(fields: Fields, keys_without_effect: Mapping[str, str], known: Collection[str]) -> list[str]:
     """Raise a RopeError if a key about rotation was not read.
 
     Args:
         fields: the config, from which everything that defines rotation has been read.
-        idle: maps keys that have no effect in the model's own code to the reason.
+        keys_without_effect: maps keys that have no effect in the model's own code to the reason.
         known: keys that are valid for the model_type even if they were not read.
 
     Returns:
-        A warning for each key of `idle` in the config.
+        A warning for each key of `keys_without_effect` in the config.
     """
     warnings = []
     for key, value in fields.config.items():
         if key in fields.read_keys or key in _SIZES or key in known or value is None:
             continue
-        if key in idle:
-            warnings.append(f"{key} has no effect: {idle[key]}.")
+        if key in keys_without_effect:
+            warnings.append(f"{key} has no effect: {keys_without_effect[key]}.")
         elif _is_about_rotation(str(key)):
             raise _unread_key_error(fields, key, value)
     return warnings

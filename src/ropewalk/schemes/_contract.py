@@ -84,7 +84,15 @@ def check_class(scheme: object) -> None:
         got = "a class without @dataclass" if options is None else f"{options!r:.80}"
         raise _checks.error(who, must, got, "Decorate it with @dataclass(frozen=True).")
     fields = {f.name for f in dataclasses.fields(cast(Any, scheme))}
-    for attribute in fields & {"rope_type", "aliases", "in_configs", "idle", "gguf", "whole_head", "per_axis"}:
+    for attribute in fields & {
+        "rope_type",
+        "aliases",
+        "in_configs",
+        "keys_without_effect",
+        "gguf",
+        "whole_head",
+        "per_axis",
+    }:
         must = f"{attribute} of {name} must be a class variable"
         raise _checks.error(who, must, "a dataclass field", "Annotate it with ClassVar, or remove the annotation.")
     _check_names(who, scheme)

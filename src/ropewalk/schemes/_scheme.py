@@ -6,7 +6,6 @@ Config readers, writers, `explain` and plots get everything they need from these
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -14,8 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ropewalk import _checks
-
-_RENAMED = "table_factor was renamed to compute_attention_factor. The old name will be removed in the next release."
+from ropewalk.schemes._renamed import OldName, adopt_old_names
 
 
 class Scaling(ABC):
@@ -31,7 +29,8 @@ class Scaling(ABC):
         rope_type: the scheme's name in a Hugging Face config (`rope_parameters["rope_type"]`).
         aliases: other names for it in configs.
         in_configs: whether a config may contain `rope_type`. False for schemes that only code creates.
-        idle: keys that files with this scheme contain but that have no effect, mapped to a description.
+        keys_without_effect: maps keys that occur in configs of this scheme but have no effect to the rest of the
+            sentence that explains it, such as "records that the weights were fine-tuned".
         gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. If
             this is not empty, `rope.scaling.type` may be `rope_type`.
         whole_head: whether the share of the head that rotates is a field of the scheme. `Rope.rotary_dim` is then the
@@ -43,10 +42,18 @@ class Scaling(ABC):
     rope_type: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
     in_configs: ClassVar[bool] = True
-    idle: ClassVar[Mapping[str, str]] = {}
+    keys_without_effect: ClassVar[Mapping[str, str]] = {}
     gguf: ClassVar[Mapping[str, str]] = {}
     whole_head: ClassVar[bool] = False
     per_axis: ClassVar[bool] = False
+
+    idle = OldName("keys_without_effect")
+    meant = OldName("class_for_keys")
+    implied = OldName("derived_fields")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        adopt_old_names(cls)
 
     @abstractmethod
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
@@ -61,23 +68,26 @@ class Scaling(ABC):
         """Return the scheme for sequences of up to n tokens; None means no scaling."""
 
     @classmethod
-    def meant(cls, keys: Collection[str]) -> type[Scaling]:
-        """Return the scheme that a config with this rope_type and these keys describes.
+    def class_for_keys(cls, keys: Collection[str]) -> type[Scaling]:
+        """Return the class of the scheme that a config with this rope_type and these keys describes.
 
-        That is this class, except that "dynamic" with the key alpha means `NTK`.
+        A scheme overrides this if its rope_type has a second meaning: "dynamic" with the key alpha is `NTK`.
+
+        Args:
+            keys: the keys about rotation in the config.
         """
         return cls
 
     @classmethod
-    def implied(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
-        """Return the fields that a config may omit because the deployed code derives them from other keys.
+    def derived_fields(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+        """Return the fields that the config omits and that the deployed code derives from other keys.
 
         Args:
-            stated: the fields that the config states.
-            longest: its max_position_embeddings, in tokens, or None.
+            stated: the fields that the config states, and their values.
+            longest: max_position_embeddings of the config, in tokens, or None.
 
         Returns:
-            Maps each such field to its value and the name of the key that it comes from.
+            A dict from each derived field to its value and to the key from which it is derived.
         """
         return {}
 
@@ -156,16 +166,7 @@ class Scheme(Scaling):
         """Return the factor that multiplies cos and sin, dimensionless. It is 1.0 unless a scheme overrides this."""
         return 1.0
 
-    def table_factor(self) -> float:
-        """Deprecated name of `compute_attention_factor`."""
-        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
-        return self.compute_attention_factor()
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "table_factor" in vars(cls):
-            warnings.warn(f"{cls.__name__}: {_RENAMED}", DeprecationWarning, stacklevel=2)
-            setattr(cls, "compute_attention_factor", cls.table_factor)  # noqa: B010 - mypy refuses the assignment
+    table_factor = OldName("compute_attention_factor")
 
     def frequencies(self, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float]:
         """Return inv_freq and the attention factor."""

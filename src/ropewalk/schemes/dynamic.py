@@ -57,12 +57,12 @@ class DynamicNTK(LengthDependent):
         return NTK(alpha=alpha)
 
     @classmethod
-    def meant(cls, keys: Collection[str]) -> type[Scaling]:
+    def class_for_keys(cls, keys: Collection[str]) -> type[Scaling]:
         """Return `NTK` if the config has the key alpha (Hunyuan): its frequencies are the same at every length."""
         return NTK if "alpha" in keys else cls
 
     @classmethod
-    def implied(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+    def derived_fields(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
         """Take max_position_embeddings from the model if the scheme's section omits it."""
         name = "max_position_embeddings"
         return {} if longest is None or name in stated else {name: (longest, name)}

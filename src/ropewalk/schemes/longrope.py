@@ -104,7 +104,7 @@ class LongRoPE(LengthDependent):
         return math.sqrt(1 + math.log(self.factor or 1.0) / math.log(self.original_max_position_embeddings))
 
     @classmethod
-    def implied(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
+    def derived_fields(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
         """Compute a missing factor as the model's length / the trained length, if that is at least 1."""
         trained = stated.get("original_max_position_embeddings")
         if "factor" in stated or longest is None or not isinstance(trained, int) or not 0 < trained <= longest:

@@ -37,7 +37,7 @@ class NTK(Scheme):
     in_configs: ClassVar[bool] = False  # configs spell it "dynamic" with alpha
     per_axis: ClassVar[bool] = True
     gguf: ClassVar[Mapping[str, str]] = {"alpha": "rope.scaling.alpha"}
-    idle: ClassVar[Mapping[str, str]] = dict.fromkeys(
+    keys_without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"), "is not read if alpha is given"
     )
     alpha: float

@@ -49,7 +49,7 @@ class YaRN(Scheme):
     """
 
     rope_type: ClassVar[str] = "yarn"
-    idle: ClassVar[Mapping[str, str]] = {
+    keys_without_effect: ClassVar[Mapping[str, str]] = {
         "finetuned": "records that the weights were fine-tuned",
         "max_position_embeddings": "repeats the length of the model",
     }

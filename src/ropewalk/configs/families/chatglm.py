@@ -60,6 +60,6 @@ MODELS = {
         partial=0.5,
         kinds={ALL: Kind(bases=(), implied_base=_BASE)},
         fixed={"position_encoding_2d": (False, "the two positions for each token of ChatGLM-6B (version 1)")},
-        idle={"rotary_percent": "the code of CodeGeeX 2 always rotates half of the head"},
+        keys_without_effect={"rotary_percent": "the code of CodeGeeX 2 always rotates half of the head"},
     )
 }
