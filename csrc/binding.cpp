@@ -1,5 +1,6 @@
-// ropewalk.kernels._cpu: pass raw addresses, shapes and strides from Python to the kernels. rotation/checks.py checks tensors.
-// This file compares sizes once more, because a wrong size would read or write outside of a tensor.
+// The module ropewalk.kernels._cpu, which passes raw addresses, shapes and strides from Python to the kernels. The Python code in
+// rotation/checks.py has checked the tensors. This file compares the sizes again, because a wrong size would access memory
+// outside of a tensor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -23,7 +24,7 @@ int threads_for(int64_t elements, int64_t threads) {
     return static_cast<int>(std::max<int64_t>(1, std::min(threads, elements / GRAIN)));
 }
 
-// Functions instead of macros, since only those are in Python's stable ABI.
+// Python's stable ABI has functions for this, but no macros.
 int64_t entry(nb::handle tuple, int i) { return PyLong_AsLongLong(PyTuple_GetItem(tuple.ptr(), i)); }
 
 int64_t size_of(nb::handle tuple) { return PyTuple_Size(tuple.ptr()); }
@@ -39,7 +40,7 @@ void require(bool holds, const char *must, const char *got, const char *fix = "U
 
 // FSDP resizes unused storages to 0. PyTorch's own kernels would read address 0.
 void require_memory(bool holds) {
-    require(holds, "a tensor must have memory", "one whose storage was resized to 0", "Give it its storage back first.");
+    require(holds, "a tensor must have memory", "one whose storage was resized to 0", "Restore its storage first.");
 }
 
 // The indices of batch (-1 without batch), token, head and channel among the axes of a tensor.
@@ -51,8 +52,8 @@ struct Axes {
     }
 };
 
-// Convert an `Axes` of _layout.py: (batch or None, tokens, heads, number of axes). The axes must differ from each other and from
-// that of head_dim.
+// Convert an `Axes` of _layout.py: (batch or None, tokens, heads, number of axes). The axes must be distinct, and none of them may
+// be the last axis, head_dim.
 Axes axes_from(const nb::tuple &layout) {
     constexpr const char *must = "the axes of a layout must be those of _layout.py";
     require(layout.size() == 4, must, "another number");
@@ -85,7 +86,7 @@ void table_strides(nb::handle shape, nb::handle strides, int64_t *to) {
 // (input address, output address, shape, input strides, output strides) for q and, if present, k.
 using Tensors = nb::tuple;
 
-ropewalk_rotation described(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape,
+ropewalk_rotation build_rotation(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape,
                             const nb::tuple &cos_strides, const nb::tuple &sin_strides, int dtype, int table_dtype,
                             const nb::tuple &layout, bool interleaved, int64_t offset, bool inverse) {
     require(dtype >= 0 && dtype < 4 && table_dtype >= 0 && table_dtype < 2, "dtypes must be those of ropewalk.h", "others");
@@ -145,7 +146,7 @@ void run(const ropewalk_rotation &r, int64_t size, int64_t elements, int threads
 void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tuple &table_shape, const nb::tuple &cos_strides,
             const nb::tuple &sin_strides, int dtype, int table_dtype, const nb::tuple &layout, bool interleaved, int64_t offset,
             bool inverse, int64_t threads) {
-    ropewalk_rotation r = described(tensors, cos, sin, table_shape, cos_strides, sin_strides, dtype, table_dtype, layout,
+    ropewalk_rotation r = build_rotation(tensors, cos, sin, table_shape, cos_strides, sin_strides, dtype, table_dtype, layout,
                                     interleaved, offset, inverse);
     int64_t elements = elements_of(r);
     require_memory((cos && sin) || elements == 0);
@@ -153,7 +154,7 @@ void rotate(const Tensors &tensors, uintptr_t cos, uintptr_t sin, const nb::tupl
     run(r, dtype == ROPEWALK_F64 ? 8 : dtype == ROPEWALK_F32 ? 4 : 2, elements, static_cast<int>(threads));
 }
 
-// Addresses of the functions in `OpenMP`. Until this is called the calling thread rotates alone.
+// Set the addresses of the functions in `OpenMP`. Before this is called, only the calling thread rotates.
 void use_openmp(uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads) {
 #ifdef ROPEWALK_THREADS
     ropewalk::openmp = {reinterpret_cast<decltype(ropewalk::OpenMP::parallel)>(parallel),
@@ -167,19 +168,19 @@ void use_openmp(uintptr_t parallel, uintptr_t thread_num, uintptr_t num_threads)
 ropewalk::Torch torch;
 
 int threads_of_torch() {
-    PyObject *answer = PyObject_CallNoArgs(torch.num_threads);
-    if (!answer) throw nb::python_error();
-    long threads = PyLong_AsLong(answer);
-    Py_DECREF(answer);
+    PyObject *result = PyObject_CallNoArgs(torch.num_threads);
+    if (!result) throw nb::python_error();
+    long threads = PyLong_AsLong(result);
+    Py_DECREF(result);
     return static_cast<int>(threads);
 }
 
-// Look up everything that the functions below use of torch. False if this torch has no exchange API.
-bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple watchers) {
+// Look up the functions and attributes of torch that the functions below use. Returns false if this torch has no exchange API.
+bool use_torch(nb::module_ torch_module, nb::dict layouts, nb::tuple observers) {
     nb::object type = torch_module.attr("Tensor"), c = torch_module.attr("_C");
     auto keep = [](nb::object object) { return object.release().ptr(); };
     torch.tensor_type = keep(type), torch.parameter_type = keep(torch_module.attr("nn").attr("Parameter"));
-    torch.layouts = keep(layouts), torch.watchers = keep(watchers);
+    torch.layouts = keep(layouts), torch.observers = keep(observers);
     torch.forward_ad = keep(torch_module.attr("autograd").attr("forward_ad"));
     torch.grad_enabled = keep(c.attr("is_grad_enabled")), torch.inference_enabled = keep(c.attr("is_inference_mode_enabled"));
     torch.is_neg = keep(type.attr("is_neg")), torch.is_inference = keep(type.attr("is_inference"));
@@ -199,27 +200,27 @@ int dtype_of(const ropewalk::TensorView &x) {
     return x.is_float(64) ? ROPEWALK_F64 : -1;
 }
 
-// The arguments of a common call, as far as the rotation uses them. `ok` is false if the call is uncommon.
-struct Usual {
+// A call whose arguments are plain tensors that match. `ok` is false if they are not; Python then handles the call.
+struct PlainCall {
     bool ok = false;
     int count;
-    PyObject *given[2];
+    PyObject *tensors[2];
     ropewalk::TensorView views[2];
     Axes at;
     int64_t size;  // of an element
     ropewalk_rotation r{};  // complete except for the outputs
 };
 
-Usual usual_rotation(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
+PlainCall read_call(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                      int64_t rotary_dim, bool interleaved, int64_t offset, bool profiled = false) {
-    Usual call;
+    PlainCall call;
     PyObject *axes = PyUnicode_CheckExact(layout.ptr()) ? PyDict_GetItem(torch.layouts, layout.ptr()) : nullptr;
-    if (!axes || torch.watched(profiled)) return call;
+    if (!axes || torch.is_observed(profiled)) return call;
     const int count = call.count = k.is_none() ? 1 : 2;
-    call.given[0] = q.ptr(), call.given[1] = k.ptr();
+    call.tensors[0] = q.ptr(), call.tensors[1] = k.ptr();
     ropewalk::TensorView of_cos, of_sin;
     for (int n = 0; n < count; ++n) {
-        if (!torch.view(call.given[n], call.views[n])) return call;
+        if (!torch.view(call.tensors[n], call.views[n])) return call;
     }
     if (!torch.view(cos.ptr(), of_cos) || !torch.view(sin.ptr(), of_sin)) return call;
 
@@ -247,9 +248,9 @@ Usual usual_rotation(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin,
         at.strides(x.strides, to.in_stride), at.strides(x.strides, to.out_stride);
     }
     if (table_axes == 3 && (at.at[0] < 0 || of_cos.shape[0] != r.batch)) return call;
-    if (ropewalk::Torch::says(torch.grad_enabled)) {
-        for (PyObject *x : {call.given[0], call.given[count - 1], cos.ptr(), sin.ptr()}) {
-            if (torch.wants_gradient(x)) return call;
+    if (ropewalk::Torch::is_true(torch.grad_enabled)) {
+        for (PyObject *x : {call.tensors[0], call.tensors[count - 1], cos.ptr(), sin.ptr()}) {
+            if (torch.requires_gradient(x)) return call;
         }
     }
     r.tables.cos = of_cos.first(), r.tables.sin = of_sin.first(), r.tables.dtype = static_cast<ropewalk_dtype>(table_dtype);
@@ -262,17 +263,17 @@ Usual usual_rotation(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin,
     return call;
 }
 
-// Whether a tensor may be written: each element has its own memory, and autograd can count the change.
+// Returns whether a tensor may be written: no two elements share memory, and autograd can count the change.
 bool writable(PyObject *object, const ropewalk::TensorView &x, bool inference) {
     for (int i = 0; i < x.axes; ++i) {
         if (x.strides[i] == 0 && x.shape[i] > 1) return false;
     }
-    return inference || !ropewalk::Torch::says(torch.is_inference, object);
+    return inference || !ropewalk::Torch::is_true(torch.is_inference, object);
 }
 
-// A new tensor for the output of the n-th tensor, or null if the new tensor is not a plain one.
-nb::object new_output(Usual &call, int n) {
-    nb::object output = nb::steal(ropewalk::call(torch.empty_like, call.given[n]));
+// Creates the output of the n-th tensor. Returns null if the new tensor is not plain.
+nb::object new_output(PlainCall &call, int n) {
+    nb::object output = nb::steal(ropewalk::call(torch.empty_like, call.tensors[n]));
     if (!output.ptr()) throw nb::python_error();
     ropewalk::TensorView out;
     if (!torch.view(output.ptr(), out)) return nb::object();
@@ -288,23 +289,25 @@ void count_change(const nb::tuple &changed) {
     Py_DECREF(counted);
 }
 
-// Rotate q, or q and k. Returns what Rotation.__call__ returns, or True in place. If the call is uncommon, returns None without
-// doing anything.
+// Rotate q, or q and k. Returns the result of Rotation.__call__, or True if the tensors were rotated in place. Returns None,
+// without any effect, if the call is left to Python.
 nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                         int64_t rotary_dim, bool interleaved, int64_t offset, bool in_place) {
-    const nb::object unusual = nb::none();
-    Usual call = usual_rotation(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset);
-    if (!call.ok) return unusual;
+    const nb::object left_to_python = nb::none();
+    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset);
+    if (!call.ok) return left_to_python;
     nb::object outputs[2];
     if (in_place) {
-        const bool inference = ropewalk::Torch::says(torch.inference_enabled);
+        const bool inference = ropewalk::Torch::is_true(torch.inference_enabled);
         for (int n = 0; n < call.count; ++n) {
-            if (!writable(call.given[n], call.views[n], inference)) return unusual;
+            if (!writable(call.tensors[n], call.views[n], inference)) return left_to_python;
         }
-        if (call.count == 2 && !ropewalk::apart(call.views[0], call.views[1], call.at.at, call.size)) return unusual;
+        if (call.count == 2 && !ropewalk::certainly_disjoint(call.views[0], call.views[1], call.at.at, call.size)) {
+            return left_to_python;
+        }
     } else {
         for (int n = 0; n < call.count; ++n) {
-            if (!(outputs[n] = new_output(call, n)).ptr()) return unusual;
+            if (!(outputs[n] = new_output(call, n)).ptr()) return left_to_python;
         }
     }
     const int64_t elements = elements_of(call.r);
@@ -320,77 +323,82 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
     return nb::bool_(true);
 }
 
-// Check a weight of a norm: contiguous [head_dim], in the dtype of the tensors or that of their computation.
-bool usual_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, ropewalk_norm &norm, int n) {
+// Read a weight of a norm. It must be contiguous [head_dim], in the dtype of the tensors or that of their computation. Returns
+// false if it is not.
+bool read_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, ropewalk_norm &norm, int n) {
     ropewalk::TensorView view;
     if (!torch.weight_view(weight.ptr(), view) || view.axes != 1 || view.shape[0] != r.head_dim || view.strides[0] != 1) return false;
     const int dtype = dtype_of(view), real = r.dtype == ROPEWALK_F64 ? ROPEWALK_F64 : ROPEWALK_F32;
     if ((dtype != r.dtype && dtype != real) || (n == 1 && dtype != norm.dtype)) return false;
-    if (grad && torch.wants_gradient(weight.ptr())) return false;
+    if (grad && torch.requires_gradient(weight.ptr())) return false;
     norm.weight[n] = view.first(), norm.dtype = static_cast<ropewalk_dtype>(dtype);
     return true;
 }
 
-// Check a cache [block, slot, head, channel] for x [..., heads, channels]. Returns the number of blocks of `size` slots, or -1
-// if the cache is uncommon.
-int64_t usual_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
+// Read a cache [block, slot, head, channel] for x [..., heads, channels]. Sets `size` to the slots of a block, and returns the
+// number of blocks, or -1 if the cache is not plain or does not match x.
+int64_t read_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
                     int64_t &size) {
     ropewalk::TensorView view;
     if (!torch.view(cache.ptr(), view) || view.axes != 4 || dtype_of(view) != dtype_of(x) || view.elements() == 0) return -1;
     if (view.shape[2] != x.shape[at.at[2]] || view.shape[3] != x.shape[at.at[3]]) return -1;
-    if (!writable(cache.ptr(), view, inference) || (grad && torch.wants_gradient(cache.ptr()))) return -1;
+    if (!writable(cache.ptr(), view, inference) || (grad && torch.requires_gradient(cache.ptr()))) return -1;
     to.out = view.first(), size = view.shape[1];
     for (int i = 0; i < 4; ++i) to.out_stride[i] = view.strides[i];
     return view.shape[0];
 }
 
-// Normalize q and k, if there are weights, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
-// q. If the call is uncommon, returns None without doing anything. `slots` holds one int64 per token, in the order of `layout`.
+// Normalize q and k, if weights are passed, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
+// q. Returns None, without any effect, if the call is left to Python. `slots` has one int64 per token, in the order of `layout`.
 nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin, nb::handle layout, int64_t head_dim,
                       int64_t rotary_dim, bool interleaved, int64_t offset, nb::handle q_weight, nb::handle k_weight, double eps,
                       bool add_one, nb::handle v, nb::handle k_cache, nb::handle v_cache, nb::handle slots, bool profiled) {
-    const nb::object unusual = nb::none();
-    if (k.is_none()) return unusual;
-    Usual call = usual_rotation(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, profiled);
-    if (!call.ok) return unusual;
-    const bool grad = ropewalk::Torch::says(torch.grad_enabled), stores = !v.is_none();
+    const nb::object left_to_python = nb::none();
+    if (k.is_none()) return left_to_python;
+    PlainCall call = read_call(q, k, cos, sin, layout, head_dim, rotary_dim, interleaved, offset, profiled);
+    if (!call.ok) return left_to_python;
+    const bool grad = ropewalk::Torch::is_true(torch.grad_enabled), stores = !v.is_none();
     ropewalk_step s{};
     s.norm.eps = eps, s.norm.add_one = add_one;
-    if (!q_weight.is_none() && !(usual_weight(q_weight, grad, call.r, s.norm, 0) && usual_weight(k_weight, grad, call.r, s.norm, 1))) {
-        return unusual;
+    if (!q_weight.is_none() && !(read_weight(q_weight, grad, call.r, s.norm, 0) && read_weight(k_weight, grad, call.r, s.norm, 1))) {
+        return left_to_python;
     }
     nb::object outputs[2];
-    if (!(outputs[0] = new_output(call, 0)).ptr()) return unusual;
+    if (!(outputs[0] = new_output(call, 0)).ptr()) return left_to_python;
     if (stores) {
         const Axes &at = call.at;
         const ropewalk::TensorView &of_k = call.views[1];
-        const bool inference = ropewalk::Torch::says(torch.inference_enabled);
+        const bool inference = ropewalk::Torch::is_true(torch.inference_enabled);
         ropewalk::TensorView of_v, of_slots;
-        if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || dtype_of(of_v) != dtype_of(of_k) || of_v.elements() == 0) return unusual;
-        for (int i = 0; i < at.at[3]; ++i) {
-            if (of_v.shape[i] != of_k.shape[i]) return unusual;
+        if (!torch.view(v.ptr(), of_v) || of_v.axes != at.count() || dtype_of(of_v) != dtype_of(of_k) || of_v.elements() == 0) {
+            return left_to_python;
         }
-        if (grad && torch.wants_gradient(v.ptr())) return unusual;
+        for (int i = 0; i < at.at[3]; ++i) {
+            if (of_v.shape[i] != of_k.shape[i]) return left_to_python;
+        }
+        if (grad && torch.requires_gradient(v.ptr())) return left_to_python;
         int64_t sizes[2];
-        const int64_t blocks = usual_cache(k_cache, of_k, at, grad, inference, call.r.tensors[1], sizes[0]);
-        if (blocks < 0 || usual_cache(v_cache, of_v, at, grad, inference, s.v, sizes[1]) != blocks || sizes[0] != sizes[1]) return unusual;
+        const int64_t blocks = read_cache(k_cache, of_k, at, grad, inference, call.r.tensors[1], sizes[0]);
+        if (blocks < 0 || read_cache(v_cache, of_v, at, grad, inference, s.v, sizes[1]) != blocks || sizes[0] != sizes[1]) {
+            return left_to_python;
+        }
         s.v.in = of_v.first(), s.v.heads = call.r.tensors[1].heads, s.v_dim = of_v.shape[at.at[3]];
         at.strides(of_v.strides, s.v.in_stride);
         s.block_size = sizes[0];
         // Slots have the axes of tokens: batch, if the layout has it, and tokens.
         const int axes = at.at[0] < 0 ? 1 : 2;
-        if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return unusual;
-        if (of_slots.shape[axes - 1] != call.r.tokens || (axes == 2 && of_slots.shape[0] != call.r.batch)) return unusual;
+        if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return left_to_python;
+        if (of_slots.shape[axes - 1] != call.r.tokens || (axes == 2 && of_slots.shape[0] != call.r.batch)) return left_to_python;
         s.slots = reinterpret_cast<const int64_t *>(of_slots.first());
         s.slot_stride[0] = axes == 2 ? of_slots.strides[0] : 0, s.slot_stride[1] = of_slots.strides[axes - 1];
         for (int64_t batch = 0; batch < call.r.batch; ++batch) {
             for (int64_t token = 0; token < call.r.tokens; ++token) {
                 int64_t slot = s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]];
-                if (slot < -1 || slot >= blocks * s.block_size) return unusual;
+                if (slot < -1 || slot >= blocks * s.block_size) return left_to_python;
             }
         }
     } else if (!(outputs[1] = new_output(call, 1)).ptr()) {
-        return unusual;
+        return left_to_python;
     }
     s.rotation = call.r;
     const int64_t elements = elements_of(s.rotation), rows = s.rotation.batch * s.rotation.tokens;
@@ -409,7 +417,7 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
 void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, const nb::tuple &table_shape, int dtype,
                     const nb::tuple &layout, bool interleaved, int64_t offset, int64_t threads) {
     ropewalk_table_gradient g{};
-    g.rotation = described(tensors, 0, 0, table_shape, table_shape, table_shape, dtype, 0, layout, interleaved, offset, false);
+    g.rotation = build_rotation(tensors, 0, 0, table_shape, table_shape, table_shape, dtype, 0, layout, interleaved, offset, false);
     g.d_cos = reinterpret_cast<void *>(d_cos), g.d_sin = reinterpret_cast<void *>(d_sin), g.per_head = size_of(table_shape) == 4;
     int64_t elements = elements_of(g.rotation);
     nb::gil_scoped_release release;
@@ -417,7 +425,8 @@ void table_gradient(const Tensors &tensors, uintptr_t d_cos, uintptr_t d_sin, co
                          [&](int64_t begin, int64_t end) { kernels->table_gradient(&g, begin, end); });
 }
 
-// `positions` are contiguous [axes, rows]. `axis`, int64 [pairs], is the row for each pair, or address 0 if all share one row.
+// Compute cos and sin of position * step. `positions` are contiguous [axes, rows]: for each axis, the positions of all tokens.
+// `axis`, int64 [pairs], is the axis of each pair. Address 0 means that tokens have one position, which all pairs use.
 void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uintptr_t steps, int64_t pairs, double factor, int dtype,
             uintptr_t cos, uintptr_t sin, int64_t threads) {
     require_memory((positions && steps && cos && sin) || rows * pairs == 0);
@@ -435,12 +444,12 @@ void angles(uintptr_t positions, int64_t rows, uintptr_t axis, int64_t axes, uin
                          [&](int64_t begin, int64_t end) { kernels->angles(&a, begin, end); });
 }
 
-// Compute cos and sin as `angles` does. If the call is uncommon, returns None. `steps` and `axis` are the bytes of int64 numbers.
-// `axis` is the row of positions for each step, one of `axes` rows; it is empty, and `axes` 0, if tokens have one position.
+// Compute cos and sin as `angles` does, in new tensors. Returns None, without any effect, if the call is left to Python. `steps`
+// and `axis` are the bytes of int64 numbers. If tokens have one position, `axis` is empty and `axes` is 0.
 nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb::handle dtype, nb::bytes axis, int64_t axes) {
     ropewalk::TensorView at, to[2];
     const int first = axes > 0 ? 1 : 0;  // the first axis of positions that is an axis of tokens
-    if (torch.watched() || !torch.view(positions.ptr(), at) || !at.is_int(64)) return nb::none();
+    if (torch.is_observed() || !torch.view(positions.ptr(), at) || !at.is_int(64)) return nb::none();
     if (at.axes < first + 1 || at.axes > first + 2 || (first && at.shape[0] != axes)) return nb::none();
     const int64_t pairs = static_cast<int64_t>(steps.size() / sizeof(int64_t)), elements = at.elements();
     const int last = at.axes - 1, tokens = at.axes - first;
@@ -451,14 +460,14 @@ nb::object angles_plain(nb::handle positions, nb::bytes steps, double factor, nb
         if (axis.size() != steps.size() || of_pairs[i] < 0 || of_pairs[i] >= axes) return nb::none();
     }
     nb::object sizes[3], tables[2];
-    PyObject *given[4];
+    PyObject *arguments[4];
     for (int i = 0; i <= tokens; ++i) {
         sizes[i] = nb::int_(i < tokens ? at.shape[first + i] : pairs);
-        given[i] = sizes[i].ptr();
+        arguments[i] = sizes[i].ptr();
     }
-    given[tokens + 1] = dtype.ptr();
+    arguments[tokens + 1] = dtype.ptr();
     for (int i = 0; i < 2; ++i) {
-        tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, given, tokens + 1, torch.dtype_keyword)
+        tables[i] = nb::steal(i == 0 ? PyObject_Vectorcall(torch.empty, arguments, tokens + 1, torch.dtype_keyword)
                                      : ropewalk::call(torch.empty_like, tables[0].ptr()));  // faster than torch.empty
         if (!tables[i].ptr()) return PyErr_Clear(), nb::none();  // an invalid dtype, or no memory: Python will raise
         if (!torch.view(tables[i].ptr(), to[i]) || !(to[i].is_float(32) || to[i].is_float(64))) return nb::none();

@@ -1,5 +1,5 @@
-// Read the address, shape and strides of a PyTorch tensor without calls into Python, through the C exchange API of DLPack. Its
-// binary interface is the same for every PyTorch that has it (2.10 and later). Source: DLPack 1.3, dlpack.h.
+// Read the address, shape and strides of a PyTorch tensor without calls into Python, through the C exchange API of DLPack. The
+// binary interface of this API is the same in all versions of PyTorch that have it (2.10 and later). Source: DLPack 1.3, dlpack.h.
 #pragma once
 
 #include <Python.h>

@@ -5,9 +5,9 @@
 #include "vector.h"
 
 #if defined(__GNUC__)
-#define ROPEWALK_APART __attribute__((noinline))
+#define ROPEWALK_NOINLINE __attribute__((noinline))
 #else
-#define ROPEWALK_APART
+#define ROPEWALK_NOINLINE
 #endif
 #define ROPEWALK_STRING(name) #name
 #define ROPEWALK_NAME(name) ROPEWALK_STRING(name)
@@ -28,7 +28,7 @@ constexpr int64_t HEADS = 8;
 // Pairs per chunk, whose tables fit a buffer on the stack.
 constexpr int64_t CHUNK = 512;
 // The distance of the prefetch in heads, and the bytes of tensors from which on prefetching pays.
-constexpr int64_t AHEAD = 4, FAR = int64_t{4} << 20;
+constexpr int64_t AHEAD = 4, PREFETCH_FROM = int64_t{4} << 20;
 
 // Bytes of output from which on it is evicted from the caches before it is read again.
 constexpr int64_t LARGE = int64_t{16} << 20;
@@ -51,11 +51,11 @@ struct Run {
     int64_t in_step, out_step, in_stride, out_stride;
     const typename T::Real *cos, *sin;
     int64_t heads, pairs, partner;
-    bool past_caches, far;
+    bool bypass_caches, prefetches;
 };
 
 template <class T, bool interleaved, bool inverse>
-ROPEWALK_APART void rotate_strided(const Run<T> &run) {
+ROPEWALK_NOINLINE void rotate_strided(const Run<T> &run) {
     using Real = typename T::Real;
     for (int64_t n = 0; n < run.heads; ++n) {
         const auto *in = run.in + n * run.in_step;
@@ -83,10 +83,10 @@ struct Block {  // half pairing: a and b are in separate vectors of WIDTH pairs
         c = read<Reals<T>>(cos), s = read<Reals<T>>(sin);
         if (inverse) s = -s;
     }
-    template <bool past_caches>
+    template <bool bypass_caches>
     void rotate(const typename T::Stored *in, typename T::Stored *out, int64_t partner) const {
         Reals<T> a = load<T>(in), b = load<T>(in + partner);
-        store<T, past_caches>(out, a * c - b * s), store<T, past_caches>(out + partner, a * s + b * c);
+        store<T, bypass_caches>(out, a * c - b * s), store<T, bypass_caches>(out + partner, a * s + b * c);
     }
 };
 
@@ -98,14 +98,14 @@ struct Block<T, true, inverse> {  // interleaved: (a, b, ...) (c, c, ...) + (b, 
     void load_tables(const typename T::Real *cos, const typename T::Real *sin) {
         Reals<T> once = read<Reals<T>>(cos), plus = read<Reals<T>>(sin);
         if (inverse) plus = -plus;
-        weave(once, once, c[0], c[1], Places<T>());
-        weave(-plus, plus, s[0], s[1], Places<T>());
+        interleave(once, once, c[0], c[1], Places<T>());
+        interleave(-plus, plus, s[0], s[1], Places<T>());
     }
-    template <bool past_caches>
+    template <bool bypass_caches>
     void rotate(const typename T::Stored *in, typename T::Stored *out, int64_t) const {
         Reals<T> x = load<T>(in), y = load<T>(in + WIDTH<T>);
-        store<T, past_caches>(out, x * c[0] + exchanged(x, Places<T>()) * s[0]);
-        store<T, past_caches>(out + WIDTH<T>, y * c[1] + exchanged(y, Places<T>()) * s[1]);
+        store<T, bypass_caches>(out, x * c[0] + swap_neighbours(x, Places<T>()) * s[0]);
+        store<T, bypass_caches>(out + WIDTH<T>, y * c[1] + swap_neighbours(y, Places<T>()) * s[1]);
     }
 };
 
@@ -118,11 +118,11 @@ struct Block<BF16, true, inverse> {
         c = read<Reals<BF16>>(cos), s = read<Reals<BF16>>(sin);
         if (inverse) s = -s;
     }
-    template <bool past_caches>
+    template <bool bypass_caches>
     void rotate(const uint16_t *in, uint16_t *out, int64_t) const {
         Reals<BF16> a, b;
         load_neighbours(in, a, b);
-        store_neighbours<past_caches>(out, a * c - b * s, a * s + b * c);
+        store_neighbours<bypass_caches>(out, a * c - b * s, a * s + b * c);
     }
 };
 
@@ -137,18 +137,18 @@ struct Block<BF16, false, inverse> {  // the pairs 0, 2, 4, ... and the pairs 1,
         split(read<Reals<BF16>>(sin), read<Reals<BF16>>(sin + W), s[0], s[1], Places<BF16>());
         if (inverse) s[0] = -s[0], s[1] = -s[1];
     }
-    template <bool past_caches>
+    template <bool bypass_caches>
     void rotate(const uint16_t *in, uint16_t *out, int64_t partner) const {
         Reals<BF16> a[2], b[2];
         load_neighbours(in, a[0], a[1]), load_neighbours(in + partner, b[0], b[1]);
-        store_neighbours<past_caches>(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
-        store_neighbours<past_caches>(out + partner, a[0] * s[0] + b[0] * c[0], a[1] * s[1] + b[1] * c[1]);
+        store_neighbours<bypass_caches>(out, a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
+        store_neighbours<bypass_caches>(out + partner, a[0] * s[0] + b[0] * c[0], a[1] * s[1] + b[1] * c[1]);
     }
 };
 
 // Rotate COUNT blocks of every head, from pair `first` on.
-template <class T, bool interleaved, bool inverse, int COUNT, bool past_caches>
-ROPEWALK_APART void rotate_blocks(const Run<T> &run, int64_t first) {
+template <class T, bool interleaved, bool inverse, int COUNT, bool bypass_caches>
+ROPEWALK_NOINLINE void rotate_blocks(const Run<T> &run, int64_t first) {
     using B = Block<T, interleaved, inverse>;
     constexpr int STEP = interleaved ? 2 * B::PAIRS : B::PAIRS;
     B blocks[COUNT];
@@ -158,17 +158,17 @@ ROPEWALK_APART void rotate_blocks(const Run<T> &run, int64_t first) {
     int64_t in_step = run.in_step, out_step = run.out_step, partner = run.partner;
     for (int64_t n = run.heads; n > 0; --n, in += in_step, out += out_step) {
         // The processor's own prefetching stops at page boundaries. This saves a tenth of the time for uncached bfloat16.
-        for (int i = 0; i < (run.far ? COUNT : 0); ++i) {
+        for (int i = 0; i < (run.prefetches ? COUNT : 0); ++i) {
             __builtin_prefetch(in + AHEAD * in_step + i * STEP);
             if (!interleaved) __builtin_prefetch(in + AHEAD * in_step + i * STEP + partner);
         }
-        for (int i = 0; i < COUNT; ++i) blocks[i].template rotate<past_caches>(in + i * STEP, out + i * STEP, partner);
+        for (int i = 0; i < COUNT; ++i) blocks[i].template rotate<bypass_caches>(in + i * STEP, out + i * STEP, partner);
     }
 }
 
 // Rotate the remaining pairs of every head, fewer than a block has, through buffers.
 template <class T, bool interleaved, bool inverse>
-ROPEWALK_APART void rotate_rest(const Run<T> &run, int64_t first) {
+ROPEWALK_NOINLINE void rotate_rest(const Run<T> &run, int64_t first) {
     using B = Block<T, interleaved, inverse>;
     typename T::Stored x[2 * B::PAIRS] = {};
     typename T::Real cos[B::PAIRS] = {}, sin[B::PAIRS] = {};
@@ -188,20 +188,20 @@ ROPEWALK_APART void rotate_rest(const Run<T> &run, int64_t first) {
     }
 }
 
-template <class T, bool interleaved, bool inverse, bool past_caches>
+template <class T, bool interleaved, bool inverse, bool bypass_caches>
 void rotate_dense(const Run<T> &run) {
     constexpr int64_t PAIRS = Block<T, interleaved, inverse>::PAIRS;
     int64_t i = 0;
-    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) rotate_blocks<T, interleaved, inverse, 4, past_caches>(run, i);
-    if (i + 2 * PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 2, past_caches>(run, i), i += 2 * PAIRS;
-    if (i + PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 1, past_caches>(run, i), i += PAIRS;
+    for (; i + 4 * PAIRS <= run.pairs; i += 4 * PAIRS) rotate_blocks<T, interleaved, inverse, 4, bypass_caches>(run, i);
+    if (i + 2 * PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 2, bypass_caches>(run, i), i += 2 * PAIRS;
+    if (i + PAIRS <= run.pairs) rotate_blocks<T, interleaved, inverse, 1, bypass_caches>(run, i), i += PAIRS;
     if (i < run.pairs) rotate_rest<T, interleaved, inverse>(run, i);
 }
 
 template <class T, bool interleaved, bool inverse>
 void rotate_run(const Run<T> &run) {
     if (run.in_stride != 1 || run.out_stride != 1) return rotate_strided<T, interleaved, inverse>(run);
-    run.past_caches ? rotate_dense<T, interleaved, inverse, true>(run) : rotate_dense<T, interleaved, inverse, false>(run);
+    run.bypass_caches ? rotate_dense<T, interleaved, inverse, true>(run) : rotate_dense<T, interleaved, inverse, false>(run);
 }
 #else
 template <class T, bool interleaved, bool inverse>
@@ -212,7 +212,7 @@ void rotate_run(const Run<T> &run) {
 
 // Copy the channels that are not rotated.
 template <class T>
-ROPEWALK_APART void copy_unrotated(const Run<T> &run, int64_t from, int64_t to) {
+ROPEWALK_NOINLINE void copy_unrotated(const Run<T> &run, int64_t from, int64_t to) {
     for (int64_t n = 0; n < run.heads; ++n) {
         const auto *in = run.in + n * run.in_step;
         auto *out = run.out + n * run.out_step;
@@ -228,7 +228,7 @@ ROPEWALK_APART void copy_unrotated(const Run<T> &run, int64_t from, int64_t to) 
 // that memory is read in few streams and each row of the tables is used for several heads.
 template <class T, bool interleaved, bool inverse>
 void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> run, int64_t batch, int64_t token,
-                   int64_t tokens, int64_t first_head, int64_t end_head, int64_t first_pair, bool past_caches) {
+                   int64_t tokens, int64_t first_head, int64_t end_head, int64_t first_pair, bool bypass_caches) {
     const auto *in = static_cast<const typename T::Stored *>(x.in) + batch * x.in_stride[0] + token * x.in_stride[1];
     auto *out = static_cast<typename T::Stored *>(x.out) + batch * x.out_stride[0] + token * x.out_stride[1];
     run.in_step = x.in_stride[2], run.out_step = x.out_stride[2], run.in_stride = x.in_stride[3], run.out_stride = x.out_stride[3];
@@ -236,7 +236,7 @@ void rotate_tensor(const ropewalk_rotation &r, const ropewalk_tensor &x, Run<T> 
     bool copies = in != out && first_pair == 0;
     // Non-temporal stores need vectors that begin at multiples of their size.
     auto aligned = [](int64_t elements) { return elements * int64_t(sizeof *out) % BYTES == 0; };
-    run.past_caches = past_caches && in != out && aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) &&
+    run.bypass_caches = bypass_caches && in != out && aligned(run.out_step) && aligned(x.out_stride[1]) && aligned(first) &&
                       aligned(run.partner) && reinterpret_cast<uintptr_t>(out) % BYTES == 0;
     int64_t group = tokens > 1 && x.in_stride[1] < x.in_stride[2] ? HEADS : x.heads;
     const auto *cos = run.cos, *sin = run.sin;
@@ -267,25 +267,26 @@ template <class T, bool interleaved, bool inverse>
 void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
     using Real = typename T::Real;
     const ropewalk_tables &t = r.tables;
-    bool as_it_is = t.dtype == (sizeof(Real) == sizeof(double) ? ROPEWALK_F64 : ROPEWALK_F32) && t.cos_stride[3] == 1 &&
+    bool direct = t.dtype == (sizeof(Real) == sizeof(double) ? ROPEWALK_F64 : ROPEWALK_F32) && t.cos_stride[3] == 1 &&
                     t.sin_stride[3] == 1;
     int64_t heads = r.tensors[0].heads + (r.tensor_count > 1 ? r.tensors[1].heads : 0);
     int64_t tables = t.cos_stride[2] || t.sin_stride[2] ? r.tensors[0].heads : 1;  // tables of a token: one per head, or one
     int64_t size = r.batch * r.tokens * heads * r.head_dim * int64_t(sizeof(typename T::Stored));
-    bool past_caches = size >= LARGE;
+    bool bypass_caches = size >= LARGE;
     alignas(64) Real buffer[2][CHUNK];
     Run<T> run;
-    run.partner = r.pairs, run.far = size >= FAR && sizeof(typename T::Stored) == 2;  // wider dtypes are limited by bandwidth
+    // Wider dtypes are limited by bandwidth, so prefetching does not help them.
+    run.partner = r.pairs, run.prefetches = size >= PREFETCH_FROM && sizeof(typename T::Stored) == 2;
     for (int64_t row = begin, count; row < end; row += count) {
         int64_t batch = row / r.tokens, token = row % r.tokens;
-        count = smaller(smaller(end - row, r.tokens - token), as_it_is ? BLOCK : 1);
+        count = smaller(smaller(end - row, r.tokens - token), direct ? BLOCK : 1);
         int64_t at_cos = batch * t.cos_stride[0] + token * t.cos_stride[1];
         int64_t at_sin = batch * t.sin_stride[0] + token * t.sin_stride[1];
-        int64_t pairs = as_it_is ? r.pairs : CHUNK;
+        int64_t pairs = direct ? r.pairs : CHUNK;
         for (int64_t table = 0; table < tables; ++table, at_cos += t.cos_stride[2], at_sin += t.sin_stride[2]) {
             for (int64_t pair = 0; pair < r.pairs; pair += pairs) {
                 run.pairs = smaller(pairs, r.pairs - pair);
-                if (as_it_is) {
+                if (direct) {
                     run.cos = static_cast<const Real *>(t.cos) + at_cos, run.sin = static_cast<const Real *>(t.sin) + at_sin;
                 } else {
                     convert(t.cos, t.dtype, at_cos + pair * t.cos_stride[3], t.cos_stride[3], run.pairs, buffer[0]);
@@ -295,12 +296,12 @@ void rotate_rows(const ropewalk_rotation &r, int64_t begin, int64_t end) {
                 for (int n = 0; n < r.tensor_count; ++n) {
                     int64_t end_head = tables == 1 ? r.tensors[n].heads : table + 1;
                     rotate_tensor<T, interleaved, inverse>(r, r.tensors[n], run, batch, token, count, table, end_head, pair,
-                                                           past_caches);
+                                                           bypass_caches);
                 }
             }
         }
     }
-    if (past_caches) fence();
+    if (bypass_caches) fence();
 }
 
 template <class T>
@@ -366,10 +367,10 @@ void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
         int64_t batch = row / all.tokens, token = row % all.tokens;
         int64_t slot = s.slots ? s.slots[batch * s.slot_stride[0] + token * s.slot_stride[1]] : 0;
         int64_t block = s.slots && slot >= 0 ? slot / s.block_size : 0, inside = slot - block * s.block_size;
-        ropewalk_rotation one = all;  // the rotation of this token; its tensors begin at this token
-        one.tensor_count = slot < 0 ? 1 : 2;
-        for (int n = 0; n < one.tensor_count; ++n) {
-            ropewalk_tensor &x = one.tensors[n];
+        ropewalk_rotation of_token = all;  // the rotation of this token; its tensors begin at this token
+        of_token.tensor_count = slot < 0 ? 1 : 2;
+        for (int n = 0; n < of_token.tensor_count; ++n) {
+            ropewalk_tensor &x = of_token.tensors[n];
             bool stored = s.slots && n == 1;
             void *to = static_cast<Stored *>(x.out) + (stored ? block : batch) * x.out_stride[0] +
                        (stored ? inside : token) * x.out_stride[1];
@@ -380,7 +381,7 @@ void step_rows(const ropewalk_step &s, int64_t begin, int64_t end) {
             }
             x.out = to, x.out_stride[0] = x.out_stride[1] = 0;
         }
-        rotate_rows<T, interleaved, false>(one, row, row + 1);
+        rotate_rows<T, interleaved, false>(of_token, row, row + 1);
         if (s.slots && slot >= 0) {
             void *to = static_cast<Stored *>(s.v.out) + block * s.v.out_stride[0] + inside * s.v.out_stride[1];
             copy_token<Stored>(s.v, s.v_dim, batch, token, to);

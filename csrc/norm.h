@@ -24,8 +24,8 @@ template <class T>
 double sum_of_squares(const typename T::Stored *x, int64_t stride, int64_t channels, int64_t first, int64_t step, int64_t count) {
     if (first >= channels) return 0;
     if (count == 1) {
-        auto one = static_cast<double>(T::get(x[first * stride]));
-        return one * one;
+        auto x_first = static_cast<double>(T::get(x[first * stride]));
+        return x_first * x_first;
     }
     return sum_of_squares<T>(x, stride, channels, first, 2 * step, count / 2) +
            sum_of_squares<T>(x, stride, channels, first + step, 2 * step, count / 2);

@@ -1,5 +1,5 @@
-// Check and run common calls without Python: calls with plain PyTorch tensors on the CPU that fit, and that nothing observes.
-// Every other call is left to the Python code, which handles it or raises an error. No error is raised here.
+// Recognize calls that compiled code can run without Python: calls with plain PyTorch tensors on the CPU whose sizes match, while
+// nothing observes the operators. The Python code handles every other call or raises an error. Nothing here raises.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -11,7 +11,7 @@ namespace ropewalk {
 
 namespace nb = nanobind;
 
-// As PyObject_CallOneArg, which is not in the stable ABI.
+// The same as PyObject_CallOneArg, which is not in the stable ABI.
 inline PyObject *call(PyObject *function, PyObject *argument) {
     PyObject *arguments[] = {nullptr, argument};  // the free place is for the self of a bound method
     return PyObject_Vectorcall(function, arguments + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
@@ -20,11 +20,11 @@ inline PyObject *call(PyObject *function, PyObject *argument) {
 // The functions and attributes of torch that each call uses. `use_torch` looks them up once.
 struct Torch {
     const ExchangeAPI *api = nullptr;
-    PyObject *tensor_type = nullptr, *parameter_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *watchers = nullptr, *grad_enabled = nullptr,
+    PyObject *tensor_type = nullptr, *parameter_type = nullptr, *layouts = nullptr, *forward_ad = nullptr, *observers = nullptr, *grad_enabled = nullptr,
              *inference_enabled = nullptr, *is_neg = nullptr, *is_inference = nullptr, *empty_like = nullptr,
              *empty = nullptr, *increment_version = nullptr, *num_threads = nullptr, *dtype_keyword = nullptr, *requires_grad = nullptr, *current_level = nullptr;
 
-    // Get a view of a plain tensor. Returns false if its memory does not hold its values.
+    // Get a view of a tensor. Returns false unless it is plain: a torch.Tensor on the CPU whose memory has its values.
     bool view(PyObject *object, TensorView &out) const {
         return reinterpret_cast<PyObject *>(Py_TYPE(object)) == tensor_type && memory_of(object, out);
     }
@@ -34,19 +34,19 @@ struct Torch {
     }
     bool memory_of(PyObject *object, TensorView &out) const {
         if (api->view_of(object, &out) != 0) return PyErr_Clear(), false;
-        return out.on_cpu() && out.data && !says(is_neg, object);
+        return out.on_cpu() && out.data && !is_true(is_neg, object);
     }
-    // Whether a predicate of one tensor, or without arguments, is true. If it raises, the result is true, which makes the call
-    // uncommon.
-    static bool says(PyObject *predicate, PyObject *of = nullptr) {
+    // Returns whether a predicate, of a tensor or without arguments, is true. If it raises, the result is true, and the call is
+    // left to Python.
+    static bool is_true(PyObject *predicate, PyObject *of = nullptr) {
         return truth(of ? call(predicate, of) : PyObject_CallNoArgs(predicate));
     }
-    bool wants_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
-    // Whether a transform, a mode, a tracer or a profiler must observe the operators inside. If `profiled`, the profiler, which
-    // is the last of the watchers, already records this call.
-    bool watched(bool profiled = false) const {
-        for (Py_ssize_t i = 0; i < PyTuple_Size(watchers) - (profiled ? 1 : 0); ++i) {
-            if (says(PyTuple_GetItem(watchers, i))) return true;
+    bool requires_gradient(PyObject *tensor) const { return truth(PyObject_GetAttr(tensor, requires_grad)); }
+    // Returns whether a transform, a mode, a tracer or a profiler must see the operators inside. If `profiled` is true, the
+    // profiler already records this call and is not asked. It is the last of the observers.
+    bool is_observed(bool profiled = false) const {
+        for (Py_ssize_t i = 0; i < PyTuple_Size(observers) - (profiled ? 1 : 0); ++i) {
+            if (is_true(PyTuple_GetItem(observers, i))) return true;
         }
         PyObject *level = PyObject_GetAttr(forward_ad, current_level);
         bool differentiates = !level || PyLong_AsLong(level) != -1;
@@ -55,14 +55,15 @@ struct Torch {
     }
 
 private:
-    static bool truth(PyObject *answer) {
-        int is = answer ? PyObject_IsTrue(answer) : 1;
-        Py_XDECREF(answer), PyErr_Clear();
+    static bool truth(PyObject *result) {
+        int is = result ? PyObject_IsTrue(result) : 1;
+        Py_XDECREF(result), PyErr_Clear();
         return is != 0;
     }
 };
 
-// The bytes from the first to the last element along some of the axes (bits of `which`: batch, token, head, channel).
+// The number of bytes from the first to the last element along some of the axes. The bits of `which` select batch, token, head and
+// channel.
 inline int64_t extent(const TensorView &x, const int (&at)[4], int which, int64_t size) {
     int64_t last = 0;
     for (int i = 0; i < 4; ++i) {
@@ -71,9 +72,9 @@ inline int64_t extent(const TensorView &x, const int (&at)[4], int which, int64_
     return (last + 1) * size;
 }
 
-// Whether two tensors certainly have no element in common: their address ranges are disjoint, or they are slices of one fused
-// projection, adjacent in every token or in every row of the batch. False if this quick test cannot tell.
-inline bool apart(const TensorView &q, const TensorView &k, const int (&at)[4], int64_t size) {
+// Returns whether two tensors certainly share no element: their address ranges are disjoint, or they are slices of one fused
+// projection that are adjacent in every token or in every row of the batch. False means that this quick test cannot exclude it.
+inline bool certainly_disjoint(const TensorView &q, const TensorView &k, const int (&at)[4], int64_t size) {
     const TensorView &low = q.first() <= k.first() ? q : k, &high = q.first() <= k.first() ? k : q;
     const int64_t between = high.first() - low.first();
     if (between >= extent(low, at, 15, size)) return true;

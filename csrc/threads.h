@@ -24,10 +24,10 @@ struct OpenMP {
 };
 inline OpenMP openmp;
 
-// A forked process has no threads of the pool, and the runtime would wait for them forever. The handler is installed when this
-// library is loaded, because torch may have filled the pool before our first call.
+// A forked process does not have the threads of the pool, and the runtime would wait for them forever. The handler is installed
+// when this library is loaded, because torch may start the threads before the first call of this library.
 inline bool forked = false;
-inline const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+inline const int handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 #endif
 
 // Call work(begin, end) for all of [0, rows), on up to `threads` threads. Each thread processes one contiguous range, the same
@@ -42,12 +42,12 @@ void share_rows(int64_t rows, int threads, const Work &work) {
             const Work &work;
         } team{rows, work};
         if (openmp.usable()) {
-            auto member = [](void *data) {
+            auto run_share = [](void *data) {
                 const Team &team = *static_cast<const Team *>(data);
                 int64_t number = openmp.thread_num(), size = openmp.num_threads();
                 team.work(team.rows * number / size, team.rows * (number + 1) / size);
             };
-            openmp.parallel(member, &team, static_cast<unsigned>(std::min<int64_t>(threads, rows)), 0);
+            openmp.parallel(run_share, &team, static_cast<unsigned>(std::min<int64_t>(threads, rows)), 0);
             return;
         }
     }

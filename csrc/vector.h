@@ -112,15 +112,15 @@ inline void write(T *to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-// With past_caches, store with a non-temporal instruction, for outputs too large to stay in a cache. `to` must then be aligned
+// With bypass_caches, store with a non-temporal instruction, for outputs too large to stay in a cache. `to` must then be aligned
 // to the size of the vector.
-template <bool past_caches, class T, class V>
+template <bool bypass_caches, class T, class V>
 inline void put(T *to, V v) {
 #if defined(__AVX512F__)
-    if constexpr (past_caches && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), bits<__m512i>(v));
+    if constexpr (bypass_caches && sizeof v == 64) return _mm512_stream_si512(reinterpret_cast<__m512i *>(to), bits<__m512i>(v));
 #endif
 #if defined(__AVX2__)
-    if constexpr (past_caches && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), bits<__m256i>(v));
+    if constexpr (bypass_caches && sizeof v == 32) return _mm256_stream_si256(reinterpret_cast<__m256i *>(to), bits<__m256i>(v));
 #endif
     write(to, v);
 }
@@ -145,13 +145,13 @@ inline void split(V x, V y, V &even, V &odd, Indices<I...>) {
 
 // Exchange neighbouring elements.
 template <class V, int... I>
-inline V exchanged(V x, Indices<I...>) {
+inline V swap_neighbours(V x, Indices<I...>) {
     return __builtin_shufflevector(x, x, (I ^ 1)...);
 }
 
 // Interleave two vectors to (x0, y0, x1, y1, ...): their first halves into one vector, their second halves into another.
 template <class V, int... I>
-inline void weave(V x, V y, V &first, V &second, Indices<I...>) {
+inline void interleave(V x, V y, V &first, V &second, Indices<I...>) {
     constexpr int n = sizeof...(I);
     first = __builtin_shufflevector(x, y, (I / 2 + n * (I % 2))...);
     second = __builtin_shufflevector(x, y, ((I + n) / 2 + n * (I % 2))...);
@@ -160,7 +160,7 @@ inline void weave(V x, V y, V &first, V &second, Indices<I...>) {
 // Conversion from 16 to 32 bits and back. GCC compiles the general form to more than one instruction.
 constexpr int WORDS = BYTES / 4;
 
-inline Vector<uint32_t, WORDS> widened(const uint16_t *from) {
+inline Vector<uint32_t, WORDS> widen(const uint16_t *from) {
 #if defined(__AVX512F__)
     return bits<Vector<uint32_t, WORDS>>(_mm512_maskz_cvtepu16_epi32(0xffff, read<__m256i>(from)));
 #elif defined(__AVX2__)
@@ -170,12 +170,12 @@ inline Vector<uint32_t, WORDS> widened(const uint16_t *from) {
 #endif
 }
 
-template <bool past_caches>
-inline void narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
+template <bool bypass_caches>
+inline void store_narrowed(uint16_t *to, Vector<uint32_t, WORDS> x) {
 #if defined(__AVX512F__)
-    put<past_caches>(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
+    put<bypass_caches>(to, _mm512_maskz_cvtepi32_epi16(0xffff, bits<__m512i>(x)));
 #else
-    put<past_caches>(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
+    put<bypass_caches>(to, __builtin_convertvector(x, Vector<uint16_t, WORDS>));
 #endif
 }
 
@@ -186,7 +186,7 @@ inline Reals<T> load(const typename T::Stored *from) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
         return read<Reals<T>>(from);
     } else if constexpr (T::is_bfloat) {
-        return bits<Reals<T>>(widened(from) << 16);
+        return bits<Reals<T>>(widen(from) << 16);
     } else {
 #if defined(__AVX512F__)
         return bits<Reals<T>>(_mm512_maskz_cvtph_ps(0xffff, read<__m256i>(from)));
@@ -201,27 +201,27 @@ inline Reals<T> load(const typename T::Stored *from) {
 }
 
 // Round to bfloat16 numbers, which are in the upper halves of the results.
-inline Vector<uint32_t, WIDTH<BF16>> rounded(Reals<BF16> x) {
+inline Vector<uint32_t, WIDTH<BF16>> round_to_bfloat16(Reals<BF16> x) {
     auto u = bits<Vector<uint32_t, WIDTH<BF16>>>(x);
     auto nearest = u + 0x7fff + (u >> 16 & 1);
     return x != x ? (u | 0x400000) : nearest;
 }
 
-template <class T, bool past_caches = false>
+template <class T, bool bypass_caches = false>
 inline void store(typename T::Stored *to, Reals<T> x) {
     if constexpr (sizeof(typename T::Stored) == sizeof(typename T::Real)) {
-        put<past_caches>(to, x);
+        put<bypass_caches>(to, x);
     } else if constexpr (T::is_bfloat) {
 #if defined(__AVX512BF16__)
-        put<past_caches>(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
+        put<bypass_caches>(to, _mm512_cvtneps_pbh(bits<__m512>(x)));
 #else
-        narrowed<past_caches>(to, rounded(x) >> 16);
+        store_narrowed<bypass_caches>(to, round_to_bfloat16(x) >> 16);
 #endif
     } else {
 #if defined(__AVX512F__)
-        put<past_caches>(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
+        put<bypass_caches>(to, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__)
-        put<past_caches>(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
+        put<bypass_caches>(to, _mm256_cvtps_ph(bits<__m256>(x), _MM_FROUND_TO_NEAREST_INT));
 #else
         for (int i = 0; i < WIDTH<T>; ++i) to[i] = T::put(x[i]);
 #endif
@@ -238,18 +238,18 @@ inline void load_neighbours(const uint16_t *from, Reals<BF16> &first, Reals<BF16
 
 #if defined(__AVX512BF16__)
 template <class V, int... I>
-inline V halves_woven(V x, Indices<I...>) {
+inline V interleave_halves(V x, Indices<I...>) {
     return __builtin_shufflevector(x, x, (I / 2 + int(sizeof...(I)) / 2 * (I % 2))...);
 }
 #endif
 
-template <bool past_caches>
+template <bool bypass_caches>
 inline void store_neighbours(uint16_t *to, Reals<BF16> first, Reals<BF16> second) {
 #if defined(__AVX512BF16__)
     auto halves = bits<Vector<uint16_t, 32>>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
-    put<past_caches>(to, halves_woven(halves, Count<32>::type()));
+    put<bypass_caches>(to, interleave_halves(halves, Count<32>::type()));
 #else
-    put<past_caches>(to, rounded(first) >> 16 | (rounded(second) & 0xffff0000));
+    put<bypass_caches>(to, round_to_bfloat16(first) >> 16 | (round_to_bfloat16(second) & 0xffff0000));
 #endif
 }
 #endif  // ROPEWALK_VECTORS

@@ -150,7 +150,7 @@ void check_rotated(const ropewalk_rotation &r, const ropewalk_tensor &x, const s
             int64_t to = at(x.out_stride, batch, token, head, i);
             written[static_cast<size_t>(to)] = true;
             if (i >= r.offset && i < r.offset + 2 * r.pairs) continue;
-            same(in, at(x.in_stride, batch, token, head, i), to, "a channel that stands still");
+            same(in, at(x.in_stride, batch, token, head, i), to, "an unrotated channel");
         }
         for (int64_t i = 0; i < r.pairs; ++i) {
             double a = get(r.dtype, in.data(), at(x.in_stride, batch, token, head, first_of(r, i)));
@@ -213,7 +213,7 @@ void test_rotate(const ropewalk_kernels &kernels, ropewalk_rotation r, const Sha
     r.tables.cos = cos.bytes.get(), r.tables.sin = sin.bytes.get(), r.tables.dtype = kind.dtype;
     call(kernels.rotate, r, r.batch * r.tokens);
     for (int n = 0; n < r.tensor_count; ++n) {
-        if (!way.in_place) check(tensors.in[n].copy() == tensors.in_before[n], "the input, which must be as it was,");
+        if (!way.in_place) check(tensors.in[n].copy() == tensors.in_before[n], "the input, which must not change,");
         check_rotated(r, r.tensors[n], tensors.in_before[n], tensors.out_before[n], tensors.output(n));
     }
 }
@@ -285,12 +285,12 @@ void test_step(const ropewalk_kernels &kernels, ropewalk_step s, const Shape &sh
     tensors.remember();
     auto k_before = k_cache.copy(), v_before = v_cache.copy(), v_given = v.copy();
     call(kernels.step, s, rows);
-    check(v.copy() == v_given, "v, which must be as it was,");
+    check(v.copy() == v_given, "v, which must not change,");
     std::vector<bool> k_written(static_cast<size_t>(k_cache.count)), v_written(static_cast<size_t>(v_cache.count));
     for (int n = 0; n < 2; ++n) {
         const ropewalk_tensor &x = r.tensors[n];
         auto index = static_cast<size_t>(n);
-        check(tensors.in[index].copy() == tensors.in_before[index], "the input, which must be as it was,");
+        check(tensors.in[index].copy() == tensors.in_before[index], "the input, which must not change,");
         bool to_cache = stores && n == 1;
         const Memory &out = to_cache ? k_cache : tensors.output(n);
         for (int64_t row = 0; row < rows * x.heads; ++row) {
@@ -359,8 +359,8 @@ void test_table_gradient(const ropewalk_kernels &kernels, ropewalk_rotation r, c
     ropewalk_table_gradient gradient = {r, d_cos.bytes.get(), d_sin.bytes.get(), per_head};
     call(kernels.table_gradient, gradient, r.batch * r.tokens);
     for (int n = 0; n < r.tensor_count; ++n) {
-        check(tensors.in[n].copy() == tensors.in_before[n], "what came in, which must be as it was,");
-        check(tensors.output(n).copy() == tensors.out_before[n], "the gradient of what was turned, which must be as it was,");
+        check(tensors.in[n].copy() == tensors.in_before[n], "the input, which must not change,");
+        check(tensors.output(n).copy() == tensors.out_before[n], "the gradient to the output, which must not change,");
     }
     for (int64_t i = 0; i < d_cos.count; ++i) {
         int64_t pair = i % r.pairs, token = i / r.pairs % r.tokens, table = i / r.pairs / r.tokens % tables;
@@ -422,8 +422,8 @@ void test_angles(const ropewalk_kernels &kernels, ropewalk_dtype dtype, int64_t 
         rest *= 0.785398163397448309615660845819875721L;
         long double root = std::sqrt(0.5L), c = std::cos(rest), s = std::sin(rest);
         for (; eighth > 0; --eighth) {
-            long double turned = root * (c - s);
-            s = root * (c + s), c = turned;
+            long double rotated = root * (c - s);
+            s = root * (c + s), c = rotated;
         }
         // In float64, t, its product, the last two steps of the polynomial and the factor each round by 2^-53. float32 rounds
         // once more.
