@@ -1,6 +1,6 @@
-"""What attention is compared with: written out in float64, each pair of query and key turned by itself.
+"""The reference for attention: written out in float64, with a separate rotation for each pair of query and key.
 
-Imports nothing of ropewalk. PyTorch is here for its autograd only: the gradients are those of the formulas below.
+Imports nothing of ropewalk. PyTorch only provides autograd for the formulas below.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ DOUBLE = torch.float64
 
 
 @dataclass(frozen=True)
-class Turn:
-    """How a head is turned: radians per position of each pair, and which channels are pairs."""
+class Rotary:
+    """Rotates the heads of a tensor: radians per position for each pair, and the channels of each pair."""
 
     speeds: Sequence[float]
     pairing: str
@@ -26,17 +26,17 @@ class Turn:
     factor: float = 1.0
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [..., heads, head_dim] at positions [...], as complex numbers times factor · exp(i · position · speed)."""
+        """Rotate x [..., heads, head_dim] to positions [...], by multiplying complex numbers."""
         angles = self.angles(positions)[..., None, :]
         first, second = zip(*oracle.channels(2 * len(self.speeds), self.pairing, self.offset), strict=True)
         z = torch.complex(x[..., list(first)], x[..., list(second)]) * self.factor * torch.exp(1j * angles)
-        turned = x.clone()
-        turned[..., list(first)] = z.real
-        turned[..., list(second)] = z.imag
-        return turned
+        rotated = x.clone()
+        rotated[..., list(first)] = z.real
+        rotated[..., list(second)] = z.imag
+        return rotated
 
     def angles(self, positions: Tensor) -> Tensor:
-        """In radians, [..., pairs]."""
+        """Return the angles in radians, [..., pairs]."""
         return positions.to(DOUBLE)[..., None] * torch.tensor([float(w) for w in self.speeds], dtype=DOUBLE)
 
 
@@ -46,17 +46,18 @@ def attention(
     *,
     heads: int,
     kv_heads: int,
-    turn: Turn | None,
+    rotary: Rotary | None,
     at: tuple[Tensor, Tensor],
     seen: Tensor,
     softmax_factor: float = 1.0,
     eps: float | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention of x [batch, seq, hidden] by weights with Llama's names.
+    """Compute attention of x [batch, seq, hidden], with weights that have Llama's names.
 
-    at: the positions of query i and key j for the pair (i, j), each [seq, seq] or [batch, seq, seq].
-    seen: bool, [..., seq, seq], pairs that count; bias: added to the scores, broadcast to [batch, heads, seq, seq].
+    at: the positions of query i and of key j for the pair (i, j), each [seq, seq] or [batch, seq, seq].
+    seen: bool [..., seq, seq], True where a query attends to a key.
+    bias: added to the scores, broadcast to [batch, heads, seq, seq].
     """
     weights = {name: value.to(DOUBLE) for name, value in weights.items()}
     batch, seq, _ = x.shape
@@ -80,8 +81,8 @@ def attention(
     of_query, of_key = (p.expand(batch, seq, seq) for p in at)
     q_pairs = q[:, :, None].expand(batch, seq, seq, heads, head_dim)
     k_pairs = k[:, None].expand(batch, seq, seq, heads, head_dim)
-    if turn is not None:
-        q_pairs, k_pairs = turn(q_pairs, of_query), turn(k_pairs, of_key)
+    if rotary is not None:
+        q_pairs, k_pairs = rotary(q_pairs, of_query), rotary(k_pairs, of_key)
     scores = (q_pairs * k_pairs).sum(-1).permute(0, 3, 1, 2) * softmax_factor / head_dim**0.5
     if bias is not None:
         scores = scores + bias.to(DOUBLE)
@@ -95,7 +96,7 @@ def attention(
 
 
 def pairs(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [..., seq]: the position of query i and of key j, for each pair."""
+    """Return the position of query i and of key j for each pair, given positions [..., seq]."""
     seq = positions.shape[-1]
     shape = (*positions.shape, seq)
     return positions[..., :, None].expand(shape), positions[..., None, :].expand(shape)
@@ -106,7 +107,7 @@ def causal(seq: int) -> Tensor:
 
 
 def self_extend(positions: Sequence[int], group: int, window: int) -> tuple[Tensor, Tensor]:
-    """The positions that Self-Extend (2401.01325) gives each pair, in a loop over the pairs."""
+    """Return the positions that Self-Extend (2401.01325) assigns to each pair, computed in a loop over the pairs."""
     of_query, of_key = [], []
     for m in positions:
         rows = [(m, n) if m - n < window else (m // group + window - window // group, n // group) for n in positions]
@@ -116,7 +117,7 @@ def self_extend(positions: Sequence[int], group: int, window: int) -> tuple[Tens
 
 
 def streaming(seq: int, window: int, sinks: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """StreamingLLM, by what its cache holds when token i has come: positions in that cache, and who is there."""
+    """Return positions and mask of StreamingLLM, by simulating the content of its cache after each token i."""
     of_query, of_key = (torch.zeros(seq, seq, dtype=torch.int64) for _ in range(2))
     seen = torch.zeros(seq, seq, dtype=torch.bool)
     held: list[int] = []

@@ -1,4 +1,4 @@
-"""A model of two layers on a KVCache, and the same written out in float64, for the tests of the cache."""
+"""A model of two layers with a KVCache, and the same model written out in float64, for the tests of the cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import KVCache, Rope, RotaryAttention, SelfExtend, YaRN
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 12, 4, 2, 6, 2
 YARN_FACTOR = 0.1 * 1.3862943611198906 + 1
-ROPES: dict[str, tuple[Rope | None, Turn | None]] = {
-    "default": (Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")),
+ROPES: dict[str, tuple[Rope | None, Rotary | None]] = {
+    "default": (Rope(HEAD_DIM, 1e4, "half"), Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")),
     "YaRN, partial": (
         Rope(HEAD_DIM, 1e2, "interleaved", rotary_dim=4, rotary_offset=2, scaling=YaRN(4, 32)),
-        Turn(oracle.yarn(1e2, 4, 4, 32), "interleaved", offset=2, factor=YARN_FACTOR),
+        Rotary(oracle.yarn(1e2, 4, 4, 32), "interleaved", offset=2, factor=YARN_FACTOR),
     ),
     "none": (None, None),
 }
@@ -45,7 +45,7 @@ def cache_of(batch: int, **size: Any) -> KVCache:
 
 @torch.no_grad()
 def run(cache: KVCache, x: Tensor, rope: Rope | SelfExtend | None, **options: Any) -> Tensor:
-    """One forward pass of the new tokens x."""
+    """Run one forward pass of the new tokens x."""
     step = cache.step(x.shape[1], **options)
     if rope is None:
         rotation = None
@@ -59,17 +59,17 @@ def run(cache: KVCache, x: Tensor, rope: Rope | SelfExtend | None, **options: An
 
 
 @torch.no_grad()
-def in_one_piece(x: Tensor, turn: Turn | None, at: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
-    """The same of one row [seq, hidden], without ropewalk."""
+def run_whole_row(x: Tensor, rotary: Rotary | None, at: tuple[Tensor, Tensor], seen: Tensor) -> Tensor:
+    """Compute the model for one whole row [seq, hidden], without ropewalk."""
     x = x[None]
     for layer in MODEL:
         weights = dict(layer.named_parameters())
-        x = x + written_out.attention(x, weights, heads=HEADS, kv_heads=KV_HEADS, turn=turn, at=at, seen=seen)
+        x = x + written_out.attention(x, weights, heads=HEADS, kv_heads=KV_HEADS, rotary=rotary, at=at, seen=seen)
     return x[0]
 
 
 def distances(seq: int, size: dict[str, int], positions: Tensor | None = None) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Positions and visibility of each pair in a cache of such a size; positions are 0, 1, 2, … if not given."""
+    """Return positions and mask of each pair in a cache of this size. Default positions are 0, 1, 2, …"""
     if "sinks" in size:
         assert positions is None
         return written_out.streaming(seq, size["window"], size["sinks"])
@@ -78,14 +78,21 @@ def distances(seq: int, size: dict[str, int], positions: Tensor | None = None) -
     return written_out.pairs(torch.arange(seq) if positions is None else positions), torch.tensor(seen).view(seq, seq)
 
 
-def check_rows(outputs: list[Tensor], inputs: list[Tensor], real: list[Tensor], turn: Turn | None, how: Any) -> None:
-    """Each row's real tokens, put together from the pieces, against the row in one piece: how(row, tokens) says how."""
+def check_rows(
+    outputs: list[Tensor], inputs: list[Tensor], real: list[Tensor], rotary: Rotary | None, how: Any
+) -> None:
+    """Concatenate the outputs of all steps, and compare the real tokens of each row with one pass over the row.
+
+    how(row, tokens) returns positions and mask of that pass.
+    """
     out, x, kept = (torch.cat(pieces, dim=1) for pieces in (outputs, inputs, real))
-    assert out.isfinite().all()  # padding too: nan would spread
+    assert out.isfinite().all()  # including padding, because NaN would spread
     for row in range(x.shape[0]):
         tokens = x[row, kept[row]]
         if len(tokens):
-            torch.testing.assert_close(out[row, kept[row]], in_one_piece(tokens, turn, *how(row, len(tokens))), **EXACT)
+            torch.testing.assert_close(
+                out[row, kept[row]], run_whole_row(tokens, rotary, *how(row, len(tokens))), **EXACT
+            )
 
 
 def state(cache: KVCache) -> list[Tensor]:
@@ -102,7 +109,7 @@ class StoppedError(Exception):
 
 @torch.no_grad()
 def forward_until(cache: KVCache, x: Tensor, after: int, **options: Any) -> None:
-    """A forward pass that raises when `after` layers have stored their keys."""
+    """Run a forward pass that raises once `after` layers have stored their keys."""
     rope, _ = ROPES["default"]
     assert rope is not None
     step = cache.step(x.shape[1], **options)

@@ -1,4 +1,4 @@
-"""Settings for every test."""
+"""Settings for all tests."""
 
 import os
 import sys
@@ -6,17 +6,17 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before torch is loaded: with as many processes as cores, threads that wait for each other must not spin.
+# Must be set before torch is loaded: if there are as many processes as cores, waiting threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Machines are shared and slow at times: no test fails because of a clock. The same examples in every run.
+# No test may fail because a machine is slow, so there is no deadline. Every run uses the same examples.
 settings.register_profile(
     "ropewalk", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=100
 )
 settings.load_profile("ropewalk")
 
-# What takes most of the time: trainings, compilations, other processes, the interpreter, fuzzes. A folder ends in "/",
-# and what follows "::" is the beginning of a test's name.
+# The slow tests: training, compilation, other processes, Triton's interpreter and fuzzing. A folder ends in "/". The
+# text after "::" is the beginning of a test's name.
 SLOW = (
     "attention/test_cache_axes.py::test_compiles_once",
     "attention/test_cache_step.py::TestCompiledLayerByLayer",
@@ -80,20 +80,20 @@ SLOW = (
 
 
 def pytest_runtest_setup() -> None:
-    """Seed PyTorch for each test, so that what a test draws does not depend on the tests before it."""
+    """Seed PyTorch for each test, so that its random numbers do not depend on earlier tests."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`pytest` alone leaves out what is slow; with paths it runs all that is there: `pytest tests src`."""
+    """Deselect slow tests if pytest is called without paths. With paths, as in `pytest tests src`, run all tests."""
     alone = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if alone and not config.option.markexpr:
         config.option.markexpr = "not slow"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of those files as slow; files with slow tests run first, since short ones even out the workers."""
+    """Mark the slow tests, and run files with slow tests first, so that short tests balance the workers at the end."""
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker(pytest.mark.slow)

@@ -1,7 +1,7 @@
 """One process of tests/parallel/test_context.py: `python context_parallel_worker.py RANK SIZE RENDEZVOUS`.
 
-Two layers over 40 tokens, of which each rank holds some, against the whole in float64, written out, on every rank. The
-last line is JSON: each check, and what is wrong with it.
+Each rank has some of 40 tokens. Two layers are compared with the whole sequence, which every rank computes in float64
+by written-out formulas. The last line of output is JSON: each check with its error.
 """
 
 from __future__ import annotations
@@ -25,31 +25,35 @@ from ropewalk.parallel import ContextParallel
 from ropewalk.positions import context_parallel
 
 SEQ, WINDOW = 40, 7
-DOCUMENTS = {"whole": (SEQ,), "packed": (5, 1, 25), "cut by itself": (8, 16, 16)}  # behind the packed ones is padding
+DOCUMENTS = {
+    "whole": (SEQ,),
+    "packed": (5, 1, 25),
+    "cut by itself": (8, 16, 16),
+}  # the packed documents are followed by padding
 PARAMETERS = [parameter for layer in MODEL for parameter in layer.parameters()]
 ORDERS = ("contiguous", "head-tail", "striped")
 
 
 def row(documents: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """For each token of the row: its document, and its position in it. What is behind the last is one more."""
+    """Return the document of each token and its position in the document. Padding forms one more document."""
     lengths = [*documents, SEQ - sum(documents)]
     return [d for d, n in enumerate(lengths) for _ in range(n)], [i for n in lengths for i in range(n)]
 
 
 def inputs(batch: int) -> tuple[Tensor, Tensor]:
-    """The hidden states, and what their outputs are multiplied with before they are summed to the loss."""
+    """Return the hidden states, and the weights with which the outputs are summed to the loss."""
     x, factor = torch.randn(2, batch, SEQ, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return x, factor
 
 
 def differentiated(out: Tensor, factor: Tensor, x: Tensor) -> list[Tensor]:
-    """The gradients of the loss: to x, and to each parameter."""
+    """Return the gradients of the loss to x and to each parameter."""
     return list(torch.autograd.grad((out * factor).sum(), [x, *PARAMETERS]))
 
 
 @functools.cache
 def wanted(documents: str, rope: str, window: int, batch: int) -> tuple[Tensor, list[Tensor]]:
-    """The output of the whole sequence on one rank, and the gradients."""
+    """Return the output of the whole sequence on one rank, and its gradients."""
     document, position = row(DOCUMENTS[documents])
     seen = [[j <= i < j + window and document[i] == document[j] for j in range(SEQ)] for i in range(SEQ)]
     x, factor = inputs(batch)
@@ -58,7 +62,7 @@ def wanted(documents: str, rope: str, window: int, batch: int) -> tuple[Tensor, 
         weights = dict(layer.named_parameters())
         at = written_out.pairs(torch.tensor(position))
         attended = written_out.attention(
-            out, weights, heads=HEADS, kv_heads=KV_HEADS, turn=ROPES[rope][1], at=at, seen=torch.tensor(seen)
+            out, weights, heads=HEADS, kv_heads=KV_HEADS, rotary=ROPES[rope][1], at=at, seen=torch.tensor(seen)
         )
         out = out + attended
     return out.detach(), differentiated(out, factor, x)
@@ -73,7 +77,7 @@ def check(
     batch: int = 2,
     compiled: bool = False,
 ) -> None:
-    """Outputs and gradients of this rank's tokens; the gradients of parameters summed over the ranks."""
+    """Compare outputs and gradients of this rank's tokens, and the gradients of parameters, summed over the ranks."""
     ends = torch.tensor([sum(DOCUMENTS[documents][:i]) for i in range(len(DOCUMENTS[documents]) + 1)])
     described = ROPES[rope][0]
     positions = torch.tensor(row(DOCUMENTS[documents])[1])[places]
@@ -89,7 +93,7 @@ def check(
     for gradient in ours[1:]:
         dist.all_reduce(gradient)
     outputs, gradients = wanted(documents, rope, window, batch)
-    assert type(out) is Tensor  # no subclass that waits for a collective
+    assert type(out) is Tensor  # not a subclass that waits for a collective
     for mine, theirs in zip([out, *ours], [outputs[:, places], gradients[0][:, places], *gradients[1:]], strict=True):
         torch.testing.assert_close(mine, theirs, **EXACT)
 
@@ -107,13 +111,13 @@ def checks(rank: int, size: int) -> dict[str, Callable[[], None]]:
     found["any order"] = functools.partial(check, any_order, "packed", rope="YaRN, partial", window=WINDOW)
     found["int32, not rotated"] = functools.partial(check, any_order.int(), "packed", rope="none")
     found["one row"] = functools.partial(check, any_order, "whole", batch=1)
-    if size == 2:  # it takes long, and the graph is the same for more
+    if size == 2:  # compilation is slow, and the graph does not depend on the number of ranks
         found["compiled"] = functools.partial(check, any_order, "packed", compiled=True)
     return found
 
 
 def refused(places: Tensor, message: str, documents: tuple[int, ...] | None = None) -> None:
-    """Every rank raises, so none waits for the others."""
+    """Check that every rank raises, so that no rank waits for the others."""
     with pytest.raises(RopeError, match=re.escape(f"ContextParallel: {message}")):
         ContextParallel(places, cu_seqlens=None if documents is None else torch.tensor(documents))
 
@@ -143,7 +147,7 @@ def main(rank: int, size: int, rendezvous: str) -> None:
     for name, run in {**checks(rank, size), **refusals(rank, size)}.items():
         try:
             run()
-        except Exception as e:  # the others are still worth knowing
+        except Exception as e:  # continue with the other checks
             wrong[name] = f"{type(e).__name__}: {e}"
         else:
             wrong[name] = ""

@@ -1,4 +1,4 @@
-"""A table of hundreds of rows is one test, which lists every row that fails."""
+"""Run a table of hundreds of rows as one test that lists every failing row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def each(rows: Iterable[tuple[str, Any]], check: Callable[[Any], None]) -> None:
-    """Run `check` on every row, and fail with the names and the first lines of all that failed."""
+    """Run `check` on every row. Fail with the names of all failing rows and the first lines of their errors."""
     failures, count = [], 0
     for name, row in rows:
         count += 1
         try:
             check(row)
-        except Exception as e:  # whatever is wrong with one row, the others are still worth knowing
+        except Exception as e:  # continue, to report every failing row
             failures.append(f"{name}: {type(e).__name__}: {e!s:.400}")
     assert count, "no rows"
     assert not failures, f"{len(failures)} of {count} failed\n" + "\n".join(failures)

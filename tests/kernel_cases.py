@@ -1,4 +1,4 @@
-"""Inputs for tests of the kernels, and the allowed distance from the oracle."""
+"""Inputs for tests of the kernels, and comparisons of their results with the oracle."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def shape(layout: str, batch: int, seq: int, heads: int, head_dim: int) -> tuple
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits as integers: tells -0 from 0, and nan is equal to itself."""
+    """Return the bits as integers, so that -0 differs from 0 and NaN equals itself."""
     return x.contiguous().view(INTEGERS[x.element_size()])
 
 
 def as_bshd(x: Tensor, layout: str) -> np.ndarray:
-    """A tensor in float64 and one order of axes."""
+    """Return a tensor as float64 with the axes [batch, seq, heads, head_dim]."""
     array = x.detach().double().cpu().numpy()
     letters = layout.replace("t", "s")
     if "b" not in letters:
@@ -42,7 +42,7 @@ def as_bshd(x: Tensor, layout: str) -> np.ndarray:
 
 
 def broadcast(table: Tensor) -> np.ndarray:
-    """A table against [batch, seq, heads, pairs]: as a Rotation has it, or per head [batch, heads, seq, pairs]."""
+    """Return a table, as in a Rotation or per head, in a shape that broadcasts to [batch, seq, heads, pairs]."""
     array = table.detach().double().cpu().numpy()
     if array.ndim == 4:
         return array.transpose(0, 2, 1, 3)
@@ -52,7 +52,7 @@ def broadcast(table: Tensor) -> np.ndarray:
 def expected(
     x: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str, offset: int, inverse: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    return oracle.turned(as_bshd(x, layout), broadcast(cos), broadcast(sin), pairing, offset, inverse)
+    return oracle.rotate_by_tables(as_bshd(x, layout), broadcast(cos), broadcast(sin), pairing, offset, inverse)
 
 
 def check(
@@ -60,15 +60,20 @@ def check(
     exact: np.ndarray,
     size: np.ndarray,
     layout: str,
-    says: object,
+    description: object,
     flushed: bool = False,
     truncated: bool = False,
 ) -> None:
-    """y is the exact value, but for the roundings that are promised.
+    """Check that y is the exact value up to the documented roundings.
 
-    Two products, one sum and a float64 table to float32 (`size` is the sum of the products' sizes, and float64 rounds
-    in the oracle as well); then one rounding to the dtype of y. `flushed`: bfloat16 below the normal numbers may be 0.
-    `truncated`: it is cut off instead of rounded, as Triton's interpreter does with bfloat16.
+    The roundings are those of two products, one sum and a float64 table to float32, and then one to the dtype of y.
+    The oracle rounds in float64 as well.
+
+    Args:
+        size: the sum of the magnitudes of the products.
+        description: the case, for the message.
+        flushed: whether subnormal bfloat16 numbers may be 0.
+        truncated: whether y is truncated instead of rounded, as Triton's interpreter does with bfloat16.
     """
     unit = torch.finfo(torch.float64 if y.dtype == torch.float64 else torch.float32).eps / 2
     out = torch.finfo(y.dtype)
@@ -79,10 +84,10 @@ def check(
         + smallest
     )
     error = abs(as_bshd(y, layout) - exact)
-    still = size == 0  # copied, or turned to 0
+    still = size == 0  # copied channels, or products that are all 0
     worst = np.unravel_index(np.argmax(np.where(error > allowed, error, 0)), error.shape) if error.size else ()
     assert (error <= np.where(still, smallest, allowed)).all(), (
-        f"{says}: {(~(error <= allowed)).sum()} wrong, {as_bshd(y, layout)[worst]} for {exact[worst]} at {worst}"
+        f"{description}: {(~(error <= allowed)).sum()} wrong, {as_bshd(y, layout)[worst]} for {exact[worst]} at {worst}"
     )
 
 
@@ -95,7 +100,10 @@ def by_reference(
 
 
 def same(x: Tensor, y: Tensor, level: str) -> bool:
-    """Bit for bit, but for the payload of a nan; AVX512-BF16 may make 0 of bfloat16 below the normal numbers."""
+    """Return whether x and y have the same bits, except for payloads of NaN.
+
+    AVX512-BF16 may flush subnormal bfloat16 numbers to 0.
+    """
     x, y = x.detach(), y.detach()
     equal = (bits(x) == bits(y)) | (x.isnan() & y.isnan())
     if level == "avx512_bf16" and x.dtype == torch.bfloat16:
@@ -107,7 +115,7 @@ def unchanged(x: Tensor, before: Tensor) -> bool:
     return torch.equal(bits(x), bits(before))
 
 
-def turned(
+def check_rotation(
     kernel: Any,
     tensors: list[Tensor],
     cos: Tensor,
@@ -121,26 +129,26 @@ def turned(
     level: str = "",
     truncated: bool = False,
 ) -> list[Tensor]:
-    """By the kernel, into outputs full of nan; checked against the oracle and the reference, inputs untouched."""
+    """Rotate with a kernel, into outputs full of NaN. Compare with the oracle and the reference."""
     before = [x.clone() for x in tensors]
     outputs = [like(x).fill_(math.nan) for x in tensors]
     kernel.rotate(tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, inverse)
     flushed = level == "avx512_bf16" and tensors[0].dtype == torch.bfloat16
     shapes = [tuple(x.shape) for x in tensors]
-    says = f"{shapes}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, inverse {inverse}"
+    description = f"{shapes}, tables {tuple(cos.shape)} {cos.dtype}, offset {offset}, inverse {inverse}"
     plain = by_reference(tensors, cos, sin, layout, pairing, offset, inverse)
     for x, y, other, old in zip(tensors, outputs, plain, before, strict=True):
-        check(y, *expected(x, cos, sin, layout, pairing, offset, inverse), layout, says, flushed, truncated)
-        assert truncated or same(y, other, level), says
+        check(y, *expected(x, cos, sin, layout, pairing, offset, inverse), layout, description, flushed, truncated)
+        assert truncated or same(y, other, level), description
         outside = torch.ones(x.shape[-1], dtype=torch.bool)
         outside[offset : offset + 2 * cos.shape[-1]] = False
-        assert unchanged(y[..., outside], x[..., outside]), says
-        assert unchanged(x, old), says
+        assert unchanged(y[..., outside], x[..., outside]), description
+        assert unchanged(x, old), description
     return outputs
 
 
-def watched(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels of a module, `cpu` or `gpu`, that are called from now on."""
+def record_calls(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each later call of a kernel of this module, `cpu` or `gpu`, appends its name."""
     names: list[str] = []
 
     def noted(name: str, function: Any) -> Any:

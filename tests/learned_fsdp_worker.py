@@ -37,11 +37,11 @@ def main(rendezvous: str) -> None:
 
     layer = Layer()
     wanted = layer.learned(POSITIONS).cos.detach().clone()
-    fully_shard(layer.learned, mesh=mesh)  # a policy of its own, which casts nothing
+    fully_shard(layer.learned, mesh=mesh)  # its own policy, which does not cast
     fully_shard(layer, mesh=mesh, mp_policy=HALF)
-    turned = layer(x)
-    assert turned.dtype == torch.bfloat16
-    turned.float().square().mul(torch.randn(turned.shape)).sum().backward()
+    rotated = layer(x)
+    assert rotated.dtype == torch.bfloat16
+    rotated.float().square().mul(torch.randn(rotated.shape)).sum().backward()
     assert torch.equal(layer.learned(POSITIONS).cos, wanted)
     grad = layer.learned.inv_freq.grad.full_tensor()
     assert grad.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The formulas of the papers in mpmath and float64, which tests compare with. Imports nothing of ropewalk."""
+"""The formulas of the papers in mpmath and float64, as the reference for tests. Imports nothing of ropewalk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PRECISION = 60  # decimal digits: a position of 2³¹ times a frequency leaves 5
 
 
 def inv_freq(base: float, rotary_dim: int) -> list[mpmath.mpf]:
-    """base^(−2i/d), exact."""
+    """Return base^(−2i/d) for each pair i, exact."""
     with mpmath.workdps(PRECISION):
         return [mpmath.mpf(base) ** (-mpmath.mpf(2 * i) / rotary_dim) for i in range(rotary_dim // 2)]
 
@@ -23,7 +23,10 @@ def linear(base: float, rotary_dim: int, factor: float) -> list[mpmath.mpf]:
 
 
 def by_parts(base: float, rotary_dim: int, factor: float, alpha: float, beta: float, length: int) -> list[mpmath.mpf]:
-    """NTK-by-parts (YaRN paper, section 3.2), to which Llama 3's scaling is equal: γ ramps over the turns r = L/λ."""
+    """Return the frequencies of NTK-by-parts (YaRN paper, section 3.2). Llama 3's scaling is the same.
+
+    γ grows linearly with the number of turns r = L/λ.
+    """
     with mpmath.workdps(PRECISION):
         result = []
         for w in inv_freq(base, rotary_dim):
@@ -39,7 +42,7 @@ def by_parts(base: float, rotary_dim: int, factor: float, alpha: float, beta: fl
 def yarn(
     base: float, rotary_dim: int, factor: float, length: int, fast: float = 32, slow: float = 1, truncate: bool = True
 ) -> list[mpmath.mpf]:
-    """YaRN as its authors' code has it: the ramp runs over the index of the pair."""
+    """Return the frequencies of YaRN as in its authors' code, where the ramp is linear in the index of the pair."""
     with mpmath.workdps(PRECISION):
 
         def index(turns: float) -> mpmath.mpf:
@@ -59,7 +62,7 @@ def yarn(
 
 
 def cos_sin(positions: Iterable[int], frequencies: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of position · frequency, both taken as exact; float64 [positions, pairs]."""
+    """Return cos and sin of position · frequency, taking both as exact: float64 [positions, pairs]."""
     with mpmath.workdps(PRECISION):
         pairs = [[mpmath.mpf(int(p)) * mpmath.mpf(float(w)) for w in frequencies] for p in positions]
         return (
@@ -69,7 +72,7 @@ def cos_sin(positions: Iterable[int], frequencies: Sequence[float]) -> tuple[np.
 
 
 def channels(rotary_dim: int, pairing: str, offset: int = 0) -> list[tuple[int, int]]:
-    """The two channels of each pair."""
+    """Return the two channels of each pair."""
     half = rotary_dim // 2
     if pairing == "half":
         return [(offset + i, offset + i + half) for i in range(half)]
@@ -77,7 +80,7 @@ def channels(rotary_dim: int, pairing: str, offset: int = 0) -> list[tuple[int, 
 
 
 def rotate(x: np.ndarray, angles: np.ndarray, pairing: str, offset: int = 0, factor: float = 1.0) -> np.ndarray:
-    """x [..., head_dim] turned by angles [..., pairs], as complex numbers in float64."""
+    """Rotate x [..., head_dim] by angles [..., pairs], as complex numbers in float64."""
     result = np.array(x, dtype=np.float64)
     turn = factor * np.exp(1j * np.asarray(angles, dtype=np.float64))
     for i, (a, b) in enumerate(channels(2 * angles.shape[-1], pairing, offset)):
@@ -86,10 +89,10 @@ def rotate(x: np.ndarray, angles: np.ndarray, pairing: str, offset: int = 0, fac
     return result
 
 
-def turned(
+def rotate_by_tables(
     x: np.ndarray, cos: np.ndarray, sin: np.ndarray, pairing: str, offset: int = 0, inverse: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """x [..., head_dim] turned by any cos and sin [..., pairs], in float64; and Σ|terms|, for bounds."""
+    """Rotate x [..., head_dim] by any cos and sin [..., pairs] in float64. Return the result and Σ|terms|."""
     result = np.array(x, dtype=np.float64)
     size = np.zeros_like(result)
     c, s = np.asarray(cos, np.float64), np.asarray(sin, np.float64) * (-1 if inverse else 1)
@@ -104,7 +107,11 @@ def turned(
 def table_gradient(
     x: np.ndarray, grad: np.ndarray, pairs: int, pairing: str, offset: int = 0, inverse: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """d(Σ grad · turned) by cos and by sin, from x and grad [..., heads, head_dim]; and Σ|terms|: [..., pairs] each."""
+    """Return the gradients of Σ grad · rotated(x) to cos and to sin, and Σ|terms|, each [..., pairs].
+
+    Args:
+        x, grad: [..., heads, head_dim].
+    """
     first, second = (list(places) for places in zip(*channels(2 * pairs, pairing, offset), strict=True))
     (a, b), (g, h) = (
         (np.asarray(y, np.float64)[..., first], np.asarray(y, np.float64)[..., second]) for y in (x, grad)
@@ -115,7 +122,7 @@ def table_gradient(
 
 
 def cos_sin_of_steps(positions: Iterable[int], steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of position · step in 2⁻⁶⁴ turns, reduced in whole numbers; float64 [positions, steps]."""
+    """Return cos and sin of position · step (2⁻⁶⁴ turns), reduced in integers: float64 [positions, steps]."""
     with mpmath.workdps(PRECISION):
         unit = 2 * mpmath.pi / mpmath.mpf(2) ** 64
         angles = [[int(p) * int(s) % 2**64 * unit for s in steps] for p in positions]
@@ -126,7 +133,7 @@ def cos_sin_of_steps(positions: Iterable[int], steps: Sequence[int]) -> tuple[np
 
 
 def reduced(positions: Iterable[int], frequencies: Sequence[float]) -> np.ndarray:
-    """Angles in (−π, π], reduced exactly before they become float64; [positions, pairs]."""
+    """Return the angles in (−π, π], reduced exactly before they are rounded to float64: [positions, pairs]."""
     with mpmath.workdps(PRECISION):
         turn = 2 * mpmath.pi
         rows = [[mpmath.mpf(int(p)) * mpmath.mpf(float(w)) for w in frequencies] for p in positions]
@@ -134,26 +141,26 @@ def reduced(positions: Iterable[int], frequencies: Sequence[float]) -> np.ndarra
 
 
 def golden_q(shape: Sequence[int]) -> np.ndarray:
-    """The queries of the golden files: a formula, so that they need no random generator."""
+    """Return the queries of the golden files, by a formula that needs no random generator."""
     i = np.arange(math.prod(shape), dtype=np.int64)
     return np.sin(0.1 + 0.7 * i + 0.3 * (i * i % 11)).astype(np.float32).reshape(shape)
 
 
 def golden_k(shape: Sequence[int]) -> np.ndarray:
-    """The keys of the golden files."""
+    """Return the keys of the golden files."""
     i = np.arange(math.prod(shape), dtype=np.int64)
     return np.cos(0.2 + 0.9 * i + 0.5 * (i * i % 13)).astype(np.float32).reshape(shape)
 
 
 def ntk(base: float, rotary_dim: int, alpha: float) -> list[mpmath.mpf]:
-    """NTK-aware: base · alpha^(d / (d − 2))."""
+    """Return the NTK-aware frequencies, those of base · alpha^(d / (d − 2))."""
     with mpmath.workdps(PRECISION):
         stretched = mpmath.mpf(base) * mpmath.mpf(alpha) ** (mpmath.mpf(rotary_dim) / (rotary_dim - 2))
         return [stretched ** (-mpmath.mpf(2 * i) / rotary_dim) for i in range(rotary_dim // 2)]
 
 
 def proportional(base: float, head_dim: int, share: float, factor: float = 1) -> list[mpmath.mpf]:
-    """p-RoPE: the exponent over the whole head, nothing after the share."""
+    """Return the frequencies of p-RoPE: exponents of the whole head, and 0 for the pairs after the share."""
     with mpmath.workdps(PRECISION):
         return [
             w / factor if 2 * (i + 1) <= share * head_dim else mpmath.mpf(0)
@@ -162,7 +169,7 @@ def proportional(base: float, head_dim: int, share: float, factor: float = 1) ->
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, add_one: bool = False) -> np.ndarray:
-    """x / √(mean of x² over the last axis + ε) · weight, in the widest numbers that NumPy has."""
+    """Return x / √(mean of x² over the last axis + ε) · weight, in NumPy's widest float."""
     wide = np.asarray(x, np.longdouble)
     gain = np.asarray(weight, np.longdouble) + (1 if add_one else 0)
     return wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + np.longdouble(eps)) * gain
@@ -171,7 +178,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, add_one: bool = Fals
 def rms_norm_gradient(
     x: np.ndarray, weight: np.ndarray, grad: np.ndarray, eps: float, add_one: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Σ grad · rms_norm(x), differentiated by x and by the weight, in float64: each partial derivative written out."""
+    """Return the gradients of Σ grad · rms_norm(x) to x and to the weight, in float64, by written-out derivatives."""
     x, grad, n = np.asarray(x, np.float64), np.asarray(grad, np.float64), x.shape[-1]
     gain = np.asarray(weight, np.float64) + (1 if add_one else 0)
     root = np.sqrt((x * x).mean(-1) + eps)[..., None, None]

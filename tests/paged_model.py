@@ -1,4 +1,4 @@
-"""Requests to a PagedKVCache at random, and what it must hold: a plain list of tokens for each row."""
+"""Random requests to a PagedKVCache, and its expected content: a plain list of tokens for each row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from cache_model import ROPES, StoppedError
 from ropewalk import PagedKVCache, PagedStep, RopeError
 
@@ -21,7 +21,7 @@ LAYERS, HEADS, WIDTH = 2, 2, 6
 
 @dataclass
 class Token:
-    """Keys and values [layers, heads, width] of one token, and where it is."""
+    """Keys and values [layers, heads, width] of one token, and its position."""
 
     k: Tensor
     v: Tensor
@@ -29,9 +29,9 @@ class Token:
 
 
 class Requests:
-    """A cache, beside it the tokens of each row, and requests to both.
+    """A cache, the expected tokens of each row, and random requests that change both.
 
-    Keys and values are random, in float64. A shift turns the keys of the list by the formula.
+    Keys and values are random, in float64. A shift rotates the keys of the list by the formula.
     """
 
     def __init__(self, seed: int, *, blocks: int, block_size: int, window: int | None = None, **options: Any) -> None:
@@ -42,17 +42,17 @@ class Requests:
             LAYERS, HEADS, WIDTH, blocks=blocks, block_size=block_size, window=window, dtype=torch.float64, **options
         )
         for pool in self.cache.keys + self.cache.values:
-            pool.fill_(torch.nan)  # what nobody has written must not be seen
+            pool.fill_(torch.nan)  # slots that were never written must not be read
         self.tokens: dict[int, list[Token]] = {}
         self.following: dict[int, int] = {}
         self.asked = self.refused = self.served = 0
 
-    def unheld(self) -> int:
-        """Blocks that no row holds, some of which a step may have taken that is still open."""
+    def count_unheld(self) -> int:
+        """Return the number of blocks that no row holds, including those allocated for an open step."""
         return self.total - len({block for row in self.cache._rows.by_number.values() for block in row.blocks})
 
-    def refusal(self, request: Callable[..., object], *given: Any, **options: Any) -> bool:
-        """Whether there were not enough blocks for it."""
+    def is_refused(self, request: Callable[..., object], *given: Any, **options: Any) -> bool:
+        """Send a request. Return whether it was refused because there were not enough blocks."""
         try:
             request(*given, **options)
         except RopeError as e:
@@ -62,20 +62,20 @@ class Requests:
             return True
         return False
 
-    def some(self, rows: list[int]) -> list[int]:
-        """Some of them, in any order."""
+    def choose_rows(self, rows: list[int]) -> list[int]:
+        """Select some of the rows, in random order."""
         return self.draw.sample(rows, self.draw.randint(1, len(rows)))
 
     def request(self) -> None:
-        """One of whatever a server may ask for, and a look at everything."""
+        """Send one random request of a server, and check the whole cache."""
         rows, draw = list(self.tokens), self.draw
         self.asked += 1
         ways = ["admit"] * 2 if len(rows) < 6 else ["free"]
         if rows:
             ways += ["step"] * 8 + ["fork", "shift", "free", "reset", "stopped", "dropped"]
-            ways += [] if self.window else ["back"]
+            ways += [] if self.window else ["truncate"]
         getattr(self, draw.choice(ways))(rows)
-        self.look()
+        self.check_everything()
 
     def admit(self, rows: list[int]) -> None:
         row = self.cache.admit()
@@ -83,13 +83,13 @@ class Requests:
         self.tokens[row], self.following[row] = [], 0
 
     def free(self, rows: list[int]) -> None:
-        ended = self.some(rows) if self.draw.random() < 0.3 else [self.draw.choice(rows)]
+        ended = self.choose_rows(rows) if self.draw.random() < 0.3 else [self.draw.choice(rows)]
         self.cache.free(ended if len(ended) > 1 else ended[0])
         for row in ended:
             del self.tokens[row], self.following[row]
 
     def reset(self, rows: list[int]) -> None:
-        chosen = self.some(rows)
+        chosen = self.choose_rows(rows)
         self.cache.reset(None if len(chosen) == len(rows) else chosen)
         for row in chosen:
             self.tokens[row], self.following[row] = [], 0
@@ -101,30 +101,30 @@ class Requests:
             options["length"] = self.draw.randint(0, len(tokens))
             tokens = tokens[: options["length"]]
             following = max((token.position for token in tokens), default=-1) + 1
-        unheld = self.unheld()
+        unheld = self.count_unheld()
         row = self.cache.fork(other, **options)
         assert self.cache.free_blocks == unheld
         self.tokens[row], self.following[row] = tokens, following
 
     def shift(self, rows: list[int]) -> None:
-        (rope, turn), chosen = ROPES["YaRN, partial"], self.some(rows)
+        (rope, rotary), chosen = ROPES["YaRN, partial"], self.choose_rows(rows)
         assert rope is not None
-        assert turn is not None
+        assert rotary is not None
         each = self.draw.random() < 0.5
         deltas = [self.draw.choice([0, 5, -300]) if each else 7 for _ in chosen]
-        unheld = self.unheld()
-        if self.refusal(self.cache.shift, rope, torch.tensor(deltas) if each else deltas[0], rows=chosen):
+        unheld = self.count_unheld()
+        if self.is_refused(self.cache.shift, rope, torch.tensor(deltas) if each else deltas[0], rows=chosen):
             assert unheld < sum(-(-len(self.tokens[row]) // self.size) for row in chosen)  # copies of all would not fit
             return
-        around = Turn(turn.speeds, turn.pairing, turn.offset)  # the attention factor is not applied again
+        around = Rotary(rotary.speeds, rotary.pairing, rotary.offset)  # the attention factor is not applied again
         for row, delta in zip(chosen, deltas, strict=True):
             self.following[row] += delta
             at = torch.tensor(delta).expand(LAYERS)
             self.tokens[row] = [Token(around(t.k, at), t.v, t.position + delta) for t in self.tokens[row]]
 
     def step(self, rows: list[int], *, layers: int = LAYERS, at: bool = False) -> None:
-        """New tokens of some rows, padding anywhere, at positions that follow or are given."""
-        chosen, seq = self.some(rows), self.draw.choice([1, 1, 1, 2, 3, 7])
+        """Append new tokens to some rows, with padding anywhere, at consecutive or explicit positions."""
+        chosen, seq = self.choose_rows(rows), self.draw.choice([1, 1, 1, 2, 3, 7])
         options: dict[str, Any] = {} if chosen == rows else {"rows": chosen}
         real = torch.ones(len(chosen), seq, dtype=torch.bool)
         if self.draw.random() < 0.4:
@@ -143,19 +143,19 @@ class Requests:
             -(-(len(kept[row]) + int(real[i].sum())) // self.size) - -(-len(self.tokens[row]) // self.size)
             for i, row in enumerate(chosen)
         )
-        free, unheld = self.cache.free_blocks, self.unheld()
+        free, unheld = self.cache.free_blocks, self.count_unheld()
         steps: list[PagedStep] = []
-        if self.refusal(lambda: steps.append(self.cache.step(seq, **options))):
+        if self.is_refused(lambda: steps.append(self.cache.step(seq, **options))):
             assert unheld < least + len(chosen)  # each row may need a copy of its last block
             assert self.cache.free_blocks == free
             return
         assert unheld >= least
         step = steps[0]
         k, v = torch.randn(2, LAYERS, len(chosen), seq, HEADS, WIDTH, dtype=torch.float64)
-        if at:  # forgotten at once
+        if at:  # dropped at once
             for row in chosen:
                 self.tokens[row], self.following[row] = kept[row], starts[row]
-        self.look()
+        self.check_everything()
         assert torch.equal(step.positions, places)
         for i in range(layers):
             keys, values = step.layer(i).append(k[i], v[i])
@@ -166,12 +166,14 @@ class Requests:
             self.tokens[row] = self.tokens[row] + new
             if new:
                 self.following[row] = int(places[i, real[i]].max()) + 1
-            unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0  # by the first of the new tokens
+            unseen = (
+                max(0, len(kept[row]) - self.window + 1) if self.window else 0
+            )  # tokens to which the first new token does not attend
             self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
         self.served += 1
 
     def seen(self, row: int, unseen: int, keys: Tensor, values: Tensor, order: Tensor, places: Tensor) -> None:
-        """The last layer got the tokens of the row, of which the first that nobody sees may be left out."""
+        """Check that the last layer got the tokens of the row. It may omit the first tokens outside of the window."""
         tokens, there = self.tokens[row], order < 2**62
         first = len(tokens) - int(there.sum())
         assert 0 <= first <= unseen
@@ -184,11 +186,11 @@ class Requests:
         assert values.isfinite().all()
         assert (places[~there] == 2**62).all()
 
-    def back(self, rows: list[int]) -> None:
+    def truncate(self, rows: list[int]) -> None:
         self.step(rows, at=True)
 
     def stopped(self, rows: list[int]) -> None:
-        """A forward pass that raised between its layers, and is dropped."""
+        """Run a forward pass that raises between its layers, and roll it back."""
         refused = self.refused
         try:
             self.step(rows, layers=1)
@@ -200,12 +202,12 @@ class Requests:
         self.cache.rollback()
 
     def dropped(self, rows: list[int]) -> None:
-        """A forward pass that raised before its first layer; nothing is said to the cache."""
+        """Run a forward pass that raises before its first layer, without a rollback."""
         with contextlib.suppress(StoppedError):
             self.step(rows, layers=0)
 
-    def look(self) -> None:
-        """Every row holds its tokens, no block is lost, and none is in two places."""
+    def check_everything(self) -> None:
+        """Check that every row has its tokens, that no block is lost, and that none is in two places."""
         cache = self.cache
         assert cache.rows == list(self.tokens)
         assert cache.length.tolist() == [len(tokens) for tokens in self.tokens.values()]
@@ -214,7 +216,9 @@ class Requests:
         for row, tokens in self.tokens.items():
             blocks, skipped = cache._rows.by_number[row].blocks, cache._rows.by_number[row].skipped
             assert len(set(blocks)) == len(blocks)
-            assert skipped == max(0, len(tokens) - within + 1) // self.size  # what the next token cannot see
+            assert (
+                skipped == max(0, len(tokens) - within + 1) // self.size
+            )  # tokens to which the next token does not attend
             assert len(blocks) == -(-len(tokens) // self.size) - skipped
             held |= set(blocks)
             wanted = tokens[skipped * self.size :]
@@ -223,7 +227,7 @@ class Requests:
                 torch.testing.assert_close(k, torch.stack([t.k[i] for t in wanted]), rtol=0, atol=3e-14)
                 assert torch.equal(v, torch.stack([t.v[i] for t in wanted]))
         open_step = cache._rows.plan
-        taken = set(open_step.taken) if open_step is not None and not open_step.counted else set()
+        taken = set(open_step.allocated) if open_step is not None and not open_step.counted else set()
         assert not held & taken
         free = cache._rows.blocks._free
         assert len(set(free)) == len(free) == cache.free_blocks
@@ -231,7 +235,7 @@ class Requests:
         assert len(held) + len(taken) + len(free) == self.total
 
     def end(self) -> None:
-        """All rows are freed: so is every block."""
+        """Free all rows, and check that every block is free."""
         self.cache.rollback()
         self.cache.free(self.cache.rows)
         assert self.cache.free_blocks == self.total

@@ -1,4 +1,4 @@
-"""cos and sin of every position, against exact arithmetic."""
+"""cos and sin of all positions, compared with exact arithmetic."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WITHOUT_FLOAT64 = 1e-7
 
 
 def bound(positions: torch.Tensor) -> torch.Tensor:
-    """The promise: half an ulp of float32 and the rounding of the step."""
+    """Return the documented bound: half an ulp of float32 plus the rounding of the step."""
     return 2.0**-25 + positions.abs().double().unsqueeze(-1) * (2 * math.pi * 2.0**-65) + 1e-15
 
 
 def random_positions(count: int, seed: int) -> torch.Tensor:
-    """Positions of every magnitude up to ±2³¹."""
+    """Return random positions of every magnitude up to ±2³¹."""
     draw = np.random.default_rng(seed)
     size = np.exp2(draw.uniform(0, 31, count))
     return torch.tensor(np.round(size * draw.choice([-1, 1], count)).clip(-LIMIT, LIMIT - 1).astype(np.int64))
@@ -42,7 +42,7 @@ def edges() -> torch.Tensor:
 
 
 def worst_positions(step: int, count: int = 40) -> list[int]:
-    """Of eight million positions, those whose phase is closest to an eighth of a turn.
+    """Return those of eight million positions whose phase is closest to a multiple of an eighth of a turn.
 
     There the quadrant changes, and cos or sin is near 0 or 1.
     """
@@ -99,7 +99,7 @@ def dense_phases() -> torch.Tensor:
 
 
 def test_polynomial_over_the_whole_turn() -> None:
-    """Two million phases, eager and compiled, against float64 (right to 1e-15 at this size)."""
+    """Two million phases, eager and compiled, compared with float64, which is exact to 1e-15 here."""
     phase = dense_phases()
     exact = phase.double() * (2 * math.pi / 2**64)
     compiled = torch.compile(angles.cos_sin_of_phase_float32, fullgraph=True)
@@ -109,7 +109,7 @@ def test_polynomial_over_the_whole_turn() -> None:
         assert (sin.double() - exact.sin()).abs().max() <= WITHOUT_FLOAT64
 
 
-def test_default_dtype_is_not_asked() -> None:
+def test_default_dtype_has_no_effect() -> None:
     phase = torch.tensor([2**60, -(2**62)])
     expected = angles.cos_sin_of_phase_float32(phase, 1.3)
     before = torch.get_default_dtype()
@@ -167,7 +167,7 @@ def test_int32_does_not_overflow() -> None:
     )
 
 
-def test_negative_positions_turn_back() -> None:
+def test_negative_positions_rotate_backwards() -> None:
     rope = Rope(8, 1e4, "half")
     ahead, behind = rope.at(torch.arange(50)), rope.at(-torch.arange(50))
     assert torch.equal(ahead.cos, behind.cos)
@@ -229,7 +229,7 @@ class TestShift:
     @pytest.mark.parametrize(
         "delta", [3, torch.tensor(3), torch.tensor([3, 3, 3, 3, 3]), torch.full((2, 5), 3, dtype=torch.int32)]
     )
-    def test_moves_keys_already_turned(self, delta: int | torch.Tensor) -> None:
+    def test_moves_rotated_keys(self, delta: int | torch.Tensor) -> None:
         keys, positions = torch.randn(2, 5, 1, 8), torch.arange(1_000_000, 1_000_005)
         moved = self.rope.shift(delta)(self.rope.at(positions)(keys, layout="bshd"), layout="bshd")
         torch.testing.assert_close(moved, self.rope.at(positions + 3)(keys, layout="bshd"), rtol=0, atol=2e-6)
@@ -238,7 +238,7 @@ class TestShift:
         "delta",
         [1.5, True, "3", 2**63, None, torch.tensor([0.5]), torch.zeros(2, 2, 2, dtype=torch.int64)],
     )
-    def test_wants_integers(self, delta: object) -> None:
+    def test_requires_integers(self, delta: object) -> None:
         with pytest.raises(RopeError, match=r"Rope\.shift: delta must be"):
             self.rope.shift(delta)  # type: ignore[arg-type]
 
@@ -290,7 +290,7 @@ def no_kept_steps() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_kept_steps")
 class TestSurroundings:
-    """The same numbers wherever `at` is called, and nothing left behind for the next call."""
+    """`at` gives the same numbers in every mode and context, and does not affect later calls."""
 
     rope = Rope(64, 5e5, "half")
     positions = torch.arange(100_000, 100_016)
@@ -369,8 +369,8 @@ class TestSurroundings:
         assert next(iter(steps._copies.values())) is kept
 
 
-def test_an_attention_factor_makes_the_steps_of_float32_longer() -> None:
-    """Between 1 and 2 they are twice those below 1, so the rounding grows by 2 and not by the factor."""
+def test_an_attention_factor_above_1_doubles_the_rounding() -> None:
+    """The ulp between 1 and 2 is twice that below 1, so the rounding grows by 2 and not by the factor."""
     factor = 1.1902380714238083
     rope = Rope(64, 1e4, "half", scaling=YaRN(8.0, 4096, attention_factor=factor))
     positions = random_positions(200, seed=5)
@@ -386,7 +386,7 @@ def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:
 
 
 def printed_by(program: str) -> str:
-    """What a program prints in a fresh process, where nothing was used before."""
+    """Run a program in a fresh process and return its output."""
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ}, timeout=120
     )
@@ -407,7 +407,7 @@ def test_first_use_in_a_fresh_process_under_fake_tensors() -> None:
 
 
 def test_first_use_imports_no_compiler() -> None:
-    """torch._dynamo brings sympy and Triton with it: 1.5 s for a process that compiles nothing."""
+    """torch._dynamo imports sympy and Triton, which takes 1.5 s in a process that compiles nothing."""
     printed = printed_by(
         "import sys, torch\n"
         "from ropewalk import Rope\n"

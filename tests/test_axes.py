@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden" / "axes.json"
 ROWS: dict[str, dict[str, Any]] = {row["name"]: row for row in json.loads(GOLDEN.read_text())["rows"]}
 RECOMPOSED = {f"{row['model']}.{row['cls']}": row for row in json.loads(GOLDEN.read_text())["recomposed"]}
 
-# What each constructor must give: axis and place of every pair, and the lengths of the progressions.
+# The expected result of each constructor: the axis and the index of each pair, and the lengths of the progressions.
 PATTERNS: dict[str, tuple[Axes, list[int], list[int], list[int]]] = {
     "sections": (Axes.sections((2, 1, 3)), [0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 4, 5], [6, 6, 6]),
     "sections, an idle axis": (Axes.sections((1, 2, 0)), [0, 1, 1], [0, 1, 2], [3, 3, 3]),
@@ -71,7 +71,7 @@ def test_patterns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_repr_makes_it_again(name: str) -> None:
+def test_repr_can_be_evaluated(name: str) -> None:
     axes = PATTERNS[name][0]
     again = eval(repr(axes), {"Axes": Axes})
     assert again == axes
@@ -141,7 +141,7 @@ def test_impossible(make: Callable[[], object], message: str) -> None:
 
 
 class TestExactness:
-    """The bounds of one axis, on each of several."""
+    """The error bounds of a rope with one axis hold on each of several axes."""
 
     @PATTERN
     @pytest.mark.parametrize("base", [100.0, 1e4, 1e8])
@@ -167,7 +167,7 @@ class TestExactness:
             assert np.abs(rotation.cos[:, pair].double().numpy() - cos[:, 0]).max() <= 1e-7
             assert np.abs(rotation.sin[:, pair].double().numpy() - sin[:, 0]).max() <= 1e-7
 
-    def test_places_between(self) -> None:
+    def test_fractional_positions(self) -> None:
         axes = Axes.axial((64, 64))
         made, positions = rope(axes, 100.0), torch.linspace(-3, 3, 14, dtype=torch.float64).reshape(2, 7)
         rotation = made.at(positions, dtype=torch.float64)
@@ -177,7 +177,7 @@ class TestExactness:
 
 
 class TestTextIsOneAxis:
-    """The same position on every axis: bit for bit the rope of one axis, where the frequencies are in its order."""
+    """With equal positions on all axes, the bits are those of a rope with one axis and the same frequencies."""
 
     ONE_PROGRESSION = pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL", "Ernie 4.5 VL"])
 
@@ -211,14 +211,14 @@ class TestTextIsOneAxis:
         assert all((a == b).all() for a, b in zip(several, one, strict=True))
 
     def test_each_axis_is_the_rope_of_one(self) -> None:
-        """Also where frequencies begin anew: the block of each axis is a rope of that many channels."""
+        """With a progression per axis, the block of each axis is a rope with that number of channels."""
         rotation = rope(OF_64["FLUX"], 1e4).at(positions := places(OF_64["FLUX"], 2, 5))
         for a, block in enumerate((slice(0, 8), slice(8, 36), slice(36, 64))):
             one = Rope(2 * (block.stop - block.start), 1e4, "half").at(positions[a])
             assert torch.equal(rotation.cos[..., block], one.cos)
             assert torch.equal(rotation.sin[..., block], one.sin)
 
-    def test_as_deployed_anew_for_each_axis(self) -> None:
+    def test_as_deployed_with_a_progression_per_axis(self) -> None:
         rotation = rope(OF_64["FLUX"], 1e4).at(positions := places(OF_64["FLUX"], 5, limit=99), numerics="float32")
         one = Rope(56, 1e4, "half").at(positions[2], numerics="float32")
         assert torch.equal(rotation.cos[..., 36:], one.cos)
@@ -248,7 +248,7 @@ def test_positions_of_another_shape(positions: torch.Tensor, shape: str) -> None
     ("shape", "fix"),
     [((7, 3), "The axes must come first: pass positions.T."), ((2, 7, 3), "pass positions.permute(2, 0, 1).")],
 )
-def test_axes_that_stand_last(shape: tuple[int, ...], fix: str) -> None:
+def test_axes_last_are_refused(shape: tuple[int, ...], fix: str) -> None:
     made, ids = rope(OF_64["Qwen2-VL"]), torch.zeros(shape, dtype=torch.int64)
     with pytest.raises(RopeError) as raised:
         made.at(ids)
@@ -259,7 +259,7 @@ def test_axes_that_stand_last(shape: tuple[int, ...], fix: str) -> None:
         made.at(torch.arange(7))
 
 
-def test_one_axis_says_where_several_go() -> None:
+def test_one_axis_refuses_several_rows() -> None:
     with pytest.raises(RopeError, match=r"positions must have shape \[seq\] or .* build the Rope with axes"):
         rope(None).at(torch.zeros(3, 2, 5))
 
@@ -267,7 +267,7 @@ def test_one_axis_says_where_several_go() -> None:
 class TestShift:
     @PATTERN
     def test_moves_along_each_axis(self, axes: Axes) -> None:
-        """Steps are integers, so the rotation of a shift is that of the positions shifted to, bit for bit."""
+        """Steps are integers, so a shift has exactly the angle between the two positions, bit for bit."""
         made, delta = rope(axes), tuple(int(d) for d in places(axes))
         plain, expected = made.shift(delta), made.at(torch.tensor(delta).unsqueeze(-1))
         assert plain.cos.shape == (64,)
@@ -322,7 +322,7 @@ class TestScaling:
         assert (even.inv_freq == np.concatenate((whole.inv_freq[::2], whole.inv_freq[1::2]))).all()
 
     @pytest.mark.parametrize("scaling", [Linear(2.0), NTK(4.0)])
-    def test_anew_for_each_axis(self, scaling: schemes.Scheme) -> None:
+    def test_scaling_per_axis(self, scaling: schemes.Scheme) -> None:
         made = rope(OF_64["FLUX"], scaling=scaling)
         blocks = [Rope(size, 1e6, "half", scaling=scaling).inv_freq for size in (16, 56, 56)]
         assert (made.inv_freq == np.concatenate(blocks)).all()
@@ -332,7 +332,7 @@ class TestScaling:
         [YARN, Llama3(8, 1, 4, 8192), PerPair((2.0,) * 64), Proportional(0.5), DynamicNTK(2.0, 4096)],
         ids=lambda s: type(s).__name__,
     )
-    def test_what_nobody_means(self, scaling: schemes.Scaling) -> None:
+    def test_unsupported_scaling(self, scaling: schemes.Scaling) -> None:
         with pytest.raises(RopeError, match=f"got {type(scaling).__name__} with Axes.axial") as raised:
             rope(OF_64["FLUX"], scaling=scaling)
         assert "that applies to the frequencies of each axis" in str(raised.value)
@@ -390,7 +390,7 @@ class TestCompiled:
         each = torch.vmap(lambda p: made.at(p).cos, in_dims=1)(positions)
         torch.testing.assert_close(each, made.at(positions).cos, rtol=0, atol=6.1e-8)
 
-    def test_gradient_to_places_between(self) -> None:
+    def test_gradient_to_fractional_positions(self) -> None:
         made = Rope(12, 100.0, "half", axes=Axes.axial((4, 8)))
         positions = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
         x = torch.randn(5, 2, 12, dtype=torch.float64, requires_grad=True)
@@ -400,7 +400,7 @@ class TestCompiled:
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
 def test_rotated(pairing: Any, layout: Any) -> None:
-    """Through RotaryEmbedding, against complex numbers in float64."""
+    """RotaryEmbedding, compared with complex numbers in float64."""
     axes = Axes.interleaved((4, 2, 2))
     made = Rope(24, 1e4, pairing, rotary_dim=16, rotary_offset=4, axes=axes)
     positions, x = places(axes, 2, 5, limit=1_000), torch.randn(2, 5, 3, 24)
@@ -454,7 +454,7 @@ SEPARATE = {  # tests of their own below
 
 
 class TestRecorded:
-    """Against other people's running code: `golden/axes.json`."""
+    """Comparison with results of other projects' code: `golden/axes.json`."""
 
     def test_every_row_is_read(self) -> None:
         assert set(ROWS) == set(RECORDED) | SEPARATE
@@ -498,7 +498,7 @@ class TestRecorded:
 
     @pytest.mark.parametrize("name", ["default-dinov3_vit: grid_14x14", "tiny-random-dinov3: grid_4x6"])
     def test_normalised_coordinates(self, name: str) -> None:
-        """DINOv3: centres of patches in [−1, 1], and 2π of them; the first token is none of them."""
+        """DINOv3: centres of patches in [−1, 1], times 2π. The first token is not a patch."""
         row = ROWS[name]
         size = torch.tensor(row["grid"], dtype=torch.float64).unsqueeze(-1)
         centres = (torch.tensor(row["positions"]) + 0.5) / size * 2 - 1
@@ -506,7 +506,7 @@ class TestRecorded:
         self.check(row, made.at(2 * torch.pi * centres), prefix=row["prefix"], largest=2 * np.pi)
 
     def test_blocks_that_rotate_separately(self) -> None:
-        """Gemma 4: each half of the head has pairs of its own, for one axis: a rope for each half."""
+        """Gemma 4: each half of the head has its own pairs and its own axis, so each half is a rope."""
         row = ROWS["gemma-4.vision: vision"]
         positions = torch.tensor(row["positions"])
         blocks = [Rope(72, 100.0, "half", rotary_dim=36, rotary_offset=offset) for offset in (0, 36)]
@@ -526,7 +526,7 @@ class TestRecorded:
         positions = torch.tensor(given["positions"])
         assert torch.equal(positions[3], positions[0])
         self.check(given, made.at(positions), slack=4.0)  # its frequencies come from a recurrence
-        # With t in that row, both rules are one; with 0, as llama.cpp itself feeds it, they are not.
+        # If the fourth row contains t, both rules agree. llama.cpp fills it with 0, so they differ there.
         self.check(given, Rope(128, 5e6, "half", axes=ours).at(positions[:3]), slack=4.0)
         without = ROWS["ggml: imrope qwen3-vl sections 24,20,20"]
         positions = torch.cat((positions[:3], torch.zeros_like(positions[:1])))
@@ -534,8 +534,8 @@ class TestRecorded:
         x, rotated = self.tensors(without)
         assert (Rope(128, 5e6, "half", axes=ours).at(positions[:3])(x, layout="bhsd") - rotated).abs().max() > 1e-4
 
-    def test_sections_that_are_longer_than_the_turns(self) -> None:
-        """timm, with t = 0: h and w have 11 and 10 of 32 pairs although their sections are 12."""
+    def test_sections_longer_than_the_cycles(self) -> None:
+        """timm with t = 0: h and w have 11 and 10 of 32 pairs, although their sections are 12."""
         row, axes = ROWS["timm: RotaryEmbeddingMRope section (8, 12, 12)"], Axes.interleaved((8, 12, 12))
         assert [axes.axis.count(a) for a in range(3)] == [11, 11, 10]
         assert [pair[0] for pair in row["pairs"]] == [i for i in range(32) if axes.axis[i] > 0]
@@ -544,7 +544,7 @@ class TestRecorded:
         self.check(row, made.at(torch.cat((torch.zeros_like(grid[:1]), grid))))
 
 
-# What `recomposition_frequencies` of transformers 5.23 makes of labelled numbers, and what says the same.
+# The result of `recomposition_frequencies` of transformers 5.23 for labelled numbers, and the equivalent Axes.
 SAME = {
     "qwen2_vl.Qwen2VLRotaryEmbedding": Axes.sections((16, 24, 24)),
     "qwen3_vl.Qwen3VLTextRotaryEmbedding": Axes.interleaved((24, 20, 20)),
@@ -570,7 +570,7 @@ def test_recomposed(name: str) -> None:
     assert list(axes.freq_index) == row["freq_index"]
 
 
-def test_what_is_no_rotation() -> None:
-    """In Hunyuan of transformers 5.23 both channels of a pair listen to different axes, which no Rope can say."""
+def test_what_is_not_a_rotation() -> None:
+    """In Hunyuan of transformers 5.23, the two channels of a pair use different axes, which no Rope can describe."""
     assert {name for name, row in RECOMPOSED.items() if not row["rotation"]} == set(RECOMPOSED) - set(SAME)
     assert set(RECOMPOSED) - set(SAME) == {"hunyuan_vl.HunYuanVLRotaryEmbedding"}

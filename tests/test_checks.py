@@ -62,7 +62,7 @@ def test_messages_are_one_printable_line() -> None:
     assert (type(again), str(again)) == (RopeError, r"a\nb")
 
 
-def test_long_words_are_like_nothing() -> None:
+def test_long_words_have_no_similar_word() -> None:
     """difflib takes seconds and hundreds of megabytes for words of megabytes."""
     assert nearest("rope_tehta", ["rope_theta"]) == " Did you mean 'rope_theta'?"
     assert nearest("rope_thetaa" * 10, ["rope_thetaa" * 10]) == ""

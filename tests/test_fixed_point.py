@@ -1,4 +1,4 @@
-"""The step: a frequency as a 64-bit fraction of a turn."""
+"""Steps: frequencies as 64-bit fractions of a turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_any_frequency(inv_freq: float) -> None:
     assert step(inv_freq) == exact_step(inv_freq)
 
 
-def test_idle_pair_does_not_turn() -> None:
+def test_a_pair_with_frequency_0_does_not_rotate() -> None:
     assert step(0.0) == 0
 
 

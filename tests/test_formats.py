@@ -1,4 +1,4 @@
-"""Tables of other libraries: created by their code, and compared with the rotation of their code."""
+"""Tables of other libraries, created by their code and compared with their rotation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Q, K = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
 
 
 def peer(model: str, config: str, **how: Any) -> tuple[Any, Any]:
-    """The modeling module of a model of transformers, and its rotary module for heads of 16."""
+    """Return the modeling module of a model of transformers, and its rotary module for heads of 16."""
     transformers = pytest.importorskip("transformers")
     module = getattr(transformers.models, model)
     given = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16} | how
@@ -59,14 +59,14 @@ def test_complex_tables_rotate_as_metas_code_does() -> None:
 
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_a_cache_by_hand(pairing: Any) -> None:
-    """vLLM and FlashInfer: row p is cos of all pairs at position p, then their sin."""
+    """In vLLM and FlashInfer, row p has cos of all pairs at position p, then their sin."""
     angles = np.outer(np.arange(12), [float(w) for w in oracle.inv_freq(1e4, 16)])
     cache = torch.from_numpy(np.concatenate((np.cos(angles), np.sin(angles)), axis=1)).float()
     table = formats.from_cache(cache, pairing=pairing)
     positions = torch.tensor([11, 0, 5, 5, 1])
-    turned = table[positions](Q, layout="bhsd")
+    rotated = table[positions](Q, layout="bhsd")
     exact = oracle.rotate(Q.double().numpy(), angles[positions.numpy()], pairing)
-    np.testing.assert_allclose(turned.numpy(), exact, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(rotated.numpy(), exact, rtol=0, atol=1e-6)
     assert torch.equal(formats.to_cache(table), cache)
     assert torch.equal(formats.to_cache(Rope(16, 1e4, pairing).at(torch.arange(12)), dtype=torch.float16), cache.half())
 

@@ -1,4 +1,4 @@
-"""Against numbers recorded from other people's running code (see golden/README.md)."""
+"""Comparison with numbers that were recorded from other projects' code (see golden/README.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ropewalk import NTK, Llama3, Rope, YaRN, schemes
 GOLDEN = Path(__file__).parent / "golden"
 LARGEST_PAIR = math.sqrt(2)  # of the inputs
 
-# The peers raise base to a power in float32, where the rounding of the exponent alone costs ln(base) · 2⁻²⁵. These
+# Other projects compute the power in float32, where the rounding of the exponent alone costs ln(base) · 2⁻²⁵. These
 # recordings are this far from the exact value (mpmath); test_recordings_are_as_far_as_said holds the numbers.
 FAR_FROM_EXACT = {"default-lfm2": 4.3e-7, "llama-3.1-8b": 3.3e-7, "llama 3.1, peers": 3.3e-7}
 
@@ -36,11 +36,11 @@ CASES = [pytest.param(name, case, id=f"{name}: {case['id']}") for name, p in PEE
 
 
 def recorded(case: dict[str, Any], name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input and the recorded output of q or k, heads cut alike; [1, heads, tokens, head_dim]."""
+    """Return the input and the recorded output of q or k, with the same heads: [1, heads, tokens, head_dim]."""
     make, heads = (oracle.golden_q, case["q_heads"]) if name == "q" else (oracle.golden_k, case["k_heads"])
     x = make(case[f"{name}_shape"])[:, :heads]
-    turned = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)
-    return torch.from_numpy(x), torch.from_numpy(turned)
+    rotated = np.array(case[f"{name}_rot"], dtype=np.float32).reshape(x.shape)
+    return torch.from_numpy(x), torch.from_numpy(rotated)
 
 
 def assert_rotated(rope: Rope, case: dict[str, Any], slack: float = 1.0) -> None:
@@ -76,7 +76,7 @@ class TestModels:
         assert_rotated(self.rope(name), MODELS[name]["case"])
 
     def test_rotation_alone_with_the_angles_of_the_peer(self, name: str) -> None:
-        """With the peer's own float32 angles nothing drifts, so the rotation must agree at every position."""
+        """With the project's own float32 angles, the rotation must agree at every position."""
         case, rope = MODELS[name]["case"], self.rope(name)
         angle = torch.tensor(case["positions"]).float().unsqueeze(-1) * torch.tensor(case["inv_freq"])
         factor = case["attention_scaling"]

@@ -1,4 +1,4 @@
-"""Layouts: every module derives a layout from its name alone."""
+"""Layouts: every module derives the axes of a layout from its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH, SEQ, HEADS, DIM, PAIRS, OFFSET = 2, 5, 3, 14, 4, 5
 
 
 def test_axes_of_each() -> None:
-    """Written out: batch, tokens, heads, and how many."""
+    """The expected axes, written out: batch, tokens, heads, and their number."""
     assert _layout.AXES == {
         "bshd": (0, 1, 2, 4),
         "bhsd": (0, 2, 1, 4),
@@ -23,7 +23,7 @@ def test_axes_of_each() -> None:
     }
 
 
-# Every order of the axes before head_dim: those that ropewalk knows, and the others.
+# Every order of the axes before head_dim: the layouts of ropewalk, and all others.
 @pytest.fixture(params=["bshd", "bhsd", "sbhd", "thd", "hbsd", "hsbd", "shbd", "htd"])
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
@@ -41,7 +41,7 @@ def tables_of(layout: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("by", ["kernel", "reference"])
 def test_another_layout_is_one_entry(layout: str, pairing: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """New, in place, and gradients to q, k, cos and sin, by the kernel and by the reference."""
+    """New tensors, in place, and gradients to q, k, cos and sin, by the kernel and by the reference."""
     torch.manual_seed(0)
     if by == "reference":
         monkeypatch.setattr(backend, "kernel_for", lambda *tensors: None)
@@ -73,7 +73,7 @@ def test_another_layout_is_one_entry(layout: str, pairing: str, by: str, monkeyp
             assert (abs(table.grad.double().numpy() - exact) <= 40 * 2.0**-24 * size_of_terms).all()
 
 
-def test_what_does_not_fit_another_layout(layout: str) -> None:
+def test_invalid_tensors_in_another_layout(layout: str) -> None:
     rotation = Rotation(torch.ones(BATCH, SEQ, PAIRS), torch.ones(BATCH, SEQ, PAIRS), pairing="half")
     for batch, seq, message in ((BATCH, SEQ + 1, "must have 5 tokens"), (BATCH + 1, SEQ, "must have batch size 2")):
         x = torch.ones(shape(layout, batch, seq, HEADS, 2 * PAIRS))

@@ -1,4 +1,4 @@
-"""LearnedRope: angles and gradients against mpmath and finite differences, golden values, casts, and training."""
+"""LearnedRope: angles and gradients, compared with mpmath and finite differences; golden values, casts and training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import oracle
-from kernel_cases import LAYOUTS, PAIRINGS, shape, watched
+from kernel_cases import LAYOUTS, PAIRINGS, record_calls, shape
 from ropewalk import Axes, DynamicNTK, LearnedRope, Rope, RopeError, YaRN
 from ropewalk.kernels import backend, cpu
 from ropewalk.rotation import reference
@@ -50,7 +50,7 @@ def places(kind: str) -> Tensor:
 
 
 def exact(inv_freq: Tensor, positions: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of the sum over axes of position · frequency, in mpmath, in the shape of a Rotation's tables."""
+    """Compute cos and sin of the sum over axes of position · frequency in mpmath, as tables of a Rotation."""
     axes = inv_freq.shape[0]
     speeds = inv_freq.detach().double().numpy().reshape(axes, -1, inv_freq.shape[-1])  # [axes, heads, pairs]
     at = positions.double().numpy().reshape(axes, *positions.shape[-2 if positions.ndim > (axes > 1) + 1 else -1 :])
@@ -96,34 +96,34 @@ class TestAngles:
         torch._dynamo.reset()
         rope, positions = learned(kind), places(kind)
         q = torch.randn(2, 4, 2, 6)
-        turned = torch.compile(lambda q: rope(positions)(q, layout="bshd"), fullgraph=True, backend="aot_eager")(q)
-        torch.testing.assert_close(turned, rope(positions)(q, layout="bshd"))
+        rotate_pair = torch.compile(lambda q: rope(positions)(q, layout="bshd"), fullgraph=True, backend="aot_eager")(q)
+        torch.testing.assert_close(rotate_pair, rope(positions)(q, layout="bshd"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 class TestGradients:
     def test_gradcheck(self, kind: str, pairing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """To the frequencies, through cos and sin, by the CPU kernel where there is one."""
+        """Gradients to the frequencies, through cos and sin, by the CPU kernel if it is available."""
         torch.manual_seed(1)
-        calls = watched(cpu, monkeypatch)
+        calls = record_calls(cpu, monkeypatch)
         positions = places(kind) % 7
         inv_freq = torch.randn(KINDS[kind][0], dtype=torch.float64, requires_grad=True)
         for layout in LAYOUTS[: 3 if "batch" in kind else 4]:
             q, k = (torch.randn(shape(layout, 2, 4, 2, 8), dtype=torch.float64, requires_grad=True) for _ in range(2))
             rope = LearnedRope(inv_freq, pairing=pairing, head_dim=8, rotary_offset=1)
 
-            def turned(q: Tensor, k: Tensor, inv_freq: Tensor, rope: Any = rope, layout: Any = layout) -> Tensor:
+            def rotate_pair(q: Tensor, k: Tensor, inv_freq: Tensor, rope: Any = rope, layout: Any = layout) -> Tensor:
                 rotation = torch.func.functional_call(rope, {"inv_freq": inv_freq}, positions, {"dtype": torch.float64})
                 return torch.cat([y.flatten() for y in rotation(q, k, layout=layout)])
 
-            assert gradcheck(turned, (q, k, inv_freq))
-        assert gradgradcheck(turned, (q, k, inv_freq))
+            assert gradcheck(rotate_pair, (q, k, inv_freq))
+        assert gradgradcheck(rotate_pair, (q, k, inv_freq))
         if backend.FAST_PATH:
             assert {"rotate", "table_gradient"} <= set(calls)
 
     def test_kernel_and_reference(self, kind: str, pairing: str) -> None:
-        """The same module, with q and k rotated by the kernel and by plain PyTorch."""
+        """The kernel and plain PyTorch give the same results for one module."""
         torch.manual_seed(2)
         rope, positions = learned(kind, pairing=pairing), places(kind)
         q, incoming = torch.randn(2, 4, 2, 6, requires_grad=True), torch.randn(2, 4, 2, 6)
@@ -155,11 +155,11 @@ class TestGolden:
         bound = math.sqrt(2) * (positions.abs().sum(0) * 2.0**-23 + 1e-6)  # see golden/README.md
         size = (1, params["heads"], positions.shape[1], params["head_dim"])
         for name, make, kept in (("q", oracle.golden_q, 2), ("k", oracle.golden_k, 1)):
-            turned = rotation(torch.from_numpy(make(size)), layout="bhsd")[:, -kept:]
-            recorded = torch.tensor(case[f"{name}_rot"]).view(turned.shape)
-            assert ((turned - recorded).abs() <= bound.unsqueeze(-1)).all()
+            rotate_pair = rotation(torch.from_numpy(make(size)), layout="bhsd")[:, -kept:]
+            recorded = torch.tensor(case[f"{name}_rot"]).view(rotate_pair.shape)
+            assert ((rotate_pair - recorded).abs() <= bound.unsqueeze(-1)).all()
 
-    def test_begins_alike(self, case: dict[str, Any]) -> None:
+    def test_starts_alike(self, case: dict[str, Any]) -> None:
         params, golden = case["params"], self.inv_freq(case)
         if "Mochi" in case["id"]:
             mine = LearnedRope.projected(params["head_dim"], params["heads"], pairing="interleaved").inv_freq
@@ -171,7 +171,7 @@ class TestGolden:
         ).inv_freq
 
         def from_the_first(inv_freq: Tensor) -> Tensor:
-            """x and y as complex numbers, rotated so that the first pair of each head points along x."""
+            """Return x and y as complex numbers, rotated so that the first pair of each head points along x."""
             plane = torch.complex(*inv_freq.detach().double())
             return plane * (plane[:, :1].conj() / plane[:, :1].abs())
 
@@ -200,11 +200,11 @@ class TestBeginnings:
         assert (mine.axes, mine.heads) == (1, heads)
         q = torch.randn(1, 4, 3, 16, dtype=torch.float64)
         with torch.no_grad():
-            turned = mine(positions, dtype=torch.float64)(q, layout="bshd")
+            rotate_pair = mine(positions, dtype=torch.float64)(q, layout="bshd")
         wanted = rope.at(positions, dtype=torch.float64)(q, layout="bshd")
         # A float64 frequency and product at 2³¹ round by 2³¹ · 2⁻⁵² each, times numbers of size 5 and a factor of 1.2.
-        torch.testing.assert_close(turned, wanted, rtol=0, atol=12 * 2.0**-21)
-        torch.testing.assert_close(mine(positions).inverse()(turned, layout="bshd"), q, rtol=0, atol=1e-5)
+        torch.testing.assert_close(rotate_pair, wanted, rtol=0, atol=12 * 2.0**-21)
+        torch.testing.assert_close(mine(positions).inverse()(rotate_pair, layout="bshd"), q, rtol=0, atol=1e-5)
 
     def test_from_a_rope_with_axes(self) -> None:
         """Angles by mpmath: pairs 0 and 1 by the first axis, 2 by the second, 3 by the third."""
@@ -219,10 +219,10 @@ class TestBeginnings:
 
     def test_nothing_rotates_at_zero(self) -> None:
         mine, q = LearnedRope.projected(8, 2, pairing="interleaved"), torch.randn(5, 2, 8)
-        turned = mine(torch.randn(3, 5))(q, layout="thd")
-        assert torch.equal(turned, q)
-        (turned * torch.randn_like(q)).sum().backward()
-        assert mine.inv_freq.grad.abs().min() > 0  # it can begin to learn
+        rotate_pair = mine(torch.randn(3, 5))(q, layout="thd")
+        assert torch.equal(rotate_pair, q)
+        (rotate_pair * torch.randn_like(q)).sum().backward()
+        assert mine.inv_freq.grad.abs().min() > 0  # gradients are not 0, so training can start
 
 
 class TestCasts:
@@ -255,7 +255,7 @@ class TestCasts:
         assert rope.to("meta").inv_freq.is_meta
         assert rope.to_empty(device="cpu").inv_freq.shape == (2, 3)
 
-    def test_cast_all_the_same_is_an_error(self) -> None:
+    def test_a_forced_cast_is_an_error(self) -> None:
         rope = learned("two axes")
         rope.load_state_dict({"inv_freq": rope.inv_freq.detach().bfloat16()}, assign=True)
         with pytest.raises(
@@ -264,7 +264,7 @@ class TestCasts:
             rope(PLACES[:2])
 
     def test_fsdp2_mixed_precision(self, tmp_path: Path) -> None:
-        """It casts what it gathers, which is an error, unless the module has a policy of its own."""
+        """FSDP casts the parameters that it gathers, which is an error unless the module has its own policy."""
         worker = Path(__file__).parent / "learned_fsdp_worker.py"
         ran = subprocess.run(
             [sys.executable, str(worker), str(tmp_path / "rendezvous")], capture_output=True, text=True, timeout=180
@@ -342,7 +342,7 @@ OFFSETS = torch.cartesian_prod(torch.tensor([-3, -1, 1, 3]), torch.tensor([1, 3]
 
 
 def images(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images of two marks, [count, patches, 2]; the class is where the second stands, seen from the first."""
+    """Create images with two marks, [count, patches, 2]. The class is the direction from one mark to the other."""
     label = torch.randint(len(OFFSETS), (count,), generator=draw)
     x = torch.randint(3, GRID - 3, (count,), generator=draw)
     y = torch.randint(0, GRID - 3, (count,), generator=draw)
@@ -354,7 +354,7 @@ def images(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 class TinyViT(nn.Module):
-    """One layer, which knows where a patch is by RoPE-Mixed alone."""
+    """One layer whose only information about positions is RoPE-Mixed."""
 
     def __init__(self, draw: torch.Generator) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ class TinyViT(nn.Module):
 
 
 def trained(seed: int, *, learn: bool) -> tuple[float, Tensor]:
-    """The loss on new images after 200 steps, and the frequencies."""
+    """Train for 200 steps. Return the loss on new images and the frequencies."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, draw = TinyViT(torch.Generator().manual_seed(seed)), torch.Generator().manual_seed(100 + seed)
@@ -405,7 +405,7 @@ class TestTraining:
         torch.set_num_threads(before)
 
     def test_learned_frequencies_improve_a_tiny_vit(self) -> None:
-        """Over six seeds the mean losses were 0.44 frozen and 0.22 learned, and learned was not the worse in any."""
+        """Over six seeds, the mean losses were 0.44 frozen and 0.22 learned. Learned was never worse."""
         frozen, learned = ([trained(seed, learn=learn)[0] for seed in range(3)] for learn in (False, True))
         assert sum(learned) < 0.8 * sum(frozen)
 
@@ -447,7 +447,7 @@ class TestResetParameters:
             assert torch.equal(kept, wanted.inv_freq)
             assert list(made.state_dict()) == ["inv_freq"]
 
-    def test_gives_what_the_rope_has(self) -> None:
+    def test_restores_the_frequencies_of_the_rope(self) -> None:
         learned = LearnedRope.from_rope(self.ROPE, dtype=torch.float64)
         with torch.no_grad():
             learned.inv_freq.add_(1.0)

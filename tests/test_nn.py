@@ -1,4 +1,4 @@
-"""RotaryEmbedding: nothing that a cast, a move or a wrapper can touch."""
+"""RotaryEmbedding has no state that a cast, a move or a wrapper can change."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_unharmed(way: str) -> None:
+def test_is_unchanged(way: str) -> None:
     q, k = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 1, 16)
     wanted = ROPE.at(POSITIONS)(q, k, layout="bshd")
     for mine, plain in zip(WAYS[way](embed())(q, k, POSITIONS), wanted, strict=True):
         assert torch.equal(mine, plain)
 
 
-def test_holds_nothing() -> None:
+def test_has_no_parameters_or_buffers() -> None:
     module = embed()
     assert module.state_dict() == {}
     assert not list(module.buffers())
@@ -57,15 +57,15 @@ def test_holds_nothing() -> None:
 
 def test_k_may_be_none() -> None:
     q = torch.randn(2, 3, 4, 16)
-    turned = embed()(q, None, POSITIONS)
-    assert torch.equal(turned, ROPE.at(POSITIONS)(q, layout="bshd"))
+    rotated = embed()(q, None, POSITIONS)
+    assert torch.equal(rotated, ROPE.at(POSITIONS)(q, layout="bshd"))
 
 
 def test_angles_follow_q() -> None:
     assert embed()(torch.empty(2, 3, 4, 16, device="meta"), None, POSITIONS).is_meta
 
 
-def test_says_what_it_is() -> None:
+def test_repr() -> None:
     assert repr(RotaryEmbedding(Rope(8, 1e4, "half"), layout="thd")) == (
         "RotaryEmbedding(Rope(head_dim=8, base=10000.0, pairing='half'), layout='thd')"
     )

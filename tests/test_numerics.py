@@ -1,4 +1,4 @@
-"""`numerics` of `Rope.at`: the float32 angles of deployed code, bit for bit against recordings of that code."""
+"""`numerics` of `Rope.at`: the float32 angles of deployed code, compared bitwise with recordings of that code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_MODELS = [
     (f"{row['name']}: {case['id']}", (row, case))
     for row in load(GOLDEN / "text_models.json")["rows"]
     for case in row["cases"]
-    if "inv_freq" in case and case.get("layout") != "none"  # a layer that does not turn
+    if "inv_freq" in case and case.get("layout") != "none"  # a layer that does not rotate
 ]
 CLASSES = [(row["model_type"], row) for row in load(GOLDEN / "class_defaults.json")["rows"]]
 # Recorded with AVX2 or AVX-512. PyTorch's power has another last bit elsewhere, and so has transformers.
@@ -49,7 +49,7 @@ def of_row(row: dict[str, Any], given: dict[str, Any]) -> Rope:
 
 
 def products(case: dict[str, Any], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin by float32 products of the recorded frequencies."""
+    """Compute cos and sin by float32 products of the recorded frequencies."""
     angle = positions.to(torch.float32).unsqueeze(-1) * torch.tensor(case["inv_freq"], dtype=torch.float32)
     factor = case["attention_scaling"]
     return angle.cos() * factor, angle.sin() * factor
@@ -102,14 +102,19 @@ def check_text_model(given: tuple[dict[str, Any], dict[str, Any]]) -> None:
         expected = torch.tensor(case[f"{which}_rot"]).reshape(x.shape)
         # MLA's shared key is the rotated slice alone.
         alone = rope if x.shape[-1] == rope.head_dim else replace(rope, head_dim=rope.rotary_dim, rotary_offset=0)
-        turned = alone.at(torch.tensor(case["positions"]), numerics="float32")(x, layout="bhsd")
+        rotated = alone.at(torch.tensor(case["positions"]), numerics="float32")(x, layout="bhsd")
         if ropes.output_order == "half" and not indexer:
             start, end = alone.rotary_offset, alone.rotary_offset + alone.rotary_dim
-            parts = (turned[..., :start], turned[..., start:end:2], turned[..., start + 1 : end : 2], turned[..., end:])
-            turned = torch.cat(parts, dim=-1)
+            parts = (
+                rotated[..., :start],
+                rotated[..., start:end:2],
+                rotated[..., start + 1 : end : 2],
+                rotated[..., end:],
+            )
+            rotated = torch.cat(parts, dim=-1)
         # DeepSeek-V2 has its cos and sin from torch.polar, as Meta.
         off = 1.2e-7 if row["config"].get("model_type") == "deepseek_v2" else 0.0
-        assert (turned - expected).abs().max() <= off
+        assert (rotated - expected).abs().max() <= off
 
 
 @recorded_here
@@ -128,7 +133,7 @@ def check_class(row: dict[str, Any]) -> None:
 
 @recorded_here
 def test_class_defaults_bit_for_bit() -> None:
-    """All but those of which angles were measured and not frequencies (see golden/README.md)."""
+    """All rows whose frequencies were recorded. For the others, angles were measured (see golden/README.md)."""
     each([(name, row) for name, row in CLASSES if name not in ("codegen", "gptj", "roformer")], check_class)
 
 
@@ -147,7 +152,7 @@ LIVE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("parameters", LIVE, ids=lambda p: f"{p['rope_type']} {p.get('factor', '')}")
 def test_against_transformers_itself(parameters: dict[str, Any]) -> None:
-    """Factors that are no powers of two, which the recordings do not have: there the order of the operations shows."""
+    """Factors that are not powers of two, which the recordings lack. They reveal the order of the operations."""
     transformers = pytest.importorskip("transformers", "5.23")
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
     for base in (10_000.0, 123_456.7, 5e6):
@@ -217,7 +222,7 @@ def test_rotated_q_and_k_of_peers_bit_for_bit(name: str, case: dict[str, Any]) -
 @recorded_here
 @pytest.mark.parametrize(("name", "case"), cases_of("meta_llama", "gpt_fast", "llama2c"))
 def test_angles_of_meta_bit_for_bit(name: str, case: dict[str, Any]) -> None:
-    """Meta's angles are these, but torch.polar rounds some of their cos and sin the other way, as libm does."""
+    """The angles equal Meta's, but torch.polar rounds some of their cos and sin differently, as libm does."""
     rope, positions = MEANING[name](case), torch.tensor(case["positions"])
     angles = positions.to(torch.float32).unsqueeze(-1) * torch.tensor(frequencies(rope))
     unit = torch.polar(torch.ones_like(angles), angles)
@@ -289,7 +294,7 @@ class TestPositions:
             assert torch.equal(rotation.sin, expected[1])
 
     @recorded_here
-    def test_places_between_tokens(self) -> None:
+    def test_fractional_positions(self) -> None:
         positions = torch.tensor([0.5, 1e5 + 0.125], dtype=torch.float64)
         rotation = of_row(self.row, dict(self.row["rope_parameters"])).at(positions, numerics="float32")
         assert torch.equal(rotation.sin, products(self.row, positions)[1])
@@ -307,7 +312,7 @@ class TestPositions:
     @pytest.mark.parametrize("backend_name", ["eager", "aot_eager"])
     @pytest.mark.parametrize("numerics", ["float32", "float32-frequencies"])
     def test_compiled_bit_for_bit(self, numerics: Any, backend_name: str) -> None:
-        """Frequencies are constants of the graph; other ropes compile anew."""
+        """Frequencies are constants of the graph, so each rope is compiled separately."""
         torch.compiler.reset()
         _float32._cached_frequencies.cache_clear()
         compiled = torch.compile(lambda r, p: r.at(p, numerics=numerics).cos, fullgraph=True, backend=backend_name)
@@ -317,7 +322,7 @@ class TestPositions:
             assert torch.equal(compiled(rope, positions), rope.at(positions, numerics=numerics).cos)
 
     def test_compiled_by_inductor(self) -> None:
-        """Its cos differs from the eager one by one step of float32."""
+        """Inductor's cos differs from the eager one by one ulp of float32."""
         positions = torch.arange(100_000, 100_016)
         for numerics in ("float32", "float32-frequencies"):
             compiled = torch.compile(lambda p, n=numerics: self.rope.at(p, numerics=n).cos, fullgraph=True)
@@ -326,7 +331,7 @@ class TestPositions:
 
     @recorded_here
     def test_first_use_under_every_mode(self) -> None:
-        """Neither a mode of the caller nor the default dtype and device reach the frequencies that are kept."""
+        """Neither a mode of the caller nor the default dtype and device affect the cached frequencies."""
         rope, expected = of_row(self.row, dict(self.row["rope_parameters"])), products(self.row, POSITIONS)[0]
         use = lambda: rope.at(POSITIONS, numerics="float32").cos  # noqa: E731
         with FakeTensorMode():
@@ -350,7 +355,7 @@ class TestPositions:
             assert torch.equal(use(), expected)
 
 
-def test_quick_call_is_for_exact_numbers_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_path_is_for_exact_numerics_only(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = Rope(64, 5e5, "half")
     quick = rope.at(POSITIONS, numerics="float32").cos
     monkeypatch.setattr(backend, "FAST_PATH", False)
@@ -360,7 +365,7 @@ def test_quick_call_is_for_exact_numbers_only(monkeypatch: pytest.MonkeyPatch) -
 
 @dataclass(frozen=True)
 class Sloth(Scheme):
-    """A scheme from outside, which no deployed code has."""
+    """A scheme from outside ropewalk, without deployed code."""
 
     rope_type: ClassVar[str] = "sloth"
     slowness: float
@@ -369,7 +374,7 @@ class Sloth(Scheme):
         return tuple(w / self.slowness for w in schemes.default.inv_freq(base, rotary_dim))
 
 
-def test_a_scheme_that_nobody_deployed_has_its_frequencies_rounded_once() -> None:
+def test_frequencies_of_a_scheme_without_deployed_code_are_rounded_once() -> None:
     rope = Rope(64, 5e5, "half", scaling=Sloth(3.0))
     rounded = torch.from_numpy(rope.inv_freq).float()
     rotation = rope.at(POSITIONS, numerics="float32")
@@ -451,14 +456,14 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         Rope(8, 1e4, "half").at(**{"positions": torch.arange(3), **arguments})
 
 
-def test_a_length_must_be_said() -> None:
+def test_a_length_is_required() -> None:
     rope = Rope(8, 1e4, "half", scaling=DynamicNTK(2.0, 64))
     with pytest.raises(RopeError, match="the length must be resolved"):
         rope.at(torch.arange(3), numerics="float32")
     assert rope.at_length(200).at(torch.arange(3), numerics="float32").cos.shape == (3, 4)
 
 
-def test_copies_of_a_rope_turn_alike() -> None:
+def test_copies_of_a_rope_rotate_alike() -> None:
     rope = Rope(64, 5e5, "half", scaling=YaRN(8.0, 4096))
     for other in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
         rotations = (r.at(POSITIONS, numerics="float32").cos for r in (rope, other))

@@ -38,7 +38,7 @@ def test_inv_freq_is_a_copy() -> None:
     assert made.inv_freq[0] == 1.0
 
 
-def test_equal_by_value_whatever_the_kind_of_number() -> None:
+def test_equal_by_value_for_every_type_of_number() -> None:
     assert rope(base=10_000) == rope(base=np.float64(1e4)) == rope(head_dim=np.int64(8)) == rope(base=Fraction(10_000))
     assert hash(rope(base=10_000)) == hash(rope())
     assert rope(rotary_dim=8) == rope()
@@ -79,15 +79,15 @@ def test_offset_takes_the_rest_of_the_head() -> None:
     assert rope(rotary_offset=2).rotary_dim == 6
 
 
-def test_the_slice_alone() -> None:
+def test_a_rope_of_the_rotated_slice() -> None:
     """DeepSeek's MLA rotates the last 64 of 192 channels; the slice alone is a smaller rope of the same frequencies."""
     whole = Rope(192, 1e4, "interleaved", rotary_dim=64, rotary_offset=128)
     alone = dataclasses.replace(whole, head_dim=whole.rotary_dim, rotary_offset=0)
     np.testing.assert_array_equal(alone.inv_freq, whole.inv_freq)
     x, positions = torch.randn(5, 2, 192), torch.arange(5)
-    turned = whole.at(positions)(x, layout="thd")
-    torch.testing.assert_close(turned[..., 128:], alone.at(positions)(x[..., 128:], layout="thd"), rtol=0, atol=0)
-    assert torch.equal(turned[..., :128], x[..., :128])
+    rotated = whole.at(positions)(x, layout="thd")
+    torch.testing.assert_close(rotated[..., 128:], alone.at(positions)(x[..., 128:], layout="thd"), rtol=0, atol=0)
+    assert torch.equal(rotated[..., :128], x[..., :128])
 
 
 def test_static_ropes_are_the_same_at_any_length() -> None:
@@ -139,7 +139,7 @@ def test_base_and_pairing_have_no_default() -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, None])
-def test_at_length_wants_a_length(n: Any) -> None:
+def test_at_length_requires_a_length(n: Any) -> None:
     with pytest.raises(RopeError, match="n must be an integer of at least 1"):
         rope().at_length(n)
 

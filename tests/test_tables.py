@@ -1,4 +1,4 @@
-"""Rope.tables: cos and sin in NumPy, against exact arithmetic and, bit for bit, against rope.at."""
+"""Rope.tables: cos and sin in NumPy, compared with exact arithmetic and bitwise with rope.at."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMES = [None, Linear(4), Llama3(8, 1, 4, 8192), YaRN(16, 4096)]
 
 
 def places(count: int, seed: int) -> np.ndarray:
-    """Positions of every magnitude up to ±2³¹."""
+    """Return positions of every magnitude up to ±2³¹."""
     draw = np.random.default_rng(seed)
     size = np.exp2(draw.uniform(0, 31, count))
     return np.concatenate((EDGES, np.round(size * draw.choice([-1, 1], count)).clip(-LIMIT, LIMIT - 1))).astype(
@@ -30,7 +30,7 @@ def places(count: int, seed: int) -> np.ndarray:
 
 
 def same(x: np.ndarray, y: torch.Tensor) -> bool:
-    """Bit for bit: -0 is not 0."""
+    """Return whether two arrays have the same bits. -0 differs from 0."""
     return x.shape == y.shape and bool((x.view(np.int64) == y.numpy().view(np.int64)).all())
 
 
@@ -39,7 +39,7 @@ def same(x: np.ndarray, y: torch.Tensor) -> bool:
 def test_is_exact(base: float, scaling: Scheme | None) -> None:
     rope, positions = Rope(64, base, "half", scaling=scaling), places(60, seed=int(base))
     exact = oracle.cos_sin(positions.tolist(), rope.inv_freq)
-    # The rounding of the step, half a unit for each position, and a few roundings of float64.
+    # The rounding of the step, half a unit per position, plus a few roundings of float64.
     allowed = (abs(positions)[:, None] * (2 * math.pi * 2.0**-65) + 4e-16) * rope.attention_factor
     for table, truth in zip(rope.tables(positions), exact, strict=True):
         assert table.dtype == np.float64
@@ -48,7 +48,7 @@ def test_is_exact(base: float, scaling: Scheme | None) -> None:
 
 @pytest.mark.parametrize("scaling", SCHEMES, ids=repr)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 32), (6, 2), (512, 510)])
-def test_is_bit_for_bit_what_the_kernel_makes(head_dim: int, rotary_dim: int, scaling: Scheme | None) -> None:
+def test_equals_the_kernel_bit_for_bit(head_dim: int, rotary_dim: int, scaling: Scheme | None) -> None:
     if backend.CPU.unavailable() is not None or backend.BACKEND == "reference":
         pytest.skip("no kernel to compare with")
     rope = Rope(head_dim, 5e5, "half", rotary_dim=rotary_dim, scaling=scaling)
@@ -81,7 +81,7 @@ def test_the_reference_differs_in_the_last_bits_only(scaling: Scheme | None, mon
         assert abs(table - other.numpy()).max() <= 1.5e-15 * rope.attention_factor
 
 
-def test_more_rows_than_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_fit_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     rope, positions = Rope(8, 1e4, "half"), np.arange(11)
     exact = oracle.cos_sin(positions.tolist(), rope.inv_freq)
     for most in (1, 4, 8, 12, 1 << 16):
@@ -151,13 +151,13 @@ def test_frequencies_of_each_pair() -> None:
         (np.array([1 + 0j]), "got complex128 of shape (1,)"),
     ],
 )
-def test_what_is_no_integer_is_refused(positions: Any, message: str) -> None:
+def test_positions_that_are_not_integers_are_refused(positions: Any, message: str) -> None:
     with pytest.raises(RopeError, match=re.escape(message)) as raised:
         Rope(8, 1e4, "half").tables(positions)
     assert str(raised.value).startswith("Rope.tables: ")
 
 
-def test_the_fix_for_places_between_tokens_works() -> None:
+def test_the_fix_for_fractional_positions_works() -> None:
     rope, positions = Rope(8, 1e4, "half", scaling=YaRN(4, 64)), np.array([0.5, 2.25])
     wanted = rope.at(torch.from_numpy(positions), dtype=torch.float64)
     for function, table in ((np.cos, wanted.cos), (np.sin, wanted.sin)):
@@ -165,7 +165,7 @@ def test_the_fix_for_places_between_tokens_works() -> None:
         np.testing.assert_allclose(mine, table, rtol=0, atol=1e-15)
 
 
-def test_the_length_must_be_said() -> None:
+def test_a_length_is_required() -> None:
     rope = Rope(8, 1e4, "half", scaling=DynamicNTK(2.0, 4096))
     with pytest.raises(RopeError, match="the length must be resolved"):
         rope.tables(3)

@@ -1,4 +1,4 @@
-"""The recipe of docs/several-axes.md for V-JEPA 2, against numbers of transformers: golden/vjepa2.json."""
+"""The recipe of docs/several-axes.md for V-JEPA 2, compared with numbers of transformers in golden/vjepa2.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden" / "vjepa2.
 
 
 def recipe() -> dict[str, Any]:
-    """The names of the one block of the page that defines `as_vjepa2`, run as it stands there."""
+    """Run the block of the page that defines `as_vjepa2`, unchanged. Return its names."""
     (block,) = (one for one in blocks_of(ROOT / "docs" / "several-axes.md") if "def as_vjepa2(" in one.code)
     names = {"torch": torch, "Rope": ropewalk.Rope, "Axes": ropewalk.Axes}
     block.run(names)
@@ -28,7 +28,7 @@ def recipe() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_as_recorded(name: str) -> None:
-    """Within the last bits of float32 sums; the positions are below 16. A rotation is far from it."""
+    """The result agrees up to the last bits of float32 sums; positions are below 16. A plain rotation does not."""
     shape = GOLDEN[f"{name}_shape"]
     x = torch.from_numpy(getattr(oracle, f"golden_{name}")(shape)[:, : GOLDEN[f"{name}_heads"]].copy())
     expected = np.array(GOLDEN[f"{name}_rot"], dtype=np.float32).reshape(x.shape)
@@ -40,6 +40,6 @@ def test_as_recorded(name: str) -> None:
     assert np.abs(rotation(x, layout="bhsd").numpy() - expected).max() > 1.0
 
 
-def test_from_config_refuses_it_and_says_where_it_is() -> None:
+def test_from_config_refuses_it_and_names_the_recipe() -> None:
     with pytest.raises(RopeError, match=r"which is not a rotation; see docs/several-axes\.md"):
         from_config({"model_type": "vjepa2", "hidden_size": 1024, "num_attention_heads": 16})

@@ -1,4 +1,4 @@
-"""xPos against three other implementations, and its documented bounds against mpmath."""
+"""xPos, compared with three other implementations, and its documented bounds, compared with mpmath."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROPE = Rope(head_dim=8, base=10_000.0, pairing="half")
 
 
 def exact(positions: list[int], centre: int, scale_base: float = 512.0) -> list[np.ndarray]:
-    """q's and k's cos and sin of ROPE, in mpmath."""
+    """Compute cos and sin of q and k for ROPE in mpmath."""
     made: list[list[list[float]]] = [[], [], [], []]
     with mpmath.workdps(oracle.PRECISION):
         for p in positions:
@@ -37,7 +37,7 @@ def exact(positions: list[int], centre: int, scale_base: float = 512.0) -> list[
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["peer"])
 def test_other_implementations(case: dict[str, Any]) -> None:
-    """Each has a centre of its own. The bound is that of the peers, relative to the scale of the pair."""
+    """Each implementation has its own centre. The bound is the error of the implementation, relative to the scale."""
     rope = Rope(head_dim=64, base=10_000.0, pairing=case["pairing"])
     places = torch.tensor(case["positions"])
     rotations = xpos.at(rope, places, centre=case["centre"])
@@ -45,13 +45,13 @@ def test_other_implementations(case: dict[str, Any]) -> None:
     zeta = (2 * np.arange(32) + 0.4 * 64) / (1.4 * 64)
     power = (places.numpy() - case["centre"])[:, None] / 512
     columns = np.tile(zeta, 2) if case["pairing"] == "half" else np.repeat(zeta, 2)
-    for rotation, sign, x, turned in (
+    for rotation, sign, x, rotated in (
         (rotations.q, 1, oracle.golden_q((1, 4, len(places), 64)), case["q_rot"]),
         (rotations.k, -1, oracle.golden_k((1, 4, len(places), 64)), case["k_rot"]),
     ):
         first = torch.from_numpy(x[:, :1].astype(np.float32))
         found = rotation(first, layout="bhsd").numpy()
-        wanted = np.array(turned, dtype=np.float32).reshape(shape)
+        wanted = np.array(rotated, dtype=np.float32).reshape(shape)
         bound = 2**0.5 * columns ** (sign * power) * (places.numpy()[:, None] * 2.0**-23 + 2e-6)
         assert (np.abs(found - wanted) <= bound).all()
 
@@ -63,21 +63,21 @@ def test_exact() -> None:
         np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6, atol=1e-30)
 
 
-def test_scores_fade_with_the_distance_and_know_no_centre() -> None:
-    """The score of q at p and k at p − n is that of rotation alone, each pair times ζ^(n / 512)."""
+def test_scores_decay_with_distance_and_do_not_depend_on_the_centre() -> None:
+    """The score of q at p and k at p − n is that of the rotation alone, with each pair multiplied by ζ^(n / 512)."""
     q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
     for centre in (0, 1_000, -3_000):
         for p, n in ((5, 0), (400, 400), (4_000, 1_500)):
             rotations = xpos.at(ROPE, torch.tensor([p, p - n]), centre=centre)
-            turned = rotations.q[:1](q, layout="thd"), rotations.k[1:](k, layout="thd")
-            score = float((turned[0] * turned[1]).sum())
+            rotated = rotations.q[:1](q, layout="thd"), rotations.k[1:](k, layout="thd")
+            score = float((rotated[0] * rotated[1]).sum())
             plain = [ROPE.at(torch.tensor([each]), dtype=torch.float64) for each in (p, p - n)]
             parts = (plain[0](q, layout="thd") * plain[1](k, layout="thd")).reshape(2, 4).sum(0)
             zeta = (2 * np.arange(4) + 0.4 * 8) / (1.4 * 8)
             assert score == pytest.approx(float((parts.numpy() * zeta ** (n / 512)).sum()), abs=1e-5)
 
 
-def test_factor_and_slice_stay() -> None:
+def test_attention_factor_and_slice_are_kept() -> None:
     rope = Rope(16, 1e4, "interleaved", rotary_dim=8, rotary_offset=4, scaling=YaRN(4, 64))
     q, k = xpos.at(rope, torch.tensor([32]), centre=32)
     plain = rope.at(torch.tensor([32]))

@@ -26,7 +26,7 @@ class Subclass(Tensor):
     pass
 
 
-# Which of q, k, cos and sin is another, and what it is.
+# Maps each case to the tensor that it replaces (q, k, cos or sin) and to the function that makes the replacement.
 TENSORS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
     "no tensor": ("q", lambda x: x.tolist()),
     "k is no tensor": ("k", lambda x: 1),
@@ -64,13 +64,13 @@ def in_forward_ad() -> AbstractContextManager[Any]:
     return forward_ad.dual_level()
 
 
-class Sees(torch.overrides.TorchFunctionMode):
+class FunctionMode(torch.overrides.TorchFunctionMode):
     pass
 
 
-WATCHERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+OBSERVERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "a mode of operators": lambda: FakeTensorMode(allow_non_fake_inputs=True),
-    "a mode of functions": Sees,
+    "a mode of functions": FunctionMode,
     "a device mode": lambda: torch.device("meta"),
     "forward-mode AD": in_forward_ad,
     "a profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),

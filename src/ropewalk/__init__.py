@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF = {
     "AttendingCache": "attention.attend",
     "Axes": "axes",
     "CacheStep": "attention.cache_step",
@@ -142,8 +142,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return importlib.import_module(f"ropewalk.{_MODULES[name]}")
-    if name in _HOME:
-        return getattr(importlib.import_module(f"ropewalk.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"ropewalk.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
 
 

@@ -38,23 +38,28 @@ def error(who: str, must: str, got: str, fix: str) -> RopeError:
     Args:
         who: the context, such as the name of a class or a function.
         must: the requirement.
-        got: what was received, in words or from `shown` or `describe`.
+        got: the received value, in words or as formatted by `shown` or `describe`.
         fix: one or more whole sentences that say how to fix it.
     """
     return RopeError(f"{who}: {must}, got {got}. {fix}")
 
 
-def within(where: str, e: RopeError) -> RopeError:
-    """Prefix the message of an error with the place that it is about."""
+def with_context(where: str, e: RopeError) -> RopeError:
+    """Return the error with the name of a place in front of its message.
+
+    Args:
+        where: the place that the error is about, such as a file or a key.
+        e: the error.
+    """
     return RopeError(f"{where}: {e}")
 
 
-def unreadable(where: str, e: Exception) -> RopeError:
+def unreadable_file(where: str, e: Exception) -> RopeError:
     """Create the error for a file that the system cannot read."""
     return RopeError(f"{where}: cannot be read: {e}.")
 
 
-def failed(what: str, e: Exception, fix: str) -> RopeError:
+def error_from(what: str, e: Exception, fix: str) -> RopeError:
     """Create the error for an exception raised by other code: what failed, the exception, and how to fix it."""
     try:
         message = str(e)[:_MAX_SHOWN]
@@ -64,14 +69,14 @@ def failed(what: str, e: Exception, fix: str) -> RopeError:
 
 
 def printable(text: str) -> str:
-    """The text on one line, with control characters and lone surrogates escaped as in a Python string."""
+    """Return the text on one line, with control characters and lone surrogates escaped as in a Python string."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shown(value: object) -> str:
-    """A repr of bounded length that works for any value, so that messages stay short."""
+    """Return a repr of bounded length, so that messages stay short. It works for any value."""
     try:
         text = printable(_short.repr(value))
     except Exception:  # the value's own __repr__ may raise anything
@@ -80,15 +85,15 @@ def shown(value: object) -> str:
 
 
 def describe(value: object) -> str:
-    """The dtype and shape of a tensor; any other value as `shown`."""
+    """Return the dtype and shape of a tensor as text, or the result of `shown` for any other value."""
     torch = sys.modules.get("torch")  # if a tensor exists, torch was imported
     if torch is not None and isinstance(value, torch.Tensor):
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return shown(value)
 
 
-def short(key: object) -> str:
-    """A config key for use in a message: a short string unquoted, any other value as `shown`."""
+def short_key(key: object) -> str:
+    """Return a config key for a message: a short string without quotes, any other value as `shown`."""
     return key if isinstance(key, str) and len(key) <= _MAX_SHOWN // 2 else shown(key)
 
 
@@ -179,12 +184,15 @@ def number(
 
 
 def attention_factor(who: str, value: Any) -> float:
-    """Return a factor of cos and sin. For `Rotation.inverse`, float32 must hold its square and the square's inverse."""
+    """Return `value`, the factor of cos and sin, which must be from 2⁻⁶³ to 2⁶³.
+
+    `Rotation.inverse` divides by the square of the factor, so float32 must represent the square and its inverse.
+    """
     return number(who, "attention_factor", value, at_least=2.0**-63, at_most=2.0**63)
 
 
 def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
-    """Raise unless `value` is one of `choices`, which the message lists."""
+    """Raise an error that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.")
@@ -194,10 +202,12 @@ _MAX_COMPARED = 100  # characters; no name is longer, and difflib takes seconds 
 
 
 def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str:
-    """` Did you mean 'rope_theta'?` for the most similar known word, or an empty string.
+    """Return ` Did you mean 'rope_theta'?` with the most similar known word, or an empty string if none is similar.
 
     Args:
-        likeness: the similarity that is required, from 0 to 1 (equal words).
+        word: the unknown word.
+        known: the known words.
+        likeness: the required similarity, from 0 to 1 (equal words).
     """
     if len(word) > _MAX_COMPARED:
         return ""

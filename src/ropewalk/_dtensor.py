@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Whether x is a DTensor."""
+    """Return whether x is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -29,15 +29,15 @@ def tables_of_shards(
     device: torch.device | str | None,
     compute: Callable[[Tensor], tuple[Tensor, Tensor]],
     *,
-    several: bool,
+    has_axes: bool,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin as DTensors that are sharded like the positions: each rank computes those of its own positions.
+    """Return cos and sin as DTensors that are sharded like the positions. Each rank computes its own rows.
 
     Args:
+        positions: `[..., tokens]`, or `[axes, ..., tokens]` if each token has several positions.
         device: None, or the device type of the mesh.
-        compute: maps positions `[..., tokens]` to two tensors `[..., tokens, pairs]`. If positions have a leading axis
-            of axes, the results do not.
-        several: whether positions have such a leading axis.
+        compute: function that maps the positions of a rank to two tensors `[..., tokens, pairs]`.
+        has_axes: whether each token has several positions.
     """
     import torch
     from torch.distributed.tensor import Replicate, Shard
@@ -50,23 +50,23 @@ def tables_of_shards(
             f"device {str(device)!r} for a mesh of {mesh.device_type!r}",
             "Omit device.",
         )
-    keep = [p if p.is_replicate() or _is_shard(p, several) else Replicate() for p in positions.placements]
+    keep = [p if p.is_replicate() or _is_shard(p, has_axes) else Replicate() for p in positions.placements]
     positions = positions.redistribute(placements=keep)
     tables = compute(positions.to_local())
-    placements = [Shard(p.dim - several) if isinstance(p, Shard) else p for p in keep]
-    shape = (*positions.shape[several:], tables[0].shape[-1])
+    placements = [Shard(p.dim - has_axes) if isinstance(p, Shard) else p for p in keep]
+    shape = (*positions.shape[has_axes:], tables[0].shape[-1])
     cos, sin = (from_local(table, mesh, placements, shape) for table in tables)
     return cos, sin
 
 
-def _is_shard(placement: Any, several: bool) -> bool:
+def _is_shard(placement: Any, has_axes: bool) -> bool:
     from torch.distributed.tensor import Shard
 
-    return type(placement) is Shard and placement.dim >= several
+    return type(placement) is Shard and placement.dim >= has_axes
 
 
 def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> DTensor:
-    """Create a DTensor of this shape from each rank's part, without communication between the ranks."""
+    """Create a DTensor with this global shape from the local part of each rank, without communication."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -74,10 +74,14 @@ def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor with all of x on every rank, where a plain x is the same on every rank. Sums gradients if they differ.
+def replicate(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return x as a DTensor that is replicated over the mesh. Only a sharded DTensor requires communication.
 
-    Communicates only if x is a sharded DTensor.
+    If the gradients of the ranks differ, the backward pass sums them.
+
+    Args:
+        x: a DTensor, or a plain tensor that is equal on every rank.
+        mesh: the mesh of the result.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -90,7 +94,7 @@ def replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
 def local_weight(weight: Tensor, x: Tensor) -> Tensor:
     """Convert a replicated DTensor weight to a plain tensor if x is plain. Otherwise, return the weight unchanged.
 
-    x then holds the heads of this rank, so the backward pass sums the gradients of the weight over the ranks.
+    A plain x holds the heads of this rank only, so the backward pass sums the gradients of the weight over the ranks.
     """
     if not is_dtensor(weight) or is_dtensor(x) or not all(p.is_replicate() for p in weight.placements):
         return weight
@@ -100,11 +104,15 @@ def local_weight(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return x, the same on every rank, as a plain tensor. The backward pass sums its gradients over the ranks.
+    """Return x as a plain tensor whose gradients the backward pass sums over the ranks.
 
-    x is a plain tensor or a DTensor. Nothing is sent in the forward pass if it is plain or replicated.
+    The forward pass communicates only if x is a sharded DTensor.
+
+    Args:
+        x: a DTensor, or a plain tensor that is equal on every rank.
+        mesh: the ranks.
     """
     from torch.distributed.tensor import Partial
 
-    summed: Tensor = replicated(x, mesh).to_local(grad_placements=[Partial()] * mesh.ndim)
+    summed: Tensor = replicate(x, mesh).to_local(grad_placements=[Partial()] * mesh.ndim)
     return summed

@@ -18,7 +18,7 @@ _INVERSE_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E4107F9458EAF7AE
 
 
 def step(inv_freq: float) -> int:
-    """The step of a frequency, as a signed 64-bit integer (two's complement, the type PyTorch multiplies).
+    """Return the step of a frequency as a signed 64-bit integer (two's complement, the type that PyTorch multiplies).
 
     Args:
         inv_freq: radians per position, finite. Its float64 value is taken as exact.

@@ -1,6 +1,7 @@
-"""The float32 frequencies of a rope in deployed code, where each float32 operation rounds.
+"""Compute and cache the float32 frequencies that deployed code uses for a rope.
 
-Each scheme defines its own. This module computes them once, caches them, and marks them as constants for torch.compile.
+Deployed code rounds after each float32 operation, so its frequencies differ from the exact ones. Each scheme implements
+the formula of its deployed code in `inv_freq_float32`. The cached results are constants for torch.compile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _MAX_CACHED = 1024
 def frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None = None
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """The frequency of each pair in radians per position, rounded to float32, and the same as steps (`_fixed_point`).
+    """Return the float32 frequency of each pair in radians per position, and the same frequencies as steps.
+
+    A step is a 64-bit fraction of a turn per position (`_fixed_point`).
 
     Raises:
         RopeError: a frequency is not finite in float32.

@@ -19,7 +19,7 @@ This is a plain tuple because every call unpacks it, and unpacking a subclass ta
 
 
 def axes_of(layout: str) -> Axes:
-    """The axes given by the letters of a layout."""
+    """Return the indices of the axes that the letters of a layout name."""
     tokens = layout.index("s" if "s" in layout else "t")
     return layout.index("b") if "b" in layout else None, tokens, layout.index("h"), len(layout)
 

@@ -1,4 +1,4 @@
-"""Compute cos and sin of integer positions in NumPy, without torch: bit for bit the float64 results of the kernels.
+"""Compute cos and sin of integer positions in NumPy, without torch. The float64 results equal those of the kernels.
 
     phase = position · step        int64; wraparound reduces modulo one turn without rounding
 
@@ -27,11 +27,17 @@ _MAX_BLOCK = 1 << 16  # angles per block, so that intermediate arrays stay in th
 def cos_sin(
     positions: Any, steps: tuple[int, ...], factor: float, axis: tuple[int, ...] | None, axes: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of every position and pair, times `factor`; float64, `positions.shape + (pairs,)`.
+    """Return cos and sin of every position and pair, multiplied by `factor`.
 
     Args:
-        axis: for each pair, the row of positions that it uses; None if positions have no rows.
-        axes: the number of rows; None if positions have no rows.
+        positions: integers of any shape; `[axes, ...]` if each token has several positions.
+        steps: the step of each pair, in 2⁻⁶⁴ turns per position (`_fixed_point`).
+        factor: the attention factor, dimensionless.
+        axis: for each pair, the index of the row of positions that it uses. None if each token has one position.
+        axes: number of rows of positions. None if each token has one position.
+
+    Returns:
+        Two float64 arrays of shape `positions.shape + (pairs,)`, without the axis of rows.
     """
     integers = _as_integers(positions)
     if axes is not None and (integers.ndim == 0 or integers.shape[0] != axes):

@@ -9,7 +9,7 @@
   of the residual, which is within an eighth of a turn. (The compiled `torch.cos` is off by 1.1e-7, and slow on GPUs.)
 - Fractional positions (image grids) go through a float64 product.
 
-If tokens have several positions, each pair uses the position on its axis. Nothing else differs.
+If each token has several positions, one for each axis, each pair uses the position on its own axis.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_positions(positions: Tensor, axes: int | None) -> None:
 
 
 def _fix_for_shape(positions: Tensor, axes: int) -> str:
-    """How to fix the shape of positions. The ids of diffusers have the axes last."""
+    """Return the fix for positions of a wrong shape. A common mistake is to pass the axes last, as in diffusers."""
     if positions.ndim in (2, 3) and positions.shape[-1] == axes:
         permuted = "positions.T" if positions.ndim == 2 else "positions.permute(2, 0, 1)"
         return f"The axes must come first: pass {permuted}."
@@ -79,7 +79,7 @@ def _fix_for_shape(positions: Tensor, axes: int) -> str:
 
 
 def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | str | None, axes: int | None) -> Tensor:
-    """A shift as an integer tensor: `[]` for an int, `[axes]` for a tuple. A tensor is returned unchanged."""
+    """Return a shift as an integer tensor: `[]` for an int, `[axes]` for a tuple. A tensor is returned unchanged."""
     who = "Rope.shift"
     if isinstance(delta, Tensor):
         fits = delta.ndim <= 2 if axes is None else 1 <= delta.ndim <= 3 and delta.shape[0] == axes
@@ -118,11 +118,13 @@ def fast_path(
     axis: bytes,
     axes: int,
 ) -> tuple[Tensor, Tensor] | None:
-    """Check positions and compute cos and sin in compiled code on the CPU. None if `cos_sin` must be used instead.
+    """Check positions and compute cos and sin in compiled code on the CPU. Return None if `cos_sin` must be used.
 
     Args:
-        steps, axis: as for `cos_sin`, as the bytes of int64 numbers; b"" for no axis.
-        axes: the number of positions per token; 0 if positions have no rows.
+        positions, factor, device, dtype: as for `cos_sin`. Nothing has been checked yet.
+        steps, axis: as for `cos_sin`, packed as the bytes of int64 numbers. An empty axis means that each token has one
+            position.
+        axes: number of rows of positions, or 0 if each token has one position.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
     if not backend.FAST_PATH or elsewhere or torch.compiler.is_compiling():
@@ -142,18 +144,19 @@ def cos_sin(
     dtype: torch.dtype | None = None,
     axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and pair, times `factor`.
+    """Return cos and sin of every position and pair, multiplied by `factor`.
 
     Args:
-        positions: any shape, with a leading axis of rows if `axis` is passed; int32, int64, float32 or float64.
+        positions: int32, int64, float32 or float64 of any shape; `[axes, ...]` if each token has several positions.
         steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
         inv_freq: the same in radians, for fractional positions.
         factor: the attention factor, dimensionless.
-        device, dtype: of the result; the device of positions and torch.float32 when None.
-        axis: the row of positions for each pair. None means that every pair uses all positions.
+        device: device of the result. None means the device of positions.
+        dtype: dtype of the result. None means torch.float32.
+        axis: for each pair, the index of the row of positions that it uses. None if each token has one position.
 
     Returns:
-        Two tensors of shape `positions.shape + (pairs,)`; with `axis`, the leading axis is dropped.
+        Two tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
 
     Raises:
         RopeError: dtype is not float32 or float64, or the computation needs float64 and the device lacks it.
@@ -168,7 +171,7 @@ def cos_sin(
         )
     if is_dtensor(positions):
         compute = partial(cos_sin, steps=steps, inv_freq=inv_freq, factor=factor, dtype=dtype, axis=axis)
-        return tables_of_shards(positions, device, compute, several=axis is not None)
+        return tables_of_shards(positions, device, compute, has_axes=axis is not None)
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
@@ -184,7 +187,7 @@ def cos_sin(
     return _cos_sin_rounded(_positions_of_pairs(positions, axis).to(torch.float64) * frequencies, factor, dtype)
 
 
-def in_float32(
+def cos_sin_as_deployed(
     positions: Tensor,
     inv_freq: tuple[float, ...],
     factor: float,
@@ -193,7 +196,7 @@ def in_float32(
     dtype: torch.dtype | None = None,
     axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin as in deployed code: one float32 product, PyTorch's float32 cos and sin, times `factor`.
+    """Return cos and sin as deployed code computes them: a float32 product, its float32 cos and sin, times `factor`.
 
     Source: `LlamaRotaryEmbedding.forward` in transformers 5.23.
 
@@ -204,10 +207,10 @@ def in_float32(
         dtype: torch.float32 or None.
 
     Returns:
-        Two float32 tensors of shape `positions.shape + (pairs,)`; with `axis`, the leading axis is dropped.
+        Two float32 tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
 
     Raises:
-        RopeError: dtype is another one.
+        RopeError: dtype is neither torch.float32 nor None.
     """
     if dtype not in (None, torch.float32):
         raise _checks.error(
@@ -217,8 +220,8 @@ def in_float32(
             'Omit dtype, or pass numerics="float32-frequencies" or "exact".',
         )
     if is_dtensor(positions):
-        compute = partial(in_float32, inv_freq=inv_freq, factor=factor, axis=axis)
-        return tables_of_shards(positions, device, compute, several=axis is not None)
+        compute = partial(cos_sin_as_deployed, inv_freq=inv_freq, factor=factor, axis=axis)
+        return tables_of_shards(positions, device, compute, has_axes=axis is not None)
     positions = positions if device is None else positions.to(device)
     frequencies = torch.tensor(inv_freq, dtype=torch.float32, device=positions.device)
     angle = _positions_of_pairs(positions, axis).to(torch.float32) * frequencies
@@ -237,7 +240,7 @@ def _from_integers(
 
 
 def _positions_of_pairs(positions: Tensor, axis: tuple[int, ...] | None) -> Tensor:
-    """The position for each pair, `[..., pairs]`, or one for all pairs, `[..., 1]`."""
+    """Return the position that each pair uses, `[..., pairs]`, or one position for all pairs, `[..., 1]`."""
     if axis is None:
         return positions.unsqueeze(-1)
     return positions.index_select(0, device_copy(axis, positions)).movedim(0, -1)
@@ -270,7 +273,7 @@ _QUARTER_PI_LOW = math.pi / 4 - _QUARTER_PI_HIGH
 
 
 def cos_sin_of_phase_float32(phase: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of int64 phases (2⁻⁶⁴ turns) with float32 arithmetic only; |error| ≤ 1e-7 times `factor`."""
+    """Return cos and sin of int64 phases (2⁻⁶⁴ turns), with float32 arithmetic only. |error| ≤ 1e-7 times `factor`."""
     quadrant = (phase + (1 << 61)) >> 62
     residual = phase - (quadrant << 62)
     t = residual.to(torch.float32) * 2.0**-61

@@ -32,9 +32,9 @@ class Axes:
 
     Args:
         axis: the axis of each pair, counted from 0.
-        freq_index: the index of each pair in its progression, counted from 0, the highest frequency. When None, the
-            index of the pair in the head.
-        lengths: for each axis, the number of pairs in its progression. When None, the number of all pairs for every
+        freq_index: the index of each pair in its progression, counted from 0, which has the highest frequency. None
+            means the index of the pair in the head.
+        lengths: for each axis, the number of pairs in its progression. None means the number of all pairs for every
             axis. A pair rotates by base^(−freq_index / length) radians per position.
 
     Raises:
@@ -79,7 +79,7 @@ class Axes:
 
     @classmethod
     def sections(cls, sections: Sequence[int]) -> Axes:
-        """M-RoPE in contiguous sections: the first pairs use axis 0, the next ones axis 1, and so on.
+        """Create M-RoPE with contiguous sections: the first pairs use axis 0, the next ones axis 1, and so on.
 
         One progression runs over all pairs. Source: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191, section 2.1
         (`mrope_section` [16, 24, 24] for time, height, width); also GLM-4V, PaddleOCR-VL, llama.cpp's mode MROPE, and
@@ -98,7 +98,7 @@ class Axes:
 
     @classmethod
     def interleaved(cls, sections: Sequence[int]) -> Axes:
-        """M-RoPE with interleaved axes: for t, h and w, the pairs use t, h, w, t, h, w, ..., and the last ones use t.
+        """Create M-RoPE with interleaved axes: the pairs use t, h, w, t, h, w, ..., and the last ones use t.
 
         One progression runs over all pairs. With n axes, pair i uses axis a = i mod n if i < n · sections[a], otherwise
         axis 0. So the actual number of pairs per axis may differ from sections, without an error: [8, 12, 12] gives 11,
@@ -123,7 +123,7 @@ class Axes:
 
     @classmethod
     def time_last(cls, sections: Sequence[int]) -> Axes:
-        """M-RoPE with time at the lowest frequencies: the pairs use h, w, h, w, ..., and the last ones use t.
+        """Create M-RoPE with time at the lowest frequencies: the pairs use h, w, h, w, ..., and the last ones use t.
 
         One progression runs over all pairs. Source: Ernie 4.5 VL in transformers 5.23, whose `mrope_section` [22, 22,
         20] is in the order h, w, t; Bailing (Ling-omni) in vLLM, whose sections are in the order t, h, w.
@@ -145,7 +145,7 @@ class Axes:
 
     @classmethod
     def axial(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
-        """Axial rope: a block of channels for each axis, with a separate progression for each block.
+        """Create an axial rope: a block of channels for each axis, with a separate progression for each block.
 
         Every block has the frequencies base^(−2i / its channels) of a head of that size. Source: Heo et al. 2024,
         "Rotary Position Embedding for Vision Transformer", arXiv:2403.13298, section 3.1. Deployed in the vision towers
@@ -166,7 +166,7 @@ class Axes:
 
     @classmethod
     def alternating(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
-        """Axial rope with alternating axes: pair 0 uses the first axis, pair 1 the second, and so on, cyclically.
+        """Create an axial rope with alternating axes: pair 0 uses the first axis, pair 1 the second, cyclically.
 
         Each axis has its own progression, as in `axial`. Source: the vision tower of Kimi K2.5 in transformers 5.23,
         which begins with the width: `Axes.alternating((36, 36), order=(1, 0))` for positions (height, width).
@@ -184,9 +184,10 @@ class Axes:
 
     @classmethod
     def strided(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
-        """A block of channels for each of n axes, with every n-th frequency of one progression over all pairs.
+        """Create n blocks of channels, one for each axis, whose frequencies alternate in one progression.
 
-        With two axes, the first block has the even indices and the second the odd ones. Source: the vision tower of
+        Each block has every n-th frequency of a progression over all pairs. With two axes, the first block has the
+        frequencies with even indices, and the second block those with odd indices. Source: the vision tower of
         Pixtral in transformers 5.23 (`Axes.strided((32, 32))`), also in Devstral Small 2.
 
         Args:
@@ -217,10 +218,11 @@ class Axes:
         return all(length == self.pairs for length in self.lengths)
 
     def of_each_pair(self, progression: Callable[[int], tuple[float, ...]]) -> tuple[float, ...]:
-        """The frequency of each pair.
+        """Return the frequency of each pair.
 
         Args:
-            progression: maps a number of rotated channels to the frequencies of a rope with so many.
+            progression: function that maps a number of rotated channels to the frequencies of a rope with one axis and
+                that many rotated channels.
         """
         by_length = {length: progression(2 * length) for length in set(self.lengths)}
         return tuple(by_length[self.lengths[a]][i] for a, i in zip(self.axis, self.freq_index, strict=True))
@@ -264,9 +266,9 @@ def check_axes(who: str, value: object, rotary_dim: int) -> None:
 def frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None
 ) -> tuple[tuple[float, ...], float] | None:
-    """inv_freq of each pair and the attention factor, or None if they depend on the length.
+    """Return inv_freq of each pair and the attention factor, or None if they depend on the length.
 
-    With axes, the scheme is evaluated for each progression as for a rope with that number of rotated channels.
+    With axes, the scheme is applied to each progression as to a rope with one axis and the same number of channels.
 
     Raises:
         RopeError: as raised by the scheme; or the scheme applies only to one progression over the whole head.
@@ -293,7 +295,7 @@ def frequencies(
 def _parse_blocks(
     name: str, channels: Any, order: Any, *, equal: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], str]:
-    """The channels and the axis of each block, and the constructor call for the repr."""
+    """Check the arguments of a constructor. Return the channels and axis of each block, and the call for the repr."""
     who = f"{_WHO}.{name}"
     sizes = _as_integers("channels", channels, at_least=2, at_most=_checks.MAX_HEAD_DIM, max_length=_MAX_AXES, who=who)
     if any(size % 2 for size in sizes) or (equal and len(set(sizes)) > 1):
@@ -308,12 +310,12 @@ def _parse_blocks(
 
 
 def _pairs_per_axis(sizes: tuple[int, ...], block_axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The number of pairs of each axis, from the channels of each block."""
+    """Return the number of pairs of each axis, given the channels and the axis of each block."""
     return tuple(size // 2 for _, size in sorted(zip(block_axes, sizes, strict=True)))
 
 
 def _parse_sections(name: str, sections: Any) -> tuple[int, ...]:
-    """Check sections, and that they contain at least one pair."""
+    """Return sections as a tuple, after checking that they contain at least one pair."""
     sizes = _as_integers(name, sections, at_most=_MAX_PAIRS, max_length=_MAX_AXES)
     if sum(sizes) == 0:
         must = f"{name} must contain at least one pair"

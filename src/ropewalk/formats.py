@@ -41,8 +41,9 @@ def from_full_width(
 
     Args:
         cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64, with each value twice.
-        repeated: "halves" in nearly every model; "each" in Cohere's. This is independent of the pairing: ERNIE 4.5
-            repeats halves but rotates neighbours.
+        repeated: how a row repeats its values. "halves" (nearly every model): both halves of the row are equal. "each"
+            (Cohere's models): each value is repeated next to itself. This does not determine the pairing: ERNIE 4.5
+            repeats halves but rotates neighbouring channels.
         pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
@@ -85,11 +86,11 @@ _PLACES = {"halves": "once in each half of a row", "each": "side by side"}
 
 
 def to_full_width(rotation: Rotation, *, repeated: Repeated, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin with one value per rotated channel, for code that multiplies whole rows.
+    """Return cos and sin with one value per rotated channel, for code that multiplies whole rows.
 
     Args:
         repeated: "halves" or "each", see `from_full_width`.
-        dtype: dtype of the result; that of the rotation when None. bfloat16 rounds cos and sin by up to 2e-3.
+        dtype: dtype of the result. None means the dtype of the rotation. bfloat16 rounds cos and sin by up to 2e-3.
 
     Returns:
         cos and sin `[…, rotary_dim]`.
@@ -138,7 +139,7 @@ def from_complex(
 
 
 def to_complex(rotation: Rotation) -> Tensor:
-    """cos + i sin: complex64 `[…, pairs]`, or complex128 if the tables are float64.
+    """Return cos + i sin: complex64 `[…, pairs]`, or complex128 if the tables are float64.
 
     Raises:
         RopeError: rotation is not a `Rotation`.
@@ -186,11 +187,11 @@ def from_cache(
 
 
 def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
-    """vLLM's `cos_sin_cache`: `[rows, rotary_dim]`, with cos of all pairs, then their sin. FlashInfer requires float32.
+    """Return vLLM's `cos_sin_cache`: `[rows, rotary_dim]`, with cos of all pairs, then their sin.
 
     Args:
         rotation: a rotation of positions 0, 1, 2 …, because vLLM looks up rows by position.
-        dtype: dtype of the result; that of the rotation when None.
+        dtype: dtype of the result. None means the dtype of the rotation. FlashInfer requires float32.
 
     Raises:
         RopeError: the tables are not `[rows, pairs]`.

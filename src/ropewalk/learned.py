@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._dtensor import is_dtensor, replicated
+from ropewalk._dtensor import is_dtensor, replicate
 from ropewalk._layout import Pairing
 from ropewalk.rope import Rope
 from ropewalk.rotation import api
@@ -23,11 +23,12 @@ _WHO = "LearnedRope"
 
 
 class LearnedRope(torch.nn.Module):
-    """A module whose only parameter is the frequencies. Calling it with positions returns their `Rotation`.
+    """A module with trainable frequencies. Calling it with positions returns their `Rotation`.
 
-    The angle of a pair is the sum over all axes of position · frequency. Gradients reach the frequencies through cos
-    and sin. If each layer learns its own frequencies (RoPE-Mixed), use one module per layer. If all layers share them
-    (Mochi), call one module once per forward pass, and pass the rotation to every layer.
+    The frequencies are its only parameter. The angle of a pair is the sum over all axes of position · frequency.
+    Gradients reach the frequencies through cos and sin. If each layer learns its own frequencies (RoPE-Mixed), use one
+    module per layer. If all layers share them (Mochi), call one module once per forward pass, and pass the rotation to
+    every layer.
 
     `.half()`, `.bfloat16()` and `.to(dtype)` do not change the dtype of the frequencies, because 16 bits lose the
     angle: with the 8 bits of bfloat16, the angle at position 256 is off by up to half a radian. If something else casts
@@ -91,7 +92,13 @@ class LearnedRope(torch.nn.Module):
     def _from_initializer(
         cls, initializer: Callable[[], Tensor], inv_freq: Tensor | None = None, **numbers: Any
     ) -> LearnedRope:
-        """Create a module with an initializer for `reset_parameters`. inv_freq replaces its first result."""
+        """Create a module with an initializer for `reset_parameters`.
+
+        Args:
+            initializer: function that returns initial frequencies.
+            inv_freq: the frequencies to start with. None means the result of the initializer.
+            numbers: the other arguments of the constructor.
+        """
         module = cls(initializer() if inv_freq is None else inv_freq, **numbers)
         module._initializer = initializer
         return module
@@ -155,7 +162,7 @@ class LearnedRope(torch.nn.Module):
         base: float = 10.0,
         generator: torch.Generator | None = None,
     ) -> LearnedRope:
-        """RoPE-Mixed: two axes, and for each head two perpendicular directions of the plane.
+        """Start from RoPE-Mixed: two axes, and for each head two perpendicular directions of the plane.
 
         The first half of the pairs rotates with the position along one direction, the second half with the position
         along the other, at frequencies base^(−4i / head_dim). The direction of each head is drawn at random. A position
@@ -168,7 +175,7 @@ class LearnedRope(torch.nn.Module):
             head_dim: channels of a head, a multiple of 4.
             heads: number of heads.
             base: base of the geometric progression of frequencies, dimensionless, greater than 1.
-            generator: generator for the directions; PyTorch's default when None.
+            generator: generator for the directions. None means PyTorch's default generator.
 
         Raises:
             RopeError: a number is out of range.
@@ -185,10 +192,10 @@ class LearnedRope(torch.nn.Module):
 
     @classmethod
     def projected(cls, head_dim: int, heads: int, *, pairing: Pairing, axes: int = 3) -> LearnedRope:
-        """Mochi's learned projection of coordinates to angles for each head. It starts at 0, without any rotation.
+        """Start from frequencies of 0, as Mochi does: each head learns to project coordinates to angles.
 
-        Source: `pos_frequencies` of `MochiTransformer3DModel` in diffusers 0.42.1, `[3, heads, head_dim / 2]`, for
-        (time, height, width). It pairs neighbours (pairing "interleaved").
+        At first nothing rotates. Source: `pos_frequencies` of `MochiTransformer3DModel` in diffusers 0.42.1, of shape
+        `[3, heads, head_dim / 2]`, for (time, height, width). It pairs neighbours (pairing "interleaved").
 
         Args:
             head_dim: channels of a head, even.
@@ -210,13 +217,15 @@ class LearnedRope(torch.nn.Module):
         )
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Rotation:
-        """The rotation of tokens at these positions.
+        """Return the rotation of tokens at these positions.
+
+        If positions or frequencies are DTensors, cos and sin are DTensors that are sharded like the positions. If only
+        one of the two is a DTensor, the other must be equal on every rank. The backward pass sums the gradient of plain
+        frequencies over the ranks.
 
         Args:
             positions: int32, int64, float32 or float64, on the device of the frequencies: `[axes, seq]` or `[axes,
-                batch, seq]`. With one axis, `[seq]` or `[batch, seq]`, as for `Rope.at`. If positions or frequencies
-                are DTensors, cos and sin are DTensors too, sharded like the positions. Plain ones are then the same on
-                every rank, and the backward pass sums the gradient of plain frequencies over the ranks.
+                batch, seq]`. With one axis, `[seq]` or `[batch, seq]`, as for `Rope.at`.
             dtype: dtype of cos and sin, torch.float32 or torch.float64.
 
         Returns:
@@ -232,9 +241,9 @@ class LearnedRope(torch.nn.Module):
         self._check(positions, dtype)
         inv_freq: Tensor = self.inv_freq
         if is_dtensor(positions) and not is_dtensor(inv_freq):
-            inv_freq = replicated(inv_freq, positions.device_mesh)
+            inv_freq = replicate(inv_freq, positions.device_mesh)
         elif is_dtensor(inv_freq) and not is_dtensor(positions):
-            positions = replicated(positions, inv_freq.device_mesh)
+            positions = replicate(positions, inv_freq.device_mesh)
         coordinates, frequencies = positions.to(torch.float64), inv_freq.to(torch.float64)
         coordinates = coordinates.unsqueeze(0) if self.axes == 1 else coordinates
         if self.heads is not None:
@@ -244,7 +253,7 @@ class LearnedRope(torch.nn.Module):
             angle = angle + coordinates[axis].unsqueeze(-1) * frequencies[axis]
         factor = self.attention_factor
         cos, sin = ((table * factor).to(dtype) for table in (angle.cos(), angle.sin()))
-        return api.unchecked(
+        return api.create_unchecked(
             *(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor),
             self.heads is not None,
         )
@@ -291,13 +300,13 @@ class LearnedRope(torch.nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """The arguments that `print(model)` shows."""
+        """Return the arguments that `print(model)` shows."""
         heads = "" if self.heads is None else f"heads={self.heads}, "
         return f"axes={self.axes}, {heads}pairs={self.rotary_dim // 2}, pairing={self.pairing!r}"
 
 
 def _init_from_rope(rope: Rope, heads: int | None, dtype: torch.dtype) -> Tensor:
-    """The initial frequencies of `LearnedRope.from_rope`."""
+    """Return the initial frequencies of `LearnedRope.from_rope`."""
     inv_freq = torch.tensor(rope.inv_freq.tolist(), dtype=dtype).unsqueeze(0)
     if rope.axes is not None:
         is_axis_of_pair = torch.arange(rope.axes.count).unsqueeze(1) == torch.tensor(rope.axes.axis)
@@ -306,7 +315,7 @@ def _init_from_rope(rope: Rope, heads: int | None, dtype: torch.dtype) -> Tensor
 
 
 def _init_mixed(head_dim: int, heads: int, base: float, generator: torch.Generator | None = None) -> Tensor:
-    """The initial frequencies of `LearnedRope.mixed`."""
+    """Return the initial frequencies of `LearnedRope.mixed`."""
     frequency = base ** (-torch.arange(0, head_dim, 4, dtype=torch.float64) / head_dim)
     device = None if generator is None else generator.device
     direction = 2 * math.pi * torch.rand(heads, 1, generator=generator, device=device, dtype=torch.float64)

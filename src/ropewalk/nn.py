@@ -37,7 +37,7 @@ class RotaryEmbedding(torch.nn.Module):
         layout: "bshd", "bhsd", "sbhd" or "thd": the order of the axes of q and k.
 
     Raises:
-        RopeError: rope is no Rope, or layout is unknown.
+        RopeError: rope is not a Rope, or layout is unknown.
 
     Example:
         >>> embed = RotaryEmbedding(Rope(head_dim=4, base=10_000.0, pairing="half"), layout="bshd")
@@ -61,9 +61,9 @@ class RotaryEmbedding(torch.nn.Module):
         self.layout = layout
 
     def forward(self, q: Tensor, k: Tensor | None, positions: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute `rope.at(positions)(q, k, layout=layout)` on the device of q; see there for arguments and errors.
+        """Return `rope.at(positions, device=q.device)(q, k, layout=layout)`, or one tensor if k is None.
 
-        If the rope has `axes`, positions have one row for each axis. If k is None, one tensor is returned.
+        Arguments and errors are those of `Rope.at` and of `Rotation.__call__`.
         """
         rotation = self.rope.at(positions, device=q.device)
         return rotation(q, layout=self.layout) if k is None else rotation(q, k, layout=self.layout)
@@ -74,7 +74,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """RMSNorm over the channels of each head, bitwise equal to `QKNorm`: the mean is computed in float64."""
+    """RMSNorm over the channels of each head, with the same bits as `QKNorm`. The mean is computed in float64."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x `[..., head_dim]`; the result has the dtype of x."""
@@ -85,7 +85,7 @@ _any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a hook of the module, or a global one, must see its calls."""
+    """Return whether a hook, of this module or of all modules, must run when the module is called."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -105,7 +105,7 @@ class RotaryAttention(torch.nn.Module):
     Args:
         hidden_size: channels of the model.
         num_heads: number of query heads of the whole model, also under tensor parallelism.
-        num_kv_heads: number of heads of keys and values, likewise. It divides num_heads (GQA; 1 is MQA).
+        num_kv_heads: number of heads of keys and values of the whole model. It divides num_heads (GQA; 1 is MQA).
             None means num_heads.
         head_dim: channels of a head. None means hidden_size / num_heads.
         bias: whether the projections of q, k and v have a bias (Qwen 2).
@@ -235,10 +235,10 @@ class RotaryAttention(torch.nn.Module):
         return projected
 
     def _norm(self, q: Tensor, k: Tensor, v: Tensor, cache: AttendingCache | None) -> QKNorm | None:
-        """The norms of q and k if one kernel can apply them and rotate; None if their modules must be called.
+        """Return the norms of q and k if one kernel can apply them and rotate. Return None if their modules must run.
 
-        The modules must be called if they were replaced or have hooks (tensor parallel plans, FSDP, code that records
-        activations), and if the cache does not support norms.
+        The modules must run if they were replaced, if they have hooks (tensor parallel plans, FSDP, code that records
+        activations), or if the cache does not support norms.
         """
         of_q, of_k = self.q_norm, self.k_norm
         if type(of_q) is not HeadNorm or type(of_k) is not HeadNorm or of_q.eps != of_k.eps or of_q.eps is None:
@@ -279,12 +279,12 @@ class RotaryAttention(torch.nn.Module):
         )
 
     def _allowed(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
-        """The mask of causality and window, bool `[1, 1, seq, seq]`; None if attention needs no mask for them.
+        """Return the mask of causality and window, bool `[1, 1, seq, seq]`, or None if attention needs no mask.
 
         Args:
             seq: number of tokens.
-            device: the device of the mask.
-            dense: whether the mask must include causality.
+            device: device of the mask.
+            dense: whether causality must be part of the mask. If not, attention applies it.
         """
         if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
             window = masks.sliding_window(seq, self.window, device=device)
@@ -294,7 +294,7 @@ class RotaryAttention(torch.nn.Module):
         return causal_mask(seq, seq, device) if dense else None
 
     def _with_window(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
-        """The user's mask, combined with the window of this layer if the cache keeps more tokens."""
+        """Return the user's mask, combined with the window of this layer if the cache keeps more tokens."""
         if self.window is None or isinstance(mask, BlockMask):
             return mask
         if not isinstance(cache, LayerCache):

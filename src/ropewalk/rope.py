@@ -35,14 +35,15 @@ class Rope:
         pairing: "half" pairs channel i with i + rotary_dim/2 (GPT-NeoX, Hugging Face's Llama); "interleaved" pairs 2i
             with 2i + 1 (GPT-J, Meta's Llama). Called `is_neox_style` (True is half) in vLLM, `traditional` (True is
             interleaved) in MLX.
-        rotary_dim: number of rotated channels, even; all channels from `rotary_offset` on when None. None is resolved
+        rotary_dim: number of rotated channels, even. None means all channels from `rotary_offset` on. None is resolved
             at construction, so when changing `head_dim` with `dataclasses.replace`, pass `rotary_dim` as well.
         rotary_offset: the first rotated channel (DeepSeek's MLA rotates the last 64 of 192: offset 128). To rotate a
             tensor that holds only the rotated slice, use `dataclasses.replace(rope, head_dim=rope.rotary_dim,
             rotary_offset=0)`.
         scaling: a scheme of `ropewalk.schemes` that changes the frequencies for long contexts, or None.
         axes: for tokens with several positions (images, video, multimodal text), the position that each pair uses and
-            its frequency, as an `Axes` of rotary_dim // 2 pairs. None: one position and one progression.
+            its frequency, as an `Axes` of rotary_dim // 2 pairs. None means that each token has one position, and that
+            the frequencies of all pairs form one geometric progression.
 
     Raises:
         RopeError: a value is invalid, or scaling returns no frequencies.
@@ -131,7 +132,7 @@ class Rope:
             RopeError: the factor depends on the length (use `at_length`).
         """
         if self._attention_factor is None:
-            raise self._unresolved()
+            raise self._unresolved_error()
         return self._attention_factor
 
     @property
@@ -145,7 +146,7 @@ class Rope:
 
     @property
     def wavelength(self) -> np.ndarray:
-        """The tokens in a full turn of each pair, 2π / inv_freq; float64 `[rotary_dim // 2]`, inf at frequency 0.
+        """The number of tokens in a full turn of each pair, 2π / inv_freq: float64 `[rotary_dim // 2]`, inf for 0.
 
         Raises:
             RopeError: the frequencies depend on the length (use `at_length`).
@@ -165,20 +166,22 @@ class Rope:
         dtype: torch.dtype | None = None,
         numerics: Numerics = "exact",
     ) -> Rotation:
-        """The rotation of tokens at these positions. Call this once per forward pass, and share it among all layers.
+        """Return the rotation of tokens at these positions. Call this once per forward pass and share it by all layers.
 
         Args:
-            positions: position of each token: int32 or int64, `[seq]` or `[batch, seq]`, any integers in ±2³¹. Larger
-                values are accepted; the error grows by 1.7e-19 per position. Values are not validated, because that
-                would synchronize with the GPU; nan gives nan. Use float32 or float64 for fractional positions (image
-                grids). With `axes`, one row per axis: `[axes, seq]` or `[axes, batch, seq]`. DTensor positions give
-                DTensors with the same placements.
-            device: device of cos and sin; that of positions when None.
+            positions: position of each token, `[seq]` or `[batch, seq]`. Pass int32 or int64 for positions in tokens,
+                and float32 or float64 for fractional positions, as in image grids. With `axes`, pass one row per axis:
+                `[axes, seq]` or `[axes, batch, seq]`. The precision below holds for integers in ±2³¹. Beyond that
+                range, the error grows by 1.7e-19 per position. Values are not validated, because reading them would
+                synchronize with the GPU; nan gives nan. For DTensor positions, cos and sin are DTensors with the same
+                placements.
+            device: device of cos and sin. None means the device of positions.
             dtype: torch.float32 (the default) or torch.float64.
-            numerics: "exact", or one of two ways to reproduce models. "float32" is bit for bit the code of transformers
-                and Meta: float32 frequencies, one float32 product, float32 cos and sin, which drift. It also rounds
-                positions beyond 2²⁴, and requires float32. "float32-frequencies" uses the same frequencies as exact
-                values, without further drift.
+            numerics: "exact" (the default), or one of two ways to reproduce the angles of deployed models.
+                "float32" gives the bits of the code of transformers and Meta: float32 frequencies, one float32 product,
+                and float32 cos and sin. The error of these angles grows with the position. Positions beyond 2²⁴ are
+                rounded, and dtype must be torch.float32.
+                "float32-frequencies" uses the float32 frequencies of that code, and computes their angles exactly.
 
         Returns:
             A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, including the attention
@@ -208,13 +211,13 @@ class Rope:
         return self._rotation(tables, factor)
 
     def tables(self, positions: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-        """cos and sin of these positions in NumPy, for JAX, MLX and others. Does not import torch.
+        """Return cos and sin of these positions as NumPy arrays, for JAX, MLX and others. torch is not imported.
 
         Args:
-            positions: position of each token: an int, a (nested) list of ints, or an integer array that NumPy can read
-                (NumPy, JAX), of any shape, with values in ±2³¹ as in `at`. Fractional positions are rejected: use `at`,
-                or NumPy's cos and sin of `positions[..., None] * rope.inv_freq`, times `attention_factor`. With `axes`,
-                the first axis holds one row per axis, as in `at`.
+            positions: position of each token: an int, a (nested) list of ints, or an integer array of any shape that
+                NumPy can read (NumPy, JAX). Values are in ±2³¹, as in `at`. With `axes`, the first axis of the array
+                has one row per axis. Fractional positions are rejected: use `at`, or NumPy's cos and sin of
+                `positions[..., None] * rope.inv_freq`, times `attention_factor`.
 
         Returns:
             (cos, sin): two new float64 arrays of shape `positions.shape + (rotary_dim // 2,)`, dimensionless, including
@@ -241,7 +244,7 @@ class Rope:
 
         factor = self.attention_factor
         if self._steps is None:
-            raise self._unresolved()
+            raise self._unresolved_error()
         count, axis = (None, None) if self.axes is None else (self.axes.count, self.axes.axis)
         return _tables.cos_sin(positions, self._steps, factor, axis, count)
 
@@ -252,7 +255,7 @@ class Rope:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Rotation:
-        """The rotation that moves already rotated keys by `delta` positions. The attention factor is not applied again.
+        """Return the rotation that moves rotated keys by `delta` positions. It does not repeat the attention factor.
 
         Args:
             delta: number of tokens, negative for earlier positions: an int (or an integer tensor `[]`) for all tokens,
@@ -281,7 +284,7 @@ class Rope:
         return self._rotation(self._cos_sin(shifts, 1.0, device, dtype), 1.0)
 
     def at_length(self, n: int) -> Rope:
-        """The static rope for sequences of up to n tokens. A static rope returns itself.
+        """Return the static rope for sequences of up to n tokens. A static rope returns itself.
 
         Dynamic NTK and LongRoPE change frequencies for longer sequences. Resolve them once for the longest sequence and
         use the result throughout, because cached keys keep the rotation with which they were stored.
@@ -305,10 +308,10 @@ class Rope:
 
     def _frequencies(self) -> tuple[float, ...]:
         if self._inv_freq is None:
-            raise self._unresolved()
+            raise self._unresolved_error()
         return self._inv_freq
 
-    def _unresolved(self) -> _checks.RopeError:
+    def _unresolved_error(self) -> _checks.RopeError:
         label = "" if self.scaling is None else self.scaling.label
         return _checks.error(
             "Rope",
@@ -329,14 +332,14 @@ class Rope:
 
         steps, inv_freq = self._steps, self._inv_freq
         if steps is None or inv_freq is None:
-            raise self._unresolved()
+            raise self._unresolved_error()
         axis = None if self.axes is None else self.axes.axis
         if numerics != "exact":
             from ropewalk import _float32
 
             inv_freq, steps = _float32.frequencies(self.base, self.rotary_dim, self.scaling, self.axes)
         if numerics == "float32":
-            return angles.in_float32(positions, inv_freq, factor, device=device, dtype=dtype, axis=axis)
+            return angles.cos_sin_as_deployed(positions, inv_freq, factor, device=device, dtype=dtype, axis=axis)
         return angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
@@ -344,4 +347,4 @@ class Rope:
         from ropewalk.rotation import api
 
         cos, sin = tables
-        return api.unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)
+        return api.create_unchecked(cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor)

@@ -35,7 +35,9 @@ class Rotations(NamedTuple):
 
 
 def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0) -> Rotations:
-    """The rotations of q and k at these positions: `Rope.at`, multiplied by the scale for q and divided by it for k.
+    """Return the rotations of q and of k at these positions.
+
+    Both are `rope.at(positions)`, with the tables of q multiplied by the scale of xPos and those of k divided by it.
 
     Args:
         rope: a static rope with one axis.

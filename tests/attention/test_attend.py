@@ -1,4 +1,4 @@
-"""Ways into PyTorch's kernels: heads as rows, causality without a mask; windows, encoders, dropout."""
+"""Calls of PyTorch's attention kernels: folded heads, causality without a mask, windows, encoders and dropout."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, masks
 from ropewalk.attention.attend import attend
 
 HIDDEN, HEAD_DIM = 24, 8
 ROPE = Rope(HEAD_DIM, 1e4, "half")
-TURN = Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+TURN = Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
 ROUNDING = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True) -> Tensor:
-    """Softmax attention in float64, head by head; the last query is that of the last key."""
+    """Compute softmax attention in float64, head by head. The last query belongs to the last key."""
     q, k, v = (x.double() for x in (q, k, v))
     (batch, seq, heads, _), keys, group = q.shape, k.shape[1], q.shape[2] // k.shape[2]
     out = torch.zeros_like(q)
@@ -49,7 +49,7 @@ def tensors(seq: int, heads: int, kv_heads: int, keys: int, dtype: torch.dtype) 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (4, 4)])
 @pytest.mark.parametrize("seq", [1, 3, 17])
 class TestRows:
-    """One query and few, with and without groups: as rows of the key head or as heads."""
+    """One or a few queries, with and without groups: folded into rows of the key head, or as separate heads."""
 
     def same(self, seq: int, heads: int, kv_heads: int, dtype: torch.dtype, mask: Tensor | None) -> None:
         q, k, v = tensors(seq, heads, kv_heads, 20, dtype)
@@ -87,7 +87,7 @@ def test_gradients_of_rows() -> None:
 
 
 def by_hand_in_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`by_hand` without writing into a tensor, for its gradients."""
+    """Compute the same as `by_hand`, without writing into a tensor, so that it can be differentiated."""
     seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
     heads = []
     for h in range(q.shape[2]):
@@ -114,7 +114,7 @@ def reference(made: RotaryAttention, x: Tensor, seen: Tensor) -> Tensor:
         dict(made.named_parameters()),
         heads=4,
         kv_heads=2,
-        turn=TURN,
+        rotary=TURN,
         at=written_out.pairs(torch.arange(x.shape[1])),
         seen=seen,
     )
@@ -124,12 +124,12 @@ def hidden(seq: int) -> Tensor:
     return torch.randn(2, seq, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def seen_within(seq: int, window: int, *, causal: bool = True) -> Tensor:
+def mask_of_window(seq: int, window: int, *, causal: bool = True) -> Tensor:
     return torch.tensor([[abs(i - j) < window and (j <= i or not causal) for j in range(seq)] for i in range(seq)])
 
 
 class TestEncoder:
-    def test_everything_is_seen(self) -> None:
+    def test_attends_to_all_tokens(self) -> None:
         made, x = layer(causal=False), hidden(6)
         ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
         torch.testing.assert_close(ours, reference(made, x, torch.ones(6, 6, dtype=torch.bool)), **EXACT)
@@ -137,16 +137,16 @@ class TestEncoder:
     def test_window_on_both_sides(self) -> None:
         made, x = layer(causal=False, window=3), hidden(6)
         ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
-        torch.testing.assert_close(ours, reference(made, x, seen_within(6, 3, causal=False)), **EXACT)
+        torch.testing.assert_close(ours, reference(made, x, mask_of_window(6, 3, causal=False)), **EXACT)
 
-    def test_mask_alone_counts(self) -> None:
+    def test_a_mask_replaces_causality(self) -> None:
         made, x = layer(causal=False), hidden(6)
         real = torch.tensor([[1, 1, 1, 1, 0, 1]] * 2)
         ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64), mask=masks.padding(real))
         torch.testing.assert_close(ours, reference(made, x, (real[0] > 0).expand(6, 6)), **EXACT)
 
     def test_two_passes(self) -> None:
-        """All within the neighbour window, so that nothing is grouped: plain attention over everything."""
+        """All tokens are within the window of Self-Extend, so no position is grouped and attention is plain."""
         made, x = layer(causal=False), hidden(6)
         ours = made(x, SelfExtend(ROPE, 2, 12).at(torch.arange(6)[None], dtype=torch.float64))
         torch.testing.assert_close(ours, reference(made, x, torch.ones(6, 6, dtype=torch.bool)), **EXACT)
@@ -162,11 +162,11 @@ class TestWindow:
     def test_without_a_cache(self, window: int) -> None:
         made, x = layer(window=window), hidden(6)
         ours = made(x, ROPE.at(torch.arange(6)[None], dtype=torch.float64))
-        torch.testing.assert_close(ours, reference(made, x, seen_within(6, window)), **EXACT)
+        torch.testing.assert_close(ours, reference(made, x, mask_of_window(6, window)), **EXACT)
 
     @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}, {"window": 5}])
     def test_with_a_cache(self, size: dict[str, int]) -> None:
-        """The window of the layer counts, whatever more the cache keeps."""
+        """The window of the layer applies, even if the cache keeps more tokens."""
         made, x = layer(window=3), hidden(9)
         cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
         pieces = []
@@ -175,7 +175,7 @@ class TestWindow:
                 step = cache.step(stop - start)
                 rotation = step.rotation(ROPE, dtype=torch.float64)
                 pieces.append(made(x[:, start:stop], rotation, cache=step.layer(0)))
-        torch.testing.assert_close(torch.cat(pieces, dim=1), reference(made, x, seen_within(9, 3)), **EXACT)
+        torch.testing.assert_close(torch.cat(pieces, dim=1), reference(made, x, mask_of_window(9, 3)), **EXACT)
 
     def test_with_a_cache_and_a_mask(self) -> None:
         made, x = layer(window=3), hidden(6)
@@ -184,8 +184,8 @@ class TestWindow:
         second = torch.arange(6).ne(1)[None, None, None]
         with torch.no_grad():
             ours = made(x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0), mask=second)
-        seen = seen_within(6, 3) & second[0, 0]
-        rows = [0, 2, 3, 4, 5]  # query 1 would see key 0 too
+        seen = mask_of_window(6, 3) & second[0, 0]
+        rows = [0, 2, 3, 4, 5]  # query 1 would also attend to key 0
         torch.testing.assert_close(ours[:, rows], reference(made, x, seen)[:, rows], **EXACT)
 
     def test_a_shorter_cache_is_refused(self) -> None:
@@ -210,7 +210,7 @@ class TestWindow:
 
 
 class TestDropout:
-    """With v = 1 each weight counts alone: what comes out is the sum of the weights that are left, over 1 − p."""
+    """With v = 1, the output is the sum of the attention weights that are not dropped, divided by 1 − p."""
 
     def outputs(self, made: RotaryAttention, rotation: Any) -> Tensor:
         torch.nn.init.zeros_(made.v_proj.weight)
@@ -226,7 +226,7 @@ class TestDropout:
         rope = SelfExtend(ROPE, 2, 4) if extended else ROPE
         rotation = rope.at(torch.arange(64)[None], dtype=torch.float64)
         out = self.outputs(made, rotation)
-        assert (out[:, 0] == 0).any() or (out[:, 0] == 2).any()  # the first token sees itself alone
+        assert (out[:, 0] == 0).any() or (out[:, 0] == 2).any()  # the first token attends only to itself
         assert 0.8 < float(out.mean()) < 1.2
         assert float(out.std()) > 0.05
         torch.testing.assert_close(self.outputs(made.eval(), rotation), torch.ones_like(out), rtol=0, atol=1e-12)
@@ -247,8 +247,8 @@ class TestDropout:
             layer(dropout=1.5)
 
 
-class TestOnlyWhatIsFilled:
-    """On the CPU attention reads the slots that some row has filled; the others may hold anything, nan included."""
+class TestReadsFilledSlotsOnly:
+    """On the CPU, attention reads only slots that some row has filled. The other slots may contain NaN."""
 
     @pytest.mark.parametrize("size", [{"capacity": 50}, {"window": 20}, {"window": 20, "sinks": 2}])
     @pytest.mark.parametrize("ragged", [False, True])
@@ -261,7 +261,7 @@ class TestOnlyWhatIsFilled:
         real[0, 0] = 0 if ragged else 1
         with torch.no_grad():
             for start, stop in ((0, 5), (5, 6), (6, 9)):
-                if start == 6 and "window" in size:  # several tokens beside a ring: all of it is read, masked
+                if start == 6 and "window" in size:  # with several tokens, the whole ring is read and masked
                     break
                 step = cache.step(stop - start, attention_mask=real if start == 0 else None)
                 rotation = step.rotation(ROPE, dtype=torch.float64)
@@ -274,7 +274,7 @@ class TestOnlyWhatIsFilled:
         cache = KVCache(1, 2, 2, HEAD_DIM, dtype=torch.float64, **size)
         step = cache.step(4)
         assert step.causal
-        assert step.mask.shape[-1] == step.key_positions.shape[1]  # shapes do not depend on what is held
+        assert step.mask.shape[-1] == step.key_positions.shape[1]  # shapes do not depend on the number of cached tokens
         made, x = layer(), hidden(4)
         with torch.no_grad():
             out = made(x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
@@ -296,7 +296,7 @@ class Exported(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ["causal", "mask", "window"])
 def test_one_graph_for_any_number_of_tokens(kind: str) -> None:
-    """No number of tokens at which another way is taken may be left in a graph with a dynamic length."""
+    """A graph with a dynamic length must not specialize on the numbers of tokens at which another kernel is used."""
 
     def arguments(seq: int) -> tuple[Tensor, Tensor, Tensor | None]:
         mask = torch.ones(2, 1, seq, seq, dtype=torch.bool) if kind == "mask" else None
@@ -310,8 +310,8 @@ def test_one_graph_for_any_number_of_tokens(kind: str) -> None:
         torch.testing.assert_close(graph(*arguments(seq)), made(*arguments(seq)), **EXACT)
 
 
-class TestForgottenValues:
-    """What a row has forgotten must not reach its next text: 0 · nan is nan, and no mask keeps it out."""
+class TestDroppedValues:
+    """Dropped values of a row must not affect its next text. A mask does not hide NaN, because 0 · NaN is NaN."""
 
     def run(self, cache: KVCache, x: Tensor, **options: Any) -> Tensor:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A layer's cache decides how attention over it is done: `LayerCache.attend`, and a cache made up here, of pages."""
+"""`AttendingCache`: attention by `LayerCache.attend`, and by a cache of pages that is defined here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attention_oracle as written_out
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from cache_model import (
     EXACT,
     HEAD_DIM,
@@ -22,8 +22,8 @@ from cache_model import (
     ROPES,
     cache_of,
     distances,
-    in_one_piece,
     run,
+    run_whole_row,
     state,
     unchanged,
 )
@@ -31,10 +31,10 @@ from ropewalk import AttendingCache, KVCache, Rope, RopeError, Rotation, SelfExt
 
 
 class Pages:
-    """One layer's keys and values as a list of pages of three tokens, which are never put together.
+    """One layer's keys and values as a list of pages of three tokens, which are never concatenated.
 
-    Attention goes from page to page: the greatest score so far, the sum of exponentials and the weighted sum of values
-    are brought up to date with each (the online softmax of FlashAttention).
+    Attention processes one page after another. For each page, it updates the largest score, the sum of exponentials and
+        the weighted sum of values (the online softmax of FlashAttention).
     """
 
     SIZE = 3
@@ -88,8 +88,8 @@ class Pages:
 @pytest.mark.parametrize("places", [list(range(9)), [0, 1, 2, 2, 2, 2, 3, 4, 1]], ids=["consecutive", "shared"])
 @torch.no_grad()
 def test_a_cache_of_pages(name: str, places: list[int]) -> None:
-    """`RotaryAttention` asks nothing of it but to attend; the numbers are those of KVCache and of the formulas."""
-    rope, turn = ROPES[name]
+    """`RotaryAttention` calls only `attend`. The results are those of a KVCache and of the formulas."""
+    rope, rotary = ROPES[name]
     x, at = torch.randn(2, 9, HIDDEN, dtype=torch.float64), torch.tensor(places)
     layers: list[AttendingCache] = [Pages() for _ in range(LAYERS)]
     cache, ours, theirs = cache_of(2, capacity=9), [], []
@@ -102,12 +102,12 @@ def test_a_cache_of_pages(name: str, places: list[int]) -> None:
         theirs.append(run(cache, x[:, start:stop], rope, positions=at[start:stop]))
     torch.testing.assert_close(torch.cat(ours, dim=1), torch.cat(theirs, dim=1), **EXACT)
     for row in range(2):
-        wanted = in_one_piece(x[row], turn, *distances(9, {"capacity": 9}, at))
+        wanted = run_whole_row(x[row], rotary, *distances(9, {"capacity": 9}, at))
         torch.testing.assert_close(torch.cat(ours, dim=1)[row], wanted, **EXACT)
 
 
 class Returning:
-    """A cache that attends to nothing and returns what it was made with."""
+    """A cache whose `attend` returns the value that was passed to its constructor."""
 
     def __init__(self, returned: Any) -> None:
         self.returned = returned
@@ -129,7 +129,7 @@ class Returning:
         ((torch.zeros(2, 3, HEADS, HEAD_DIM, dtype=torch.float64), None), r"\(tensor"),
     ],
 )
-def test_what_a_cache_returns_is_checked(returned: Any, got: str) -> None:
+def test_the_result_of_attend_is_checked(returned: Any, got: str) -> None:
     must = (
         rf"attend of Returning must return \[batch, seq, heads, head_dim\] = \[2, 3, {HEADS}, {HEAD_DIM}\] in torch.f"
     )
@@ -138,7 +138,7 @@ def test_what_a_cache_returns_is_checked(returned: Any, got: str) -> None:
 
 
 def test_the_protocol_is_for_type_checkers() -> None:
-    """At run time only the name `attend` could be seen, which `TwoPass` has too."""
+    """At run time, `isinstance` could compare only the name `attend`, which `TwoPass` also has."""
     with pytest.raises(TypeError, match="runtime_checkable"):
         isinstance(Pages(), AttendingCache)  # type: ignore[misc]
     assert "isinstance" in (AttendingCache.__doc__ or "")
@@ -149,22 +149,22 @@ def new(seq: int, heads: int) -> Tensor:
 
 
 class TestLayerCache:
-    """What `RotaryAttention` calls, called by hand: attention of q over k and v that are already projected."""
+    """Direct calls of the method that `RotaryAttention` calls, with projected q, k and v."""
 
-    def wanted(self, q: Tensor, k: Tensor, v: Tensor, turn: Turn, scale: float, seen: Tensor) -> Tensor:
+    def wanted(self, q: Tensor, k: Tensor, v: Tensor, rotary: Rotary, scale: float, seen: Tensor) -> Tensor:
         at = torch.arange(q.shape[1]).expand(2, -1)
-        q, k = turn(q, at), turn(k, at).repeat_interleave(HEADS // KV_HEADS, dim=2)
+        q, k = rotary(q, at), rotary(k, at).repeat_interleave(HEADS // KV_HEADS, dim=2)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
         shares = scores.masked_fill(~seen, -math.inf).softmax(-1)
         return torch.einsum("bhqk,bkhd->bqhd", shares, v.repeat_interleave(HEADS // KV_HEADS, dim=2))
 
     @pytest.mark.parametrize("rotated", [False, True])
     @pytest.mark.parametrize("scale", [None, 0.3])
-    def test_attends_in_pieces(self, rotated: bool, scale: float | None) -> None:
-        """With the rotation, or with q and k that are rotated already; the default scale is head_dim^(−1/2)."""
-        rope, turn = ROPES["YaRN, partial"]
+    def test_attends_in_several_steps(self, rotated: bool, scale: float | None) -> None:
+        """With a rotation, or with q and k that are already rotated. The default scale is head_dim^(−1/2)."""
+        rope, rotary = ROPES["YaRN, partial"]
         assert rope is not None
-        assert turn is not None
+        assert rotary is not None
         q, k, v = new(5, HEADS), new(5, KV_HEADS), new(5, KV_HEADS)
         cache, out = KVCache(1, 2, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64), []
         for start, stop in ((0, 3), (3, 4), (4, 5)):
@@ -175,14 +175,14 @@ class TestLayerCache:
             options: dict[str, Any] = {} if rotated else {"rotation": rotation}
             options |= {} if scale is None else {"scale": scale}
             out.append(step.layer(0).attend(*given, v[:, piece], **options))
-        wanted = self.wanted(q, k, v, turn, HEAD_DIM**-0.5 if scale is None else scale, written_out.causal(5))
+        wanted = self.wanted(q, k, v, rotary, HEAD_DIM**-0.5 if scale is None else scale, written_out.causal(5))
         torch.testing.assert_close(torch.cat(out, dim=1), wanted, **EXACT)
         assert cache.length.tolist() == [5, 5]
 
     def test_a_mask_that_goes_by_order(self) -> None:
-        """A sliding window in a cache that keeps everything, whatever the positions are."""
-        rope, turn = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
-        assert turn is not None
+        """A sliding window in a cache that keeps all tokens. It follows the order of tokens, not their positions."""
+        rope, rotary = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
+        assert rotary is not None
         q, k, v = new(6, HEADS), new(6, KV_HEADS), new(6, KV_HEADS)
         cache = KVCache(1, 2, KV_HEADS, HEAD_DIM, capacity=6, dtype=torch.float64)
         out = []
@@ -192,11 +192,11 @@ class TestLayerCache:
             rotation = step.rotation(rope, dtype=torch.float64)
             piece = slice(start, stop)
             out.append(step.layer(0).attend(q[:, piece], k[:, piece], v[:, piece], rotation=rotation, mask=near))
-        still = Turn([0.0] * (HEAD_DIM // 2), "half")  # all at position 0
+        still = Rotary([0.0] * (HEAD_DIM // 2), "half")  # all at position 0
         seen = written_out.causal(6) & masks.sliding_window(6, 3)[0, 0]
         torch.testing.assert_close(torch.cat(out, dim=1), self.wanted(q, k, v, still, HEAD_DIM**-0.5, seen), **EXACT)
 
-    def test_what_does_not_fit_is_not_stored(self) -> None:
+    def test_invalid_arguments_store_nothing(self) -> None:
         rope = Rope(HEAD_DIM, 1e4, "half")
         cache = KVCache(1, 2, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64)
         step, before = cache.step(3), state(cache)

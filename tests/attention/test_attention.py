@@ -11,21 +11,21 @@ from torch import Tensor
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, YaRN, masks, positions
 
 HIDDEN, SEQ, HEAD_DIM = 24, 7, 8
 ROPE = Rope(HEAD_DIM, 1e4, "half")
-TURN = Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+TURN = Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
 YARN = Rope(HEAD_DIM, 1e4, "half", scaling=YaRN(4, 64))
-YARN_TURN = Turn(oracle.yarn(1e4, HEAD_DIM, 4, 64), "half", factor=0.1 * 1.3862943611198906 + 1)
+YARN_TURN = Rotary(oracle.yarn(1e4, HEAD_DIM, 4, 64), "half", factor=0.1 * 1.3862943611198906 + 1)
 PARTIAL = Rope(HEAD_DIM, 1e3, "interleaved", rotary_dim=4, rotary_offset=2)
-PARTIAL_TURN = Turn(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
+PARTIAL_TURN = Rotary(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
 
 # Measured: 5e-15 in values of size 10, 4e-14 in gradients of size 40, which are sums of some hundred products.
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
 
-VARIANTS: dict[str, tuple[dict[str, Any], Rope | None, Turn | None]] = {
+VARIANTS: dict[str, tuple[dict[str, Any], Rope | None, Rotary | None]] = {
     "MHA": ({}, ROPE, TURN),
     "GQA": ({"num_kv_heads": 2}, ROPE, TURN),
     "MQA": ({"num_kv_heads": 1}, ROPE, TURN),
@@ -35,7 +35,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Rope | None, Turn | None]] = {
     "softmax factor": ({"softmax_factor": 1.7}, ROPE, TURN),
     "attention factor": ({"num_kv_heads": 2}, YARN, YARN_TURN),
     "partial, interleaved": ({}, PARTIAL, PARTIAL_TURN),
-    "interleaved": ({}, Rope(HEAD_DIM, 1e4, "interleaved"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "interleaved")),
+    "interleaved": ({}, Rope(HEAD_DIM, 1e4, "interleaved"), Rotary(oracle.inv_freq(1e4, HEAD_DIM), "interleaved")),
     "no rope": ({"num_kv_heads": 2}, None, None),
 }
 
@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Rope | None, Turn | None]] = {
 def layer(**options: Any) -> RotaryAttention:
     torch.manual_seed(0)
     made = RotaryAttention(HIDDEN, 4, head_dim=HEAD_DIM, **options).double()
-    for parameter in made.parameters():  # biases and norms too, which begin at 0 and 1
+    for parameter in made.parameters():  # also the biases and norms, which are initialized to 0 and 1
         torch.nn.init.normal_(parameter, std=0.3)
     return made
 
@@ -52,14 +52,14 @@ def hidden(batch: int = 2, seq: int = SEQ) -> Tensor:
     return torch.randn(batch, seq, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def reference(made: RotaryAttention, x: Tensor, turn: Turn | None, at: Tensor, **options: Any) -> Tensor:
+def reference(made: RotaryAttention, x: Tensor, rotary: Rotary | None, at: Tensor, **options: Any) -> Tensor:
     options.setdefault("seen", written_out.causal(x.shape[1]))
     return written_out.attention(
         x,
         dict(made.named_parameters()),
         heads=made.num_heads,
         kv_heads=made.num_kv_heads,
-        turn=turn,
+        rotary=rotary,
         at=written_out.pairs(at),
         softmax_factor=made.softmax_factor,
         eps=None if made.q_norm is None else made.q_norm.eps,
@@ -84,17 +84,17 @@ def same(made: RotaryAttention, x: Tensor, ours: Tensor, theirs: Tensor) -> None
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("at", [torch.arange(SEQ), torch.stack([torch.arange(SEQ) + 90, torch.arange(SEQ) * 5])])
 def test_variants(variant: str, at: Tensor) -> None:
-    options, rope, turn = VARIANTS[variant]
+    options, rope, rotary = VARIANTS[variant]
     made, x = layer(**options), hidden().requires_grad_()
     rotation = None if rope is None else rope.at(at, dtype=torch.float64)
-    same(made, x, made(x, rotation), reference(made, x, turn, at))
+    same(made, x, made(x, rotation), reference(made, x, rotary, at))
 
 
 def test_float32() -> None:
     made, x = layer(num_kv_heads=2, qk_norm=1e-6), hidden()
     wanted = reference(made, x, TURN, torch.arange(SEQ))
     ours = made.float()(x.float(), ROPE.at(torch.arange(SEQ)))
-    # 24 products of size 1 twice, and 7 shares: 1e-6 was measured.
+    # Two sums of 24 products of size 1, and 7 attention weights. 1e-6 was measured.
     torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=5e-6)
 
 
@@ -116,7 +116,7 @@ class TestMasks:
         mask |= torch.eye(SEQ, dtype=torch.bool)
         self.check(mask, seen=mask)
 
-    def test_real_tokens_only(self) -> None:
+    def test_padding_is_masked(self) -> None:
         real = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0]]).bool()[:, None, None, :]
         self.check(real, seen=real)
 
@@ -135,7 +135,7 @@ class TestMasks:
 
 
 class TestPacked:
-    """Documents behind one another, the last two tokens padding; 5 = 0 tokens in the third."""
+    """Packed documents, with padding as the last two tokens. The third document is empty (its start and end are 5)."""
 
     CU_SEQLENS = torch.tensor([0, 3, 4, 4, 9])
     TOTAL = 11
@@ -215,7 +215,7 @@ class TestCompiled:
 
 
 def test_parameters_have_the_names_of_llama() -> None:
-    """And their shapes: those of Qwen 3, 4 query heads and 2 of keys; Llama's bias; Qwen 2's."""
+    """Names and shapes are those of Qwen 3 with 4 query and 2 key heads, and of the biases of Llama and Qwen 2."""
     assert {name: tuple(p.shape) for name, p in layer(num_kv_heads=2, qk_norm=1e-6).named_parameters()} == {
         "q_proj.weight": (32, 24),
         "k_proj.weight": (16, 24),
@@ -229,7 +229,7 @@ def test_parameters_have_the_names_of_llama() -> None:
     assert "o_proj.bias" not in layer(bias=True).state_dict()
 
 
-def test_says_what_it_is() -> None:
+def test_repr() -> None:
     assert "(num_heads=4, num_kv_heads=2, head_dim=8" in repr(layer(num_kv_heads=2)).replace("\n", "").replace("  ", "")
 
 

@@ -1,4 +1,4 @@
-"""KVCache with tokens that have several positions: pieces equal the whole, and generation goes on after images."""
+"""KVCache with several positions per token: several steps equal one pass, and generation continues after images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import attention_oracle as written_out
 import oracle
-from cache_model import EXACT, HEAD_DIM, HIDDEN, MODEL, cache_of, in_one_piece, run
+from cache_model import EXACT, HEAD_DIM, HIDDEN, MODEL, cache_of, run, run_whole_row
 from ropewalk import Axes, KVCache, LearnedRope, Rope, RopeError, SelfExtend
 
 AXES = Axes.sections((1, 1, 1))
@@ -21,8 +21,8 @@ ROPE = Rope(HEAD_DIM, 1e2, "half", axes=AXES)
 
 
 @dataclass(frozen=True)
-class OfTokens(written_out.Turn):
-    """Turns token i by the positions that it has in `places`, [axes, tokens], each pair by that of its axis."""
+class OfTokens(written_out.Rotary):
+    """Rotates token i to its positions in `places`, [axes, tokens]. Each pair uses the position on its axis."""
 
     places: Tensor = None  # type: ignore[assignment]
 
@@ -39,26 +39,28 @@ def image(start: int, height: int, width: int) -> list[tuple[int, int, int]]:
     return [(start, start + row, start + column) for row in range(height) for column in range(width)]
 
 
-# A prompt of text, an image, text and an image of another shape: time, height and width of each token.
+# A prompt of text, an image, text, and an image of another shape: time, row and column of each token.
 FIRST = text(0, 3) + image(3, 2, 4) + text(7, 2) + image(9, 3, 1)
-# Another, which begins with an image and is as long.
+# Another prompt of the same length, which begins with an image.
 SECOND = image(0, 4, 2) + text(4, 8)
 PROMPTS = torch.tensor([FIRST, SECOND]).permute(2, 0, 1)  # [axes, batch, seq]
 
 
-def assert_whole(outputs: list[Tensor], inputs: list[Tensor], places: Tensor, window: int | None = None) -> None:
+def assert_equals_one_pass(
+    outputs: list[Tensor], inputs: list[Tensor], places: Tensor, window: int | None = None
+) -> None:
     out, x = torch.cat(outputs, 1), torch.cat(inputs, 1)
     seq = x.shape[1]
     seen = torch.tensor([[0 <= i - j < (window or seq) for j in range(seq)] for i in range(seq)])
     for row in range(x.shape[0]):
-        turn = OfTokens(oracle.inv_freq(1e2, HEAD_DIM), "half", places=places[:, row])
-        whole = in_one_piece(x[row], turn, written_out.pairs(torch.arange(seq)), seen)
+        rotary = OfTokens(oracle.inv_freq(1e2, HEAD_DIM), "half", places=places[:, row])
+        whole = run_whole_row(x[row], rotary, written_out.pairs(torch.arange(seq)), seen)
         torch.testing.assert_close(out[row], whole, **EXACT)
 
 
 @pytest.mark.parametrize("size", [{"capacity": 40}, {"window": 4}], ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_pieces_equal_the_whole_and_generation_goes_on(seed: int, size: dict[str, int]) -> None:
+def test_several_steps_equal_one_pass_and_generation_continues(seed: int, size: dict[str, int]) -> None:
     draw, cache = random.Random(seed), cache_of(2, **size)
     torch.manual_seed(seed)
     outputs, inputs, places = [], [], PROMPTS
@@ -75,26 +77,28 @@ def test_pieces_equal_the_whole_and_generation_goes_on(seed: int, size: dict[str
         cache.shift(ROPE, delta if seed % 4 == 1 else 33)
         places = places + (delta[:, None] if seed % 4 == 1 else 33)
     following = cache.position[:, None].clone()
-    for seq in (1, 3, 1):  # text: the same position on every axis, which nobody has to say
+    for seq in (1, 3, 1):  # text has the same position on every axis, which is the default
         x = torch.randn(2, seq, HIDDEN, dtype=torch.float64)
         outputs.append(run(cache, x, ROPE))
         inputs.append(x)
         new = following + torch.arange(seq)
         places, following = torch.cat((places, new.expand(3, -1, -1)), -1), following + seq
-    assert_whole(outputs, inputs, places, size.get("window"))
+    assert_equals_one_pass(outputs, inputs, places, size.get("window"))
 
 
-def test_padding_has_whatever_positions() -> None:
+def test_padding_may_have_any_positions() -> None:
     cache, real = cache_of(2, capacity=20), torch.tensor([[1, 1, 0, 1], [0, 1, 1, 0]])
     places = torch.randint(0, 50, (3, 2, 4))
     x = torch.randn(2, 4, HIDDEN, dtype=torch.float64)
     out = run(cache, x, ROPE, positions=places, attention_mask=real)
     for row, tokens in enumerate(real.bool()):
-        assert_whole([out[row : row + 1, tokens]], [x[row : row + 1, tokens]], places[:, row : row + 1, tokens])
+        assert_equals_one_pass(
+            [out[row : row + 1, tokens]], [x[row : row + 1, tokens]], places[:, row : row + 1, tokens]
+        )
         assert cache.position[row] == places[:, row, tokens].max() + 1
 
 
-def test_what_a_step_says() -> None:
+def test_attributes_of_a_step() -> None:
     step = cache_of(2, capacity=20).step(16, positions=PROMPTS)
     assert torch.equal(step.positions, PROMPTS)
     assert torch.equal(step.key_positions[:, :16], PROMPTS.amax(0))
@@ -103,7 +107,7 @@ def test_what_a_step_says() -> None:
 
 
 def test_sinks_count_text() -> None:
-    """A rope with axes and text: what one axis gives."""
+    """For text, a rope with axes gives the result of a rope with one axis."""
     torch.manual_seed(0)
     one, several = (cache_of(2, window=3, sinks=2) for _ in range(2))
     plain = Rope(HEAD_DIM, 1e2, "half")
@@ -120,8 +124,8 @@ def test_positions_of_another_shape(shape: tuple[int, ...]) -> None:
         cache_of(2, capacity=20).step(4, positions=torch.zeros(shape, dtype=torch.int64))
 
 
-def test_floats_go_to_rope_at() -> None:
-    """The error says how, and that gives what one pass gives."""
+def test_float_positions_need_rope_at() -> None:
+    """The fix in the error message gives the result of one pass."""
     torch.manual_seed(0)
     places, cache, x = PROMPTS + 0.5, cache_of(2, capacity=20), torch.randn(2, 16, HIDDEN, dtype=torch.float64)
     for dtype in (torch.float32, torch.float64):
@@ -137,7 +141,7 @@ def test_floats_go_to_rope_at() -> None:
             for i, layer in enumerate(MODEL):
                 out = out + layer(out, rotation, cache=step.layer(i))
         outputs.append(out)
-    assert_whole(outputs, [x], places)
+    assert_equals_one_pass(outputs, [x], places)
 
 
 def test_a_rope_of_another_number_of_axes() -> None:
@@ -164,7 +168,7 @@ def test_a_step_rotates_by_a_rope() -> None:
 
 
 def test_rows_are_not_taken_for_axes() -> None:
-    """Text of three rows has the shape of three axes: the rotation has another shape than the step, and is refused."""
+    """Positions of three rows of text could be read as three axes. The rotation then does not match the step."""
     step = cache_of(3, capacity=20).step(4)
     wrong = ROPE.at(step.positions)
     with pytest.raises(RopeError, match=r"must be computed for the positions of the step, \[batch, seq\] = \[3, 4\]"):

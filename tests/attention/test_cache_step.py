@@ -1,4 +1,4 @@
-"""One forward pass with a cache: what it says, what it stores, and that misuse is an error that changes nothing."""
+"""One forward pass with a cache: its attributes, what it stores, and misuse, which raises and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from cache_model import (
     cache_of,
     check_rows,
     distances,
-    in_one_piece,
     run,
+    run_whole_row,
     state,
     stopped,
     unchanged,
@@ -40,20 +40,22 @@ ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 
 
 def store(step: CacheStep) -> None:
-    """Append something in every layer."""
+    """Append random keys and values in every layer."""
     k = torch.ones(*step.positions.shape, *step._cache.keys[0].shape[2:], dtype=step._cache.keys[0].dtype)
     for i in range(step._cache.num_layers):
         step.layer(i).append(k, k)
 
 
-def test_what_a_step_says() -> None:
+def test_attributes_of_a_step() -> None:
     cache = KVCache(1, 2, 1, 2, window=3, sinks=1)
     padded = cache.step(2, attention_mask=torch.tensor([[0, 1], [1, 1]]))
     store(padded)
-    assert padded.mask[0, 0, 0].all()  # padding sees everything: in some kernels a query that sees nothing gives nan
+    assert padded.mask[
+        0, 0, 0
+    ].all()  # padding attends to all keys, because some kernels return NaN for a fully masked query
     step = cache.step(3)
     assert step.positions.tolist() == step.order.tolist() == [[1, 2, 3], [2, 3, 4]]
-    # What was cached, slot by slot, then the new tokens.
+    # The cached tokens, slot by slot, then the new tokens.
     none = 2**62
     assert step.key_positions.tolist() == [[0, none, none, none, 1, 2, 3], [0, 1, none, none, 2, 3, 4]]
     assert torch.equal(step.key_order, step.key_positions)
@@ -65,7 +67,7 @@ def test_what_a_step_says() -> None:
 
 
 @pytest.mark.parametrize("size", [{"capacity": 5}, {"window": 3}])
-def test_order_and_positions_are_two_numbers(size: dict[str, int]) -> None:
+def test_order_and_positions_are_independent(size: dict[str, int]) -> None:
     cache, none = KVCache(1, 1, 1, 2, **size), 2**62
     store(cache.step(2, positions=torch.tensor([8, 8])))
     one = cache.step(1, positions=torch.tensor([3]))
@@ -77,7 +79,7 @@ def test_order_and_positions_are_two_numbers(size: dict[str, int]) -> None:
     store(one)
     two = cache.step(2, attention_mask=torch.tensor([[1, 0]]), positions=torch.tensor([5, 6]))
     assert two.order.tolist() == [[3, 3]]
-    assert two.positions.tolist() == [[5, 6]]  # what padding was given
+    assert two.positions.tolist() == [[5, 6]]  # the positions that were passed for padding
     if "window" in size:
         assert two.key_order.tolist() == [[0, 1, 2, 3, none]]
         assert two.key_positions.tolist() == [[8, 8, 3, 5, none]]
@@ -94,7 +96,7 @@ def test_padding_alone_leaves_the_next_position() -> None:
 
 
 def test_no_slot_is_written_twice() -> None:
-    """Which of two writes to one place is the last is not defined on a GPU."""
+    """On a GPU, the order of two writes to one slot is undefined."""
     step = KVCache(1, 2, 1, 2, window=3, sinks=2).step(9, attention_mask=torch.tensor([[1] * 9, [1] * 7 + [0] * 2]))
     for slots in step._slot.tolist():
         assert sorted(slot for slot in slots if slot < 5) == [0, 1, 2, 3, 4]
@@ -103,8 +105,8 @@ def test_no_slot_is_written_twice() -> None:
 class TestAPassThatRaised:
     @given(data=st.data(), size=st.sampled_from([{"capacity": 30}, {"window": 4}, {"window": 3, "sinks": 2}]))
     @settings(max_examples=40)
-    def test_is_run_again(self, data: st.DataObject, size: dict[str, int]) -> None:
-        """Between the passes that count, some that stop: in front of the first layer, or between two."""
+    def test_is_repeated(self, data: st.DataObject, size: dict[str, int]) -> None:
+        """Between complete passes, some passes stop before the first layer or between two layers."""
         torch.manual_seed(data.draw(st.integers(0, 99)))
         cache, outputs, inputs, real = cache_of(2, **size), [], [], []
         for seq in data.draw(st.lists(st.sampled_from([1, 1, 2, 5]), min_size=1, max_size=5)):
@@ -113,7 +115,7 @@ class TestAPassThatRaised:
             length = cache.length.clone()
             after = data.draw(st.sampled_from([None, 0] if seq > 1 and "window" in size else [None, 0, 1]))
             if after is not None:
-                other = data.draw(st.booleans())  # what is run next may be something else
+                other = data.draw(st.booleans())  # the next pass may have other tokens
                 stopped(cache, torch.randn_like(x) if other else x, after, attention_mask=None if other else mask)
                 assert torch.equal(cache.length, length)
                 if after:
@@ -123,17 +125,17 @@ class TestAPassThatRaised:
             real.append(mask)
         check_rows(outputs, inputs, real, TURN, lambda row, seq: distances(seq, size))
 
-    def test_for_want_of_no_grad(self) -> None:
+    def test_that_required_gradients(self) -> None:
         cache, x = cache_of(1, capacity=4), torch.randn(1, 3, HIDDEN, dtype=torch.float64)
         step, before = cache.step(3), state(cache)
         with pytest.raises(RopeError, match="gradients cannot pass through a cache"):
             MODEL[0](x, step.rotation(ROPE, dtype=torch.float64), cache=step.layer(0))
         assert unchanged(cache, before)
-        wanted = in_one_piece(x[0], TURN, *distances(3, {"capacity": 4}))
+        wanted = run_whole_row(x[0], TURN, *distances(3, {"capacity": 4}))
         torch.testing.assert_close(run(cache, x, ROPE)[0], wanted, **EXACT)
 
     @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 4}])
-    def test_is_not_passed_over(self, size: dict[str, int]) -> None:
+    def test_must_be_rolled_back(self, size: dict[str, int]) -> None:
         cache, x = cache_of(1, **size), torch.randn(1, 1, HIDDEN, dtype=torch.float64)
         stopped(cache, x, 1)
         message = r"every layer must have appended in the previous step, got 1 of 2 layers\. .*call rollback\(\) first"
@@ -158,20 +160,20 @@ class TestAPassThatRaised:
         cache.reset()
         assert torch.equal(run(cache, x, ROPE), wanted)
 
-    def test_after_going_back(self) -> None:
-        """Drafts that `at` forgets stay forgotten."""
+    def test_after_truncation(self) -> None:
+        """Drafts that `at` has dropped are not restored."""
         cache, x = cache_of(1, capacity=6), torch.randn(1, 6, HIDDEN, dtype=torch.float64)
         run(cache, x[:, :4], ROPE)
         stopped(cache, torch.randn(1, 2, HIDDEN, dtype=torch.float64), 1, at=torch.tensor([2]))
         cache.rollback()
         assert cache.length.tolist() == cache.position.tolist() == [2]
         out = run(cache, x[:, 2:], ROPE)
-        wanted = in_one_piece(x[0], TURN, *distances(6, {"capacity": 6}))
+        wanted = run_whole_row(x[0], TURN, *distances(6, {"capacity": 6}))
         torch.testing.assert_close(out[0], wanted[2:], **EXACT)
 
 
 class TestMisuse:
-    """An error, and the cache as it was."""
+    """Each misuse raises an error and leaves the cache unchanged."""
 
     def cache(self, **size: int) -> tuple[KVCache, Tensor]:
         cache, x = cache_of(2, **(size or {"capacity": 9})), torch.randn(2, 5, HIDDEN, dtype=torch.float64)
@@ -207,7 +209,7 @@ class TestMisuse:
         self.refuses(cache, step, x, far, message)
 
     @pytest.mark.parametrize("sinks", [0, 1])
-    def test_rotation_of_the_step_before(self, sinks: int) -> None:
+    def test_rotation_of_the_previous_step(self, sinks: int) -> None:
         cache, x = self.cache(window=8, sinks=sinks)
         with torch.no_grad():
             step = cache.step(1)
@@ -222,8 +224,8 @@ class TestMisuse:
             for i, layer in enumerate(MODEL):
                 layer(x, again, cache=step.layer(i))
 
-    def test_a_rotation_may_come_from_anywhere_and_serve_twice_where_it_is_right(self) -> None:
-        """With `at` the tokens are where they were before; after a step of padding, and where positions say so, too."""
+    def test_a_rotation_may_be_reused_for_the_same_positions(self) -> None:
+        """The positions may be the same in two steps: with `at`, after padding, or by explicit positions."""
         cache, x = self.cache(capacity=9)
         table, at = ROPE.at(torch.arange(9), dtype=torch.float64), torch.tensor([4, 4])
         rotations: list[Rotation] = []
@@ -267,7 +269,7 @@ class TestMisuse:
         }[by]()
         self.refuses_to_append(cache, step.layer(0), "a step must be the newest of its cache, .* got an outdated one")
 
-    def test_what_is_refused_does_not_make_a_step_outdated(self) -> None:
+    def test_refused_calls_do_not_outdate_a_step(self) -> None:
         cache, _ = self.cache()
         step = cache.step(1)
         with pytest.raises(RopeError, match="capacity=9, got 10 tokens"):
@@ -286,7 +288,7 @@ class TestMisuse:
 
 
 class TestCompiledLayerByLayer:
-    """The step is made outside; each layer is compiled by itself."""
+    """The step is planned in eager mode, and each layer is compiled separately."""
 
     @pytest.mark.parametrize("size", [{"capacity": 12}, {"window": 3, "sinks": 2}])
     def test_two_graphs_and_the_same_numbers(self, size: dict[str, int]) -> None:
@@ -308,20 +310,20 @@ class TestCompiledLayerByLayer:
                     outputs.append(out)
                 torch.testing.assert_close(*outputs, **EXACT)
         assert traced.length.tolist() == [4, 4]
-        assert counter.frame_count == 2  # the last layer, after which the tokens count, and all others
+        assert counter.frame_count == 2  # one for the last layer, which counts the tokens, and one for all others
 
-    def test_eager_and_compiled_steps_in_turn(self) -> None:
+    def test_alternating_eager_and_compiled_steps(self) -> None:
         x = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
         cache, outputs = cache_of(2, capacity=6), []
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
         for i in range(6):
             outputs.append((compiled if i % 2 else run)(cache, x[:, i : i + 1], ROPE))
-        wanted = [in_one_piece(row, TURN, *distances(6, {"capacity": 6})) for row in x]
+        wanted = [run_whole_row(row, TURN, *distances(6, {"capacity": 6})) for row in x]
         torch.testing.assert_close(torch.cat(outputs, dim=1), torch.stack(wanted), **EXACT)
 
 
 class Upcast(torch.nn.Module):
-    """A norm whose output is float32, as autocast makes that of some norms on some devices."""
+    """A norm with float32 output, which autocast produces for some norms on some devices."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.float()
@@ -331,7 +333,7 @@ class TestAutocast:
     """A float32 model under autocast to bfloat16."""
 
     @pytest.mark.parametrize("norm", [False, True])
-    def test_the_cache_has_the_dtype_that_keys_have_there(self, norm: bool) -> None:
+    def test_the_cache_has_the_dtype_of_autocast(self, norm: bool) -> None:
         torch.manual_seed(0)
         layer, x = copy.deepcopy(MODEL[0]).float(), torch.randn(2, 5, HIDDEN)
         if norm:
@@ -349,13 +351,13 @@ class TestAutocast:
         ours = torch.cat(outputs, dim=1)
         assert ours.dtype == torch.bfloat16
         weights, at = dict(layer.named_parameters()), written_out.pairs(torch.arange(5))
-        how: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "turn": TURN, "at": at}
+        how: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "rotary": TURN, "at": at}
         theirs = written_out.attention(x, weights, seen=written_out.causal(5), **how)
         # Measured over 200 seeds: 0.016 in values of size 3.4, without a cache.
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=0.02)
 
 
-def test_a_cache_is_copied_and_pickled_in_the_midst_of_its_work() -> None:
+def test_copies_and_pickles_during_a_step() -> None:
     x = torch.randn(1, 3, HIDDEN, dtype=torch.float64)
     cache = cache_of(1, window=4, sinks=1)
     run(cache, x[:, :2], ROPE)
@@ -369,7 +371,7 @@ def test_a_cache_is_copied_and_pickled_in_the_midst_of_its_work() -> None:
 
 
 def test_memory_is_free_as_soon_as_the_cache_is_dropped() -> None:
-    """Without waiting for the garbage collector: a cache on a GPU is large."""
+    """Without the garbage collector, because a cache on a GPU is large."""
     gc.disable()
     try:
         cache = cache_of(1, capacity=4)

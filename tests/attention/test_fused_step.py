@@ -1,4 +1,4 @@
-"""Norm, rotation and the writes to a cache in one call: bit for bit the separate calls, whoever makes it."""
+"""Norm, rotation and cache writes in one call give the same bits as separate calls, for every implementation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def best() -> str:
 
 @pytest.fixture(params=["as it is", "separate"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By a kernel where there is one, and by the separate calls."""
+    """Run each test with the fused kernel, if it is available, and with separate calls."""
     if request.param == "separate":
         monkeypatch.setattr(backend, "FAST_PATH", False)
     return str(request.param)
 
 
 def drawn(layout: str = "bshd", dtype: torch.dtype = torch.float32, v_dim: int = HEAD_DIM) -> list[Tensor]:
-    """q, k and v."""
+    """Draw random q, k and v."""
     sizes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, v_dim))
     return [torch.randn(shape(layout, BATCH, SEQ, *size)).to(dtype) for size in sizes]
 
@@ -47,7 +47,7 @@ def a_norm(dtype: torch.dtype = torch.float32, **how: Any) -> QKNorm:
 
 
 def filled(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """One token after the other: k and v are [tokens, heads, channels]."""
+    """Fill a cache in a loop over tokens; k and v are [tokens, heads, channels]."""
     for n, slot in enumerate(slots.flatten().tolist()):
         if slot >= 0:
             for cache, x in zip(caches, (k, v), strict=True):
@@ -80,8 +80,8 @@ def memory(dtype: torch.dtype = torch.float32, channels: int = HEAD_DIM) -> Tens
     return torch.full((BLOCKS, BLOCK, KV_HEADS, channels), math.nan, dtype=dtype)
 
 
-def side_by_side() -> tuple[Tensor, Tensor]:
-    """K and V in one memory, heads first: vLLM's."""
+def keys_and_values_in_one_tensor() -> tuple[Tensor, Tensor]:
+    """Return K and V as parts of one tensor with the heads first, as vLLM stores them."""
     whole = torch.full((BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM), math.nan)
     k, v = whole.transpose(1, 2).split(HEAD_DIM, -1)
     return k, v
@@ -90,7 +90,7 @@ def side_by_side() -> tuple[Tensor, Tensor]:
 CACHES: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "NHD": lambda: (memory(), memory()),
     "HND": lambda: tuple(torch.full((BLOCKS, KV_HEADS, BLOCK, HEAD_DIM), math.nan).transpose(1, 2) for _ in range(2)),  # type: ignore[return-value]
-    "side by side": side_by_side,
+    "side by side": keys_and_values_in_one_tensor,
     "five axes": lambda: torch.full((BLOCKS, 2, BLOCK, KV_HEADS, HEAD_DIM), math.nan).unbind(1),  # type: ignore[return-value]
     "channels apart": lambda: (memory(channels=3 * HEAD_DIM)[..., ::3], memory()),
     "blocks apart": lambda: (torch.full((2 * BLOCKS, BLOCK, KV_HEADS, HEAD_DIM), math.nan)[::2], memory()),
@@ -137,7 +137,7 @@ class TestSeparateCalls:
                 norm,
             )
 
-    def test_no_slot_at_all(self, way: str) -> None:
+    def test_no_token_has_a_slot(self, way: str) -> None:
         caches = memory(), memory()
         check(*drawn(), caches, torch.full((BATCH, SEQ), -1), ROPE.at(torch.arange(SEQ)), None)
         assert all(cache.isnan().all() for cache in caches)
@@ -289,21 +289,21 @@ def model(dtype: torch.dtype = torch.float32) -> list[RotaryAttention]:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each question whether a kernel does it all: whether one did."""
+    """Record, for each call of `run_fused`, whether one kernel did all the work."""
     noted: list[bool] = []
-    run = qk_norm.run
+    run = qk_norm.run_fused
 
     def asked(*args: Any, **how: Any) -> Any:
         done = run(*args, **how)
         noted.append(done is not None)
         return done
 
-    monkeypatch.setattr(qk_norm, "run", asked)
+    monkeypatch.setattr(qk_norm, "run_fused", asked)
     return noted
 
 
 def decoded(size: dict[str, int], rope: Any, dtype: torch.dtype) -> tuple[list[Tensor], KVCache]:
-    """What comes out of three passes, with padding in the first and a row that begins anew."""
+    """Return the outputs of several passes, with padding in the first and a row that restarts."""
     layers = model(dtype)
     cache = KVCache(LAYERS, BATCH, KV_HEADS, HEAD_DIM, dtype=dtype, **size)
     outputs = []
@@ -324,7 +324,7 @@ def decoded(size: dict[str, int], rope: Any, dtype: torch.dtype) -> tuple[list[T
     return outputs, cache
 
 
-ROPES: dict[str, tuple[dict[str, int], Any, int]] = {  # and how many layers of the four passes are one call
+ROPES: dict[str, tuple[dict[str, int], Any, int]] = {  # and the number of layers in the four passes that are one call
     "capacity": ({"capacity": 9}, ROPE, 8),
     "window": ({"window": 5}, ROPE, 7),
     "sinks": ({"window": 4, "sinks": 1}, ROPE, 0),
@@ -353,7 +353,7 @@ def whole(layers: list[RotaryAttention], x: Tensor, rotation: Any) -> Tensor:
 
 
 def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cache, norm and rotation are one call, with gradients near those of the separate ones."""
+    """Without a cache, norm and rotation are one call. Its gradients are close to those of separate calls."""
     layers = model(torch.float64)
     x = torch.randn(BATCH, 5, HIDDEN, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     rotation = ROPE.at(torch.arange(5))
@@ -363,7 +363,7 @@ def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         return out, [*torch.autograd.grad(out.sin().sum(), [p for layer in layers for p in layer.parameters()])]
 
     out, found = gradients()
-    assert answers == ([True] if backend.FAST_PATH else [False])  # one layer of the two has norms
+    assert answers == ([True] if backend.FAST_PATH else [False])  # one of the two layers has norms
     for layer in layers[1:]:
         monkeypatch.setattr(layer, "_norm", lambda *_: None)
     other, wanted = gradients()
@@ -372,7 +372,7 @@ def test_training(answers: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)  # measured: 1.4e-13 in values of size 100
 
 
-def test_norms_that_somebody_watches_are_called(answers: list[bool]) -> None:
+def test_norms_with_hooks_are_called(answers: list[bool]) -> None:
     layer, x, rotation = model()[1], torch.randn(BATCH, 5, HIDDEN), ROPE.at(torch.arange(5))
     usual, seen = layer(x, rotation), []
     with layer.q_norm.register_forward_hook(lambda *_: seen.append(1)):  # type: ignore[union-attr]
@@ -383,8 +383,8 @@ def test_norms_that_somebody_watches_are_called(answers: list[bool]) -> None:
     assert not torch.equal(layer(x, rotation), usual)
 
 
-def test_another_cache_is_given_normed_heads() -> None:
-    """`AttendingCache` knows no norms."""
+def test_another_cache_gets_normalized_heads() -> None:
+    """The protocol `AttendingCache` has no argument for norms."""
     layer, x = model()[1], torch.randn(BATCH, 5, HIDDEN)
     came: list[Tensor] = []
 
@@ -402,12 +402,12 @@ def test_another_cache_is_given_normed_heads() -> None:
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_autocast(cached: bool) -> None:
-    """Weights stay float32, heads are bfloat16: bit for bit the modules, called."""
+    """Weights stay float32 and heads are bfloat16. The result has the same bits as calls of the norm modules."""
     layer, x = model()[1], torch.randn(BATCH, 5, HIDDEN)
     made = []
-    for watched in (False, True):
+    for has_hook in (False, True):
         cache = KVCache(1, BATCH, KV_HEADS, HEAD_DIM, capacity=6, dtype=torch.bfloat16)
-        hook = layer.q_norm.register_forward_hook(lambda *_: None) if watched else None  # type: ignore[union-attr]
+        hook = layer.q_norm.register_forward_hook(lambda *_: None) if has_hook else None  # type: ignore[union-attr]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             step = cache.step(5)
             made.append(layer(x, step.rotation(ROPE), cache=step.layer(0) if cached else None))

@@ -1,4 +1,4 @@
-"""Greedy generation by whole models: the same tokens through every cache as without one, and as transformers makes."""
+"""Greedy generation by whole models gives the same tokens with every cache, without a cache, and in transformers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def without_a_cache(logits: Logits, rope: Rope, prompt: Tensor) -> list[int]:
     return tokens[0, prompt.shape[1] :].tolist()
 
 
-def through(cache: Any, logits: Logits, rope: Rope, prompt: Tensor) -> list[int]:
-    """The prompt in two pieces, then token by token."""
+def generate_with(cache: Any, logits: Logits, rope: Rope, prompt: Tensor) -> list[int]:
+    """Generate with a cache: the prompt in two steps, then token by token."""
     made: list[int] = []
     pieces = [prompt[:, :4], prompt[:, 4:]]
     while len(made) < NEW:
@@ -69,7 +69,7 @@ def test_a_model_of_the_lab(kind: str) -> None:
     with torch.no_grad():
         wanted = without_a_cache(logits, rope, prompt)
         assert len(set(wanted)) > 4
-        assert through(CACHES[kind](2, 2, 8), logits, rope, prompt) == wanted
+        assert generate_with(CACHES[kind](2, 2, 8), logits, rope, prompt) == wanted
 
 
 class NoCache:
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_transformers(kind: str) -> None:
     size = decode.Geometry(hidden=32, heads=4, kv_heads=2, head_dim=16, mlp=48, layers=2, vocabulary=50, context=20)
     model, theirs = decode.build_models(size, torch.float64)
     torch.manual_seed(1)
-    for name, parameter in model.named_parameters():  # shared with theirs
+    for name, parameter in model.named_parameters():  # shared with the weights of transformers
         torch.nn.init.normal_(parameter, std=0.2 if "embed" in name else 0.8)
     rope, prompt = from_config(theirs.config.to_dict()).rope, torch.randint(50, (1, 9))
     assert rope is not None
@@ -95,5 +95,5 @@ def test_a_checkpoint_of_transformers(kind: str) -> None:
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False, pad_token_id=0
         )
         assert len(set(wanted[0, 9:].tolist())) > 4
-        assert through(CACHES[kind](2, 2, 16), logits, rope, prompt) == wanted[0, 9:].tolist()
+        assert generate_with(CACHES[kind](2, 2, 16), logits, rope, prompt) == wanted[0, 9:].tolist()
         assert without_a_cache(logits, rope, prompt) == wanted[0, 9:].tolist()

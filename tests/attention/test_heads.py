@@ -1,4 +1,4 @@
-"""`RotaryAttention` whose projections yield some of the heads, as those of one rank do."""
+"""`RotaryAttention` whose projections return some of the heads, as on one rank of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import Rope, RopeError, RotaryAttention
 
 HIDDEN, HEADS, HEAD_DIM, SEQ, EPS = 12, 8, 4, 5, 1e-6
-ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
 
 
 def layer(kv_heads: int) -> RotaryAttention:
@@ -23,7 +23,7 @@ def layer(kv_heads: int) -> RotaryAttention:
 
 
 def part(whole: RotaryAttention, **channels: slice) -> RotaryAttention:
-    """A copy whose projections have these output channels; o_proj has the input channels of q."""
+    """Return a copy whose projections have these output channels. o_proj has the input channels of q."""
     attention = copy.deepcopy(whole)
     for name, kept in channels.items():
         projection = attention.get_submodule(f"{name}_proj")
@@ -41,7 +41,7 @@ def run(attention: RotaryAttention, x: Tensor, mask: Tensor | None = None) -> Te
 
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 2), (4, 4), (2, 2), (2, 4), (1, 2), (2, 8)])
-def test_parts_add_up_to_the_whole(kv_heads: int, ranks: int) -> None:
+def test_outputs_of_parts_add_up_to_the_whole(kv_heads: int, ranks: int) -> None:
     whole, x = layer(kv_heads), torch.randn(2, SEQ, HIDDEN, dtype=torch.float64)
     total, count = torch.zeros_like(x), max(1, kv_heads // ranks)
     for rank in range(ranks):
@@ -54,7 +54,7 @@ def test_parts_add_up_to_the_whole(kv_heads: int, ranks: int) -> None:
         dict(whole.named_parameters()),
         heads=HEADS,
         kv_heads=kv_heads,
-        turn=TURN,
+        rotary=TURN,
         at=written_out.pairs(torch.arange(SEQ)),
         seen=written_out.causal(SEQ),
         eps=EPS,

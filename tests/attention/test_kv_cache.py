@@ -1,4 +1,4 @@
-"""KVCache: in whatever pieces tokens come, each sees what it would in one piece, which is written out in float64."""
+"""KVCache: attention in several steps equals attention in one pass, which is written out in float64."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from cache_model import (
     cache_of,
     check_rows,
     distances,
-    in_one_piece,
     run,
+    run_whole_row,
     state,
     unchanged,
 )
@@ -42,9 +42,9 @@ SIZES = st.one_of(
 
 
 @given(data=st.data(), batch=st.integers(1, 3), size=SIZES, name=st.sampled_from(sorted(ROPES)))
-def test_pieces_equal_the_whole(data: st.DataObject, batch: int, size: dict[str, int], name: str) -> None:
-    """prefill(n) = prefill(k) + decode(n − k): rows of their own lengths, padding anywhere, shifts in between."""
-    rope, turn = ROPES[name]
+def test_several_steps_equal_one_pass(data: st.DataObject, batch: int, size: dict[str, int], name: str) -> None:
+    """prefill(n) = prefill(k) + decode(n − k), with rows of different lengths, padding anywhere, and shifts."""
+    rope, rotary = ROPES[name]
     torch.manual_seed(data.draw(st.integers(0, 99)))
     cache = cache_of(batch, **size)
     outputs, inputs, real = [], [], []
@@ -63,22 +63,24 @@ def test_pieces_equal_the_whole(data: st.DataObject, batch: int, size: dict[str,
         if shift != "none":
             delta = torch.randint(-300, 300, (batch,))
             cache.shift([rope] * LAYERS if rope is None else rope, int(delta[0]) if shift == "all" else delta)
-    check_rows(outputs, inputs, real, turn, lambda row, seq: distances(seq, size))
+    check_rows(outputs, inputs, real, rotary, lambda row, seq: distances(seq, size))
     assert torch.equal(cache.length, torch.cat(real, dim=1).sum(1))
 
 
 @given(data=st.data(), batch=st.integers(1, 3), size=SIZES.filter(lambda size: "sinks" not in size))
-def test_pieces_at_given_positions_equal_the_whole(data: st.DataObject, batch: int, size: dict[str, int]) -> None:
-    """Positions that are shared, that skip or that go back decide rotation; who sees whom goes by order.
+def test_several_steps_at_explicit_positions_equal_one_pass(
+    data: st.DataObject, batch: int, size: dict[str, int]
+) -> None:
+    """Positions may repeat, skip or decrease. They decide rotation, and the order of tokens decides the mask.
 
-    Steps with and without given positions, padding anywhere, shifts in between.
+    The steps have explicit positions or none, padding anywhere, and shifts in between.
     """
-    rope, turn = ROPES["YaRN, partial"]
+    rope, rotary = ROPES["YaRN, partial"]
     assert rope is not None
     torch.manual_seed(data.draw(st.integers(0, 99)))
     cache = cache_of(batch, **size)
     outputs, inputs, real = [], [], []
-    places: list[list[int]] = [[] for _ in range(batch)]  # of the real tokens, as they now are
+    places: list[list[int]] = [[] for _ in range(batch)]  # of the real tokens, after the shifts
     following = [0] * batch
     for seq in data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 3, 9]), min_size=1, max_size=5)):
         x, mask = torch.randn(batch, seq, HIDDEN, dtype=torch.float64), torch.ones(batch, seq, dtype=torch.bool)
@@ -107,13 +109,15 @@ def test_pieces_at_given_positions_equal_the_whole(data: st.DataObject, batch: i
             cache.shift(rope, delta)
             places = [[place + int(by) for place in row] for row, by in zip(places, delta, strict=True)]
             following = [place + int(by) for place, by in zip(following, delta, strict=True)]
-    check_rows(outputs, inputs, real, turn, lambda row, seq: distances(seq, size, torch.tensor(places[row])))
+    check_rows(outputs, inputs, real, rotary, lambda row, seq: distances(seq, size, torch.tensor(places[row])))
 
 
 @given(data=st.data(), batch=st.integers(1, 3), group=st.integers(1, 4), window=st.integers(0, 6))
 @settings(max_examples=40)
-def test_pieces_equal_the_whole_with_self_extend(data: st.DataObject, batch: int, group: int, window: int) -> None:
-    rope, turn = ROPES["YaRN, partial"]
+def test_several_steps_equal_one_pass_with_self_extend(
+    data: st.DataObject, batch: int, group: int, window: int
+) -> None:
+    rope, rotary = ROPES["YaRN, partial"]
     assert rope is not None
     torch.manual_seed(data.draw(st.integers(0, 99)))
     cache = cache_of(batch, capacity=20)
@@ -126,16 +130,16 @@ def test_pieces_equal_the_whole_with_self_extend(data: st.DataObject, batch: int
         outputs,
         inputs,
         real,
-        turn,
+        rotary,
         lambda row, seq: (written_out.self_extend(range(seq), group, window), written_out.causal(seq)),
     )
 
 
 @given(data=st.data(), batch=st.integers(1, 3))
 @settings(max_examples=40)
-def test_a_rejected_draft_is_forgotten(data: st.DataObject, batch: int) -> None:
-    """Tokens are appended at any position: those after it, drafts that were not accepted, are gone."""
-    rope, turn = ROPES["YaRN, partial"]
+def test_a_rejected_draft_is_dropped(data: st.DataObject, batch: int) -> None:
+    """A step with `at` drops the tokens from that position on, as after a rejected draft."""
+    rope, rotary = ROPES["YaRN, partial"]
     torch.manual_seed(data.draw(st.integers(0, 99)))
     cache = cache_of(batch, capacity=9)
     x = torch.randn(batch, 5, HIDDEN, dtype=torch.float64)
@@ -148,27 +152,27 @@ def test_a_rejected_draft_is_forgotten(data: st.DataObject, batch: int) -> None:
     assert torch.equal(cache.length, accepted + 4)
     for row in range(batch):
         tokens = torch.cat([x[row, : accepted[row]], more[row]])
-        wanted = in_one_piece(tokens, turn, *distances(len(tokens), {"capacity": 9}))
+        wanted = run_whole_row(tokens, rotary, *distances(len(tokens), {"capacity": 9}))
         torch.testing.assert_close(out[row], wanted[-4:], **EXACT)
 
 
 def test_positions_may_have_gaps() -> None:
-    rope, turn = ROPES["default"]
+    rope, rotary = ROPES["default"]
     cache, x = cache_of(1, capacity=5), torch.randn(1, 4, HIDDEN, dtype=torch.float64)
     run(cache, torch.randn(1, 5, HIDDEN, dtype=torch.float64), rope)  # a draft, all of it rejected
     at = torch.tensor([0]), torch.tensor([50])
     out = torch.cat([run(cache, x[:, :2], rope, at=at[0]), run(cache, x[:, 2:], rope, at=at[1])], dim=1)
-    wanted = in_one_piece(x[0], turn, written_out.pairs(torch.tensor([0, 1, 50, 51])), written_out.causal(4))
+    wanted = run_whole_row(x[0], rotary, written_out.pairs(torch.tensor([0, 1, 50, 51])), written_out.causal(4))
     torch.testing.assert_close(out[0], wanted, **EXACT)
     assert cache.position.tolist() == [52]
     assert cache.length.tolist() == [4]
 
 
-def test_tokens_that_share_a_position_see_each_other_by_order() -> None:
-    """Text, the four patches of an image at one position, text: at once, and in pieces that cut the image."""
-    rope, turn = ROPES["default"]
+def test_tokens_at_one_position_attend_by_order() -> None:
+    """Text, four patches of an image at one position, and text: in one step, and in steps that split the image."""
+    rope, rotary = ROPES["default"]
     x, places = torch.randn(1, 7, HIDDEN, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 2, 2, 3])
-    wanted = in_one_piece(x[0], turn, *distances(7, {"capacity": 7}, places))
+    wanted = run_whole_row(x[0], rotary, *distances(7, {"capacity": 7}, places))
     for pieces in ([(0, 7)], [(0, 4), (4, 5), (5, 7)]):
         cache = cache_of(1, capacity=7)
         out = [run(cache, x[:, start:stop], rope, positions=places[start:stop]) for start, stop in pieces]
@@ -185,7 +189,7 @@ def test_slots_without_a_key_stay_empty_when_positions_shift(delta: int | Tensor
     assert cache.step(1).key_positions.tolist() == [[5, 6, 7, 2**62]]
 
 
-def test_slots_of_forgotten_keys_are_empty() -> None:
+def test_slots_of_dropped_keys_are_empty() -> None:
     rope, _ = ROPES["default"]
     cache = cache_of(2, capacity=4)
     run(cache, torch.randn(2, 3, HIDDEN, dtype=torch.float64), rope)
@@ -196,9 +200,9 @@ def test_slots_of_forgotten_keys_are_empty() -> None:
 
 
 @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}])
-def test_shift_does_not_change_who_sees_whom(size: dict[str, int]) -> None:
-    """Keys that are moved in front of a query, or behind it, by another row's share of the step."""
-    rope, turn = ROPES["default"]
+def test_shift_does_not_change_the_mask(size: dict[str, int]) -> None:
+    """Shifts move keys to positions before or after those of a query, without an effect on the mask."""
+    rope, rotary = ROPES["default"]
     cache, x = cache_of(2, **size), torch.randn(2, 6, HIDDEN, dtype=torch.float64)
     run(cache, x[:, :5], rope, positions=torch.tensor([[5, 3, 3, 9, 1], [4, 4, 4, 4, 4]]))
     assert rope is not None
@@ -208,13 +212,13 @@ def test_shift_does_not_change_who_sees_whom(size: dict[str, int]) -> None:
     assert step.key_order[step.mask[:, 0, 0]].view(2, -1).sort().values.tolist() == [list(range(6))[-window:]] * 2
     out = run(cache, x[:, 5:], rope, positions=torch.tensor([0]))
     for row, places in enumerate([[1005, 1003, 1003, 1009, 1001, 0], [-996] * 5 + [0]]):
-        wanted = in_one_piece(x[row], turn, *distances(6, size, torch.tensor(places)))
+        wanted = run_whole_row(x[row], rotary, *distances(6, size, torch.tensor(places)))
         torch.testing.assert_close(out[row, 0], wanted[-1], **EXACT)
 
 
-def test_going_back_goes_by_order() -> None:
-    """The first token at or after `at` is forgotten, and all that came later, even those whose position is smaller."""
-    rope, turn = ROPES["default"]
+def test_truncation_follows_the_order_of_tokens() -> None:
+    """`at` drops the first token at or after it and all later tokens, even those at smaller positions."""
+    rope, rotary = ROPES["default"]
     x, cache = torch.randn(3, 8, HIDDEN, dtype=torch.float64), cache_of(3, capacity=8)
     places = torch.tensor([[0, 1, 2, 2, 2, 3], [0, 7, 1, 2, 3, 4], [5, 5, 5, 5, 5, 5]])
     run(cache, x[:, :6], rope, positions=places)
@@ -222,24 +226,24 @@ def test_going_back_goes_by_order() -> None:
     out = run(cache, x[:, 6:7], rope, at=at)
     assert cache.length.tolist() == [6, 2, 7]
     assert cache.position.tolist() == [4, 7, 7]
-    # Going back and positions of the new tokens are two things: here to the start of the image, and on from elsewhere.
+    # `at` and the positions of the new tokens are independent: here it truncates at the image, and continues elsewhere.
     last = run(cache, x[:, 7:], rope, at=torch.tensor([2, 0, 6]), positions=torch.tensor([9]))
     assert cache.length.tolist() == [3, 1, 7]
     assert cache.position.tolist() == [10, 10, 10]
     for row in range(3):
         before = [*range(kept[row]), 6], [*places[row, : kept[row]].tolist(), int(at[row])]
-        wanted = in_one_piece(
-            x[row, before[0]], turn, *distances(kept[row] + 1, {"capacity": 8}, torch.tensor(before[1]))
+        wanted = run_whole_row(
+            x[row, before[0]], rotary, *distances(kept[row] + 1, {"capacity": 8}, torch.tensor(before[1]))
         )
         torch.testing.assert_close(out[row, 0], wanted[-1], **EXACT)
         count = (2, 0, 6)[row]
         after = [*range(count), 7], [*places[row, :count].tolist(), 9]
-        wanted = in_one_piece(x[row, after[0]], turn, *distances(count + 1, {"capacity": 8}, torch.tensor(after[1])))
+        wanted = run_whole_row(x[row, after[0]], rotary, *distances(count + 1, {"capacity": 8}, torch.tensor(after[1])))
         torch.testing.assert_close(last[row, 0], wanted[-1], **EXACT)
 
 
-def test_given_positions_are_the_steps_own() -> None:
-    """Whoever keeps one buffer for the positions of every step may write the next ones into it."""
+def test_explicit_positions_are_copied() -> None:
+    """The caller may reuse one buffer for the positions of every step."""
     cache, buffer = KVCache(1, 1, 1, 2, capacity=4), torch.tensor([7, 7])
     step, k = cache.step(2, positions=buffer), torch.ones(1, 2, 1, 2)
     buffer.fill_(0)
@@ -250,10 +254,10 @@ def test_given_positions_are_the_steps_own() -> None:
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd", "thd"])
 def test_keys_of_every_layout(layout: str) -> None:
-    """Turned in any layout and brought to the cache's order, in pieces: the keys of one piece, written out."""
-    rope, turn = ROPES["YaRN, partial"]
+    """Keys that were rotated in any layout, and stored in several steps, equal the keys of one pass, written out."""
+    rope, rotary = ROPES["YaRN, partial"]
     assert rope is not None
-    assert turn is not None
+    assert rotary is not None
     batch = 1 if layout == "thd" else 2
     cache = KVCache(1, batch, KV_HEADS, HEAD_DIM, capacity=5, dtype=torch.float64)
     k = torch.randn(batch, 5, KV_HEADS, HEAD_DIM, dtype=torch.float64)
@@ -262,23 +266,23 @@ def test_keys_of_every_layout(layout: str) -> None:
         step, piece = cache.step(stop - start), k[:, start:stop]
         at = step.positions[0]
         if layout == "thd":
-            turned = rope.at(at, dtype=torch.float64)(piece[0], layout="thd")[None]
+            rotated = rope.at(at, dtype=torch.float64)(piece[0], layout="thd")[None]
         else:
-            turned = rope.at(at, dtype=torch.float64)(piece.permute(order[layout]), layout=layout)
-            turned = turned.permute(order[layout])  # each of these orders undoes itself
-        keys, values = step.layer(0).append(turned, piece)
-    angles = np.arange(5)[:, None, None] * np.array([float(w) for w in turn.speeds])
-    wanted = oracle.rotate(k.numpy(), angles, turn.pairing, turn.offset, turn.factor)
+            rotated = rope.at(at, dtype=torch.float64)(piece.permute(order[layout]), layout=layout)
+            rotated = rotated.permute(order[layout])  # each of these permutations is its own inverse
+        keys, values = step.layer(0).append(rotated, piece)
+    angles = np.arange(5)[:, None, None] * np.array([float(w) for w in rotary.speeds])
+    wanted = oracle.rotate(k.numpy(), angles, rotary.pairing, rotary.offset, rotary.factor)
     np.testing.assert_allclose(keys.numpy(), wanted, rtol=0, atol=1e-14)
     assert torch.equal(values, k)
 
 
 @pytest.mark.parametrize("delta", [-7, torch.tensor([40, -3])])
-def test_shift_turns_keys_and_nothing_else(delta: int | Tensor) -> None:
-    """The attention factor stays the one it was, in every key, in the cells that move by 0 and in the layers alike."""
-    rope, turn = ROPES["YaRN, partial"]
+def test_shift_rotates_keys_only(delta: int | Tensor) -> None:
+    """The attention factor of every key is unchanged, in every layer and also where the shift is 0."""
+    rope, rotary = ROPES["YaRN, partial"]
     assert rope is not None
-    assert turn is not None
+    assert rotary is not None
     cache, k = cache_of(2, capacity=3), torch.randn(2, 3, KV_HEADS, HEAD_DIM, dtype=torch.float64)
     step = cache.step(3)
     rotation = rope.at(step.positions, dtype=torch.float64)
@@ -286,9 +290,11 @@ def test_shift_turns_keys_and_nothing_else(delta: int | Tensor) -> None:
         step.layer(index).append(rotation(k, layout="bshd"), k)
     cache.shift([rope, None], delta)
     moved = (torch.arange(3) + (delta[:, None] if isinstance(delta, Tensor) else delta)).expand(2, 3).numpy()
-    speeds = np.array([float(w) for w in turn.speeds])
+    speeds = np.array([float(w) for w in rotary.speeds])
     for index, places in ((0, moved), (1, np.arange(3)[None].repeat(2, 0))):
-        wanted = oracle.rotate(k.numpy(), places[..., None, None] * speeds, turn.pairing, turn.offset, turn.factor)
+        wanted = oracle.rotate(
+            k.numpy(), places[..., None, None] * speeds, rotary.pairing, rotary.offset, rotary.factor
+        )
         np.testing.assert_allclose(cache.keys[index][:, :3].numpy(), wanted, rtol=0, atol=1e-14)
         assert torch.equal(cache.values[index][:, :3], k)
     following = cache.step(1, at=None, attention_mask=torch.zeros(2, 1, dtype=torch.bool))
@@ -317,8 +323,8 @@ ROWS: dict[str, Callable[[list[int], int], Any]] = {
 @given(data=st.data(), batch=st.integers(1, 3), size=SIZES, way=st.sampled_from(sorted(ROWS)))
 @settings(max_examples=60)
 def test_rows_are_recycled(data: st.DataObject, batch: int, size: dict[str, int], way: str) -> None:
-    """Continuous batching: a row takes its next text while the others go on with theirs."""
-    rope, turn = ROPES["YaRN, partial"]
+    """Continuous batching: a row starts its next text while the other rows continue."""
+    rope, rotary = ROPES["YaRN, partial"]
     assert rope is not None
     torch.manual_seed(data.draw(st.integers(0, 99)))
     cache = cache_of(batch, **size)
@@ -336,7 +342,7 @@ def test_rows_are_recycled(data: st.DataObject, batch: int, size: dict[str, int]
             texts[row][-1].extend((x[row, i], out[row, i]) for i in range(seq) if real[row, i])
     assert cache.length.tolist() == [len(texts[row][-1]) for row in range(batch)]
     for text in (text for row in texts for text in row if text):
-        wanted = in_one_piece(torch.stack([x for x, _ in text]), turn, *distances(len(text), size))
+        wanted = run_whole_row(torch.stack([x for x, _ in text]), rotary, *distances(len(text), size))
         torch.testing.assert_close(torch.stack([out for _, out in text]), wanted, **EXACT)
 
 
@@ -350,7 +356,7 @@ def test_a_recycled_row_begins_at_position_0(size: dict[str, int]) -> None:
 
 
 def test_rows_are_recycled_in_a_compiled_pass() -> None:
-    rope, turn = ROPES["default"]
+    rope, rotary = ROPES["default"]
 
     def recycle_and_run(cache: KVCache, x: Tensor, ended: Tensor) -> Tensor:
         cache.reset(ended)
@@ -361,7 +367,7 @@ def test_rows_are_recycled_in_a_compiled_pass() -> None:
     compiled = torch.compile(recycle_and_run, fullgraph=True, backend="aot_eager")
     outputs = [compiled(cache, x[:, i + 2 : i + 3], ROWS["bool"](rows, 2)) for i, rows in enumerate(ended)]
     assert cache.position.tolist() == [1, 1]
-    wanted = in_one_piece(x[0, 3:5], turn, *distances(2, {"window": 3}))
+    wanted = run_whole_row(x[0, 3:5], rotary, *distances(2, {"window": 3}))
     torch.testing.assert_close(torch.cat(outputs[1:3], dim=1)[0], wanted, **EXACT)
 
 
@@ -380,7 +386,7 @@ def test_rows_are_recycled_in_a_compiled_pass() -> None:
         (torch.tensor([0.0]), "got torch.float32"),
     ],
 )
-def test_rows_that_are_not_there(rows: Any, got: str) -> None:
+def test_unknown_rows(rows: Any, got: str) -> None:
     cache = KVCache(1, 2, 1, 2, window=4)
     cache.step(1).layer(0).append(torch.ones(2, 1, 1, 2), torch.ones(2, 1, 1, 2))
     with pytest.raises(RopeError, match=rf"KVCache\.reset: .*rows.*{got}"):
@@ -401,9 +407,9 @@ def test_in_inference_mode() -> None:
     assert torch.equal(*outputs)
 
 
-def test_a_mask_is_joined() -> None:
-    """Its keys are those of key_positions: here the token at 1 is hidden from the second piece."""
-    rope, turn = ROPES["default"]
+def test_a_mask_is_combined_with_causality() -> None:
+    """The keys of a mask are those of key_positions. Here, the token at position 1 is hidden from the second step."""
+    rope, rotary = ROPES["default"]
     assert rope is not None
     cache, x = KVCache(1, 1, KV_HEADS, HEAD_DIM, capacity=6, dtype=torch.float64), torch.randn(1, 4, HIDDEN).double()
     with torch.no_grad():
@@ -415,7 +421,7 @@ def test_a_mask_is_joined() -> None:
         seen = written_out.causal(4)
         seen[2:, 1] = False
         weights, at = dict(MODEL[0].named_parameters()), written_out.pairs(torch.arange(4))
-        how: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "turn": turn, "at": at, "seen": seen}
+        how: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "rotary": rotary, "at": at, "seen": seen}
         torch.testing.assert_close(out, written_out.attention(x, weights, **how)[:, 2:], **EXACT)
 
 
@@ -424,7 +430,7 @@ def test_a_mask_is_joined() -> None:
 def test_compiles_once_for_all_tokens(size: dict[str, int], given: bool) -> None:
     rope, _ = ROPES["YaRN, partial"]
     x = torch.randn(2, 10, HIDDEN, dtype=torch.float64)
-    torch._dynamo.reset()  # graphs of `run` that other tests compiled count against Dynamo's limit
+    torch._dynamo.reset()  # Dynamo's limit includes the graphs of `run` that other tests compiled
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, backend=counter)
     if given:
@@ -437,8 +443,8 @@ def test_compiles_once_for_all_tokens(size: dict[str, int], given: bool) -> None
     assert counter.frame_count == 2  # the prompt and one token
 
 
-def test_overflow_that_only_the_device_knows() -> None:
-    """While compiling nothing is read back: what is too much is not kept, and length tells."""
+def test_overflow_in_a_compiled_pass() -> None:
+    """Compiled code reads nothing back: tokens beyond the capacity are not stored, and `length` exceeds it."""
     rope, _ = ROPES["default"]
     cache, x = cache_of(1, capacity=3), torch.randn(1, 2, HIDDEN, dtype=torch.float64)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
@@ -447,25 +453,25 @@ def test_overflow_that_only_the_device_knows() -> None:
     compiled(cache, x, rope)
     assert cache.length.tolist() == [4]
     assert torch.equal(cache.keys[0][:, :2], kept)
-    compiled(cache, x, rope)  # no slot is so far as those of its tokens
+    compiled(cache, x, rope)  # no slot has been filled that far
     assert cache.length.tolist() == [6]
     assert torch.equal(cache.keys[0][:, :2], kept)
     with pytest.raises(RopeError, match=r"KVCache\.step: no row may become longer than capacity=3, got 8 tokens"):
         run(cache, x, rope)
 
 
-def test_a_full_cache_is_unharmed_by_the_refusal() -> None:
+def test_a_full_cache_is_unchanged_by_the_error() -> None:
     rope, _ = ROPES["default"]
     cache, x = cache_of(2, capacity=3), torch.randn(2, 3, HIDDEN, dtype=torch.float64)
     ragged = {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
     run(cache, x, rope, **ragged)
     with pytest.raises(RopeError, match="capacity=3, got 4 tokens"):
         run(cache, x[:, :1], rope)
-    run(cache, x, rope, attention_mask=torch.tensor([[0, 0, 0], [1, 0, 1]]))  # rows that are full take padding
+    run(cache, x, rope, attention_mask=torch.tensor([[0, 0, 0], [1, 0, 1]]))  # full rows may get padding
     assert cache.length.tolist() == [3, 3]
 
 
-def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
+def test_refused_calls_leave_the_cache_unchanged() -> None:
     rope, _ = ROPES["default"]
     cache, x = cache_of(2, capacity=6), torch.randn(2, 6, HIDDEN, dtype=torch.float64)
     run(cache, x, rope)
@@ -485,7 +491,7 @@ def test_what_is_refused_leaves_the_cache_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool])
-def test_keys_are_numbers_with_a_point(dtype: torch.dtype) -> None:
+def test_dtype_must_be_floating_point(dtype: torch.dtype) -> None:
     with pytest.raises(RopeError, match="dtype must be float16, bfloat16, float32 or float64, got torch"):
         KVCache(1, 1, 1, 8, capacity=4, dtype=dtype)
 
@@ -548,19 +554,19 @@ def test_refuses_arguments() -> None:
 
 
 class TestReorder:
-    """Beam search: each row goes on from what another one holds."""
+    """Beam search: each row continues with the tokens of another row."""
 
     @pytest.mark.parametrize("size", [{"capacity": 9}, {"window": 3}, {"window": 3, "sinks": 1}])
     @pytest.mark.parametrize("rows", [[2, 0, 0], [1, 1, 2]])
-    def test_as_if_the_texts_had_stood_there(self, size: dict[str, int], rows: list[int]) -> None:
-        rope, turn = ROPES["default"]
+    def test_equals_texts_in_the_new_order(self, size: dict[str, int], rows: list[int]) -> None:
+        rope, rotary = ROPES["default"]
         x = torch.randn(3, 9, HIDDEN, dtype=torch.float64)
         cache = cache_of(3, **size)
         run(cache, x[:, :5], rope)
         cache.reorder(torch.tensor(rows))
         after = torch.cat([x[rows, :5], torch.randn(3, 4, HIDDEN, dtype=torch.float64)], dim=1)
         out = torch.cat([run(cache, after[:, i : i + 1], rope) for i in range(5, 9)], dim=1)
-        wanted = torch.stack([in_one_piece(row, turn, *distances(9, size))[5:] for row in after])
+        wanted = torch.stack([run_whole_row(row, rotary, *distances(9, size))[5:] for row in after])
         torch.testing.assert_close(out, wanted, **EXACT)
 
     def test_rows_of_other_lengths(self) -> None:
@@ -587,7 +593,7 @@ class TestReorder:
         with pytest.raises(RopeError, match=rf"KVCache.reorder: rows must be an int64 tensor \[batch\] .*got {got}\."):
             KVCache(1, 2, 1, 2, capacity=4).reorder(rows)
 
-    def test_not_between_layers(self) -> None:
+    def test_refused_between_layers(self) -> None:
         cache, k = KVCache(2, 1, 1, 2, capacity=4), torch.ones(1, 1, 1, 2)
         cache.step(1).layer(0).append(k, k)
         with pytest.raises(RopeError, match=r"KVCache.reorder: every layer must have appended"):

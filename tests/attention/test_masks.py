@@ -1,4 +1,4 @@
-"""Masks against loops over the pairs and attention written out; whatever could be read in two ways is refused."""
+"""Masks, compared with loops over pairs and with attention written out. Ambiguous masks are refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import KVCache, Rope, RopeError, RotaryAttention, SelfExtend, TwoPass, masks, positions
 from ropewalk.attention import attend as attention
 
 HIDDEN, HEADS, SEQ, HEAD_DIM = 12, 2, 9, 6
-ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}  # measured: 3e-15 in values of size 5
 
 REAL = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 0, 1, 1]])
@@ -38,7 +38,7 @@ def hidden(batch: int, seq: int = SEQ) -> Tensor:
 def reference(made: RotaryAttention, x: Tensor, at: Tensor, seen: Tensor) -> Tensor:
     weights = dict(made.named_parameters())
     return written_out.attention(
-        x, weights, heads=HEADS, kv_heads=HEADS, turn=TURN, at=written_out.pairs(at), seen=seen
+        x, weights, heads=HEADS, kv_heads=HEADS, rotary=TURN, at=written_out.pairs(at), seen=seen
     )
 
 
@@ -56,8 +56,8 @@ def test_sliding_window(window: int) -> None:
 
 
 @pytest.mark.parametrize("real", [REAL, REAL.bool(), REAL.int()])
-def test_padding_is_not_seen(real: Tensor) -> None:
-    """Each row's real tokens, padded left, right and in the middle, get what they get in a row without padding."""
+def test_padding_is_masked(real: Tensor) -> None:
+    """With padding on the left, on the right or in the middle, real tokens get the result of a row without padding."""
     mask = masks.padding(real)
     assert mask.dtype == torch.bool
     assert mask.shape == (3, 1, 1, SEQ)
@@ -68,7 +68,7 @@ def test_padding_is_not_seen(real: Tensor) -> None:
         count = len(tokens)
         theirs = reference(made, tokens[None], torch.arange(count), written_out.causal(count))
         torch.testing.assert_close(ours[row, real[row].bool()], theirs[0], **EXACT)
-    assert torch.autograd.grad(ours.sum(), x)[0].isfinite().all()  # padding on the left sees nothing at all
+    assert torch.autograd.grad(ours.sum(), x)[0].isfinite().all()  # padding on the left attends to no key
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -78,7 +78,7 @@ def test_lengths(dtype: torch.dtype) -> None:
 
 
 def test_masks_combine() -> None:
-    """Documents in one row, in a window, some of their tokens padding: seen where all three allow it."""
+    """Packed documents, a window and padding: a token attends where all three masks allow it."""
     mask = masks.packed(CU_SEQLENS, SEQ) & masks.sliding_window(SEQ, 3) & masks.padding(REAL)
     of = [0, 0, 0, 0, 1, 1, 1, 1, 1]
     seen = torch.tensor(
@@ -91,7 +91,7 @@ def test_masks_combine() -> None:
     made, x, at = layer(), hidden(3), positions.packed(CU_SEQLENS, SEQ)
     ours = made(x, ROPE.at(at, dtype=torch.float64), mask=mask)
     theirs = reference(made, x, at, seen[:, None])
-    some = seen.any(-1)  # what a query that sees nothing gets is no matter of the oracle
+    some = seen.any(-1)  # the oracle does not define the output of a fully masked query
     torch.testing.assert_close(ours[some], theirs[some], **EXACT)
     assert torch.equal(ours[~some], torch.zeros_like(ours[~some]))
 
@@ -153,7 +153,7 @@ class TestAutocast:
 
     def reference(self, made: RotaryAttention, x: Tensor) -> Tensor:
         weights = dict(made.named_parameters())
-        how: dict[str, Any] = {"heads": HEADS, "kv_heads": HEADS, "turn": TURN, "bias": self.bias()}
+        how: dict[str, Any] = {"heads": HEADS, "kv_heads": HEADS, "rotary": TURN, "bias": self.bias()}
         return written_out.attention(
             x, weights, at=written_out.pairs(torch.arange(SEQ)), seen=written_out.causal(SEQ), **how
         )
@@ -178,7 +178,7 @@ class TestAutocast:
         assert bias.grad.dtype == torch.float32
         assert bias.grad.abs().max() > 0
 
-    def test_outside_of_it_the_dtypes_must_agree(self) -> None:
+    def test_without_autocast_the_dtypes_must_agree(self) -> None:
         with pytest.raises(RopeError, match=r"mask must be bool .* or torch.bfloat16 .*, got torch.float32"):
             layer().bfloat16()(hidden(2).bfloat16(), ROPE.at(torch.arange(SEQ)), mask=self.bias())
 
@@ -193,8 +193,8 @@ THREE_AXES = (
 )
 
 
-class TestWhatCouldBeReadInTwoWays:
-    """With as many rows as tokens, [batch, keys] has the shape of [seq, keys]."""
+class TestAmbiguousMasks:
+    """If the batch size equals the number of tokens, [batch, keys] has the shape of [seq, keys]."""
 
     X = hidden(3, 3)
 

@@ -1,4 +1,4 @@
-"""Attention over a PagedKVCache is that over a KVCache with the same tokens, and that of each row in one piece."""
+"""Attention over a PagedKVCache equals that over a KVCache with the same tokens, and that of each row in one pass."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from cache_model import (
     cache_of,
     check_rows,
     distances,
-    in_one_piece,
     run,
+    run_whole_row,
 )
 from ropewalk import Axes, KVCache, PagedKVCache, Rope, RopeError, SelfExtend
 
@@ -34,7 +34,7 @@ ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
 
 
 def paged(rows: int, **options: Any) -> PagedKVCache:
-    """A cache with so many rows, in memory that holds what must not be seen."""
+    """Return a cache with this number of rows, in memory filled with values that must not be read."""
     options = {"blocks": 40, "block_size": 4, "dtype": torch.float64} | options
     cache = PagedKVCache(LAYERS, KV_HEADS, HEAD_DIM, **options)
     for pool in cache.keys + cache.values:
@@ -52,10 +52,10 @@ def paged(rows: int, **options: Any) -> PagedKVCache:
     name=st.sampled_from(sorted(ROPES)),
 )
 @settings(max_examples=40)
-def test_as_a_contiguous_cache(
+def test_equals_a_contiguous_cache(
     data: st.DataObject, batch: int, block_size: int, size: dict[str, int], name: str
 ) -> None:
-    """Rows of their own lengths, padding anywhere, positions, shifts, rows that begin again, rejected drafts."""
+    """Rows of different lengths, with padding anywhere, explicit positions, shifts, restarts and rejected drafts."""
     rope, _ = ROPES[name]
     torch.manual_seed(data.draw(st.integers(0, 99)))
     whole, pages = cache_of(batch, **size), paged(batch, blocks=90, block_size=block_size, window=size.get("window"))
@@ -86,8 +86,8 @@ def test_as_a_contiguous_cache(
         assert torch.equal(pages.position, whole.position)
 
 
-def test_rows_that_take_part() -> None:
-    """Each pass has other rows, in any order; every row is what it is alone."""
+def test_selected_rows() -> None:
+    """Each pass selects other rows, in any order. Every row gets the result that it gets alone."""
     cache = paged(3)
     x = torch.randn(3, 9, HIDDEN, dtype=torch.float64)
     done, outputs = [0, 0, 0], [[], [], []]
@@ -101,14 +101,14 @@ def test_rows_that_take_part() -> None:
             done[row] += seq
     assert cache.length.tolist() == done == [6, 9, 7]
     for row in range(3):
-        wanted = in_one_piece(x[row, : done[row]], TURN, *distances(done[row], {"capacity": 9}))
+        wanted = run_whole_row(x[row, : done[row]], TURN, *distances(done[row], {"capacity": 9}))
         torch.testing.assert_close(torch.cat(outputs[row]), wanted, **EXACT)
 
 
 @pytest.mark.parametrize("length", [None, 8, 6, 0])
 @pytest.mark.parametrize("forked_first", [True, False])
-def test_a_shared_beginning(length: int | None, forked_first: bool) -> None:
-    """Both rows go on, each as if it had been alone; nothing of the beginning is stored twice but a part of a block."""
+def test_a_shared_prefix(length: int | None, forked_first: bool) -> None:
+    """Both rows continue as if alone. Of the shared prefix, only the last block is stored twice."""
     cache = paged(1)
     x = torch.randn(1, 10, HIDDEN, dtype=torch.float64)
     first = run(cache, x, ROPE)
@@ -121,14 +121,14 @@ def test_a_shared_beginning(length: int | None, forked_first: bool) -> None:
     for row, start in ((0, 10), (other, kept)):
         seq = start + 3
         tokens, outputs = torch.cat([x[0, :start], more[row][0]]), torch.cat([first[0, :start], out[row][0]])
-        torch.testing.assert_close(outputs, in_one_piece(tokens, TURN, *distances(seq, {"capacity": 20})), **EXACT)
+        torch.testing.assert_close(outputs, run_whole_row(tokens, TURN, *distances(seq, {"capacity": 20})), **EXACT)
     alone = 4 + -(-(kept + 3) // 4)
     assert 40 - cache.free_blocks == alone - kept // 4
     cache.free(0)
     again = torch.randn(1, 1, HIDDEN, dtype=torch.float64)
     out = run(cache, again, ROPE)
     tokens = torch.cat([x[0, :kept], more[other][0], again[0]])
-    wanted = in_one_piece(tokens, TURN, *distances(kept + 4, {"capacity": 20}))
+    wanted = run_whole_row(tokens, TURN, *distances(kept + 4, {"capacity": 20}))
     torch.testing.assert_close(out[0, -1], wanted[-1], **EXACT)
 
 
@@ -141,7 +141,7 @@ def test_both_rows_of_a_fork_in_one_pass() -> None:
     out = run(cache, new, ROPE)
     for row in range(2):
         tokens = torch.cat([x[0], new[row]])
-        torch.testing.assert_close(out[row], in_one_piece(tokens, TURN, *distances(9, {"capacity": 9}))[6:], **EXACT)
+        torch.testing.assert_close(out[row], run_whole_row(tokens, TURN, *distances(9, {"capacity": 9}))[6:], **EXACT)
 
 
 def test_shift_leaves_rows_that_share_keys() -> None:
@@ -158,7 +158,7 @@ def test_shift_leaves_rows_that_share_keys() -> None:
 
 
 def test_rows_that_share_keys_and_move_together() -> None:
-    """The keys move once, where they are."""
+    """Shared keys move once, in place."""
     cache = paged(1)
     run(cache, torch.randn(1, 9, HIDDEN, dtype=torch.float64), ROPE)
     cache.fork(0)
@@ -180,28 +180,28 @@ def test_rows_that_share_keys_and_move_apart() -> None:
     delta = torch.tensor([3, -5, 3])
     cache.shift(ROPE, delta)
     whole.shift(ROPE, delta)
-    assert cache.free_blocks == 34  # three blocks for the two rows that move as far, three for the other
+    assert cache.free_blocks == 34  # three blocks for the two rows with the same distance, three for the other row
     new = torch.randn(3, 1, HIDDEN, dtype=torch.float64)
     torch.testing.assert_close(run(cache, new, ROPE), run(whole, new, ROPE), **EXACT)
 
 
 def test_nan_stays_in_its_row() -> None:
-    """Neither those beside it nor those that get its blocks afterwards are touched."""
+    """NaN in a row affects neither other rows nor rows that get its blocks later."""
     cache = paged(2)
     x = torch.randn(2, 9, HIDDEN, dtype=torch.float64)
     x[0, 3] = torch.nan
     real = torch.tensor([[1] * 9, [1, 1, 1, 0, 0, 0, 0, 0, 0]])
     out = run(cache, x, ROPE, attention_mask=real)
-    torch.testing.assert_close(out[1, :3], in_one_piece(x[1, :3], TURN, *distances(3, {"capacity": 3})), **EXACT)
+    torch.testing.assert_close(out[1, :3], run_whole_row(x[1, :3], TURN, *distances(3, {"capacity": 3})), **EXACT)
     cache.free(0)
     later = cache.admit()
     x = torch.randn(1, 6, HIDDEN, dtype=torch.float64)
     out = run(cache, x, ROPE, rows=[later])
-    torch.testing.assert_close(out[0], in_one_piece(x[0], TURN, *distances(6, {"capacity": 6})), **EXACT)
+    torch.testing.assert_close(out[0], run_whole_row(x[0], TURN, *distances(6, {"capacity": 6})), **EXACT)
 
 
 def test_self_extend() -> None:
-    rope, turn = ROPES["YaRN, partial"]
+    rope, rotary = ROPES["YaRN, partial"]
     assert rope is not None
     cache, outputs, inputs, real = paged(2), [], [], []
     for seq in (5, 1, 2):
@@ -212,7 +212,7 @@ def test_self_extend() -> None:
     def how(row: int, seq: int) -> Any:
         return written_out.self_extend(range(seq), 3, 4), written_out.causal(seq)
 
-    check_rows(outputs, inputs, real, turn, how)
+    check_rows(outputs, inputs, real, rotary, how)
 
 
 def test_several_axes() -> None:
@@ -230,7 +230,7 @@ def test_several_axes() -> None:
 
 
 def pools(layout: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Keys and values of two layers, as engines have them."""
+    """Create pools of keys and values for two layers, in the memory layouts of engines."""
     blocks, size = 9, 4
     if layout == "one tensor of all layers":
         both = torch.zeros(blocks, 2, LAYERS, size, KV_HEADS, HEAD_DIM, dtype=dtype)
@@ -248,7 +248,7 @@ def pools(layout: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("layout", ["NHD", "HND", "side by side", "one tensor of all layers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_bits(layout: str, dtype: torch.dtype) -> None:
-    """Keys and values have the bits of those in a KVCache, in memory of any layout, shifted and copied ones too."""
+    """Keys and values have the same bits as in a KVCache, in every memory layout, also after shifts and copies."""
     torch.manual_seed(0)
     k_cache, v_cache = pools(layout, dtype)
     cache = PagedKVCache.from_pools(k_cache, v_cache)
@@ -287,7 +287,7 @@ def test_bits(layout: str, dtype: torch.dtype) -> None:
 
 
 def rows_of_pages(cache: PagedKVCache, step: Any, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-    """The keys of each row, read as FlashInfer reads them and as vLLM does, one token after the other."""
+    """Read the keys of each row token by token, through the tables of FlashInfer and through those of vLLM."""
     size, by_indices, by_table = cache.block_size, [], []
     for row in range(len(step.rows)):
         blocks = step.kv_indices[step.kv_indptr[row] : step.kv_indptr[row + 1]].tolist()
@@ -302,7 +302,7 @@ def rows_of_pages(cache: PagedKVCache, step: Any, layer: int) -> tuple[list[Tens
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_tables_for_kernels(window: int | None) -> None:
-    """Keys written by slot, or by `write`, and read by table, are the tokens of each row."""
+    """Keys that are written by slot or by `write`, and read through the tables, are the tokens of each row."""
     cache = paged(4, window=window)
     tokens: list[list[Tensor]] = [[], [], [], []]
     steps = [(5, None), (3, [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0]]), (1, None), (8, None)]
@@ -320,7 +320,7 @@ def test_tables_for_kernels(window: int | None) -> None:
                     if slot >= 0:
                         cache.keys[i][slot // 4, slot % 4] = k.flatten(0, 1)[token]
                         cache.values[i][slot // 4, slot % 4] = v.flatten(0, 1)[token]
-            step.written()
+            step.mark_written()
         for row in range(4):
             tokens[row] += [k[row, i] for i in range(seq) if mask[row, i]]
         for keys in rows_of_pages(cache, step, 1):
@@ -339,17 +339,17 @@ def test_tables_for_kernels(window: int | None) -> None:
     assert cache.length.tolist() == [len(row) for row in tokens]
 
 
-def test_a_window_gives_blocks_back() -> None:
-    """However long the text, no more than the window and a step are kept."""
+def test_a_window_frees_blocks() -> None:
+    """The number of blocks in use stays bounded by the window and a step, however long the text."""
     cache = paged(1, blocks=4, window=7)
     x = torch.randn(1, 60, HIDDEN, dtype=torch.float64)
     out = torch.cat([run(cache, x[:, i : i + 3], ROPE) for i in range(0, 60, 3)], dim=1)
-    torch.testing.assert_close(out[0], in_one_piece(x[0], TURN, *distances(60, {"window": 7})), **EXACT)
+    torch.testing.assert_close(out[0], run_whole_row(x[0], TURN, *distances(60, {"window": 7})), **EXACT)
     assert cache.length.tolist() == [60]
 
 
-def test_what_append_returns_is_new() -> None:
-    """Not the memory that the next layer gathers into."""
+def test_append_returns_new_tensors() -> None:
+    """`append` does not return the scratch memory that the next layer reuses."""
     cache, kept = paged(2), []
     for _ in range(2):
         step = cache.step(2)
@@ -372,7 +372,7 @@ def test_in_and_out_of_inference_mode() -> None:
                 torch.testing.assert_close(got, wanted, **EXACT)
 
 
-def test_what_a_step_says() -> None:
+def test_attributes_of_a_step() -> None:
     cache, none = paged(2, block_size=2), 2**62
     run(
         cache, torch.randn(2, 3, HIDDEN, dtype=torch.float64), ROPE, attention_mask=torch.tensor([[1, 1, 1], [0, 1, 0]])
@@ -387,25 +387,27 @@ def test_what_a_step_says() -> None:
     assert step.mask.shape == (2, 1, 2, 6)
 
 
-def test_order_decides_who_sees_whom() -> None:
-    """Positions that go back rotate keys, and hide none."""
+def test_the_mask_follows_the_order_of_tokens() -> None:
+    """Decreasing positions affect the rotation of keys, but not the mask."""
     cache, places = paged(1), torch.tensor([5, 5, 2, 9, 0])
     x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)
     out = torch.cat([run(cache, x[:, i : i + 1], ROPE, positions=places[i : i + 1]) for i in range(5)], dim=1)
-    turn = written_out.Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
-    torch.testing.assert_close(out[0], in_one_piece(x[0], turn, *distances(5, {"capacity": 5}, places)), **EXACT)
+    rotary = written_out.Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
+    torch.testing.assert_close(out[0], run_whole_row(x[0], rotary, *distances(5, {"capacity": 5}, places)), **EXACT)
 
 
 @pytest.mark.parametrize("layout", ["HND", "side by side", "one tensor of all layers"])
 def test_layouts_for_flex_attention(layout: str) -> None:
-    """A row of tokens must be evenly spaced, which only tokens before heads are."""
+    """FlexAttention needs evenly spaced tokens, which only the layout NHD has."""
     k_cache, v_cache = pools(layout, torch.float64)
     message = r"from_pools: with flex, the tokens of all blocks must be evenly spaced in memory, got strides"
     with pytest.raises(RopeError, match=message):
         PagedKVCache.from_pools(k_cache, v_cache, flex=True)
     with pytest.raises(RopeError, match="flex must be True or False, got 1"):
         PagedKVCache.from_pools(k_cache, v_cache, flex=1)  # type: ignore[arg-type]
-    both = torch.zeros(9, 4, KV_HEADS, 2 * HEAD_DIM, dtype=torch.float64)  # side by side, tokens before heads
+    both = torch.zeros(
+        9, 4, KV_HEADS, 2 * HEAD_DIM, dtype=torch.float64
+    )  # keys and values in one tensor, tokens before heads
     keys, values = both.split(HEAD_DIM, -1)
     assert PagedKVCache.from_pools([keys], [values], flex=True).flex
 
@@ -421,16 +423,16 @@ def projected(batch: int, seq: int) -> list[Tensor]:
 
 
 def two_ways(**options: Any) -> list[PagedKVCache]:
-    """Two caches of one layer, one of which attends over the blocks where they lie."""
+    """Return two caches with one layer. The second attends directly over the blocks."""
     return [PagedKVCache(1, KV_HEADS, HEAD_DIM, blocks=20, block_size=4, flex=how, **options) for how in (False, True)]
 
 
 class TestFlexAttention:
-    """Over the blocks where they lie, what comes out is the same as from gathered ones."""
+    """Attention directly over the blocks gives the result of attention over gathered keys."""
 
     @pytest.mark.parametrize("window", [None, 5])
     @torch.no_grad()
-    def test_as_by_gathering(self, window: int | None) -> None:
+    def test_equals_gathering(self, window: int | None) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         compiled, caches = (
@@ -472,7 +474,7 @@ def one_layer(x: Tensor, rotation: Any, layer: Any) -> Tensor:
 
 
 class TestCompiled:
-    """The step is made outside."""
+    """The step is planned in eager mode."""
 
     @torch.no_grad()
     def test_layer_by_layer(self) -> None:
@@ -495,7 +497,7 @@ class TestCompiled:
 
     @torch.no_grad()
     def test_flex_attention(self) -> None:
-        """Compiled once for all single tokens, whatever blocks there are."""
+        """One graph serves all single-token steps, for any blocks."""
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("inductor")
         compiled = torch.compile(attend, fullgraph=True, backend=counter, dynamic=False)

@@ -1,4 +1,4 @@
-"""PagedKVCache: rows that come, fork, shift and go hold what a plain list of tokens holds, and no block is lost."""
+"""PagedKVCache: after random requests, each row equals a plain list of tokens, and no block is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES: list[dict[str, Any]] = [
 
 
 def run(seed: int, size: dict[str, Any], count: int) -> Requests:
-    """A cache after so many requests, all rows of which were freed."""
+    """Send this number of random requests to a cache, and free all of its rows."""
     requests = Requests(seed, **size)
     for _ in range(count):
         requests.request()

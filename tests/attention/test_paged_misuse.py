@@ -1,4 +1,4 @@
-"""What a PagedKVCache refuses, and that it has changed nothing then."""
+"""Invalid calls of a PagedKVCache raise and change nothing."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_impossible_requests(number: int) -> None:
     assert state(cache) == before
 
 
-def test_a_row_that_was_freed_is_nobody_else() -> None:
+def test_numbers_of_freed_rows_are_not_reused() -> None:
     cache = paged()
     cache.free(1)
     with pytest.raises(RopeError, match=r"got row 1, which was freed. The existing rows are \[0\]"):
@@ -158,7 +158,7 @@ def test_no_row_yet() -> None:
         paged(0).step(1)
 
 
-def test_what_a_window_has_let_go() -> None:
+def test_tokens_that_a_window_has_evicted() -> None:
     cache = paged(window=4)
     with pytest.raises(RopeError, match=r"PagedKVCache\.step: at must be None in a cache with a window"):
         cache.step(1, at=torch.zeros(2, dtype=torch.int64))
@@ -182,7 +182,7 @@ def test_no_block_for_a_copy() -> None:
 
 
 class TestLayers:
-    def test_what_does_not_fit_is_not_stored(self) -> None:
+    def test_invalid_arguments_store_nothing(self) -> None:
         cache = paged()
         step = cache.step(3)
         before, layer = state(cache), step.layer(0)
@@ -221,9 +221,16 @@ class TestLayers:
         with pytest.raises(RopeError, match="PagedKVCache: each layer must append once in a step"):
             step.layer(0).write(k, k)
         with pytest.raises(
-            RopeError, match=r"PagedStep\.written: no layer may have appended in this step, got 1 layers that have"
+            RopeError, match=r"PagedStep\.mark_written: no layer may have appended in this step, got 1 layers that have"
         ):
+            step.mark_written()
+
+    def test_the_old_name_of_mark_written_still_works(self) -> None:
+        cache = paged()
+        step = cache.step(1)
+        with pytest.warns(DeprecationWarning, match=r"PagedStep\.written was renamed to mark_written"):
             step.written()
+        assert cache.length.tolist() == [1, 1]
 
     @pytest.mark.parametrize(
         "other",
@@ -242,7 +249,7 @@ class TestLayers:
         step = cache.step(1)
         other(cache)
         before = state(cache)
-        for use in (lambda: step.layer(0).append(k, k), lambda: step.written()):
+        for use in (lambda: step.layer(0).append(k, k), lambda: step.mark_written()):
             with pytest.raises(RopeError, match="PagedKVCache: a step must be the newest of its cache"):
                 use()
         with pytest.raises(RopeError, match="PagedStep: key_positions must be read while the step is the newest"):
@@ -258,7 +265,7 @@ class TestLayers:
             step.layer(i).append(k, k)
         assert cache.length.tolist() == [1, 1, 0]
 
-    def test_the_rotation_of_the_step_before(self) -> None:
+    def test_the_rotation_of_the_previous_step(self) -> None:
         cache, x = paged(), new(2, 1)
         step = cache.step(1)
         rotation = step.rotation(ROPE, dtype=torch.float64)
@@ -267,7 +274,7 @@ class TestLayers:
                 MODEL[i](x, rotation, cache=step.layer(i))
             with pytest.raises(RopeError, match="PagedKVCache: with a cache, each step needs its own rotation"):
                 MODEL[0](x, rotation, cache=cache.step(1).layer(0))
-            # That of other rows may be the same.
+            # Another selection of rows may use the same rotation.
             MODEL[0](
                 x[:1],
                 rotation := ROPE.at(torch.ones(1, 1), dtype=torch.float64),
@@ -283,7 +290,7 @@ class TestLayers:
 
 
 class TestAPassThatStopped:
-    def test_is_not_passed_over(self) -> None:
+    def test_must_be_rolled_back(self) -> None:
         cache = paged()
         run(cache, new(2, 3), ROPE)
         before = state(cache)[:-1]
@@ -310,7 +317,7 @@ class TestAPassThatStopped:
         assert cache.free_blocks == 8
 
     def test_before_the_first_layer_is_dropped(self) -> None:
-        """Its blocks are free for the next one, though nobody has said anything."""
+        """The next step gets the blocks of a dropped step, without a call of rollback."""
         cache = paged()
         stopped(cache, new(2, 16), 0)
         assert cache.free_blocks == 0

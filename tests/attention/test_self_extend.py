@@ -1,4 +1,4 @@
-"""SelfExtend against the paper's rule applied pair by pair, in float64."""
+"""SelfExtend, compared with the rule of the paper, applied to each pair in float64."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import DynamicNTK, Rope, RopeError, RotaryAttention, SelfExtend, YaRN
 
 SEQ, HEAD_DIM = 11, 8
 YARN = Rope(HEAD_DIM, 1e4, "half", scaling=YaRN(4, 64))
-YARN_TURN = Turn(oracle.yarn(1e4, HEAD_DIM, 4, 64), "half", factor=0.1 * 1.3862943611198906 + 1)
+YARN_TURN = Rotary(oracle.yarn(1e4, HEAD_DIM, 4, 64), "half", factor=0.1 * 1.3862943611198906 + 1)
 PARTIAL = Rope(HEAD_DIM, 1e3, "interleaved", rotary_dim=4, rotary_offset=2)
-PARTIAL_TURN = Turn(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
+PARTIAL_TURN = Rotary(oracle.inv_freq(1e3, 4), "interleaved", offset=2)
 
-# As in test_attention.py; moving keys by shift adds one rotation: 4e-15 was measured, in gradients of size 30 3e-14.
+# As in test_attention.py, plus one rotation that shifts the keys. Measured: 4e-15, and 3e-14 in gradients of size 30.
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 1e-13}
 
 
@@ -31,11 +31,11 @@ def layer() -> RotaryAttention:
     return made
 
 
-def reference(made: RotaryAttention, x: Tensor, turn: Turn, at: tuple[Tensor, Tensor], **options: Any) -> Tensor:
+def reference(made: RotaryAttention, x: Tensor, rotary: Rotary, at: tuple[Tensor, Tensor], **options: Any) -> Tensor:
     options.setdefault("seen", written_out.causal(x.shape[1]))
     weights = dict(made.named_parameters())
     return written_out.attention(
-        x, weights, heads=4, kv_heads=2, turn=turn, at=at, softmax_factor=1.3, eps=1e-6, **options
+        x, weights, heads=4, kv_heads=2, rotary=rotary, at=at, softmax_factor=1.3, eps=1e-6, **options
     )
 
 
@@ -43,13 +43,13 @@ def hidden(batch: int = 2) -> Tensor:
     return torch.randn(batch, SEQ, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("rope", "turn"), [(YARN, YARN_TURN), (PARTIAL, PARTIAL_TURN)], ids=["YaRN", "partial"])
+@pytest.mark.parametrize(("rope", "rotary"), [(YARN, YARN_TURN), (PARTIAL, PARTIAL_TURN)], ids=["YaRN", "partial"])
 @pytest.mark.parametrize(("group", "window"), [(1, 3), (3, 4), (4, 0), (2, 5), (100, 2), (3, 100)])
-def test_values_and_gradients(rope: Rope, turn: Turn, group: int, window: int) -> None:
+def test_values_and_gradients(rope: Rope, rotary: Rotary, group: int, window: int) -> None:
     made, x = layer(), hidden().requires_grad_()
     extended = SelfExtend(rope, group=group, window=window)
     ours = made(x, extended.at(torch.arange(SEQ), dtype=torch.float64))
-    theirs = reference(made, x, turn, written_out.self_extend(range(SEQ), group, window))
+    theirs = reference(made, x, rotary, written_out.self_extend(range(SEQ), group, window))
     torch.testing.assert_close(ours, theirs, **EXACT)
     wanted = [x, *made.parameters()]
     mine, right = (torch.autograd.grad(out, wanted, torch.ones_like(out)) for out in (ours, theirs))
@@ -57,7 +57,7 @@ def test_values_and_gradients(rope: Rope, turn: Turn, group: int, window: int) -
         torch.testing.assert_close(one, other, **EXACT)
 
 
-def test_rows_with_positions_of_their_own() -> None:
+def test_rows_with_different_positions() -> None:
     places = [[0, 1, 2, 3, 5, 6, 8, 13, 14, 15, 40], [-9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1]]
     made, x = layer(), hidden()
     pairs = [written_out.self_extend(row, 3, 4) for row in places]
@@ -81,8 +81,8 @@ def test_with_a_mask() -> None:
 
 
 @pytest.mark.parametrize("additive", [False, True])
-def test_a_token_that_sees_nothing_gets_nothing(additive: bool) -> None:
-    """As in PyTorch's own attention: 0, and no nan in the gradients."""
+def test_a_fully_masked_token_gets_zero(additive: bool) -> None:
+    """As in PyTorch's attention, the result is 0, without NaN in the gradients."""
     made, x = layer(), hidden(1).requires_grad_()
     mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool)
     mask[..., 4, :] = False
@@ -95,7 +95,7 @@ def test_a_token_that_sees_nothing_gets_nothing(additive: bool) -> None:
 
 
 def test_half_precision() -> None:
-    """bfloat16 throughout but for the softmax: 4 roundings of 2⁻⁹ on scores of size 1 and values of size 2."""
+    """All but the softmax is in bfloat16: 4 roundings of 2⁻⁹ on scores of size 1 and values of size 2."""
     made, x = layer(), hidden()
     theirs = reference(made, x, YARN_TURN, written_out.self_extend(range(SEQ), 3, 4))
     ours = made.bfloat16()(x.bfloat16(), SelfExtend(YARN, 3, 4).at(torch.arange(SEQ)))
@@ -104,7 +104,7 @@ def test_half_precision() -> None:
 
 
 def test_no_distance_is_longer_than_the_trained_ones() -> None:
-    """As the docstring says: (L − window) · group + window tokens, and not one more, for the L of the paper's kind."""
+    """The bound in the docstring is tight: (L − window) · group + window tokens, and not one more."""
     trained, group, window = 32, 4, 8
     longest = (trained - window) * group + window
     of_query, of_key = written_out.self_extend(range(longest), group, window)
@@ -128,7 +128,7 @@ def test_refusals() -> None:
         SelfExtend(YARN, 2, 2).at([1])  # type: ignore[arg-type]
 
 
-def test_the_length_is_said_beforehand() -> None:
+def test_rope_must_be_static() -> None:
     rope = Rope(4, 1e4, "half", scaling=DynamicNTK(2.0, 64))
     with pytest.raises(RopeError, match=r"SelfExtend: rope must be static, got Rope\(.* Use rope.at_length\(n\)"):
         SelfExtend(rope, group=2, window=4)

@@ -1,3 +1,3 @@
-"""The checks run in processes of their own, and loading them takes seconds: pytest looks at tests alone."""
+"""Let pytest collect only tests here. The checks run in separate processes and take seconds to import."""
 
 collect_ignore_glob = ["*_checks.py", "worker.py"]

@@ -1,4 +1,4 @@
-"""Checks of DTensor q and k. Whole tensors are made on every rank alike; the oracle says what each rotation is."""
+"""Checks of DTensor q and k. Every rank creates the same whole tensors, and the oracle computes each rotation."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def check(function: Callable[[int], None]) -> Callable[[int], None]:
     return function
 
 
-# Every check runs twice, since a rotation goes another way where somebody watches: through operators with rules.
+# Every check runs twice, because an observed rotation uses other code: operators with sharding rules.
 WATCHING = [True]
 
 
 @contextlib.contextmanager
 def sent(collectives: int) -> Iterator[None]:
-    """Exactly so many collectives are started inside."""
+    """Check that exactly this number of collectives is started inside."""
     if not WATCHING[0]:
         yield
         return
@@ -67,8 +67,8 @@ def made(layout: str, heads: int = 4, batch: int = 4, seq: int = SEQ) -> Tensor:
     return torch.randn(kernel_cases.shape(layout, batch, seq, heads, HEAD_DIM))
 
 
-def right(y: DTensor, x: Tensor, rotation: Rotation, layout: str, says: object = "", inverse: bool = False) -> None:
-    """y, put together, is x rotated."""
+def compare(y: DTensor, x: Tensor, rotation: Rotation, layout: str, says: object = "", inverse: bool = False) -> None:
+    """Check that the gathered y is the rotation of x."""
     exact, size = kernel_cases.expected(x, rotation.cos, rotation.sin, layout, rotation.pairing, OFFSET, inverse)
     kernel_cases.check(y.full_tensor(), exact, size, layout, says)
 
@@ -86,34 +86,34 @@ def every_layout_and_placement(world: int) -> None:
         for name, placement in sharded(layout).items():
             of_q, of_k = spread(q, mesh, placement), spread(k, mesh, placement)
             with quiet():
-                turned = rotation(of_q, of_k, layout=layout)
-                again = rotation(of_q, of_k, layout=layout)  # with what the first call kept
+                rotated = rotation(of_q, of_k, layout=layout)
+                again = rotation(of_q, of_k, layout=layout)  # with the cache of the first call
                 alone = rotation(of_q, layout=layout)
-            for x, y in zip((q, k, q, k, q), (*turned, *again, alone), strict=True):
+            for x, y in zip((q, k, q, k, q), (*rotated, *again, alone), strict=True):
                 assert y.placements == (placement,), (layout, name, y.placements)
-                right(y, x, rotation, layout, (layout, pairing, name))
+                compare(y, x, rotation, layout, (layout, pairing, name))
 
 
 @check
 def one_shape_in_every_layout(world: int) -> None:
-    """PyTorch keeps what a rule said by shapes, placements and numbers, and looks at no string before the first."""
+    """PyTorch's cache of rules compares shapes, placements and numbers, but no string before the first number."""
     mesh, rotation = line(world), ROPE.at(torch.arange(4))
     x = torch.randn(4, 4, 4, HEAD_DIM)
     for layout, axis in itertools.product((*LAYOUTS[:3], *LAYOUTS[:3]), range(3)):
         of_x = spread(x, mesh, Shard(axis))
         with quiet():
-            turned = rotation(of_x, layout=layout)
+            rotated = rotation(of_x, layout=layout)
             both = rotation(of_x, of_x, layout=layout)
-        for y in (turned, *both):
-            right(y, x, rotation, layout, (layout, axis))
-        # Whole tables, which the rule has to cut: only the layout tells one call from another.
+        for y in (rotated, *both):
+            compare(y, x, rotation, layout, (layout, axis))
+        # Whole tables, which the rule must shard: the calls differ only in the layout.
         cos, sin = (spread(table, mesh, Replicate()) for table in (rotation.cos, rotation.sin))
         number = LAYOUTS.index(layout)
         how = (cos, sin, number, False, OFFSET, False)
         alone = torch.ops.ropewalk.rotate_one(of_x, *how)
         pair = torch.ops.ropewalk.rotate_pair(of_x, of_x, *how)
         for y in (alone, *pair):
-            right(y, x, rotation, layout, (layout, axis, "operator"))
+            compare(y, x, rotation, layout, (layout, axis, "operator"))
 
 
 @check
@@ -126,33 +126,33 @@ def two_axes_of_a_mesh(world: int) -> None:
             for first, second in itertools.permutations(sharded(layout).values(), 2):
                 of_q, of_k = spread(q, mesh, first, second), spread(k, mesh, first, second)
                 with quiet():
-                    turned = rotation(of_q, of_k, layout=layout)
-                for x, y in zip((q, k), turned, strict=True):
+                    rotated = rotation(of_q, of_k, layout=layout)
+                for x, y in zip((q, k), rotated, strict=True):
                     assert y.placements == (first, second)
-                    right(y, x, rotation, layout, (layout, first, second))
+                    compare(y, x, rotation, layout, (layout, first, second))
     both = made("bshd", seq=4 * world)
     of_both = spread(both, mesh, Shard(1), Shard(1))  # the sequence over both axes of the mesh
     rotation = ROPE.at(torch.arange(4 * world))
     with quiet():
-        turned = rotation(of_both, layout="bshd")
-    right(turned, both, rotation, "bshd")
+        rotated = rotation(of_both, layout="bshd")
+    compare(rotated, both, rotation, "bshd")
 
 
 @check
-def a_pending_sum_stays_one(world: int) -> None:
-    """A rotation is linear: the sum over ranks may come after it."""
+def a_pending_sum_stays_pending(world: int) -> None:
+    """A rotation is linear, so a pending sum over ranks may follow it."""
     mesh, rotation = line(world), ROPE.at(torch.arange(SEQ))
     parts = torch.randn(world, 4, SEQ, 4, HEAD_DIM).double()
     for placement in (Partial("sum"), Partial("avg")):
         of_x = DTensor.from_local(parts[dist.get_rank()], mesh, [placement])
         with quiet():
-            turned = rotation(of_x, layout="bshd")
-        assert turned.placements == (placement,)
+            rotated = rotation(of_x, layout="bshd")
+        assert rotated.placements == (placement,)
         whole = parts.sum(0) if placement == Partial("sum") else parts.mean(0)
         wanted, _ = kernel_cases.expected(whole, rotation.cos, rotation.sin, "bshd", "half", OFFSET, inverse=False)
-        torch.testing.assert_close(turned.full_tensor(), torch.from_numpy(wanted).contiguous())
+        torch.testing.assert_close(rotated.full_tensor(), torch.from_numpy(wanted).contiguous())
     largest = DTensor.from_local(parts[dist.get_rank()], mesh, [Partial("max")])  # not linear: reduced before
-    right(rotation(largest, layout="bshd"), parts.amax(0), rotation, "bshd")
+    compare(rotation(largest, layout="bshd"), parts.amax(0), rotation, "bshd")
     pending = r"Rotation.apply_: a pending reduction must be a sum or a mean, .*, got Partial\(max\)"
     raises(pending, lambda: rotation.apply_(largest, layout="bshd"))
     raises(pending, lambda: rotation.apply_(largest * 1, largest, layout="bshd"))
@@ -163,12 +163,12 @@ def sharded_channels_are_gathered_once(world: int) -> None:
     mesh, rotation, q, k = line(world), ROPE.at(torch.arange(SEQ)), made("bshd"), made("bshd", heads=3)
     of_q, of_k = spread(q, mesh, Shard(3)), spread(k, mesh, Shard(3))
     with sent(2):
-        turned = rotation(of_q, of_k, layout="bshd")
-    for x, y in zip((q, k), turned, strict=True):
-        right(y, x, rotation, "bshd")
+        rotated = rotation(of_q, of_k, layout="bshd")
+    for x, y in zip((q, k), rotated, strict=True):
+        compare(y, x, rotation, "bshd")
     rotation.apply_(of_q, layout="bshd")
     assert of_q.placements == (Shard(3),)
-    right(of_q, q, rotation, "bshd")
+    compare(of_q, q, rotation, "bshd")
 
 
 @check
@@ -187,11 +187,11 @@ def sharded_tables(world: int) -> None:
         rotation = Rotation(cos, sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
         of_q, of_k = spread(q, mesh, at_q), spread(k, mesh, at_q)
         with sent(count):
-            turned = rotation(of_q, of_k, layout="bshd")
-        with quiet():  # what was gathered is kept for the layers after
+            rotated = rotation(of_q, of_k, layout="bshd")
+        with quiet():  # the gathered tables are cached for later layers
             again = rotation(of_q, of_k, layout="bshd")
-        for x, y, z in zip((q, k), turned, again, strict=True):
-            right(y, x, plain, "bshd", (at_tables, at_q))
+        for x, y, z in zip((q, k), rotated, again, strict=True):
+            compare(y, x, plain, "bshd", (at_tables, at_q))
             assert torch.equal(y.to_local(), z.to_local())
             assert y.placements == (at_q,)
 
@@ -208,17 +208,17 @@ def tables_of_this_rank(world: int) -> None:
         q = made(layout)
         of_q = spread(q, mesh, placement)
         with quiet():
-            turned = ROPE.at(mine(positions))(of_q, layout=layout)
-        right(turned, q, ROPE.at(positions), layout, placement)
+            rotated = ROPE.at(mine(positions))(of_q, layout=layout)
+        compare(rotated, q, ROPE.at(positions), layout, placement)
     q = made("bshd")
     with quiet():  # a row for the whole batch
-        turned = ROPE.at(torch.arange(SEQ)[None])(spread(q, mesh, Shard(0 if world == 2 else 1)), layout="bshd")
-    right(turned, q, ROPE.at(torch.arange(SEQ)), "bshd")
-    one = made("bshd", batch=world)  # a sequence for each rank, whose tables could be those of all
+        rotated = ROPE.at(torch.arange(SEQ)[None])(spread(q, mesh, Shard(0 if world == 2 else 1)), layout="bshd")
+    compare(rotated, q, ROPE.at(torch.arange(SEQ)), "bshd")
+    one = made("bshd", batch=world)  # one sequence per rank: its table could also be that of all sequences
     of_one = spread(one, mesh, Shard(0))
     with quiet():
-        turned = ROPE.at(torch.arange(SEQ)[None] + rank)(of_one, layout="bshd")
-    right(turned, one, ROPE.at(torch.arange(world)[:, None] + torch.arange(SEQ)), "bshd")
+        rotated = ROPE.at(torch.arange(SEQ)[None] + rank)(of_one, layout="bshd")
+    compare(rotated, one, ROPE.at(torch.arange(world)[:, None] + torch.arange(SEQ)), "bshd")
 
 
 @check
@@ -234,10 +234,10 @@ def tables_per_head(world: int) -> None:
         q = made(layout)
         for name, placement in sharded(layout).items():
             with quiet():
-                turned = rotation(spread(q, mesh, placement), layout=layout)
+                rotated = rotation(spread(q, mesh, placement), layout=layout)
             cos, sin = (t if batch is not None else t[None] for t in (rotation.cos, rotation.sin))
             exact, size = kernel_cases.expected(q, cos, sin, layout, "half", OFFSET, inverse=False)
-            kernel_cases.check(turned.full_tensor(), exact, size, layout, (layout, name))
+            kernel_cases.check(rotated.full_tensor(), exact, size, layout, (layout, name))
 
 
 @check
@@ -246,8 +246,8 @@ def one_angle_for_all(world: int) -> None:
     for placement in (Shard(0), Shard(1), Shard(2)):
         rotation = ROPE.shift(-3)
         with quiet():
-            turned = rotation(spread(q, mesh, placement), layout="bshd")
-        right(turned, q, rotation, "bshd")
+            rotated = rotation(spread(q, mesh, placement), layout="bshd")
+        compare(rotated, q, rotation, "bshd")
 
 
 @check
@@ -257,7 +257,7 @@ def uneven_shards(world: int) -> None:
         (Shard(1), {"seq": 5}),
         (Shard(2), {"heads": 3}),
         (Shard(0), {"batch": 3}),
-        (Shard(2), {"heads": 1}),  # nothing for the others
+        (Shard(2), {"heads": 1}),  # the other ranks have no elements
         (Shard(1), {"seq": 1}),
         (Shard(0), {"batch": 1}),
     ):
@@ -265,13 +265,13 @@ def uneven_shards(world: int) -> None:
         rotation = ROPE.at(torch.arange(q.shape[1]))
         of_q = spread(q, mesh, placement)
         with quiet():
-            turned = rotation(of_q, layout="bshd")
+            rotated = rotation(of_q, layout="bshd")
             rotation.apply_(of_q, layout="bshd")
             wants = spread(q, mesh, placement).requires_grad_()
             (rotation(wants, layout="bshd") * of_q.detach()).to_local().sum().backward()
-        assert turned.placements == of_q.placements == wants.grad.placements == (placement,)
-        right(turned, q, rotation, "bshd", (placement, sizes))
-        right(of_q, q, rotation, "bshd", (placement, sizes))
+        assert rotated.placements == of_q.placements == wants.grad.placements == (placement,)
+        compare(rotated, q, rotation, "bshd", (placement, sizes))
+        compare(of_q, q, rotation, "bshd", (placement, sizes))
         torch.testing.assert_close(wants.grad.full_tensor(), q)
 
 
@@ -283,12 +283,12 @@ def keys_with_other_placements(world: int) -> None:
     for at_q, at_k in ((Shard(2), Replicate()), (Shard(1), Replicate()), (Shard(1), Shard(0))):
         of_q, of_k = spread(q, mesh, at_q), spread(k, mesh, at_k).clone()
         with quiet():
-            turned = rotation(of_q, of_k, layout="bshd")
+            rotated = rotation(of_q, of_k, layout="bshd")
             rotation.apply_(of_q, of_k, layout="bshd")
-        for x, y, z, placement in zip((q, k), turned, (of_q, of_k), (at_q, at_k), strict=True):
+        for x, y, z, placement in zip((q, k), rotated, (of_q, of_k), (at_q, at_k), strict=True):
             assert y.placements == z.placements == (placement,)
-            right(y, x, rotation, "bshd", (at_q, at_k))
-            right(z, x, rotation, "bshd", (at_q, at_k))
+            compare(y, x, rotation, "bshd", (at_q, at_k))
+            compare(z, x, rotation, "bshd", (at_q, at_k))
 
 
 @check
@@ -301,26 +301,26 @@ def gradients(world: int) -> None:
             of_q, of_k = (spread(x, mesh, placement).requires_grad_() for x in (q, k))
             with quiet():
                 rotation(of_q.detach(), of_k.detach(), layout=layout)
-                turned = rotation(of_q, of_k, layout=layout)  # which differs in nothing but that it is recorded
-                torch.autograd.backward(turned, [spread(x, mesh, placement) for x in up])
+                rotated = rotation(of_q, of_k, layout=layout)  # which differs only in that it is recorded
+                torch.autograd.backward(rotated, [spread(x, mesh, placement) for x in up])
             for x, grad in zip((of_q, of_k), up, strict=True):
                 assert x.grad.placements == (placement,)
-                right(x.grad, grad, rotation, layout, (layout, name), inverse=True)
+                compare(x.grad, grad, rotation, layout, (layout, name), inverse=True)
             of_q.grad = None
-            with quiet():  # a gradient that is whole on every rank: each takes its part
+            with quiet():  # a replicated gradient, of which each rank takes its part
                 rotation(of_q, layout=layout).backward(spread(up[0], mesh, Replicate()))
             assert of_q.grad.placements == (placement,)
-            right(of_q.grad, up[0], rotation, layout, (layout, name), inverse=True)
+            compare(of_q.grad, up[0], rotation, layout, (layout, name), inverse=True)
 
 
 @check
 def gradients_of_other_placements(world: int) -> None:
-    """Whatever placement the gradient comes with, it is the right one."""
+    """The gradient is right for every placement of the incoming gradient."""
     mesh, rotation, q, up = line(world), ROPE.at(torch.arange(SEQ)), made("bshd"), made("bshd")
     for at_q, at_grad in itertools.product((Shard(0), Shard(1), Replicate()), (Shard(0), Shard(1), Shard(2), Shard(3))):
         of_q = spread(q, mesh, at_q).requires_grad_()
         rotation(of_q, layout="bshd").backward(spread(up, mesh, at_grad))
-        right(of_q.grad, up, rotation, "bshd", (at_q, at_grad), inverse=True)
+        compare(of_q.grad, up, rotation, "bshd", (at_q, at_grad), inverse=True)
     pending = DTensor.from_local(up / world, mesh, [Partial()])
     of_q = spread(q, mesh, Shard(1)).requires_grad_()
     rotation(of_q, layout="bshd").backward(pending)
@@ -358,7 +358,7 @@ def learned_tables(world: int) -> None:
 
 
 def oracle_gradient(q: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """To cos and sin `[seq, pairs]` of half pairs, written out: d(a cos − b sin, a sin + b cos)."""
+    """Return the gradients to cos and sin `[seq, pairs]` of half pairs: d(a cos − b sin, a sin + b cos)."""
     a, b = q[..., OFFSET : OFFSET + 4], q[..., OFFSET + 4 : OFFSET + 8]
     g, h = up[..., OFFSET : OFFSET + 4], up[..., OFFSET + 4 : OFFSET + 8]
     return (g * a + h * b).sum((0, 2)), (h * a - g * b).sum((0, 2))
@@ -379,12 +379,12 @@ def in_place(world: int) -> None:
             assert of_q._version > version
             for x, y, part in zip((q, k), (of_q, of_k), parts, strict=True):
                 assert y.to_local().data_ptr() == part.data_ptr()
-                right(y, x, rotation, layout, (layout, name))
+                compare(y, x, rotation, layout, (layout, name))
 
 
 @check
 def strides(world: int) -> None:
-    """What comes out has the strides that PyTorch says of it, whatever those of q are."""
+    """The results have the strides that PyTorch reports, for any strides of q."""
     mesh, rotation, whole = line(world), ROPE.at(torch.arange(SEQ)), made("bhsd")
     views = {
         "transposed": (whole, lambda x: x.transpose(1, 2), "bshd", Shard(1)),
@@ -395,17 +395,17 @@ def strides(world: int) -> None:
         of_x = view(spread(x, mesh, placement))
         for _ in range(2):
             with quiet():
-                turned = rotation(of_x, layout=layout)
-            right(turned, view(x), rotation, layout, name)
-            right(turned.transpose(1, 2), view(x).transpose(1, 2), rotation, "bhsd", name)
-            part = turned.to_local()
+                rotated = rotation(of_x, layout=layout)
+            compare(rotated, view(x), rotation, layout, name)
+            compare(rotated.transpose(1, 2), view(x).transpose(1, 2), rotation, "bhsd", name)
+            part = rotated.to_local()
             longer = [axis for axis in range(4) if part.shape[axis] > 1]
-            assert sorted(longer, key=turned.stride) == sorted(longer, key=part.stride), name
+            assert sorted(longer, key=rotated.stride) == sorted(longer, key=part.stride), name
 
 
 @check
 def tables_that_change(world: int) -> None:
-    """What is kept of tables for the next layer follows a change of the tables."""
+    """Tables that are cached for the next layer follow a change of the tables."""
     mesh, q = line(world), made("bshd")
     for of_tables in (None, Replicate(), Shard(0)):
         for of_q in (spread(q, mesh, Shard(1)), spread(q, mesh, Shard(2))):
@@ -414,17 +414,17 @@ def tables_that_change(world: int) -> None:
             later = ROPE.at(torch.arange(SEQ) + 5)
             for table, other in ((rotation.cos, later.cos), (rotation.sin, later.sin)):
                 table.copy_(other if of_tables is None else spread(other, mesh, of_tables))
-            right(rotation(of_q, layout="bshd"), q, later, "bshd", of_tables)
+            compare(rotation(of_q, layout="bshd"), q, later, "bshd", of_tables)
 
 
 @check
 def placements_in_turn(world: int) -> None:
-    """What one call kept of plain tables is not taken for q of other placements."""
+    """Tables that one call has cached are not used for q with other placements."""
     mesh, rotation, q = line(world), ROPE.at(torch.arange(SEQ)), made("bshd")
     for placement in (Shard(1), Shard(2), Shard(1), Replicate(), Shard(0)):
         with quiet():
-            turned = rotation(spread(q, mesh, placement), layout="bshd")
-        right(turned, q, rotation, "bshd", placement)
+            rotated = rotation(spread(q, mesh, placement), layout="bshd")
+        compare(rotated, q, rotation, "bshd", placement)
 
 
 @check
@@ -436,7 +436,7 @@ def inference_mode(world: int) -> None:
             for placement in (Shard(1), Shard(2)):
                 of_q = spread(q, mesh, placement)
                 for _ in range(2):
-                    right(rotation(of_q, layout="bshd"), q, ordinary, "bshd", placement)
+                    compare(rotation(of_q, layout="bshd"), q, ordinary, "bshd", placement)
         inside = ROPE.at(torch.arange(SEQ))
         inside(spread(q, mesh, Shard(1)), layout="bshd")
         for table, other in (
@@ -444,10 +444,10 @@ def inference_mode(world: int) -> None:
             (inside.sin, ROPE.at(torch.arange(SEQ) + 5).sin),
         ):
             table.copy_(other)
-        right(inside(spread(q, mesh, Shard(1)), layout="bshd"), q, ROPE.at(torch.arange(SEQ) + 5), "bshd")
+        compare(inside(spread(q, mesh, Shard(1)), layout="bshd"), q, ROPE.at(torch.arange(SEQ) + 5), "bshd")
     wants = spread(q, mesh, Shard(2)).requires_grad_()
-    ordinary(wants, layout="bshd").backward(spread(q, mesh, Shard(2)))  # nothing of inference mode is kept
-    right(wants.grad, q, ordinary, "bshd", inverse=True)
+    ordinary(wants, layout="bshd").backward(spread(q, mesh, Shard(2)))  # nothing created in inference mode is cached
+    compare(wants.grad, q, ordinary, "bshd", inverse=True)
 
 
 @check
@@ -458,7 +458,7 @@ def in_place_in_a_fused_projection(world: int) -> None:
         fused = spread(whole, mesh, placement)
         with quiet():
             rotation.apply_(fused[:, :, :3], fused[:, :, 3:5], layout="bshd")
-        right(fused[:, :, :5], whole[:, :, :5], rotation, "bshd", placement)
+        compare(fused[:, :, :5], whole[:, :, :5], rotation, "bshd", placement)
         assert torch.equal(fused.full_tensor()[:, :, 5:], whole[:, :, 5:])
     fused = spread(whole, mesh, Shard(1))
     raises(r"q and k must not share elements", lambda: rotation.apply_(fused, fused, layout="bshd"))
@@ -468,11 +468,11 @@ def in_place_in_a_fused_projection(world: int) -> None:
     with quiet():
         rotation.apply_(recorded[:, :, :3], layout="bshd")
         recorded.backward(spread(whole, mesh, Shard(1)))
-    right(weight.grad[:, :, :3], whole[:, :, :3], rotation, "bshd", inverse=True)
+    compare(weight.grad[:, :, :3], whole[:, :, :3], rotation, "bshd", inverse=True)
 
 
 @check
-def who_saved_it_hears_of_the_change(world: int) -> None:
+def changing_a_saved_tensor_raises(world: int) -> None:
     mesh, rotation = line(world), ROPE.at(torch.arange(SEQ))
     weight, q = (spread(made("bshd"), mesh, Shard(2)) for _ in range(2))
     loss = (weight.requires_grad_() * q).sum()
@@ -485,7 +485,7 @@ def who_saved_it_hears_of_the_change(world: int) -> None:
 
 @check
 def compiled(world: int) -> None:
-    if not WATCHING[0]:  # nothing here asks for it, so the second run would compile the same graphs again
+    if not WATCHING[0]:  # an observer changes nothing here; the second run would only compile the same graphs again
         return
     mesh, q, k, nodes = line(world), made("bshd"), made("bshd", heads=world), []
 
@@ -497,9 +497,9 @@ def compiled(world: int) -> None:
 
     def step(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         rotation = Rotation(cos, sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)
-        turned = rotation(q, k, layout="bshd")
+        rotated = rotation(q, k, layout="bshd")
         rotation.apply_(q, layout="bshd")
-        return turned
+        return rotated
 
     plain = ROPE.at(torch.arange(SEQ))
     for placement in (Shard(0), Shard(1), Shard(2)):
@@ -507,15 +507,15 @@ def compiled(world: int) -> None:
         run = torch.compile(step, fullgraph=True, backend=graphs)
         for tables in ((plain.cos, plain.sin), tuple(spread(t, mesh, Replicate()) for t in (plain.cos, plain.sin))):
             of_q, of_k = spread(q, mesh, placement), spread(k, mesh, placement)
-            turned = run(of_q, of_k, *tables)
-            for x, y in ((q, turned[0]), (k, turned[1]), (q, of_q)):
+            rotated = run(of_q, of_k, *tables)
+            for x, y in ((q, rotated[0]), (k, rotated[1]), (q, of_q)):
                 assert y.placements == (placement,)
-                right(y, x, plain, "bshd", placement)
+                compare(y, x, plain, "bshd", placement)
         wants = spread(q, mesh, placement).requires_grad_()
         up = spread(q, mesh, placement)
         rotate = torch.compile(lambda x: plain(x, layout="bshd"), fullgraph=True, backend=graphs)
         rotate(wants).backward(up)
-        right(wants.grad, q, plain, "bshd", placement, inverse=True)
+        compare(wants.grad, q, plain, "bshd", placement, inverse=True)
     assert any("mul" in node for node in nodes)
     assert not [node for node in nodes if "c10d" in node]
 
@@ -542,11 +542,11 @@ def positions(world: int) -> None:
                 assert torch.equal(table.full_tensor(), wanted)
     q = made("bshd")
     with quiet():
-        turned = ROPE.at(spread(rows, mesh, Shard(1)))(spread(q, mesh, Shard(1)), layout="bshd")
+        rotated = ROPE.at(spread(rows, mesh, Shard(1)))(spread(q, mesh, Shard(1)), layout="bshd")
         embedded = RotaryEmbedding(ROPE, layout="bshd")(spread(q, mesh, Shard(1)), None, spread(rows, mesh, Shard(1)))
         plain = RotaryEmbedding(ROPE, layout="bshd")(spread(q, mesh, Shard(1)), None, rows)
-    for y in (turned, embedded, plain):
-        right(y, q, ROPE.at(rows), "bshd")
+    for y in (rotated, embedded, plain):
+        compare(y, q, ROPE.at(rows), "bshd")
     raises(r"must be on the device of the mesh", lambda: ROPE.at(spread(rows, mesh, Shard(1)), device="meta"))
 
 
@@ -562,7 +562,7 @@ def rows_of_a_table(world: int) -> None:
         with quiet():
             taken = table[of_rows]
         assert taken.cos.placements == (placement,)
-        right(taken(spread(q, mesh, placement), layout="bshd"), q, ROPE.at(rows), "bshd", placement)
+        compare(taken(spread(q, mesh, placement), layout="bshd"), q, ROPE.at(rows), "bshd", placement)
         learned = heads.clone().requires_grad_()
         each_head = Rotation(learned, learned * 2, **of_heads)
         each_head[of_rows](spread(q, mesh, placement), layout="bshd").backward(spread(up, mesh, placement))
@@ -572,7 +572,7 @@ def rows_of_a_table(world: int) -> None:
     for placement in (Replicate(), Shard(0)):
         tables = ROPE.at(spread(torch.arange(32), mesh, placement))
         for of_rows in (rows, spread(rows, mesh, Shard(0))):
-            right(tables[of_rows](spread(q, mesh, Shard(0)), layout="bshd"), q, ROPE.at(rows), "bshd", placement)
+            compare(tables[of_rows](spread(q, mesh, Shard(0)), layout="bshd"), q, ROPE.at(rows), "bshd", placement)
         raises(r"every row must be from 0 to 31", lambda tables=tables: tables[torch.tensor([32])])
     other = spread(rows, plane(world), Replicate(), Replicate())
     raises(r"rows must be on the mesh of the table", lambda: tables[other])
@@ -628,7 +628,7 @@ def raises(pattern: str, call: Callable[[], object]) -> None:
 
 @check
 def learned_rope(world: int) -> None:
-    """Frequencies that are trained, beside sharded q: the gradient is that of the whole."""
+    """Trained frequencies with sharded q: the gradient is that of the whole tensor."""
     mesh, q, up = line(world), made("bshd"), made("bshd")
     rope = LearnedRope.from_rope(Rope(HEAD_DIM, 1e4, "half"))
     grads = []
@@ -643,7 +643,7 @@ def learned_rope(world: int) -> None:
 
 @check
 def learned_rope_of_dtensors(world: int) -> None:
-    """DTensor positions, frequencies or both: sharded like the positions, with the gradient of the whole."""
+    """DTensor positions, frequencies or both: results are sharded like the positions, with the whole gradient."""
     mesh, q, up = line(world), made("bshd"), made("bshd")
     positions = torch.arange(4)[:, None] * 7 + torch.arange(SEQ)
     for heads in (None, 4):

@@ -49,14 +49,14 @@ class Model(nn.Module):
 
 @dataclass
 class Tables:
-    """A Rotation as others have it."""
+    """A Rotation as a dataclass, as other code may define it."""
 
     cos: Tensor
     sin: Tensor
 
 
-class Watching(nn.Module):
-    """Remembers the dtype of the tables that reach it."""
+class RecordsDtype(nn.Module):
+    """Records the dtype of the tables that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Watching(nn.Module):
 
 
 def losses(model: nn.Module, batches: list[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of one step for each batch."""
+    """Train one step for each batch. Return the losses."""
     found = []
     for x in batches:
         loss = model(x).square().mean()
@@ -82,7 +82,7 @@ def losses(model: nn.Module, batches: list[Tensor], optimizer: torch.optim.Optim
 
 
 def compare(parallel: nn.Module, alone: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Each rank of the group takes its rows of a batch; the losses' mean over ranks is that of the batch."""
+    """Each rank of the group processes its rows of a batch. The mean of the losses over ranks is that of the batch."""
     batches, size = [torch.randn(4, 5, 32) for _ in range(3)], dist.get_world_size(group)
     rows = [x.chunk(size)[dist.get_rank(group)] for x in batches]
     ours, right = (
@@ -105,7 +105,7 @@ def fsdp2(world: int) -> None:
 
 @check
 def fsdp2_from_meta(world: int) -> None:
-    """There is nothing in it that `to_empty` would leave without a value, but the weights."""
+    """Only the weights need values after `to_empty`."""
     alone = Model()
     with torch.device("meta"):
         model = Model()
@@ -147,7 +147,7 @@ def fsdp2_with_activation_checkpoints(world: int) -> None:
 
 @check
 def fsdp2_with_tensor_parallel(world: int) -> None:
-    """Batches over one axis of the mesh, and heads over the other; also where ranks share a key head."""
+    """Batches over one axis of the mesh and heads over the other, also if ranks share a key head."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "heads"))
     for kv_heads in (1, 2):
         alone = Model(kv_heads)
@@ -161,8 +161,8 @@ def fsdp2_with_tensor_parallel(world: int) -> None:
 
 @check
 def fsdp2_in_bfloat16(world: int) -> None:
-    """Parameters and inputs are cast, and a Rotation is not. A dataclass of cos and sin is: the trap."""
-    layer = Watching()
+    """FSDP casts parameters and inputs, and also a dataclass of cos and sin, but not a Rotation."""
+    layer = RecordsDtype()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     fully_shard(layer, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
     rotation, x = ROPE.at(FAR), torch.randn(2, 3, 4, 8)
@@ -170,7 +170,7 @@ def fsdp2_in_bfloat16(world: int) -> None:
         out = layer(x, tables, FAR)
         out.float().square().sum().backward()
         assert layer.seen == dtype
-    # Angles made inside the layer are exact as well: q is bfloat16 there, and its rotation is rounded once.
+    # Angles that are computed inside the layer are exact as well: q is bfloat16, and its rotation is rounded once.
     q = x.bfloat16() @ layer.project.weight.full_tensor().bfloat16().T
     assert torch.equal(out, rotation(q, layout="bshd"))
     assert layer.project.weight.grad is not None
@@ -184,7 +184,7 @@ def on_mesh(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @check
 def checkpoints(world: int) -> None:
-    """Saved after two steps and loaded into a fresh model, the next losses are the same bits; the file has no rope."""
+    """A checkpoint after two steps, loaded into a new model, gives the same bits of later losses. It has no rope."""
     told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
     batches = [torch.randn(2, 5, 32) for _ in range(4)]
@@ -209,7 +209,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> Non
 
 @check
 def checkpoint_of_fewer_processes(world: int) -> None:
-    """Saved by half of them, loaded by all: the same parameters, whole."""
+    """A checkpoint that half of the processes saved is loaded by all, with the same whole parameters."""
     told: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
     saved, group = {}, dist.new_group(list(range(world // 2)))
@@ -233,9 +233,9 @@ def checkpoint_of_fewer_processes(world: int) -> None:
 
 @check
 def positions_as_a_buffer_of_pytorchs_context_parallel(world: int) -> None:
-    """It cuts tokens and positions alike; its attention needs CUDA, and is not called here."""
+    """PyTorch shards tokens and positions alike for context parallelism. Its attention needs CUDA and is not called."""
     positions, q = torch.arange(4 * world), torch.randn(2, 4 * world, 3, 8)
-    whole = written_out.Turn(oracle.inv_freq(5e5, 8), "half")(q.double(), positions)
+    whole = written_out.Rotary(oracle.inv_freq(5e5, 8), "half")(q.double(), positions)
     local = q.clone()
     with context_parallel(init_device_mesh("cpu", (world,)), buffers=[local, positions], buffer_seq_dims=[1, 0]):
         assert positions.shape == (4,)

@@ -1,4 +1,4 @@
-"""`HeadwiseParallel`: outputs and every gradient are those of the whole layer, written out in float64."""
+"""`HeadwiseParallel`: outputs and all gradients equal those of the whole layer, written out in float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import attention_oracle as written_out
 import oracle
-from attention_oracle import Turn
+from attention_oracle import Rotary
 from ropewalk import KVCache, LearnedRope, PagedKVCache, Rope, RopeError, RotaryAttention, Rotation, SelfExtend
 from ropewalk.kernels import backend
 from ropewalk.parallel import ContextParallel, HeadwiseParallel
@@ -26,7 +26,7 @@ from ropewalk.positions import context_parallel
 
 CHECKS: dict[str, Callable[[int], None]] = {}
 HIDDEN, HEADS, HEAD_DIM, SEQ, EPS = 12, 4, 6, 8, 1e-6
-ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Turn(oracle.inv_freq(1e4, HEAD_DIM), "half")
+ROPE, TURN = Rope(HEAD_DIM, 1e4, "half"), Rotary(oracle.inv_freq(1e4, HEAD_DIM), "half")
 CAUSAL, PLACES = written_out.causal(SEQ), written_out.pairs(torch.arange(SEQ))
 # Measured: 2e-15 in values of size 5.
 EXACT: dict[str, Any] = {"rtol": 0, "atol": 3e-14}
@@ -58,14 +58,14 @@ def weights_of(attention: RotaryAttention) -> dict[str, Tensor]:
 
 
 def wanted(x: Tensor, weights: dict[str, Tensor], kv_heads: int, at: Any = None) -> Tensor:
-    """The layer written out, without ropewalk."""
+    """Compute the layer by formulas, without ropewalk."""
     eps = EPS if "q_norm.weight" in weights else None
     at = PLACES if at is None else at
-    return written_out.attention(x, weights, heads=HEADS, kv_heads=kv_heads, turn=TURN, at=at, seen=CAUSAL, eps=eps)
+    return written_out.attention(x, weights, heads=HEADS, kv_heads=kv_heads, rotary=TURN, at=at, seen=CAUSAL, eps=eps)
 
 
 def inputs(batch: int = 2) -> tuple[Tensor, Tensor]:
-    """Hidden states, and what their outputs are multiplied with before they are summed to the loss."""
+    """Return hidden states, and the weights with which the outputs are summed to the loss."""
     x, factor = torch.randn(2, batch, SEQ, HIDDEN, dtype=torch.float64)
     return x.requires_grad_(), factor
 
@@ -77,7 +77,7 @@ def rotation() -> Any:
 def same_gradients(attention: RotaryAttention, weights: dict[str, Tensor]) -> None:
     for name, parameter in attention.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        assert parameter.grad.placements == parameter.placements, name  # no sum is pending
+        assert parameter.grad.placements == parameter.placements, name  # no reduction is pending
         torch.testing.assert_close(parameter.grad.full_tensor(), weights[name].grad, **EXACT)
 
 
@@ -94,7 +94,7 @@ def outputs_and_every_gradient(world: int) -> None:
         right = wanted(x, weights, kv_heads)
         (right * factor).sum().backward()
         summed = (2 if "qk_norm" in options else 0) + (2 if kv_heads < world else 0)  # norms; keys and values
-        for watching in (True, False):  # where somebody watches, the norms are modules to call
+        for watching in (True, False):  # if observed, the norms are called as modules
             of_x = x.detach().clone().requires_grad_()
             with CommDebugMode() if watching else contextlib.nullcontext() as forward:
                 out = attention(of_x, rotation())
@@ -134,7 +134,7 @@ def the_sequence_sharded_too(world: int) -> None:
 
 @check
 def a_plan_by_hand(world: int) -> None:
-    """PyTorch's own styles: outputs are right, and the gradient of each norm is that of this rank's heads alone."""
+    """With PyTorch's own styles, outputs are right, but the gradient of each norm is that of this rank's heads only."""
     attention = layer(4, qk_norm=EPS)
     weights, (x, factor) = weights_of(attention), inputs()
     plan = {f"{name}_proj": ColwiseParallel() for name in "qkv"} | {"o_proj": RowwiseParallel()}
@@ -168,7 +168,7 @@ def a_plan_that_splits_a_head(world: int) -> None:
 
 @check
 def caches(world: int) -> None:
-    """Token by token; norm, rotation and write are one call of a kernel, with the weights and heads of this rank."""
+    """Decode token by token. One kernel call does norm, rotation and writes, with this rank's weights and heads."""
     with torch.no_grad():
         for kv_heads in (1, 4):
             attention = layer(kv_heads, qk_norm=EPS)
@@ -181,9 +181,9 @@ def caches(world: int) -> None:
             for begin in (dense.step, functools.partial(paged.step, rows=rows)):
                 for i in range(SEQ):
                     step = begin(1)
-                    turned = step.rotation(ROPE, dtype=torch.float64)
+                    rotated = step.rotation(ROPE, dtype=torch.float64)
                     with torch.profiler.profile() if i == SEQ - 1 else contextlib.nullcontext() as seen:
-                        out = attention(x[:, i : i + 1], turned, cache=step.layer(0))
+                        out = attention(x[:, i : i + 1], rotated, cache=step.layer(0))
                     torch.testing.assert_close(out, right[:, i : i + 1], **EXACT)
                 assert ("ropewalk::step" in {event.key for event in seen.key_averages()}) == backend.FAST_PATH
         step = KVCache(1, 2, 4, HEAD_DIM, capacity=1, dtype=torch.float64).step(1)  # the key heads of the whole model
@@ -208,8 +208,8 @@ def self_extend(world: int) -> None:
     same_gradients(attention, weights)
 
 
-class LearnedTurn:
-    """Like `Turn`, for speeds that are trained: `[1, pairs]`, or `[heads, pairs]` if each head has its own."""
+class LearnedRotary:
+    """Like `Rotary`, for trained speeds: `[1, pairs]`, or `[heads, pairs]` if each head has its own."""
 
     def __init__(self, speeds: Tensor) -> None:
         self.speeds = speeds
@@ -224,7 +224,7 @@ class LearnedTurn:
 
 @check
 def learned_frequencies(world: int) -> None:
-    """Every rank has the gradient of all heads, whether they share the frequencies or each has its own."""
+    """Every rank gets the gradient of all heads, whether heads share the frequencies or have their own."""
     rank = dist.get_rank()
     for heads, kv_heads, sequence_parallel in ((None, 4, False), (None, 1, True), (4, 4, False), (4, 4, True)):
         attention = layer(kv_heads, qk_norm=EPS)
@@ -234,9 +234,9 @@ def learned_frequencies(world: int) -> None:
         with torch.no_grad():
             learned.inv_freq.mul_(1 + torch.rand_like(learned.inv_freq))
         speeds = learned.inv_freq.detach()[0].clone().requires_grad_()
-        turn: Any = LearnedTurn(speeds if heads else speeds[None])
+        rotary: Any = LearnedRotary(speeds if heads else speeds[None])
         right = written_out.attention(
-            x, weights, heads=HEADS, kv_heads=kv_heads, turn=turn, at=PLACES, seen=CAUSAL, eps=EPS
+            x, weights, heads=HEADS, kv_heads=kv_heads, rotary=rotary, at=PLACES, seen=CAUSAL, eps=EPS
         )
         (right * factor).sum().backward()
 
@@ -258,13 +258,13 @@ def learned_frequencies(world: int) -> None:
 
 @check
 def tables_for_each_head(world: int) -> None:
-    """Tables of every head are cut to the heads of this rank; tables of this rank's heads are used directly."""
+    """Tables of all heads are restricted to the heads of this rank; tables of this rank's heads are used directly."""
     attention = layer(4)
     weights, x = weights_of(attention), inputs()[0].detach()
     sharded(attention, line(world))
     speeds = torch.rand(HEADS, HEAD_DIM // 2, dtype=torch.float64)
-    turn: Any = LearnedTurn(speeds)
-    right = written_out.attention(x, weights, heads=HEADS, kv_heads=4, turn=turn, at=PLACES, seen=CAUSAL)
+    rotary: Any = LearnedRotary(speeds)
+    right = written_out.attention(x, weights, heads=HEADS, kv_heads=4, rotary=rotary, at=PLACES, seen=CAUSAL)
     angle = torch.arange(SEQ).double()[:, None] * speeds[:, None]
     for part in (angle, angle.chunk(world)[dist.get_rank()]):
         of_part = Rotation(part.cos(), part.sin(), pairing="half", per_head=True)
@@ -301,7 +301,7 @@ def with_context_parallel(world: int) -> None:
 
 @check
 def compiled_over_heads(world: int) -> None:
-    if world > 2:  # it takes long, and the graph is the same for more
+    if world > 2:  # compilation is slow, and the graph does not depend on the number of ranks
         return
     attention = layer(4, qk_norm=EPS)
     weights, (x, factor) = weights_of(attention), inputs()
@@ -316,7 +316,7 @@ def compiled_over_heads(world: int) -> None:
 
 @check
 def from_meta(world: int) -> None:
-    """Sharded before it has values, as large models are built."""
+    """The module is sharded on the meta device, as for large models."""
     for kv_heads in (1, 4):
         filled = layer(kv_heads, qk_norm=EPS)
         weights, (x, factor) = weights_of(filled), inputs()

@@ -1,4 +1,4 @@
-"""On several processes with gloo: one group for each number of processes runs the checks of `worker.py`, once."""
+"""Run the checks of `worker.py` once for each number of processes, with gloo."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ FILES = ("dtensor_checks.py", "module_checks.py", "tensor_parallel_checks.py")
 
 
 def names() -> list[str]:
-    """The checks, read from the files: importing them would load torch.distributed.tensor here."""
+    """Read the names of the checks from the files, because importing them would load torch.distributed.tensor here."""
     lines = [line for file in FILES for line in (WORKER.parent / file).read_text().splitlines()]
     return [lines[i + 1].removeprefix("def ").split("(")[0] for i, line in enumerate(lines) if line == "@check"]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda world: f"{world} processes")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    """Of each process: name of a check → what it raised, or None."""
+    """Return, for each process, a dict from the name of a check to its error or None."""
     rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
     processes = [
         subprocess.Popen(

@@ -1,6 +1,6 @@
-"""One process of a group: `python worker.py RANK WORLD RENDEZVOUS`. Runs every check, and prints what came of each.
+"""One process of a group: `python worker.py RANK WORLD RENDEZVOUS`. Runs every check and prints the outcomes.
 
-Each line is a JSON list: the name of a check, and what it raised, or null. The checks of all files are in `CHECKS`.
+Each line is a JSON list: the name of a check, and its error or null. The checks of all files are in `CHECKS`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the tests have in common
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of modules that tests share
 
 import dtensor_checks
 import module_checks

@@ -1,4 +1,4 @@
-"""Where the GPU kernels run: on a GPU; without one in Triton's interpreter, where TRITON_INTERPRET=1 asks for it.
+"""Run the GPU kernels on a GPU, or in Triton's interpreter if TRITON_INTERPRET=1.
 
 `test_interpreter.py` runs `test_kernels.py` that way, in a process of its own: Triton reads the variable when it is
 imported.
@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture
 def device() -> Iterator[str]:
-    """New tensors are made there."""
+    """Make the GPU, or the CPU with the interpreter, the default device of new tensors."""
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("there is no GPU; test_interpreter.py runs this in Triton's interpreter")
     where = "cpu" if INTERPRETED else "cuda"

@@ -1,6 +1,6 @@
-"""The kernels compiled for NVIDIA's sm_90 and AMD's gfx942, which needs neither: what stands in the machine code.
+"""Compile the kernels for NVIDIA's sm_90 and AMD's gfx942, without a GPU, and inspect the machine code.
 
-Compiled for the arguments that the launcher would pass, with the launcher's options.
+The arguments and options are those of the launcher.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NAMES = {
 def compiled(
     kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int], *known: Any, module: Any = None
 ) -> Any:
-    """The kernel as Triton would compile it for such a launch: nothing is known of numbers, pointers are aligned.
+    """Compile a kernel as Triton does for this launch: numbers are not specialized, and pointers are aligned.
 
-    known: what else is known of pointers.
+    known: further properties of pointers.
     """
     _, arguments, warps = launch
     function = getattr(module or gpu.kernels(), kernel)
@@ -54,7 +54,7 @@ def compiled(
 
 
 def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> tuple[int, dict[str, Any], int]:
-    """The launch for Llama 3's heads, or others; in place if `mine`."""
+    """Return the launch for the heads of Llama 3, or for other sizes; in place if `in_place`."""
     head_dim, pairs, offset = how.get("sizes", (128, 64, 0))
     layout, table = how.get("layout", "bshd"), how.get("table", torch.float32)
     tensors = [torch.empty((2, 16, heads, head_dim), dtype=dtype) for heads in (32, 8)]
@@ -68,7 +68,7 @@ def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> tuple[int, dict[st
 
 
 def sass(program: Any, folder: Path) -> Counter[str]:
-    """How often each instruction stands in the machine code; the bytes of its stack as "STACK"."""
+    """Count each instruction in the machine code. "STACK" is the size of the stack in bytes."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     binary = folder / "kernel.cubin"
     binary.write_bytes(program.asm["cubin"])
@@ -99,8 +99,8 @@ FUSED = ("FFMA", "DFMA", "HFMA2", "FFMA2")
 def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, Any], tmp_path: Path) -> None:
     launch = rotation(dtype, pairing, **how)
     found = sass(compiled("rotate", launch, SM_90), tmp_path)
-    # Of q and of k: whole vectors, and nothing through shared memory. Two pairs of float32 that lie side by side want
-    # two numbers of a table, which are 64 bits.
+    # Of q and of k: whole vectors, and nothing through shared memory. Two adjacent pairs of float32 need two numbers of
+    # a table, which are 64 bits.
     tables = {"LDG.E.64"} if dtype == torch.float32 and pairing == "interleaved" else set()
     assert named(found, "LDG") == {"LDG.E.128"} | tables
     assert named(found, "STG") == {"STG.E.128"}
@@ -114,7 +114,7 @@ def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, An
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path: Path) -> None:
-    """Qwen 3's heads into pages: whole vectors, nothing spilled, and no product fused with a sum."""
+    """Qwen 3's heads, stored in pages: whole vectors, no spilled registers, and no product fused with a sum."""
     q, k, v = (torch.empty((4, 1, heads, 128), dtype=dtype) for heads in (16, 8, 8))
     pages, table, slots = (
         torch.empty(9, 16, 8, 128, dtype=dtype),
@@ -128,16 +128,16 @@ def test_step_for_nvidia(dtype: torch.dtype, pairing: str, norm: bool, tmp_path:
     found = sass(compiled("step", launch, SM_90, module=gpu_step.kernels()), tmp_path)
     assert named(found, "STG") == {"STG.E.128"}
     assert not named(found, *SPILLS)
-    # A division and a root in float64 are made of fused products, and of two of float32 for each of q and k.
+    # A division and a root in float64 compile to fused products, two of them in float32 for each of q and k.
     assert not named(found, "FFMA2", *([] if norm else ["DFMA", "FFMA"]))
     assert found["FFMA"] <= 4
-    assert found["DADD"] <= 200  # halves that are added once, not by every thread
+    assert found["DADD"] <= 200  # halves are added once, not by every thread
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
-    """Loads as wide as those of shared tables, and nothing through shared memory; the gradient spills nothing."""
+    """Loads are as wide as for shared tables, without shared memory. The gradient kernel spills no registers."""
     q, table = torch.empty((2, 16, 32, 128), dtype=dtype), torch.empty(2, 32, 16, 64)
     interleaved = pairing == "interleaved"
     launch = gpu.rotation_launch([q, q], [q, q], table, table, "bshd", interleaved, 0, False)
@@ -165,21 +165,23 @@ def test_tables_per_head_for_nvidia(dtype: torch.dtype, pairing: str, tmp_path: 
     ],
     ids=str,
 )
-def test_other_rotations_spill_nothing(dtype: torch.dtype, how: dict[str, Any], pairing: str, tmp_path: Path) -> None:
+def test_other_rotations_spill_no_registers(
+    dtype: torch.dtype, how: dict[str, Any], pairing: str, tmp_path: Path
+) -> None:
     found = sass(compiled("rotate", rotation(dtype, pairing, **how), SM_90), tmp_path)
     assert not named(found, *SPILLS)
     assert not named(found, "FFMA", "DFMA", "FFMA2")
 
 
 def test_partial_rotation_moves_whole_vectors(tmp_path: Path) -> None:
-    """DeepSeek's 64 of 192 channels: the 128 before them are copied."""
+    """DeepSeek rotates 64 of 192 channels. The 128 channels before them are copied."""
     found = sass(compiled("rotate", rotation(torch.bfloat16, "half", sizes=(192, 32, 128)), SM_90), tmp_path)
     assert named(found, "LDG") == {"LDG.E.128"}
     assert named(found, "STG") == {"STG.E.128"}
 
 
-def test_what_is_not_aligned_is_not_taken_to_be(tmp_path: Path) -> None:
-    """Heads of 97 channels, of which 80 are passed: rows begin at every second byte."""
+def test_unaligned_rows_use_narrow_loads(tmp_path: Path) -> None:
+    """Slices of 80 channels from heads of 97: the address of a row may be any multiple of two bytes."""
     x = torch.empty(2, 16, 32, 97, dtype=torch.bfloat16)[..., :80]
     tables = torch.empty(2, 16, 40)
     launch = gpu.rotation_launch([x], [x], tables, tables, "bshd", False, 0, False)
@@ -190,7 +192,7 @@ def test_what_is_not_aligned_is_not_taken_to_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_gradient_to_the_tables_spills_nothing(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
+def test_gradient_to_the_tables_spills_no_registers(dtype: torch.dtype, pairing: str, tmp_path: Path) -> None:
     tensors = [torch.empty((2, 16, heads, 128), dtype=dtype) for heads in (32, 8)]
     of_table = torch.empty(2, 16, 64, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     launch = gpu.gradient_launch(tensors, tensors, of_table, of_table, "bshd", pairing == "interleaved", 0)
@@ -200,7 +202,7 @@ def test_gradient_to_the_tables_spills_nothing(dtype: torch.dtype, pairing: str,
 @pytest.mark.parametrize("axes", [None, 3])
 @pytest.mark.parametrize("positions", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_angles_have_their_own_sine(
+def test_angles_use_no_library_sine(
     dtype: torch.dtype, positions: torch.dtype, axes: int | None, tmp_path: Path
 ) -> None:
     tables, steps = torch.empty(4096, 64, dtype=dtype), torch.empty(64, dtype=torch.int64)
@@ -214,11 +216,11 @@ def test_angles_have_their_own_sine(
     assert not named(found, *FUSED)
     assert not any("SIN" in name or "COS" in name for name in found)
     assert found["DMUL"] > 20
-    # float64 throughout, the factor too: no number of the polynomials went through float32.
+    # All numbers are float64, including the factor. No coefficient was rounded to float32.
     assert not re.search(r"\b0f[0-9A-F]{8}\b", program.asm["ptx"])
 
 
-# Of tensors below 2 GiB Triton tells AMD's compiler so, which then uses other instructions.
+# For tensors below 2 GiB, Triton tells AMD's compiler, which then uses other instructions.
 SIZES_FOR_AMD = pytest.mark.parametrize("known", [[], [["tt.pointer_range", 32]]], ids=["large", "small"])
 
 
@@ -248,8 +250,8 @@ def test_others_for_amd(known: list[Any]) -> None:
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
 
 
-def test_lengths_and_batches_compile_nothing_anew() -> None:
-    """What is compiled in is the same for one token and for many, for one row and several, for 39 pairs too."""
+def test_lengths_and_batches_need_no_recompilation() -> None:
+    """The constants in the code are the same for one token and many, for one row and several, also for 39 pairs."""
     for head_dim, pairs in ((128, 64), (80, 39)):
         for layout in ("bshd", "bhsd"):
             seen = set()
@@ -263,7 +265,7 @@ def test_lengths_and_batches_compile_nothing_anew() -> None:
 
 
 def test_no_number_is_compiled_in() -> None:
-    """Lengths, counts and strides: so no new length compiles anew. What may be known stands in capitals."""
+    """Lengths, counts and strides are not constants, so a new length needs no compilation. Constants are upper case."""
     for kernel in ("rotate", "table_gradient", "angles"):
         for parameter in getattr(gpu.kernels(), kernel).params:
             if not parameter.is_constexpr and not isinstance(gpu_arguments()[kernel][parameter.name], torch.Tensor):

@@ -1,4 +1,4 @@
-"""What code compiled for a GPU is made of, seen without one: PyTorch traces tensors that only pretend to be there."""
+"""Graphs that torch.compile makes for a GPU. They are traced with fake tensors, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import oracle
-import ropewalk.angles  # noqa: F401  it registers the operator
+import ropewalk.angles  # noqa: F401  importing it registers the operator
 from ropewalk import Axes, Rope, RopeError, YaRN
 
 ROPE = Rope(128, 1e6, "half", scaling=YaRN(factor=4.0, original_max_position_embeddings=32_768))
@@ -27,13 +27,13 @@ def fresh() -> Iterator[None]:
 
 
 def graphs(function: Callable[..., Any], *calls: tuple[Any, ...], **options: Any) -> list[torch.fx.GraphModule]:
-    """The graphs that torch.compile makes of a function, one for each compilation."""
+    """Return the graphs that torch.compile makes of a function, one for each compilation."""
     made: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
         made.append(graph)
         (outputs,) = next(node.args for node in graph.graph.nodes if node.op == "output")
-        # Instead of a run, what the trace says of the results: some builds for CUDA look for the driver in a run.
+        # Return the traced results instead of running: some builds for CUDA require the driver in a run.
         return lambda *_: tuple(node.meta["example_value"] for node in outputs)
 
     compiled = torch.compile(function, backend=keep, fullgraph=True, **options)
@@ -42,7 +42,7 @@ def graphs(function: Callable[..., Any], *calls: tuple[Any, ...], **options: Any
     return made
 
 
-def turned(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_at(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return ROPE.at(positions)(q, k, layout="bshd")
 
 
@@ -58,24 +58,27 @@ def fake(*lengths: int) -> list[tuple[Any, ...]]:
         ]
 
 
-def takes_a_compilation_for_an_export() -> bool:
-    """Of older PyTorch (pytorch/pytorch#176347), with which `at` keeps to what can be exported."""
+def mistakes_compilation_for_export() -> bool:
+    """Return whether PyTorch mistakes a compilation for an export (pytorch/pytorch#176347, in older versions).
 
-    def up_or_down(x: Tensor) -> Tensor:
+    `Rope.at` then uses only operators that can be exported.
+    """
+
+    def move_up_or_down(x: Tensor) -> Tensor:
         return x + 1 if torch.compiler.is_exporting() else x - 1
 
-    return bool(torch.compile(up_or_down, backend="eager", fullgraph=True)(torch.zeros(1)) > 0)
+    return bool(torch.compile(move_up_or_down, backend="eager", fullgraph=True)(torch.zeros(1)) > 0)
 
 
-def test_steps_are_no_constant_that_is_copied_at_each_call() -> None:
-    if takes_a_compilation_for_an_export():
+def test_steps_are_not_a_constant_copied_at_each_call() -> None:
+    if mistakes_compilation_for_export():
         pytest.skip("this PyTorch takes every compilation for an export")
-    (graph,) = graphs(turned, *fake(5))
+    (graph,) = graphs(rotate_at, *fake(5))
     check_called(graph)
 
 
-def test_several_axes_are_one_operator_too() -> None:
-    if takes_a_compilation_for_an_export():
+def test_several_axes_use_one_operator() -> None:
+    if mistakes_compilation_for_export():
         pytest.skip("this PyTorch takes every compilation for an export")
     rope = Rope(128, 1e6, "half", axes=Axes.interleaved((24, 20, 20)))
     ((of_tokens, q, k),) = fake(5)
@@ -96,17 +99,17 @@ def check_called(graph: torch.fx.GraphModule) -> None:
     assert not {"tensor", "lift_fresh_copy", "_to_copy", "index_select"} & names
 
 
-def test_the_cpu_keeps_its_own_way() -> None:
-    (graph,) = graphs(turned, (torch.arange(5), torch.randn(1, 5, 4, 128), torch.randn(1, 5, 1, 128)))
+def test_the_cpu_uses_no_operator() -> None:
+    (graph,) = graphs(rotate_at, (torch.arange(5), torch.randn(1, 5, 4, 128), torch.randn(1, 5, 1, 128)))
     assert ANGLES not in [node.target for node in graph.graph.nodes]
 
 
 def test_no_new_graph_as_the_length_changes() -> None:
-    assert len(graphs(turned, *fake(5, 6, 17, 4096), dynamic=True)) == 1
+    assert len(graphs(rotate_at, *fake(5, 6, 17, 4096), dynamic=True)) == 1
 
 
 class TestOperator:
-    """`ropewalk::angles`, which is the same on every device."""
+    """`ropewalk::angles` gives the same result on every device."""
 
     def arguments(self) -> tuple[Any, ...]:
         return torch.tensor([[0, 1, -7], [2**31 - 1, -(2**31), 131_071]]), ROPE._steps, 1.25, torch.float64

@@ -1,4 +1,4 @@
-"""The tests of the kernels once more, in Triton's interpreter: what can be known of them without a GPU."""
+"""Run the tests of the GPU kernels in Triton's interpreter, which needs no GPU."""
 
 from __future__ import annotations
 

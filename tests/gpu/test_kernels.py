@@ -1,6 +1,6 @@
-"""Every GPU kernel, on a GPU or in Triton's interpreter: against float64, and bit for bit against the reference.
+"""Compare every GPU kernel, on a GPU or in Triton's interpreter, with float64 and bit for bit with the reference.
 
-Small shapes: the interpreter takes a thousandth of a second for each program.
+The shapes are small, because the interpreter takes a millisecond for each program.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, same, shape, turned, unchanged
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, by_reference, check_rotation, same, shape, unchanged
 from ropewalk.kernels import gpu
 
 pytestmark = pytest.mark.usefixtures("device")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LIMIT, WRAP = 2**31, 2**63
-ERROR = {torch.float32: 3.1e-8, torch.float64: 2e-16}  # half an ulp, and the roundings of the last sums
+ERROR = {torch.float32: 3.1e-8, torch.float64: 2e-16}  # half an ulp, plus the roundings of the last sums
 
 
 def tables(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
 
 
-def turn(
+def rotate(
     tensors: list[Tensor],
     cos: Tensor,
     sin: Tensor,
@@ -40,14 +40,14 @@ def turn(
     like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> list[Tensor]:
     truncated = INTERPRETED and tensors[0].dtype == torch.bfloat16
-    return turned(gpu, tensors, cos, sin, layout, pairing, offset, inverse, like, truncated=truncated)
+    return check_rotation(gpu, tensors, cos, sin, layout, pairing, offset, inverse, like, truncated=truncated)
 
 
 class TestRotate:
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_sizes(self, dtype: torch.dtype, pairing: str) -> None:
-        """head_dim, pairs, offset; inverse and the dtype of the tables in turn."""
+        """Head sizes, numbers of pairs and offsets, with alternating directions and dtypes of the tables."""
         torch.manual_seed(0)
         sizes = ((2, 1, 0), (6, 3, 0), (80, 40, 0), (96, 48, 0), (128, 64, 0), (6, 1, 4), (96, 24, 48), (192, 32, 128),
                  (256, 39, 7), (1030, 513, 3))  # fmt: skip
@@ -55,7 +55,7 @@ class TestRotate:
             q, k = torch.randn(2, 3, 5, head_dim).to(dtype), torch.randn(2, 3, 2, head_dim).to(dtype)
             for j, table_dtype in enumerate((torch.float32, torch.float64)):
                 cos, sin = tables(3, pairs, dtype=table_dtype)
-                turn([q, k], cos, sin, "bshd", pairing, offset, inverse=(i + j) % 2 == 1)
+                rotate([q, k], cos, sin, "bshd", pairing, offset, inverse=(i + j) % 2 == 1)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,20 +64,20 @@ class TestRotate:
         sizes = ((39,), (5, 39), (1, 5, 39), (3, 5, 39))[: 2 if layout == "thd" else 4]
         for i, (size, dtype) in enumerate(zip(sizes, DTYPES, strict=False)):
             q, k = (torch.randn(shape(layout, 3, 5, heads, 92)).to(dtype) for heads in (11, 1))
-            turn([q, k], *tables(*size), layout, pairing, 6, inverse=i % 2 == 1)
-            turn([k], *tables(*size), layout, pairing, 6, inverse=i % 2 == 0)
+            rotate([q, k], *tables(*size), layout, pairing, 6, inverse=i % 2 == 1)
+            rotate([k], *tables(*size), layout, pairing, 6, inverse=i % 2 == 0)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_many_tiles(self, layout: str, pairing: str) -> None:
-        """Several along tokens and along heads, and the last of each not full."""
+        """Several tiles along tokens and heads, where the last tile is not full."""
         torch.manual_seed(2)
         q, k = (torch.randn(shape(layout, 2, 19, heads, 128)) for heads in (37, 3))
         programs, sizes, _ = gpu.rotation_launch([q, k], [q, k], *tables(19, 64), layout, False, 0, False)
         assert programs > 40
         assert 37 % sizes["Q_BLOCK_H"]
         assert 19 % sizes["K_BLOCK_T"]
-        turn([q, k], *tables(*(() if layout == "thd" else (2,)), 19, 64), layout, pairing)
+        rotate([q, k], *tables(*(() if layout == "thd" else (2,)), 19, 64), layout, pairing)
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_small_and_empty(self, layout: str) -> None:
@@ -87,8 +87,8 @@ class TestRotate:
         ):
             size = (1 if layout == "thd" else batch, seq)
             q, k = (torch.randn(shape(layout, *size, h, 6)) for h in (heads, kv_heads))
-            turn([q, k], *tables(seq, 2), layout, "half", 1)
-            turn([k], *tables(seq, 2), layout, "interleaved", 1)
+            rotate([q, k], *tables(seq, 2), layout, "half", 1)
+            rotate([k], *tables(seq, 2), layout, "interleaved", 1)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -111,20 +111,20 @@ class TestRotate:
         }
         for name, x in views.items():
             assert x.shape == (2, 5, 3, 80), name
-            turn([x, dense], cos, sin, "bshd", pairing, 4)
-            turn([x], cos, sin, "bshd", pairing, 4, inverse=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
-        turn([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(*x.shape, 2, dtype=x.dtype)[..., 1])
-        # Aligned and not, side by side: no stride is said in units that do not divide it.
-        turn([dense, views["part of a head"]], cos, sin, "bshd", pairing, 4)
-        turn([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(2, 5, 3, 97, dtype=x.dtype)[..., :80])
+            rotate([x, dense], cos, sin, "bshd", pairing, 4)
+            rotate([x], cos, sin, "bshd", pairing, 4, inverse=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+        rotate([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(*x.shape, 2, dtype=x.dtype)[..., 1])
+        # Aligned and unaligned strides together: the unit of the strides must divide all of them.
+        rotate([dense, views["part of a head"]], cos, sin, "bshd", pairing, 4)
+        rotate([dense], cos, sin, "bshd", pairing, 4, like=lambda x: torch.empty(2, 5, 3, 97, dtype=x.dtype)[..., :80])
 
     def test_strides_of_many_gigabytes(self) -> None:
-        """The third token, or row, lies 2³¹ elements from the first: its address is no product of 32-bit numbers."""
+        """The third token or row is 2³¹ elements after the first, so its offset overflows 32 bits."""
         memory = torch.empty(2**31 + 2**20, dtype=torch.float16)
         for size, strides in (((1, 3, 1, 8), (0, 2**30 + 1, 8, 1)), ((3, 1, 1, 8), (2**30 + 1, 8, 8, 1))):
             x = memory.as_strided(size, strides)
             x.copy_(torch.randn(size))
-            turn([x], *tables(size[1], 4), "bshd", "half", like=lambda x: torch.empty(x.shape, dtype=x.dtype))
+            rotate([x], *tables(size[1], 4), "bshd", "half", like=lambda x: torch.empty(x.shape, dtype=x.dtype))
             cos, sin = tables(size[1], 4)
             wanted = by_reference([x], cos, sin, "bshd", "half", 0, False)[0]
             gpu.rotate([x], [x], cos, sin, "bshd", False, 0, False)
@@ -145,13 +145,13 @@ class TestRotate:
                 torch.randn(5, 41, dtype=table_dtype)[:, 1:],
             ):
                 other = plain if table.ndim == 3 else plain[0]
-                turn([x], table, other, "bshd", "half")
-                turn([x], other, table, "bshd", "interleaved", inverse=True)
+                rotate([x], table, other, "bshd", "half")
+                rotate([x], other, table, "bshd", "interleaved", inverse=True)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_in_place(self, dtype: torch.dtype, pairing: str) -> None:
-        """On query and key heads of one tensor: the values, and what stands around the heads, stay."""
+        """Rotate query and key heads of one tensor in place. Value heads and surrounding memory must not change."""
         torch.manual_seed(6)
         # contiguous heads; parts of wider ones; channels apart
         for layout, (wide, step) in zip(LAYOUTS, ((80, 1), (97, 1), (170, 2), (80, 1)), strict=True):
@@ -160,7 +160,7 @@ class TestRotate:
             fused = whole[..., : 80 * step : step]
             before = whole.clone()
             q, k = fused.narrow(heads, 0, 4), fused.narrow(heads, 4, 1)
-            wanted = turn([q, k], cos, sin, layout, pairing, 5)
+            wanted = rotate([q, k], cos, sin, layout, pairing, 5)
             gpu.rotate([q, k], [q, k], cos, sin, layout, pairing == "interleaved", 5, False)
             assert unchanged(q, wanted[0])
             assert unchanged(k, wanted[1])
@@ -170,7 +170,9 @@ class TestRotate:
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-    @pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # of NumPy, in the interpreter
+    @pytest.mark.filterwarnings(
+        "ignore:(invalid value|overflow):RuntimeWarning"
+    )  # of NumPy, which the interpreter uses
     def test_zeros_infinities_and_nan(self, dtype: torch.dtype, pairing: str) -> None:
         odd = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan])
         a, b = (x.reshape(-1) for x in torch.meshgrid(odd, odd, indexing="ij"))
@@ -195,7 +197,7 @@ class TestAngles:
         steps = [0, 1, -1, WRAP - 1, -WRAP, 2**61, -(2**61), 2**62, 2**62 + 1, 3 * 2**60, 2**61 - 1, 2**61 + 1]
         steps += [int(s) for s in draw.integers(-WRAP, WRAP, 29)]
         exact = oracle.cos_sin_of_steps(positions, steps)
-        allowed = ERROR[dtype] * (factor if factor <= 1 else 2)  # a table above 1 has a wider ulp
+        allowed = ERROR[dtype] * (factor if factor <= 1 else 2)  # numbers above 1 have a larger ulp
         made = gpu.angles(torch.tensor(positions), torch.tensor(steps), factor, dtype)
         for table, truth in zip(made, exact, strict=True):
             assert table.dtype == dtype
@@ -203,7 +205,7 @@ class TestAngles:
 
     @pytest.mark.parametrize("dtype", ERROR, ids=str)
     def test_whole_turn(self, dtype: torch.dtype) -> None:
-        """Phases everywhere, and where the quadrant changes, against float64, whose angle is rounded up to π."""
+        """Phases over the whole turn and at changes of the quadrant, compared with float64 and its rounded angles."""
         draw = np.random.default_rng(1)
         seams = (np.arange(-4, 4) * 2**61)[:, None] + draw.integers(-(2**12), 2**12, (8, 500))
         phases = torch.tensor(np.concatenate((draw.integers(-WRAP, WRAP, 40_000), seams.reshape(-1))))
@@ -238,7 +240,7 @@ class TestAngles:
     @pytest.mark.parametrize("dtype", ERROR, ids=str)
     @pytest.mark.parametrize("pairs", [1, 3, 40, 64, 513])
     def test_several_axes(self, pairs: int, dtype: torch.dtype) -> None:
-        """Each pair is, bit for bit, that of its axis alone."""
+        """Each pair has the same bits as with only its own axis."""
         positions = torch.randint(-LIMIT, LIMIT, (3, 5, 7))
         axis, steps = torch.randint(0, 3, (pairs,)), torch.randint(-WRAP, WRAP - 1, (pairs,))
         forms = {
@@ -289,10 +291,10 @@ class TestTableGradient:
             self.check(tensors, grads, pairs, layout, pairing, offset)
             self.check(tensors[1:], grads[1:], pairs, layout, pairing, offset)
 
-    def test_strides_and_nothing(self, dtype: torch.dtype, pairing: str) -> None:
+    def test_strides_and_empty(self, dtype: torch.dtype, pairing: str) -> None:
         torch.manual_seed(1)
         dense, apart = torch.randn(2, 5, 3, 80).to(dtype), torch.randn(2, 5, 3, 160).to(dtype)[..., ::2]
-        one = torch.ones((), dtype=dtype).expand(2, 5, 3, 80)  # what .sum() sends back
+        one = torch.ones((), dtype=dtype).expand(2, 5, 3, 80)  # the gradient of .sum()
         for x, grad in ((dense, one), (apart, dense), (dense, apart)):
             self.check([x, dense], [grad, one], 29, "bshd", pairing, 7)
         for batch, seq, heads in ((2, 5, 0), (1, 0, 3), (0, 5, 3)):
@@ -309,20 +311,20 @@ class TestTablesPerHead:
             q, k = (torch.randn(shape(layout, 3, 5, 7, 92)).to(dtype) for _ in range(2))
             for batch in (1, 3)[: 1 if layout == "thd" else 2]:
                 per_head = tables(batch, 7, 5, 39, dtype=(torch.float32, torch.float64)[i % 2])
-                turn([q, k], *per_head, layout, pairing, 6, inverse=batch == 3)
-                turn([k], *per_head, layout, pairing, 6)
+                rotate([q, k], *per_head, layout, pairing, 6, inverse=batch == 3)
+                rotate([k], *per_head, layout, pairing, 6)
 
     def test_tiles_and_strides(self, layout: str, pairing: str) -> None:
-        """Several tiles along tokens and heads, the last not full; tables in another order, and one for all heads."""
+        """Several tiles along tokens and heads, the last one not full; permuted tables, and one table for all heads."""
         torch.manual_seed(1)
         q = torch.randn(shape(layout, 1, 19, 37, 128))
-        turn([q], *tables(1, 37, 19, 64), layout, pairing)
+        rotate([q], *tables(1, 37, 19, 64), layout, pairing)
         x = torch.randn(shape(layout, 1, 3, 2, 6))
-        turn([x], *(table.transpose(1, 2) for table in tables(1, 3, 2, 3)), layout, pairing)
-        turn([x], *(table[..., ::2] for table in tables(1, 2, 3, 4)), layout, pairing, 1)
-        turn([x], *(table.expand(1, 2, 3, 2) for table in tables(1, 1, 3, 2)), layout, pairing, 1)
+        rotate([x], *(table.transpose(1, 2) for table in tables(1, 3, 2, 3)), layout, pairing)
+        rotate([x], *(table[..., ::2] for table in tables(1, 2, 3, 4)), layout, pairing, 1)
+        rotate([x], *(table.expand(1, 2, 3, 2) for table in tables(1, 1, 3, 2)), layout, pairing, 1)
         for seq, heads in ((0, 2), (3, 0), (1, 1)):
-            turn([torch.randn(shape(layout, 1, seq, heads, 6))], *tables(1, heads, seq, 2), layout, pairing, 1)
+            rotate([torch.randn(shape(layout, 1, seq, heads, 6))], *tables(1, heads, seq, 2), layout, pairing, 1)
 
     def test_gradient(self, layout: str, pairing: str) -> None:
         torch.manual_seed(2)
@@ -334,7 +336,7 @@ class TestTablesPerHead:
                 given = tensors[:count], grads[:count]
                 made = gpu.table_gradient(*given, 29, layout, pairing == "interleaved", 7, True)
                 parts = [
-                    # One head at a time, which the oracle would sum over.
+                    # One head at a time, because the oracle sums over heads.
                     oracle.table_gradient(*(as_bshd(y, layout)[..., None, :] for y in pair), 29, pairing, 7)
                     for pair in zip(*given, strict=True)
                 ]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: operators, gradients, compilation, graphs, and that nothing waits for the host."""
+"""Tests that need a GPU: operators, gradients, compilation, CUDA graphs, and no synchronization with the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, same, shape, watched
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, by_reference, check, expected, record_calls, same, shape
 from ropewalk import Axes, Llama3, QKNorm, Rope, Rotation, backends, rotate_and_store
 from ropewalk.kernels import gpu as kernels
 from ropewalk.kernels import steps
@@ -30,17 +30,17 @@ def queries(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that were called."""
-    return watched(kernels, monkeypatch)
+    """Return the names of the kernels that the test calls, in order."""
+    return record_calls(kernels, monkeypatch)
 
 
 @pytest.fixture
-def nothing_waits() -> Iterator[None]:
+def forbid_synchronization() -> Iterator[None]:
     yield
     torch.cuda.set_sync_debug_mode("default")
 
 
-def test_is_used_and_says_so(calls: list[str]) -> None:
+def test_is_used_and_reported(calls: list[str]) -> None:
     assert backends()["gpu kernel"].startswith("usable: Triton ")
     rotation = ROPE.at(torch.arange(7, device="cuda"))
     q, k = queries(2, 7, 4, 128), queries(2, 7, 1, 128)
@@ -72,8 +72,8 @@ def test_several_axes_in_one_launch(calls: list[str]) -> None:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_is_the_reference(dtype: torch.dtype, pairing: str) -> None:
-    """Bit for bit, in every layout, for prefill of 4 × 1,024 tokens."""
+def test_large_inputs_equal_the_reference(dtype: torch.dtype, pairing: str) -> None:
+    """The same bits as the reference in every layout, for a prefill of 4 × 1,024 tokens."""
     torch.manual_seed(0)
     for layout in LAYOUTS:
         q, k = (torch.randn(shape(layout, 4, 1024, heads, 128)).to(dtype) for heads in (32, 8))
@@ -136,22 +136,22 @@ def test_gradients(calls: list[str], pairing: str, learned: bool) -> None:
         )
 
 
-def test_nothing_waits_for_the_host(nothing_waits: None) -> None:
-    """After one call for each kind: the steps are on the device, the kernels compiled."""
+def test_nothing_waits_for_the_host(forbid_synchronization: None) -> None:
+    """After the first call of each kind, the steps are on the device and the kernels are compiled."""
     q, k, positions = queries(2, 9, 4, 128), queries(2, 9, 1, 128), torch.arange(9, device="cuda")
     q.requires_grad_()
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         rotation = ROPE.at(positions + 3)
-        turned, _ = rotation(q, k, layout="bshd")
-        turned.sum().backward()
+        rotate_at, _ = rotation(q, k, layout="bshd")
+        rotate_at.sum().backward()
         rotation.apply_(k, layout="bshd")
         ROPE.shift(-3, device="cuda").apply_(k, layout="bshd")
         ROPE.at(positions)[positions](k, layout="bshd")
 
 
 def test_graph_capture() -> None:
-    """Angles and rotation of one token at a time, replayed with other positions."""
+    """Capture angles and rotation of one token, and replay the graph with other positions."""
     positions = torch.zeros(4, 1, dtype=torch.int64, device="cuda")
     q, k = queries(4, 1, 8, 128), queries(4, 1, 2, 128)
 
@@ -172,8 +172,8 @@ def test_graph_capture() -> None:
 
 
 @pytest.fixture
-def no_recompilation() -> Iterator[Callable[[], None]]:
-    """Call it, and from then on a compilation, or waiting for the device, is an error."""
+def forbid_recompilation() -> Iterator[Callable[[], None]]:
+    """Make any later compilation, and any synchronization with the device, an error."""
 
     def strict() -> None:
         torch._dynamo.config.error_on_recompile = True
@@ -185,48 +185,48 @@ def no_recompilation() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-def turned(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_at(positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return ROPE.at(positions)(q, k, layout="bshd")
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled(dynamic: bool | None, no_recompilation: Callable[[], None]) -> None:
-    """One graph, the same numbers, no compilation as the length changes, and nothing copied to the device."""
-    compiled = torch.compile(turned, fullgraph=True, dynamic=dynamic)
+def test_compiled(dynamic: bool | None, forbid_recompilation: Callable[[], None]) -> None:
+    """One graph gives the eager results for every length, without recompilation or copies to the device."""
+    compiled = torch.compile(rotate_at, fullgraph=True, dynamic=dynamic)
     inputs = [
         (torch.arange(n, device="cuda"), queries(2, n, 4, 128).requires_grad_(), queries(2, n, 1, 128))
         for n in (5, 6, 7, 33, 34)
     ]
     made = [compiled(*given) for given in inputs[:3]]
-    no_recompilation()
+    forbid_recompilation()
     made += [compiled(*given) for given in inputs[3:]]
     torch.cuda.set_sync_debug_mode("default")
     for given, ours in zip(inputs, made, strict=True):
-        for x, wanted in zip(ours, turned(*given), strict=True):
+        for x, wanted in zip(ours, rotate_at(*given), strict=True):
             torch.testing.assert_close(x, wanted, rtol=1e-5, atol=1e-5)
         (grad,) = torch.autograd.grad(ours[0].square().sum(), given[1])
         torch.testing.assert_close(grad, 2 * given[1].detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_compiled_to_graphs() -> None:
-    """ "reduce-overhead" with a rope that nobody has used: its steps must not lie in the memory of the graph."""
+    """With "reduce-overhead", the steps of a rope in its first use must not be in the memory of the graph."""
     torch._dynamo.reset()
     fresh = Rope(128, 123_456.0, "half")
 
-    def turned(positions: Tensor, q: Tensor) -> Tensor:
+    def rotate_at(positions: Tensor, q: Tensor) -> Tensor:
         return fresh.at(positions)(q, layout="bshd")
 
-    compiled = torch.compile(turned, fullgraph=True, mode="reduce-overhead")
+    compiled = torch.compile(rotate_at, fullgraph=True, mode="reduce-overhead")
     q = queries(2, 9, 4, 128)
     for first in (0, 1, 2, 3, 131_071):
         positions = torch.arange(first, first + 9, device="cuda")
         torch.compiler.cudagraph_mark_step_begin()
         made = compiled(positions, q).clone()
-        torch.testing.assert_close(made, turned(positions, q), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(made, rotate_at(positions, q), rtol=1e-5, atol=1e-5)
 
 
 def test_a_captured_graph_keeps_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though many other ropes have come since, and those steps that nobody may need are freed."""
+    """Many other ropes evict cached steps, but not those that a captured graph reads."""
     monkeypatch.setattr(steps, "_MAX_COPIES", 4)
     positions = torch.arange(9, device="cuda")
     ROPE.at(positions)
@@ -261,7 +261,7 @@ def test_other_devices_than_the_current_one() -> None:
 
 
 def test_fused_step() -> None:
-    """Through the public calls, bit for bit the separate ones."""
+    """The public calls give the same bits as separate calls."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (5, 2, 2))
     norm = QKNorm(torch.randn(64, device="cuda"), torch.randn(64, device="cuda"), 1e-6)

@@ -1,4 +1,4 @@
-"""The fused step in Triton, on a GPU or in Triton's interpreter: bit for bit norm, rotation and copies, one by one."""
+"""The fused step on a GPU or in Triton's interpreter gives the same bits as separate norm, rotation and copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ropewalk.rotation import reference
 
 pytestmark = pytest.mark.usefixtures("device")
 
-# The interpreter cuts bfloat16 off instead of rounding it; a GPU rounds.
+# The interpreter truncates bfloat16; a GPU rounds it.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float16, torch.float32, torch.float64, *([] if INTERPRETED else [torch.bfloat16])]
 BATCH, SEQ, HEADS, KV_HEADS, EPS = 2, 3, 5, 2, 1e-5
@@ -34,7 +34,7 @@ def check(
     strided: int = 1,
     seq: int = SEQ,
 ) -> None:
-    """add_one None: no norm. stores: how the cache lies, or "" for none."""
+    """Compare the step with separate calls. add_one=None: no norm. stores: layout of the cache, or "" for none."""
     head_dim, pairs, offset = sizes
     q, k, v = (
         torch.randn(shape(layout, BATCH, seq, heads, strided * head_dim)).to(dtype)[..., ::strided]
@@ -98,7 +98,7 @@ def test_layouts_and_strides(layout: str, pairing: str) -> None:
 
 
 def test_bfloat16() -> None:
-    """Cut off or rounded, near the definition: two units of the norm, and of the rotation."""
+    """Truncated or rounded, the result is near the definition: within two units of the norm and of the rotation."""
     torch.manual_seed(2)
     q, k = (torch.randn(BATCH, SEQ, heads, 64).to(torch.bfloat16) for heads in (HEADS, KV_HEADS))
     cos, sin = torch.randn(SEQ, 32), torch.randn(SEQ, 32)
@@ -111,7 +111,7 @@ def test_bfloat16() -> None:
 
 
 def test_odd_values() -> None:
-    """Squares that overflow or vanish in float32; 0."""
+    """Inputs whose squares overflow or underflow in float32, and 0."""
     for value in (0.0, 3e38, 1e-30):
         q = torch.full((1, 1, 1, 4), value)
         outputs, weight = (torch.empty_like(q), torch.empty_like(q)), torch.ones(4)

@@ -99,10 +99,10 @@ class TestExact:
         outwards = [torch.from_numpy(oracle.golden_k(x.shape)) for x in rotated]
         torch.autograd.backward(rotated, outwards)
         for x, y, outward in zip((q, k), rotated, outwards, strict=True):
-            exact, size = oracle.turned(x.detach().numpy(), cos, sin, pairing)
+            exact, size = oracle.rotate_by_tables(x.detach().numpy(), cos, sin, pairing)
             # cos and sin are off by 2⁻²⁵ (and 7.3e-10 at 2³¹), and three operations round by 2⁻²⁴ of each term.
             assert (np.abs(y.detach().numpy() - exact) <= 2**-22 * size + 1e-8).all()
-            exact, size = oracle.turned(outward.numpy(), cos, sin, pairing, inverse=True)
+            exact, size = oracle.rotate_by_tables(outward.numpy(), cos, sin, pairing, inverse=True)
             assert x.grad is not None
             assert (np.abs(x.grad.numpy() - exact) <= 2**-22 * size + 1e-8).all()
 
@@ -110,16 +110,16 @@ class TestExact:
 class TestCall:
     def test_positions_none_are_counted(self, titan: Stub) -> None:
         module, (q, k) = titan.build("ComplexRoPE"), inputs(6, 8)
-        exact, _ = oracle.turned(q.numpy(), *oracle_tables(range(6)), "interleaved")
+        exact, _ = oracle.rotate_by_tables(q.numpy(), *oracle_tables(range(6)), "interleaved")
         np.testing.assert_allclose(module(q, k)[0], exact, atol=1e-6)
         both = module(q.view(2, 3, 3, 8), k.view(2, 3, 1, 8))  # two sequences, each from 0
-        exact, _ = oracle.turned(q.numpy(), *oracle_tables([0, 1, 2, 0, 1, 2]), "interleaved")
+        exact, _ = oracle.rotate_by_tables(q.numpy(), *oracle_tables([0, 1, 2, 0, 1, 2]), "interleaved")
         np.testing.assert_allclose(both[0].flatten(0, 1), exact, atol=1e-6)
 
     def test_positions_of_one_sequence_are_those_of_all(self, titan: Stub) -> None:
         module, (q, k) = titan.build("CosSinRoPE"), inputs(6, 8)
         rotated = module(q.view(2, 3, 3, 8), k.view(2, 3, 1, 8), torch.tensor([[7, 0, 9]], dtype=torch.int32))
-        exact, _ = oracle.turned(k.numpy(), *oracle_tables([7, 0, 9, 7, 0, 9]), "half")
+        exact, _ = oracle.rotate_by_tables(k.numpy(), *oracle_tables([7, 0, 9, 7, 0, 9]), "half")
         np.testing.assert_allclose(rotated[1].flatten(0, 1), exact, atol=1e-6)
 
     def test_positions_that_change_in_place(self, titan: Stub) -> None:
@@ -128,7 +128,7 @@ class TestCall:
         with torch.inference_mode():
             module(q, k, positions)
             positions.data.copy_(torch.tensor([5, 3, 4]))
-            exact, _ = oracle.turned(q.numpy(), *oracle_tables([5, 3, 4]), "interleaved")
+            exact, _ = oracle.rotate_by_tables(q.numpy(), *oracle_tables([5, 3, 4]), "interleaved")
             np.testing.assert_allclose(module(q, k, positions)[0], exact, atol=1e-6)
 
     @pytest.mark.parametrize("name", ["ComplexRoPE", "CosSinRoPE"])
@@ -142,9 +142,9 @@ class TestCall:
             torch.autograd.backward(rotated, [torch.ones_like(x) for x in rotated])
             tables = oracle_tables(range(5) if given is None else given.tolist())
             pairing = "interleaved" if name == "ComplexRoPE" else "half"
-            exact, _ = oracle.turned(q.detach().numpy(), *tables, pairing)
+            exact, _ = oracle.rotate_by_tables(q.detach().numpy(), *tables, pairing)
             np.testing.assert_allclose(rotated[0].detach(), exact, atol=1e-6)
-            exact, _ = oracle.turned(np.ones(k.shape), *tables, pairing, inverse=True)
+            exact, _ = oracle.rotate_by_tables(np.ones(k.shape), *tables, pairing, inverse=True)
             np.testing.assert_allclose(k.grad, exact, atol=1e-6)  # type: ignore[arg-type]
 
     def test_a_wrong_shape(self, titan: Stub) -> None:
@@ -172,7 +172,7 @@ class TestModule:
             module = titan.build("CosSinRoPE")
         assert module.cache.is_meta
         module.to_empty(device="cpu")
-        exact, _ = oracle.turned(inputs(3, 8)[0].numpy(), *oracle_tables(range(3)), "half")
+        exact, _ = oracle.rotate_by_tables(inputs(3, 8)[0].numpy(), *oracle_tables(range(3)), "half")
         np.testing.assert_allclose(copy.deepcopy(module)(*inputs(3, 8))[0], exact, atol=1e-6)
 
     def test_is_still_one_of_torchtitan(self, titan: Stub) -> None:
@@ -245,10 +245,10 @@ class TestShards:
         assert [type(x) for x in rotated] == [DTensor, DTensor]
         assert [x.placements for x in rotated] == [(Shard(axis),)] * 2
         tables = oracle_tables(range(4) if given is None else [9, 0, 4, 2])
-        exact, _ = oracle.turned(q.to_local().detach().numpy(), *tables, "interleaved")
+        exact, _ = oracle.rotate_by_tables(q.to_local().detach().numpy(), *tables, "interleaved")
         np.testing.assert_allclose(rotated[0].to_local().detach(), exact, atol=1e-6)
         rotated[1].sum().backward()
-        exact, _ = oracle.turned(np.ones(k.shape), *tables, "interleaved", inverse=True)
+        exact, _ = oracle.rotate_by_tables(np.ones(k.shape), *tables, "interleaved", inverse=True)
         assert k.grad.placements == (Shard(axis),)  # type: ignore[union-attr]
         np.testing.assert_allclose(k.grad.to_local(), exact, atol=1e-6)  # type: ignore[union-attr]
 
@@ -285,7 +285,7 @@ def test_size_of_the_differences(titan: Stub) -> None:
     for case in CASES:
         x = oracle.golden_q(case["q_shape"])[:, : case["q_heads"]]
         cos, sin = oracle.cos_sin(case["positions"], [float(w) for w in exact_frequencies[case["id"]]])
-        exact, _ = oracle.turned(x, cos, sin, case["layout"])
+        exact, _ = oracle.rotate_by_tables(x, cos, sin, case["layout"])
         ours, _ = (x.numpy() for x in titan.build(case["class"], **case["params"])(*transposed(x, case["positions"])))
         assert np.abs(ours.swapaxes(1, 2) - exact).max() < 2e-7
         off = np.abs(np.array(case["q_rot"]).reshape(x.shape) - exact).max((0, 1, 3))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernel_cases import watched
+from kernel_cases import record_calls
 from ropewalk.kernels import backend, cpu
 
 LEVELS = ["none"] if cpu.unavailable() else cpu._cpu.levels()
@@ -16,7 +16,7 @@ LEVELS = ["none"] if cpu.unavailable() else cpu._cpu.levels()
 
 @pytest.fixture
 def built() -> None:
-    """Skip where the kernels were not compiled; fail where ROPEWALK_REQUIRE_KERNEL=1 says that they were."""
+    """Skip the test if the kernels were not compiled. With ROPEWALK_REQUIRE_KERNEL=1, fail instead."""
     if cpu.unavailable() and os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
         pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the CPU kernels are {cpu.unavailable()}")
     if cpu.unavailable():
@@ -25,14 +25,14 @@ def built() -> None:
 
 @pytest.fixture
 def used(built: None) -> None:
-    """Skip also where ROPEWALK_BACKEND says that they are not to be used."""
+    """Skip the test also if ROPEWALK_BACKEND disables the kernels."""
     if backend.BACKEND == "reference":
         pytest.skip("ROPEWALK_BACKEND=reference")
 
 
 @pytest.fixture(params=LEVELS)
 def level(built: None, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn; afterwards the fastest, which is what is used."""
+    """Run the test with each instruction set, and restore the fastest one afterwards."""
     cpu._cpu.use_level(request.param)
     yield request.param
     cpu._cpu.use_level(LEVELS[-1])
@@ -40,7 +40,7 @@ def level(built: None, request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """New tensors are full of nan, so that an element that is not written is seen."""
+    """Fill new tensors with NaN, so that an element that is not written is detected."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -52,7 +52,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On a busy machine a pool that waits for its second thread takes ten times as long."""
+    """Use one thread. On a busy machine, waiting for a second thread takes ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,11 +61,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def threads(one_thread: None) -> None:
-    """Two threads; their number may be changed."""
+    """Use two threads. Return the function that changes their number."""
     torch.set_num_threads(2)
 
 
 @pytest.fixture
 def calls(used: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the kernels that were called."""
-    return watched(cpu, monkeypatch)
+    """Return the names of the kernels that the test calls, in order."""
+    return record_calls(cpu, monkeypatch)

@@ -1,4 +1,4 @@
-"""The kernel for cos and sin, with every instruction set, against exact integers and mpmath."""
+"""The kernel for cos and sin, with every instruction set, compared with exact integers and mpmath."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 ERROR = {
     torch.float32: 3.1e-8,  # half an ulp of numbers up to 1
-    # Half an ulp, and the roundings of t and of the polynomial's last sums. Seen: 1.1e-16.
+    # Half an ulp, plus the roundings of t and of the polynomial's last sums. Measured: 1.1e-16.
     torch.float64: 2e-16,
 }
 LIMIT, WRAP = 2**31, 2**63
@@ -34,7 +34,7 @@ def tables(positions: list[int], steps: list[int], factor: float, dtype: torch.d
 
 @functools.cache
 def cases() -> tuple[list[int], list[int], np.ndarray, np.ndarray]:
-    """Positions and steps of every size, the largest included: 41 pairs, so that vectors and what is left are seen."""
+    """Return positions and steps of every magnitude. 41 pairs are several vectors and a remainder."""
     draw = np.random.default_rng(0)
     positions = [
         0,
@@ -62,7 +62,7 @@ def cases() -> tuple[list[int], list[int], np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1.1386294361119891])
 def test_error(level: str, factor: float, dtype: torch.dtype) -> None:
     positions, steps, *exact = cases()
-    # A float32 table above 1 has a wider ulp.
+    # float32 numbers above 1 have a larger ulp.
     allowed = ERROR[dtype] * (factor if factor <= 1 else 2)
     for table, truth in zip(tables(positions, steps, factor, dtype), exact, strict=True):
         assert np.abs(table.double().numpy() - truth * factor).max() <= allowed
@@ -81,14 +81,14 @@ def test_numbers_of_pairs(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_whole_turn(level: str, dtype: torch.dtype) -> None:
-    """Half a million phases, and those where the quadrant changes, against float64, whose angle is rounded up to π."""
+    """Half a million phases, also at changes of the quadrant, compared with float64, whose angles are rounded."""
     draw = np.random.default_rng(1)
     spread = draw.integers(-WRAP, WRAP, 400_000)
     seams = (np.arange(-4, 4) * 2**61)[:, None] + draw.integers(-(2**12), 2**12, (8, 10_000))
     phases = torch.tensor(np.concatenate((spread, seams.reshape(-1))))
     angle, one = phases.double() * (2 * math.pi / 2**64), torch.ones(1, dtype=torch.int64)
     allowed = ERROR[dtype] if dtype == torch.float32 else 8e-16
-    for given in ((one, phases), (phases, one)):  # as steps, in vectors; and as positions
+    for given in ((one, phases), (phases, one)):  # phases as steps, which are processed in vectors, and as positions
         cos, sin = cpu.angles(*given, 1.0, dtype)
         assert (cos.reshape(-1).double() - angle.cos()).abs().max() <= allowed
         assert (sin.reshape(-1).double() - angle.sin()).abs().max() <= allowed
@@ -96,7 +96,7 @@ def test_whole_turn(level: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head_dim", [2, 6, 80, 128])
 def test_through_a_rope(level: str, head_dim: int) -> None:
-    """From the frequencies on, also where the rounding of the step has grown largest."""
+    """From the frequencies of a rope, also at positions where the rounding of the step is largest."""
     rope = Rope(head_dim, 1e4, "half")
     positions = torch.tensor([0, 1, -1, 4095, 131_071, LIMIT - 1, -LIMIT, 1_234_567_890])
     cos, sin = oracle.cos_sin(positions.tolist(), rope.inv_freq)
@@ -145,7 +145,7 @@ def test_threads_make_no_difference(level: str, threads: None) -> None:
 
 
 def several(axes: int, pairs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions of every size for each axis, the axis of each pair, and steps."""
+    """Return positions of every magnitude for each axis, the axis of each pair, and steps."""
     draw = torch.Generator().manual_seed(axes * 1000 + pairs)
     positions = torch.randint(-LIMIT, LIMIT, (axes, 5, 3), generator=draw)
     positions[:, 0] = torch.tensor([WRAP - 1, -WRAP, 1 - LIMIT])
@@ -156,7 +156,7 @@ def several(axes: int, pairs: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 @pytest.mark.parametrize("axes", [1, 2, 3, 7])
 def test_several_axes(level: str, axes: int, dtype: torch.dtype) -> None:
-    """Each pair is, bit for bit, that of its axis alone, which is right by the tests above; and right by itself."""
+    """Each pair has the same bits as with only its own axis, and equals the exact value."""
 
     def check(pairs: int) -> None:
         positions, axis, steps = several(axes, pairs)
@@ -172,7 +172,7 @@ def test_several_axes(level: str, axes: int, dtype: torch.dtype) -> None:
             error = table[..., pair].reshape(-1).double().numpy() - 1.25 * truth[:, 0]
             assert np.abs(error).max() <= 2 * ERROR[dtype]
 
-    # Whole vectors, what is left of them, and more pairs than the kernel gathers at a time.
+    # Whole vectors, a remainder, and more pairs than the kernel gathers at a time.
     each(((f"{pairs} pairs", pairs) for pairs in (1, 2, 3, 7, 8, 9, 16, 41, 64, 511, 512, 513, 1027)), check)
 
 
@@ -200,14 +200,14 @@ def test_several_axes_of_any_form(level: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 3, 2**40])
-def test_an_axis_that_is_not_there(level: str, wrong: int) -> None:
+def test_an_unknown_axis(level: str, wrong: int) -> None:
     positions, axis, steps = several(3, 10)
     axis[7] = wrong
     with pytest.raises(RopeError, match="each pair must have one of the axes of positions"):
         cpu.angles(positions, steps, 1.0, torch.float32, axis)
 
 
-def test_several_axes_in_threads(level: str, threads: None) -> None:
+def test_several_axes_with_threads(level: str, threads: None) -> None:
     positions, axis, steps = torch.arange(3 * 5_001).reshape(3, -1) * 7_919 - 3, several(3, 40)[1], several(3, 40)[2]
     made = []
     for count in (1, 2):

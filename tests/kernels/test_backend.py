@@ -1,4 +1,4 @@
-"""ROPEWALK_BACKEND, and a build without the kernels. Each test starts a process, since the variable is read once."""
+"""ROPEWALK_BACKEND, and a build without the kernels. Each test starts a process, because the variable is read once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ropewalk.kernels import backend
 
 NOT_BUILT = "not built when ropewalk was installed, which requires a C++17 compiler and the Python headers"
 
-# What each process can use: `watched` counts the calls of the compiled code, `works` runs everything and checks it.
+# The helpers of each process: `record_calls` counts calls of the compiled code; `works` runs everything and checks it.
 PRELUDE = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -43,7 +43,7 @@ except RopeError as e:
 
 calls = []
 
-def watched():
+def record_calls():
     from ropewalk.kernels import cpu
     for name in ("rotate", "table_gradient", "angles", "rotate_plain", "angles_plain"):
         def call(*args, name=name, function=getattr(cpu, name, None)):
@@ -100,12 +100,12 @@ def test_kernels_are_for_their_own_kind_of_device() -> None:
 
 
 def test_reference_never_calls_the_kernel() -> None:
-    run("reference", "watched()\nassert not works()\nassert calls == [], calls")
+    run("reference", "record_calls()\nassert not works()\nassert calls == [], calls")
 
 
-def test_auto_calls_it_wherever_it_can(built: None) -> None:
+def test_auto_calls_the_kernel_where_possible(built: None) -> None:
     program = """
-watched()
+record_calls()
 assert works()
 assert set(calls) == {"rotate", "table_gradient", "angles"}, calls
 del calls[:]
@@ -116,9 +116,9 @@ assert calls == ["angles"], calls
     run(None, program)
 
 
-def test_kernel_says_where_it_cannot(built: None) -> None:
+def test_kernel_raises_where_no_kernel_applies(built: None) -> None:
     program = """
-watched()
+record_calls()
 assert works()
 assert set(calls) == {"rotate", "table_gradient", "angles"}, calls
 x, at = torch.randn(4, 5, 3, 8), Rope(8, 1e4, "half").at(torch.arange(5))
@@ -147,10 +147,10 @@ def test_another_value_is_refused() -> None:
         assert word in line
 
 
-def test_without_the_extension_it_works_all_the_same() -> None:
+def test_works_without_the_extension() -> None:
     program = """
 from ropewalk.kernels import cpu
-watched()
+record_calls()
 assert not works()
 assert calls == [], calls
 print(cpu.unavailable())
@@ -160,9 +160,7 @@ print(cpu.unavailable())
 
 
 @pytest.mark.parametrize("content", [None, b"garbage"], ids=["missing", "broken"])
-def test_doctor_says_whether_the_extension_is_missing_or_cannot_be_loaded(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_doctor_distinguishes_a_missing_from_a_broken_extension(tmp_path: Path, content: bytes | None) -> None:
     shutil.copytree(
         Path(ropewalk.__file__).parent, tmp_path / "ropewalk", ignore=shutil.ignore_patterns("*.so", "*.pyd")
     )

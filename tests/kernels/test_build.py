@@ -10,7 +10,7 @@ from toolchain import CXX, configure, need, output
 CSRC = Path(__file__).parents[2] / "csrc"
 BIG_ENDIAN = ("-U__BYTE_ORDER__", "-D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__")
 
-# A toolchain file that makes CMake take the compiler for clang-cl. Nothing is compiled, so none has to be there.
+# A toolchain file that makes CMake treat the compiler as clang-cl, which need not be installed: nothing is compiled.
 CLANG_CL = """
 set(CMAKE_SYSTEM_NAME Windows)
 set(CMAKE_SYSTEM_PROCESSOR AMD64)
@@ -31,7 +31,7 @@ set(CMAKE_MT @PROGRAM@)
 
 
 def configured(build: Path, *options: str) -> tuple[str, str]:
-    """What CMake says, and the commands that it makes."""
+    """Return the output of CMake and the commands that it generates."""
     said = configure(build, *options)
     return said, output("ninja", "-C", build, "-t", "commands")
 
@@ -41,12 +41,12 @@ def preprocessed(*flags: str) -> str:
 
 
 def test_a_big_endian_processor_gets_plain_loops() -> None:
-    """The vectors take two bfloat16 apart by their place in 32 bits, which is the other one there."""
+    """The vector code separates two bfloat16 numbers by their place in 32 bits, which depends on the byte order."""
     assert "#define ROPEWALK_VECTORS" not in preprocessed("-dM", *BIG_ENDIAN)
 
 
-def test_without_vectors_there_is_nothing_but_standard_cpp() -> None:
-    """MSVC has no vectors, and no function whose name begins with __builtin."""
+def test_without_vectors_the_code_is_standard_cpp() -> None:
+    """MSVC has neither vector types nor functions whose names begin with __builtin."""
     ours, names = False, []
     for line in preprocessed(*BIG_ENDIAN).splitlines():
         if marker := re.match(r'# \d+ "(.*?)"', line):
@@ -56,13 +56,13 @@ def test_without_vectors_there_is_nothing_but_standard_cpp() -> None:
     assert names == []
 
 
-def test_every_level_asks_only_what_each_compiler_can_answer() -> None:
-    """Clang before 18 refuses __builtin_cpu_supports("f16c"), and with it the whole file."""
+def test_every_level_checks_only_features_that_each_compiler_knows() -> None:
+    """Clang before 18 does not compile __builtin_cpu_supports("f16c")."""
     for path in (CSRC / "CMakeLists.txt", CSRC / "ropewalk.cpp"):
         assert not re.search(r"cpu_supports\(\W*f16c|add_kernels\(\w+ f16c", path.read_text()), path
 
 
-def test_a_level_that_is_left_out_is_named_and_so_are_those_above_it(tmp_path: Path) -> None:
+def test_omitted_levels_are_reported(tmp_path: Path) -> None:
     said, commands = configured(tmp_path, "-DROPEWALK_avx512=OFF")
     assert "CPU kernel avx512 is left out" in said
     assert "CPU kernel avx512_bf16 is left out" in said

@@ -15,7 +15,7 @@ from toolchain import configure, output
 HEAD_DIM, HEADS, KV_HEADS, TOKENS, BASE = 10, 4, 2, 3, 10000.0
 
 # A component is a·c − b·s with |a|, |b| ≤ 1.5. Rounded to float32: cos and sin (2⁻²⁵ each), the products and the
-# difference (2⁻²⁴ of them). Before that the angle is off by no more than the position, below 2²⁰, times 2⁻⁵², where a
+# difference (2⁻²⁴ of them). The error of the angle is at most the position, below 2²⁰, times 2⁻⁵², where a
 # long double has 53 bits; the oracle takes the frequency as a float64 too.
 ROTATED = 2 * 1.5 * 2**-25 + 2 * 1.5 * 2**-24 + 1.5 * 2**0.5 * (2**-24 + 2**-32)
 # A score sums HEAD_DIM products of such numbers, no greater than 1.5·√2, and rounds each product and each sum.
@@ -58,7 +58,7 @@ def test_example_agrees_with_the_oracle(example: Path, pairing: str, first: int)
     assert next(scores, None) is None
 
 
-def test_example_wants_a_pairing_that_it_knows(example: Path) -> None:
+def test_example_rejects_an_unknown_pairing(example: Path) -> None:
     result = subprocess.run([example, "both"], capture_output=True, text=True)
     assert result.returncode == 2
     assert "interleaved or half" in result.stderr

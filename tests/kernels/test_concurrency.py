@@ -14,7 +14,7 @@ import torch
 from kernel_cases import check, expected, unchanged
 from ropewalk import Rope, Rotation
 
-SEQ = 331  # times 3 heads and 64 channels: enough for two threads of PyTorch
+SEQ = 331  # with 3 heads and 64 channels, enough elements for two threads of PyTorch
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -50,7 +50,7 @@ def test_two_threads_of_python(calls: list[str], threads: None, count: int) -> N
 
 
 def test_number_of_threads_makes_no_difference(calls: list[str], threads: None) -> None:
-    """Also in a new thread, where OpenMP itself does not know of it."""
+    """The number also applies in a new thread, where OpenMP itself has another setting."""
     q, k = torch.randn(2, SEQ, 3, 64), torch.randn(2, SEQ, 1, 64)
     rope, made = Rope(64, 1e4, "half"), []
     for count in (1, 2):
@@ -88,7 +88,7 @@ def work():  # NumPy checks: large operators of PyTorch itself hang in a forked 
     assert abs(rotation.cos.numpy() - np.cos(angle)).max() < 1e-7
     y = rotation(q, layout="bshd")
     cos, sin = (table.numpy()[:, None] for table in (rotation.cos, rotation.sin))
-    assert abs(y.numpy() - oracle.turned(q.numpy(), cos, sin, "half")[0]).max() < 1e-5
+    assert abs(y.numpy() - oracle.rotate_by_tables(q.numpy(), cos, sin, "half")[0]).max() < 1e-5
     d_cos, d_sin = cpu.table_gradient([q], [y], 32, "bshd", False, 0)
     exact = oracle.table_gradient(q.numpy(), y.numpy(), 32, "half")
     assert abs(d_cos.numpy() - exact[0]).max() < 1e-4 > abs(d_sin.numpy() - exact[1]).max()
@@ -117,7 +117,7 @@ def test_forked_process(used: None, when: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_the_kernel_runs_on_the_threads_of_torch() -> None:
-    """PyTorch's pool is empty until something runs in parallel, and here nothing does before the rotation."""
+    """PyTorch's pool has no threads until the first parallel call, which is the rotation here."""
     program = """
 import os, numpy, torch
 from ropewalk import Rotation

@@ -15,7 +15,7 @@ import oracle
 from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, bits, by_reference, check, expected, same, shape, unchanged
 from ropewalk import Axes, Rope, RopeError, Rotation
 from ropewalk.kernels import backend, cpu
-from unusual import TENSORS, WATCHERS, Subclass, inference
+from unusual import OBSERVERS, TENSORS, Subclass, inference
 
 pytestmark = pytest.mark.skipif(not backend.FAST_PATH, reason="no kernels, or a PyTorch before 2.10, or not to be used")
 
@@ -69,7 +69,7 @@ def usual() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("case", TENSORS)
-def test_unusual_tensors_are_left_alone(case: str, in_place: bool) -> None:
+def test_uncommon_tensors_are_left_to_python(case: str, in_place: bool) -> None:
     which, change = TENSORS[case]
     given = dict(zip(("q", "k", "cos", "sin"), usual(), strict=True))
     assert call(*given.values(), in_place=in_place) is not None
@@ -96,7 +96,7 @@ def test_unusual_tensors_are_left_alone(case: str, in_place: bool) -> None:
     ],
     ids=str,
 )
-def test_arguments_that_do_not_fit_are_left_alone(how: dict[str, Any]) -> None:
+def test_invalid_arguments_are_left_to_python(how: dict[str, Any]) -> None:
     given = usual()
     assert call(*given) is not None
     assert call(*given, **how) is None
@@ -109,11 +109,11 @@ def test_batched_tables_in_another_layout() -> None:
     assert call(q[0], k[0], *tables(BATCH, SEQ), "thd") is None
 
 
-@pytest.mark.parametrize("who", WATCHERS)
-def test_who_watches_sees_everything(who: str) -> None:
+@pytest.mark.parametrize("who", OBSERVERS)
+def test_observers_see_every_operator(who: str) -> None:
     given, positions = usual(), torch.arange(3)
     steps = np.array([2**60], dtype=np.int64).tobytes()
-    with WATCHERS[who]():
+    with OBSERVERS[who]():
         assert call(*given) is None
         assert call(*given, in_place=True) is None
         assert cpu.angles_plain(positions, steps, 1.0, torch.float32, b"", 0) is None
@@ -122,7 +122,7 @@ def test_who_watches_sees_everything(who: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
-def test_transforms_and_tracers_see_everything() -> None:
+def test_transforms_and_tracers_see_every_operator() -> None:
     q, k, cos, sin = usual()
     seen = []
 
@@ -135,7 +135,7 @@ def test_transforms_and_tracers_see_everything() -> None:
     assert seen == [None, None]
 
 
-def test_gradients_that_nobody_records() -> None:
+def test_without_recorded_gradients() -> None:
     q, k, cos, sin = usual()
     q.requires_grad_()
     with torch.no_grad():
@@ -149,13 +149,13 @@ def test_inference_tensors() -> None:
     q, k, cos, sin = usual()
     made = inference(q)
     assert call(made, k, cos, sin) is not None
-    assert call(made, k, cos, sin, in_place=True) is None  # an error, which Python says
+    assert call(made, k, cos, sin, in_place=True) is None  # an error, which the Python code raises
     with torch.inference_mode():
         assert call(made, k, cos, sin, in_place=True) is True
 
 
-def test_memory_that_is_shared_is_never_written_twice() -> None:
-    """Slices of one buffer by random strides, against NumPy, which looks at every element."""
+def test_shared_memory_is_never_written_twice() -> None:
+    """Random slices of one buffer. NumPy determines whether they share an element."""
     draw, taken, shared = random.Random(0), 0, 0
     for _ in range(3000):
         buffer = torch.zeros(400)
@@ -175,7 +175,7 @@ def test_memory_that_is_shared_is_never_written_twice() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_slices_of_a_fused_projection_are_usual(layout: str) -> None:
+def test_slices_of_a_fused_projection_use_the_fast_path(layout: str) -> None:
     heads = HEADS + 2 * KV_HEADS
     fused = torch.randn(shape(layout, BATCH, SEQ, heads, HEAD_DIM))
     q, k, _ = fused.split([HEADS, KV_HEADS, KV_HEADS], dim=layout.index("h"))
@@ -188,8 +188,8 @@ def test_each_element_needs_memory_of_its_own() -> None:
     assert call(q[:, :, :1].expand(q.shape), k, cos, sin) is not None
 
 
-def test_a_rotation_takes_it_and_else_goes_on() -> None:
-    """What is not usual has the numbers, or the error, that it has without the quick way."""
+def test_a_rotation_uses_the_fast_path_or_python() -> None:
+    """Uncommon calls give the same result or error as without the fast path."""
     rope = Rope(HEAD_DIM, 1e4, "half", rotary_dim=16, rotary_offset=4)
     q, k, *_ = usual()
     rotation = rope.at(torch.arange(SEQ))
@@ -219,7 +219,9 @@ def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned:
         assert table.shape == (*size, 4)
         assert table.dtype == dtype
         found = table.reshape(-1, 4)[some].double().numpy()
-        assert np.abs(found - 1.5 * truth).max() <= (6.2e-8 if dtype == torch.float32 else 4e-16)  # an ulp above 1
+        assert np.abs(found - 1.5 * truth).max() <= (
+            6.2e-8 if dtype == torch.float32 else 4e-16
+        )  # one ulp of numbers above 1
 
 
 @pytest.mark.parametrize(
@@ -238,18 +240,18 @@ def test_angles(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned:
     ],
     ids=str,
 )
-def test_unusual_positions_are_left_alone(positions: Any) -> None:
+def test_uncommon_positions_are_left_to_python(positions: Any) -> None:
     steps = np.array([2**60], dtype=np.int64).tobytes()
     assert cpu.angles_plain(positions, steps, 1.0, torch.float32, b"", 0) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex64, "float32"], ids=str)
-def test_tables_of_no_such_dtype_are_left_alone(dtype: Any) -> None:
+def test_other_table_dtypes_are_left_to_python(dtype: Any) -> None:
     steps = np.array([2**60], dtype=np.int64).tobytes()
     assert cpu.angles_plain(torch.arange(5), steps, 1.0, dtype, b"", 0) is None
 
 
-def test_a_rope_takes_it_and_else_goes_on() -> None:
+def test_a_rope_uses_the_fast_path_or_python() -> None:
     rope = Rope(8, 1e4, "half")
     at = rope.at(torch.arange(4))
     for positions in (torch.arange(4, dtype=torch.int32), torch.arange(8)[::2] // 2, torch.arange(4).expand(1, 4)):
@@ -267,8 +269,10 @@ def test_a_rope_takes_it_and_else_goes_on() -> None:
     [(None, True), ("cpu", True), (torch.device("cpu"), True), ("cpu:0", False), (torch.device("cpu", 0), False)],
     ids=repr,
 )
-def test_a_rope_takes_it_on_the_device_of_positions(device: Any, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doors always say the device, and mostly it is where positions are."""
+def test_a_rope_uses_the_fast_path_with_an_explicit_device(
+    device: Any, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Callers often pass the device explicitly, usually that of the positions."""
     plain, asked = cpu.angles_plain, []
 
     def angles_plain(*given: Any) -> Any:
@@ -292,7 +296,7 @@ SEVERAL = Rope(16, 1e4, "half", axes=AXES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [(3,), (2, 5), (1,), (3, 1), (20_000,)])
 def test_angles_of_several_axes(size: tuple[int, ...], dtype: torch.dtype, level: str, poisoned: None) -> None:
-    """Bit for bit those of each axis alone."""
+    """Each pair has the same bits as with only its own axis."""
     positions = torch.randint(-(2**31), 2**31, (3, *size))
     one, two = positions[:1].expand(3, *size), torch.cat((positions, positions), -1)[..., : size[-1]]
     for given in (positions, one) if len(size) == 2 else (positions, one, two):
@@ -321,18 +325,18 @@ def test_angles_of_several_axes(size: tuple[int, ...], dtype: torch.dtype, level
     ],
     ids=lambda x: f"{tuple(x.shape)} {x.dtype}",
 )
-def test_unusual_positions_of_several_axes_are_left_alone(positions: Tensor) -> None:
+def test_uncommon_positions_of_several_axes_are_left_to_python(positions: Tensor) -> None:
     assert cpu.angles_plain(positions, SEVERAL._packed_steps, 1.0, torch.float32, SEVERAL._packed_axis, 3) is None
 
 
 @pytest.mark.parametrize("axis", [[0] * 7, [0] * 9, [0] * 7 + [3], [-1] + [0] * 7, []])
-def test_axes_that_do_not_fit_are_left_alone(axis: list[int]) -> None:
+def test_invalid_axes_are_left_to_python(axis: list[int]) -> None:
     packed = np.array(axis, dtype=np.int64).tobytes()
     positions = torch.zeros(3, 5, dtype=torch.int64)
     assert cpu.angles_plain(positions, SEVERAL._packed_steps, 1.0, torch.float32, packed, 3) is None
 
 
-def test_a_rope_with_axes_takes_it() -> None:
+def test_a_rope_with_axes_uses_the_fast_path() -> None:
     positions = torch.arange(12).reshape(3, 4)
     taken, gone_on = SEVERAL.at(positions), SEVERAL.at(positions.to(torch.int32))
     assert torch.equal(taken.cos, gone_on.cos)

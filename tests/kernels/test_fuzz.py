@@ -2,7 +2,7 @@
 
     python tests/kernels/test_fuzz.py 20000 [first seed]
 
-runs as many cases. `csrc/tests/sanitize --python` runs them under AddressSanitizer, which sees reads as well.
+runs this number of cases. `csrc/tests/sanitize --python` runs them under AddressSanitizer, which also detects reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARGIN = 64
 
 
 class Guarded:
-    """A tensor of any strides amid numbers that must stay."""
+    """A tensor with any strides inside a buffer whose other elements must not change."""
 
     def __init__(self, random: random.Random, size: tuple[int, ...], dtype: torch.dtype) -> None:
         order = random.sample(range(len(size)), len(size)) if random.random() < 0.3 else list(range(len(size)))
@@ -59,7 +59,7 @@ def tables(random: random.Random, batch: int, seq: int, pairs: int, layout: str)
 
 
 def fit(random: random.Random) -> tuple[Rotation, list[Guarded], str]:
-    """A rotation, one or two tensors that fit it, and their layout."""
+    """Return a rotation, one or two tensors that match it, and their layout."""
     layout, pairing = random.choice(LAYOUTS), random.choice(PAIRINGS)
     batch, seq, pairs = random.choice((1, 2, 3)), random.choice((0, 1, 1, 2, 7)), random.choice((1, 2, 3, 4, 8, 17, 32))
     offset, rest = random.choice((0, 0, 1, 5)), random.choice((0, 0, 1, 6))
@@ -75,7 +75,7 @@ def fit(random: random.Random) -> tuple[Rotation, list[Guarded], str]:
 
 
 def in_memory(t: Tensor) -> Tensor:
-    """NumPy takes neither PyTorch's zero tensors nor its lazy minus."""
+    """Return a copy in memory: NumPy supports neither zero tensors nor the negative bit of PyTorch."""
     return torch.zeros(t.shape, dtype=t.dtype) if t._is_zerotensor() else t.resolve_neg()
 
 
@@ -91,7 +91,7 @@ def is_right(rotation: Rotation, results: Any, wanted: list[tuple[np.ndarray, np
 
 
 def fitting(random: random.Random) -> str:
-    """New tensors, in place, and the gradient of both, of what fits."""
+    """Check valid calls: into new tensors, in place, and the gradients of both."""
     rotation, guarded, layout = fit(random)
     tensors = [g.x for g in guarded]
     wanted = [exact(rotation, x, layout) for x in tensors]
@@ -106,8 +106,8 @@ def fitting(random: random.Random) -> str:
         leaves = [x.clone().requires_grad_() for x in tensors]
         results = [x * 1 for x in leaves]
         if way == "backward":
-            turned = rotation(*results, layout=layout)
-            results = [turned] if isinstance(turned, Tensor) else list(turned)
+            rotated = rotation(*results, layout=layout)
+            results = [rotated] if isinstance(rotated, Tensor) else list(rotated)
         else:
             rotation.apply_(*results, layout=layout)
         is_right(rotation, [y.detach() for y in results], wanted, layout)
@@ -145,10 +145,10 @@ CHANGES: list[Callable[[Tensor], Any]] = [
 
 
 def attempt(rotation: Rotation, guarded: list[Guarded], layout: str, random: random.Random) -> str:
-    """A call that may be refused; if it is not, it must be right."""
+    """Make a call that may raise a RopeError. Its result must be right otherwise."""
     tensors, way = [g.x for g in guarded], random.choice(("new", "in place"))
     try:
-        # What the tables say before the call, where they say anything.
+        # The values of the tables before the call, if they have values.
         wanted = [exact(rotation, x, layout) for x in tensors]
     except Exception:
         wanted = []
@@ -167,7 +167,7 @@ def pytrees(random: random.Random) -> str:
     rotation, guarded, layout = fit(random)
     try:
         rotation = pytree.tree_map(random.choice(CHANGES), rotation)
-    except (RuntimeError, IndexError):  # PyTorch's own: no such axis
+    except (RuntimeError, IndexError):  # PyTorch's own error: no such axis
         return "none"
     return attempt(rotation, guarded, layout, random)
 
@@ -177,7 +177,7 @@ OBJECTS = (None, "half", "HALF", "interleaved", "", True, [], {}, (1, 2), float(
 
 
 def pickles(random: random.Random) -> str:
-    """Files that `torch.load(weights_only=True)` takes, with other fields than those of a Rotation."""
+    """Pickles that `torch.load(weights_only=True)` accepts, with invalid fields of a Rotation."""
     rotation, guarded, layout = fit(random)
     _, fields = rotation.__reduce__()
     fields = list(fields)
@@ -213,7 +213,7 @@ def pickles(random: random.Random) -> str:
 
 
 def operators(random: random.Random) -> str:
-    """The private operators, one or two of their arguments replaced."""
+    """The private operators, with one or two arguments replaced."""
     rotation, guarded, layout = fit(random)
     tensors = [g.x for g in guarded]
     inverse, in_place = random.random() < 0.5, random.random() < 0.5
@@ -243,7 +243,7 @@ def operators(random: random.Random) -> str:
         results = operator(*arguments)
     except RopeError:
         return "refused"
-    except NotImplementedError:  # PyTorch's own: it has no operator of ours for sparse tensors
+    except NotImplementedError:  # PyTorch's own error: the operator is not defined for sparse tensors
         return "refused by PyTorch"
     if all(x.is_meta for x in (*arguments[0], *arguments[1:3])):
         return "meta"
@@ -273,7 +273,7 @@ KINDS = (fitting, fitting, pytrees, pickles, operators, angles)
 
 
 def case(seed: int) -> tuple[str, str]:
-    """One random case, and what came of it."""
+    """Run one random case. Return its outcome."""
     torch.manual_seed(seed)
     chosen = random.Random(seed)
     kind = chosen.choice(KINDS)
@@ -290,7 +290,7 @@ def cases(first: int, count: int) -> Counter[tuple[str, str]]:
     return counted
 
 
-def test_nothing_else_comes_out() -> None:
+def test_every_outcome_is_right_or_a_rope_error() -> None:
     levels = [] if cpu.unavailable() else cpu._cpu.levels()
     for n, level in enumerate(levels or ["none"]):
         if levels:

@@ -1,4 +1,4 @@
-"""Gradients of the kernels through the public call, against float64 formulas and finite differences."""
+"""Gradients of the kernels through public calls, compared with float64 formulas and finite differences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rotation(cos: Tensor, sin: Tensor, pairing: str) -> Rotation:
 
 
 def check_back(grad: Tensor | None, incoming: Tensor, cos: Tensor, sin: Tensor, layout: str, pairing: str) -> None:
-    """The gradient to x is the inverse rotation of the incoming gradient."""
+    """Check that the gradient to x is the inverse rotation of the incoming gradient."""
     assert grad is not None
     check(grad, *expected(incoming, cos, sin, layout, pairing, OFFSET, inverse=True), layout, "gradient")
 
@@ -37,7 +37,7 @@ def check_back(grad: Tensor | None, incoming: Tensor, cos: Tensor, sin: Tensor, 
 def check_tables(
     cos: Tensor, sin: Tensor, parts: list[tuple[Tensor, Tensor]], layout: str, pairing: str, rtol: float
 ) -> None:
-    """The gradient to tables is summed over everything that they are used for; `parts`: x and its incoming gradient."""
+    """Check the gradients to the tables, summed over all uses. parts: pairs of x and its incoming gradient."""
     sums = [oracle.table_gradient(as_bshd(x, layout), as_bshd(g, layout), PAIRS, pairing, OFFSET) for x, g in parts]
     for table, which in ((cos, 0), (sin, 1)):
         exact, size = sum(s[which] for s in sums), sum(s[2] for s in sums)
@@ -129,7 +129,7 @@ class TestToTables:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_twice(calls: list[str], pairing: str) -> None:
-    """The gradient of |gradient|²: rotated back, doubled, and rotated forward again."""
+    """The gradient of |gradient|² is the gradient, rotated back, doubled, and rotated forward again."""
     torch.manual_seed(5)
     q = made("bshd", torch.float64)
     cos, sin = (torch.randn(SEQ, PAIRS, dtype=torch.float64) for _ in range(2))
@@ -142,7 +142,7 @@ def test_twice(calls: list[str], pairing: str) -> None:
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_gradient_of_the_gradient_to_tables(calls: list[str], pairing: str) -> None:
-    """Σ W·d_cos + V·d_sin = incoming · (x rotated by W, V). gradgradcheck passes over a gradient that is missing."""
+    """Σ W·d_cos + V·d_sin = incoming · (x rotated by W, V). gradgradcheck does not detect a missing gradient."""
     torch.manual_seed(11)
     q = made("bshd", torch.float64)
     cos, sin = (torch.randn(SEQ, PAIRS, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -152,7 +152,7 @@ def test_gradient_of_the_gradient_to_tables(calls: list[str], pairing: str) -> N
     d_cos, d_sin = torch.autograd.grad(y, (cos, sin), incoming, create_graph=True)
     by_q, by_incoming = torch.autograd.grad((w * d_cos + v * d_sin).sum(), (q, incoming))
     still = torch.ones(DIM, dtype=torch.float64)
-    still[:OFFSET] = still[OFFSET + 2 * PAIRS :] = 0  # channels that no table touches
+    still[:OFFSET] = still[OFFSET + 2 * PAIRS :] = 0  # unrotated channels
     for mine, x, inverse in ((by_q, incoming, True), (by_incoming, q, False)):
         exact, size = expected(x, w, v, "bshd", pairing, OFFSET, inverse=inverse)
         check(mine, exact * still.numpy(), size, "bshd", inverse)
@@ -160,21 +160,21 @@ def test_gradient_of_the_gradient_to_tables(calls: list[str], pairing: str) -> N
 
 @pytest.mark.parametrize("wants", [(q, k, c, s) for q in (0, 1) for k in (0, 1) for c in (0, 1) for s in (0, 1)])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_whoever_wants_a_gradient(calls: list[str], wants: tuple[int, ...], in_place: bool) -> None:
+def test_every_combination_of_required_gradients(calls: list[str], wants: tuple[int, ...], in_place: bool) -> None:
     torch.manual_seed(6)
     q, k = (made("bshd", heads=heads, wants=bool(wants[i])) for i, heads in enumerate((HEADS, 1)))
     cos, sin = (torch.randn(SEQ, PAIRS, requires_grad=bool(wants[2 + i])) for i in range(2))
-    turn, before = rotation(cos, sin, "half"), [q.detach().clone(), k.detach().clone()]
+    rotate, before = rotation(cos, sin, "half"), [q.detach().clone(), k.detach().clone()]
     if in_place:
-        turned = [q * 1, k * 1]
-        turn.apply_(*turned, layout="bshd")
+        rotated = [q * 1, k * 1]
+        rotate.apply_(*rotated, layout="bshd")
     else:
-        turned = list(turn(q, k, layout="bshd"))
-    for x, y, wanted in zip(before, turned, wants, strict=False):
+        rotated = list(rotate(q, k, layout="bshd"))
+    for x, y, wanted in zip(before, rotated, wants, strict=False):
         check(y, *expected(x, cos, sin, "bshd", "half", OFFSET, inverse=False), "bshd", wants)
         assert y.requires_grad == bool(wanted or wants[2] or wants[3])
-    incoming = [torch.randn_like(y) for y in turned]
-    recorded = [(y, grad) for y, grad in zip(turned, incoming, strict=True) if y.requires_grad]
+    incoming = [torch.randn_like(y) for y in rotated]
+    recorded = [(y, grad) for y, grad in zip(rotated, incoming, strict=True) if y.requires_grad]
     if recorded:
         torch.autograd.backward([y for y, _ in recorded], [grad for _, grad in recorded])
     for x, grad in zip((q, k), incoming, strict=True):
@@ -191,8 +191,8 @@ def test_whoever_wants_a_gradient(calls: list[str], wants: tuple[int, ...], in_p
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_what_is_not_used_has_no_gradient(calls: list[str], learned: bool) -> None:
-    """Nothing is made of the missing one, not even zeros."""
+def test_unused_outputs_have_no_gradient(calls: list[str], learned: bool) -> None:
+    """No gradient is created for an unused output, not even zeros."""
     torch.manual_seed(7)
     cos, sin = (torch.randn(SEQ, PAIRS, requires_grad=learned) for _ in range(2))
     for used in (0, 1):
@@ -211,7 +211,7 @@ def test_what_is_not_used_has_no_gradient(calls: list[str], learned: bool) -> No
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 def test_under_checkpoint(calls: list[str], threads: None, reentrant: bool, count: int) -> None:
-    """Turned anew in the backward pass, which runs in another thread where it likes."""
+    """The backward pass repeats the rotation, possibly in another thread."""
     torch.set_num_threads(count)
     torch.manual_seed(8)
     seq = 331  # enough for two threads
@@ -225,7 +225,7 @@ def test_under_checkpoint(calls: list[str], threads: None, reentrant: bool, coun
     checkpoint(block, q, cos, sin, use_reentrant=reentrant).backward(incoming)
     exact, _ = expected(q, cos, sin, "bshd", "half", 0, inverse=False)
     grad = torch.from_numpy(2 * exact * incoming.double().numpy())
-    # Numbers up to some tens, each the sum of four products of float32.
+    # Numbers up to about 50, each the sum of four float32 products.
     np.testing.assert_allclose(
         q.grad, expected(grad, cos, sin, "bshd", "half", 0, inverse=True)[0], rtol=1e-5, atol=1e-4
     )
@@ -250,7 +250,7 @@ def test_threads_make_no_difference(calls: list[str], threads: None) -> None:
 
 
 def test_lazily_negated_tensors(used: None) -> None:
-    """`conj().imag` is a view whose minus sign is a flag: the memory says something else."""
+    """`conj().imag` is a view with the negative bit: its memory has the opposite values."""
     torch.manual_seed(10)
     table, other = torch.randn(2, SEQ, PAIRS, dtype=torch.complex64).conj()
     q, k = torch.randn(2, *shape("bshd", BATCH, SEQ, HEADS, DIM), dtype=torch.complex64).conj().imag
@@ -258,8 +258,8 @@ def test_lazily_negated_tensors(used: None) -> None:
     assert q.is_neg()
     cos, sin = table.imag, other.imag
     plain = [x.clone() for x in (q, k)]  # a clone is resolved
-    turned = rotation(cos, sin, "half")(q, k, layout="bshd")
-    for x, y in zip(plain, turned, strict=True):
+    rotated = rotation(cos, sin, "half")(q, k, layout="bshd")
+    for x, y in zip(plain, rotated, strict=True):
         check(y, *expected(x, cos, sin, "bshd", "half", OFFSET, inverse=False), "bshd", "new tensors")
     wants = plain[0].requires_grad_()
     rotation(cos, sin, "half")(wants, layout="bshd").backward(k)

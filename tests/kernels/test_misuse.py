@@ -1,6 +1,6 @@
-"""Tensors and tables that must not reach a kernel: each raises or uses the reference, and nothing is half done.
+"""Tensors and tables that must not reach a kernel: each raises or uses the reference, without partial effects.
 
-Any of these once read or wrote memory outside of a tensor, or gave wrong numbers without an error.
+Each case once read or wrote memory outside of a tensor, or gave wrong numbers without an error.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def queries(heads: int = 2) -> Tensor:
 
 
 def exact(x: Tensor) -> np.ndarray:
-    """x `[1, seq, heads, head_dim]`, rotated in float64."""
+    """Return x `[1, seq, heads, head_dim]`, rotated in float64."""
     angles = oracle.reduced(POSITIONS.tolist(), Rope(HEAD_DIM, 1e4, "half").inv_freq)[None, :, None]
     array = x.detach().double().numpy()
     return oracle.rotate(array, np.broadcast_to(angles, (*array.shape[:-1], HEAD_DIM // 2)), "half", 0, 1.0)
 
 
 def check(x: Tensor, wanted: np.ndarray) -> None:
-    """One rounding of the table, two products and a sum, of numbers up to 6."""
+    """Compare up to the roundings of the table, two products and a sum, for numbers up to 6."""
     np.testing.assert_allclose(x.detach().double(), wanted, rtol=0, atol=3e-6)
 
 
@@ -64,8 +64,8 @@ class TestTensorsWithoutMemory:
         assert not Rotation(zero, zero, pairing="half")(queries(), layout="bshd").any()
 
     @pytest.mark.parametrize("what", ["q", "k", "cos"])
-    def test_storage_that_was_resized_to_nothing(self, what: str, used: None) -> None:
-        """As FSDP does with parameters that are not needed just now."""
+    def test_storage_that_was_resized_to_0(self, what: str, used: None) -> None:
+        """FSDP does this with parameters that are currently not needed."""
         rotation, tensors = pytree.tree_map(torch.clone, ROTATION), {"q": queries(), "k": queries()}
         {**tensors, "cos": rotation.cos}[what].untyped_storage().resize_(0)
         for call in (rotation, rotation.apply_):
@@ -73,8 +73,8 @@ class TestTensorsWithoutMemory:
                 call(**tensors, layout="bshd")
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_q_stays_if_k_has_no_storage(self, dtype: torch.dtype, used: None) -> None:
-        """Also where each of them takes a call of its own, since their dtypes differ."""
+    def test_q_is_unchanged_if_k_has_no_storage(self, dtype: torch.dtype, used: None) -> None:
+        """q must not change if k has no memory, even if q and k need separate calls because their dtypes differ."""
         q, k = queries(), queries().to(dtype)
         before = q.clone()
         k.untyped_storage().resize_(0)
@@ -82,7 +82,7 @@ class TestTensorsWithoutMemory:
             ROTATION.apply_(q, k, layout="bshd")
         assert torch.equal(q, before)
 
-    def test_positions_whose_storage_was_resized_to_nothing(self, used: None) -> None:
+    def test_positions_whose_storage_was_resized_to_0(self, used: None) -> None:
         positions = POSITIONS.clone()
         positions.untyped_storage().resize_(0)
         with pytest.raises(RopeError, match="must have memory"):
@@ -90,7 +90,7 @@ class TestTensorsWithoutMemory:
 
 
 class TestTablesChangedBehindTheRotation:
-    """What `tree_map`, a pickle or an exported program may put in the place of the tables."""
+    """Values that `tree_map`, a pickle or an exported program may put in place of the tables."""
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -119,8 +119,8 @@ class TestTablesChangedBehindTheRotation:
                 call(q, layout="bshd")
         assert torch.equal(q, before)
 
-    def test_tables_of_another_batch_are_not_taken_for_this_one(self) -> None:
-        """Stacking two batched rotations gives tables of four axes; row 0 was once used for all rows of the batch."""
+    def test_tables_of_another_batch_are_refused(self) -> None:
+        """Stacked batched rotations have tables of four axes. A call once used row 0 for all rows of the batch."""
         rotation = Rope(HEAD_DIM, 1e4, "half").at(torch.stack([POSITIONS, POSITIONS + 100]))
         stacked = pytree.tree_map(lambda *tables: torch.stack(tables), rotation, rotation)
         with pytest.raises(RopeError, match=r"got shapes \(2, 2, 4, 4\)"):
@@ -149,7 +149,7 @@ class TestTablesChangedBehindTheRotation:
         ],
     )
     def test_pickle(self, fields: tuple[Any, ...], message: str, tmp_path: Path) -> None:
-        """Files that `torch.load(weights_only=True)` takes, since it may build a Rotation."""
+        """Pickles that `torch.load(weights_only=True)` accepts, because they only build a Rotation."""
 
         class Crafted:
             def __reduce__(self) -> tuple[Any, ...]:
@@ -161,8 +161,8 @@ class TestTablesChangedBehindTheRotation:
         with pytest.raises(RopeError, match=message):
             pickle.loads(pickle.dumps(Crafted()))
 
-    def test_pytree_that_was_written_to_a_file(self) -> None:
-        """As in an exported program: the fields beside the tables are JSON there."""
+    def test_pytree_from_a_file(self) -> None:
+        """In an exported program, the fields other than the tables are JSON."""
         written = pytree.treespec_dumps(pytree.tree_structure(ROTATION))
         assert '"half", 8, 8, 0, 1.0' in written.replace("\\", "")
         for old, new in (("8, 8, 0", "8, 8, -64"), ("8, 8, 0", "8, 4096, 0"), ("half", "HALF"), ("8, 8, 0", "8")):
@@ -175,7 +175,7 @@ ROTATE, ROTATE_ = torch.ops.ropewalk.rotate.default, torch.ops.ropewalk.rotate_.
 
 
 class TestPrivateOperators:
-    """torch.ops.ropewalk is within anybody's reach."""
+    """Any code can call torch.ops.ropewalk."""
 
     @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
     @pytest.mark.parametrize(
@@ -208,20 +208,20 @@ class TestPrivateOperators:
         with pytest.raises(RopeError, match=message):
             operator(**{**plain, "rotary_offset": 0, "inverse": False, **changes})
 
-    def test_rotate_in_place_of_what_shares_elements(self) -> None:
+    def test_rotate_in_place_refuses_shared_elements(self) -> None:
         q = queries()
         for tensors, message in (([q, q], "must not share"), ([q[:, :, :1].expand(1, 4, 3, 8)], "memory of its own")):
             with pytest.raises(RopeError, match=message):
                 ROTATE_(tensors, COS, SIN, "bshd", False, 0, False)
 
     @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
-    def test_meta_tensors_beside_others(self, operator: Any) -> None:
+    def test_meta_tensors_with_others(self, operator: Any) -> None:
         for tensors, cos in (([queries()], COS.to("meta")), ([queries().to("meta")], COS)):
             with pytest.raises(RopeError, match="all tensors must be on the same device, got cpu, meta"):
                 operator(tensors, cos, cos, "bshd", False, 0, False)
 
     def test_zero_and_negative_tensors(self) -> None:
-        """PyTorch itself gives them memory before an operator sees them."""
+        """PyTorch copies such tensors into memory before it calls an operator."""
         (zeros,) = ROTATE([torch._efficientzerotensor((1, SEQ, 2, 8))], COS, SIN, "bshd", False, 0, False)
         assert torch.equal(zeros, torch.zeros(1, SEQ, 2, 8))
         x = torch.randn(1, SEQ, 2, 8, dtype=torch.complex64).conj().imag
@@ -283,7 +283,7 @@ class TestPrivateOperators:
     ],
 )  # fmt: skip
 def test_sizes_that_reach_the_compiled_code(changes: dict[str, Any], message: str) -> None:
-    """The addresses here are none: a size that is let through would end the process."""
+    """The addresses here are invalid, so a size that passed the checks would crash the process."""
     from ropewalk.kernels import _cpu
 
     arguments = {
@@ -310,7 +310,7 @@ class TestInPlace:
             "another dtype": (x, x.view(torch.bfloat16)[..., :8]),
         }
 
-    def test_what_q_and_k_share_is_refused(self) -> None:
+    def test_shared_elements_are_refused(self) -> None:
         for name, (q, k) in self.overlapping().items():
             before = q.detach().clone(), k.detach().clone()
             with torch.no_grad(), pytest.raises(RopeError, match="q and k must not share elements"):
@@ -318,7 +318,7 @@ class TestInPlace:
             assert unchanged(q.detach(), before[0]), name
             assert unchanged(k.detach(), before[1]), name
 
-    def test_neighbours_share_nothing(self) -> None:
+    def test_adjacent_slices_share_no_element(self) -> None:
         fused, channels = torch.randn(2, SEQ, 6, HEAD_DIM), torch.randn(2, SEQ, 2, 2 * HEAD_DIM)
         flat = torch.randn(SEQ * 40)
         for q, k in (
@@ -336,8 +336,8 @@ class TestInPlace:
             check(q, wanted[0])
             check(k, wanted[1])
 
-    def test_compiled_code_rotates_what_is_shared_once(self) -> None:
-        """Compiled code cannot look at addresses. Both results are worked out before either is written."""
+    def test_compiled_code_rotates_shared_elements_once(self) -> None:
+        """Compiled code cannot compare addresses. It computes both results before it writes either."""
         x = queries()
         torch._dynamo.reset()
         for slices in (lambda y: (y, y), lambda y: (y, y[:, :, :1])):
@@ -374,7 +374,7 @@ class TestInPlace:
                 assert torch.equal(q, before[0]), name
                 assert torch.equal(k, before[1]), name
 
-    def test_what_is_refused_is_what_autograd_refuses(self) -> None:
+    def test_refuses_the_same_tensors_as_autograd(self) -> None:
         for x in self.unrecordable().values():
             if not x.is_inference():
                 zeros = torch.zeros_like(x).requires_grad_()
@@ -392,7 +392,7 @@ class TestInPlace:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
-def test_autocast_to_another_dtype_where_pytorch_looks_inside(dtype: torch.dtype, pairing: str) -> None:
+def test_autocast_to_another_dtype_under_tracing(dtype: torch.dtype, pairing: str) -> None:
     other = torch.bfloat16 if dtype == torch.float16 else torch.float16
     rotation, q = Rope(HEAD_DIM, 1e4, pairing).at(POSITIONS), queries().to(dtype)
     wanted = rotation(q, layout="bshd")

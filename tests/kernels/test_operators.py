@@ -33,7 +33,7 @@ def arguments(
 class TestOperator:
     @pytest.mark.parametrize("operator", [ROTATE, ROTATE_], ids=str)
     def test_opcheck(self, operator: Any) -> None:
-        """Everything that opcheck has. It does not see gradients, which are not the operator's: test_gradients.py."""
+        """All checks of opcheck. Gradients are not part of the operator; test_gradients.py checks them."""
         everything = (
             "test_schema",
             "test_autograd_registration",
@@ -48,7 +48,7 @@ class TestOperator:
         torch.library.opcheck(operator, arguments([queries("sbhd").transpose(0, 1)]), test_utils=everything)
 
     @pytest.mark.parametrize("where", ["fake", "meta"])
-    def test_shapes_and_strides_are_known_beforehand(self, where: str) -> None:
+    def test_shapes_and_strides_of_meta_tensors(self, where: str) -> None:
         views = {
             "dense": queries(),
             "transposed": queries("bhsd").transpose(1, 2),
@@ -76,19 +76,19 @@ class TestOperator:
     def test_is_the_rotation(self, layout: str, pairing: str) -> None:
         for inverse in (False, True):
             tensors = [queries(layout), queries(layout, 1)]
-            turned = ROTATE(*arguments(tensors, layout, pairing == "interleaved", inverse))
+            rotated = ROTATE(*arguments(tensors, layout, pairing == "interleaved", inverse))
             wanted = [expected(x, COS, SIN, layout, pairing, 1, inverse) for x in tensors]
             ROTATE_(*arguments(tensors, layout, pairing == "interleaved", inverse))
-            for x, y, (exact, size) in zip(tensors, turned, wanted, strict=True):
+            for x, y, (exact, size) in zip(tensors, rotated, wanted, strict=True):
                 check(y, exact, size, layout, "new")
                 assert unchanged(x, y)
 
-    def test_has_no_gradient_of_its_own(self) -> None:
-        """Which is why only `ops.rotate` may call it where gradients are recorded."""
+    def test_has_no_gradient(self) -> None:
+        """Only `ops.rotate` may call the operator while gradients are recorded, because the operator has none."""
         q = queries().requires_grad_()
-        (turned,) = ROTATE(*arguments([q]))
+        (rotated,) = ROTATE(*arguments([q]))
         with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
-            turned.sum().backward()
+            rotated.sum().backward()
         assert q.grad is None
 
 
@@ -98,13 +98,13 @@ ONE_ = torch.ops.ropewalk.rotate_one_.default
 
 @pytest.mark.usefixtures("built")
 class TestOperatorsOfPlainArguments:
-    """Those that can have a sharding rule. Their layout is a number: the place of its name."""
+    """The operators that can have a sharding rule. They take the layout as a number: the index of its name."""
 
     def test_opcheck(self) -> None:
         for number, layout in enumerate(LAYOUTS):
             how = (COS, SIN, number, layout == "bhsd", 1, layout == "thd")
             torch.library.opcheck(ONE, (queries(layout), *how))
-            # PyTorch compiles no operator of others that returns what it was given; DTensor wants it returned.
+            # PyTorch does not compile a custom operator that returns its input, but DTensor requires that it does.
             eager = ("test_schema", "test_autograd_registration", "test_faketensor")
             torch.library.opcheck(ONE_, (queries(layout), *how), test_utils=eager)
             torch.library.opcheck(PAIR, (queries(layout), queries(layout, 1), *how))
@@ -152,19 +152,19 @@ def by_profiler(call: Callable[[], None]) -> list[str]:
 
 @pytest.mark.parametrize("watch", [by_mode, by_profiler])
 @pytest.mark.parametrize("wants", [False, True])
-def test_is_seen_by_who_looks(calls: list[str], watch: Callable[..., list[str]], wants: bool) -> None:
+def test_modes_and_profilers_see_the_operator(calls: list[str], watch: Callable[..., list[str]], wants: bool) -> None:
     q, k = queries(), queries(heads=1)
     wanted = [expected(x, COS, SIN, "bshd", "half", 1, inverse=False) for x in (q, k)]
     unwatched = ROTATION(q, k, layout="bshd")
     q, k = q.requires_grad_(wants), k.requires_grad_(wants)
-    turned: list[Tensor] = []
-    names = watch(lambda: turned.extend(ROTATION(q, k, layout="bshd")))
+    rotated: list[Tensor] = []
+    names = watch(lambda: rotated.extend(ROTATION(q, k, layout="bshd")))
     assert names.count("ropewalk::rotate") == 1
-    for y, plain, (exact, size) in zip(turned, unwatched, wanted, strict=True):
+    for y, plain, (exact, size) in zip(rotated, unwatched, wanted, strict=True):
         check(y, exact, size, "bshd", "watched")
         assert unchanged(y.detach(), plain)
     if wants:
-        assert "ropewalk::rotate" in watch(lambda: sum(y.sum() for y in turned).backward())
+        assert "ropewalk::rotate" in watch(lambda: sum(y.sum() for y in rotated).backward())
     mine = [q.detach().clone(), k.detach().clone()]
     names = watch(lambda: ROTATION.apply_(*mine, layout="bshd"))
     assert names.count("ropewalk::rotate_") == 1
@@ -172,8 +172,8 @@ def test_is_seen_by_who_looks(calls: list[str], watch: Callable[..., list[str]],
     assert unchanged(mine[1], unwatched[1])
 
 
-def test_unwatched_goes_straight_to_the_kernel(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what saves the time of a token; and the kernel is what is called."""
+def test_unobserved_calls_skip_the_dispatcher(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipping the dispatcher saves time for one token. The kernel is still called."""
     from ropewalk.rotation import ops
 
     monkeypatch.setattr(ops, "_rotate", None)
@@ -185,8 +185,8 @@ def test_unwatched_goes_straight_to_the_kernel(calls: list[str], monkeypatch: py
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_who_saved_it_hears_of_the_change(calls: list[str], together: bool) -> None:
-    """As with PyTorch's own: to turn a tensor that was saved for the backward pass is an error, not a number."""
+def test_changing_a_saved_tensor_raises(calls: list[str], together: bool) -> None:
+    """As with PyTorch's operators, changing a tensor that was saved for the backward pass makes that pass raise."""
     weight, q, k = queries().requires_grad_(), queries(), queries(heads=1)
     loss, versions = (weight * q).sum(), (q._version, k._version)
     with torch.no_grad():
@@ -201,7 +201,7 @@ def test_who_saved_it_hears_of_the_change(calls: list[str], together: bool) -> N
         loss.backward()
 
 
-def test_who_saved_the_whole_hears_of_the_slice(calls: list[str]) -> None:
+def test_changing_a_slice_of_a_saved_tensor_raises(calls: list[str]) -> None:
     fused = torch.randn(2, 5, 6, 12)
     weight = torch.randn_like(fused).requires_grad_()
     loss = (weight * fused).sum()
@@ -216,14 +216,14 @@ def test_inference_mode(calls: list[str]) -> None:
     exact, size = expected(plain, COS, SIN, "bshd", "half", 1, inverse=False)
     with torch.inference_mode():
         inside = plain.clone()
-        turned = ROTATION(inside, layout="bshd")
-        assert turned.is_inference()
+        rotated = ROTATION(inside, layout="bshd")
+        assert rotated.is_inference()
         ROTATION.apply_(inside, layout="bshd")
         ordinary = ROTATION(plain, layout="bshd")
         ROTATION.apply_(plain, layout="bshd")  # an ordinary tensor
         rotation = Rope(12, 1e4, "half").at(torch.arange(5))
         also = rotation(inside, layout="bshd")
-    for y in (turned, inside, ordinary, plain):
+    for y in (rotated, inside, ordinary, plain):
         check(y, exact, size, "bshd", "inference mode")
     check(also, *expected(inside, rotation.cos, rotation.sin, "bshd", "half", 0, inverse=False), "bshd", "its tables")
     assert "angles" in calls

@@ -1,4 +1,4 @@
-"""The rotation kernel, with every instruction set, against float64 formulas and bit for bit against the reference."""
+"""The rotation kernel, with every instruction set, compared with float64 formulas and bitwise with the reference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kernel_cases import (
     SMALLEST_NORMAL,
     as_bshd,
     by_reference,
+    check_rotation,
     expected,
     same,
     shape,
-    turned,
     unchanged,
 )
 from ropewalk.kernels import cpu
@@ -46,7 +46,7 @@ def random_table(*size: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return torch.randn(size, dtype=dtype), torch.randn(size, dtype=dtype)
 
 
-def turn(
+def rotate(
     level: str,
     tensors: list[Tensor],
     cos: Tensor,
@@ -57,7 +57,7 @@ def turn(
     inverse: bool = False,
     like: Callable[[Tensor], Tensor] = torch.empty_like,
 ) -> list[Tensor]:
-    return turned(cpu, tensors, cos, sin, layout, pairing, offset, inverse, like, level=level)
+    return check_rotation(cpu, tensors, cos, sin, layout, pairing, offset, inverse, like, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -69,7 +69,7 @@ def test_sizes(level: str, dtype: torch.dtype, pairing: str) -> None:
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = random_table(3, pairs, dtype=table_dtype)
             for inverse in (False, True):
-                turn(level, [q, k], cos, sin, "bshd", pairing, offset, inverse)
+                rotate(level, [q, k], cos, sin, "bshd", pairing, offset, inverse)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -83,8 +83,8 @@ def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = random_table(*size, dtype=table_dtype)
             for inverse in (False, True):
-                turn(level, [q, k], cos, sin, layout, pairing, 6, inverse)
-            turn(level, [k], cos, sin, layout, pairing, 6)
+                rotate(level, [q, k], cos, sin, layout, pairing, 6, inverse)
+            rotate(level, [k], cos, sin, layout, pairing, 6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,36 +95,36 @@ def test_small_and_empty(level: str, layout: str) -> None:
                 size = (batch, seq) if layout != "thd" else (1, seq)
                 q, k = (torch.randn(shape(layout, *size, h, 6)) for h in (heads, kv_heads))
                 cos, sin = random_table(seq, 2)
-                turn(level, [q, k], cos, sin, layout, "half", 1)
-                turn(level, [k], cos, sin, layout, "interleaved", 1)
+                rotate(level, [q, k], cos, sin, layout, "half", 1)
+                rotate(level, [k], cos, sin, layout, "interleaved", 1)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_tokens(level: str, threads: None, layout: str, pairing: str) -> None:
-    """Several blocks of tokens, and enough for two threads, whose seam is inside a block and a batch."""
+    """Several blocks of tokens for two threads, whose boundary is inside a block and inside a row of the batch."""
     torch.manual_seed(2)
     q, k = (torch.randn(shape(layout, 3, 131, heads, 80)) for heads in (5, 1))
     cos, sin = random_table(*(() if layout == "thd" else (3,)), 131, 40)
-    turn(level, [q, k], cos, sin, layout, pairing)
-    turn(level, [q, k], cos.double(), sin.double(), layout, pairing, inverse=True)
+    rotate(level, [q, k], cos, sin, layout, pairing)
+    rotate(level, [q, k], cos.double(), sin.double(), layout, pairing, inverse=True)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("head_dim", [128, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_past_the_caches(
+def test_outputs_that_bypass_the_caches(
     level: str, threads: None, dtype: torch.dtype, head_dim: int, layout: str, pairing: str
 ) -> None:
-    """Outputs of 16 MiB and more go straight to memory, where whole vectors are aligned; bit for bit the same."""
+    """Outputs of 16 MiB and more bypass the caches if whole vectors are aligned. The bits must be the same."""
     heads, pairs = 12, head_dim // 2
     seq = (17 << 20) // (heads * head_dim * dtype.itemsize)
     x = torch.randn(shape(layout, 1, seq, heads, head_dim)).to(dtype)
     cos, sin = random_table(seq, pairs)
     (wanted,) = by_reference([x], cos, sin, layout, pairing, 0, False)
     memory = torch.empty(x.numel() + 64, dtype=dtype)
-    for start in (0, 1, 8):  # the last two as far from a multiple as an element and as half a vector or less
+    for start in (0, 1, 8):  # the last two are unaligned by one element, and by half a vector or less
         y = memory[start : start + x.numel()].view(x.shape).fill_(torch.nan)
         cpu.rotate([x], [y], cos, sin, layout, pairing == "interleaved", 0, False)
         assert unchanged(y, wanted)
@@ -133,16 +133,16 @@ def test_past_the_caches(
 def test_threads_make_no_difference(level: str, threads: None) -> None:
     torch.manual_seed(3)
     q, (cos, sin) = torch.randn(1, 997, 3, 64), random_table(997, 32)
-    turned = []
+    results = []
     for count in (1, 2, 3):
         torch.set_num_threads(count)
-        turned.append(turn(level, [q], cos, sin, "bshd", "half")[0])
-    assert unchanged(turned[0], turned[1])
-    assert unchanged(turned[0], turned[2])
+        results.append(rotate(level, [q], cos, sin, "bshd", "half")[0])
+    assert unchanged(results[0], results[1])
+    assert unchanged(results[0], results[2])
 
 
 def views(dtype: torch.dtype) -> dict[str, Tensor]:
-    """[2, 5, 3, 80] in every order that memory can have."""
+    """Return views of shape [2, 5, 3, 80] with every order of strides."""
     draw = torch.randn
     return {
         "dense": draw(2, 5, 3, 80).to(dtype),
@@ -170,9 +170,11 @@ def test_strides(level: str, dtype: torch.dtype, pairing: str) -> None:
     others = views(dtype)
     for name, x in others.items():
         assert x.shape == (2, 5, 3, 80), name
-        turn(level, [x, others["dense"]], cos, sin, "bshd", pairing, 3)
-        turn(level, [x], cos, sin, "bshd", pairing, 3, inverse=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype))
-        turn(level, [others["dense"]], cos, sin, "bshd", pairing, 3, like=lambda x: like_channels_apart(x))
+        rotate(level, [x, others["dense"]], cos, sin, "bshd", pairing, 3)
+        rotate(
+            level, [x], cos, sin, "bshd", pairing, 3, inverse=True, like=lambda x: torch.empty(x.shape, dtype=x.dtype)
+        )
+        rotate(level, [others["dense"]], cos, sin, "bshd", pairing, 3, like=lambda x: like_channels_apart(x))
 
 
 def like_channels_apart(x: Tensor) -> Tensor:
@@ -196,15 +198,15 @@ def test_tables_of_any_strides(level: str, dtype: torch.dtype) -> None:
         }
         for table in tables.values():
             other = plain if table.ndim == 3 else plain[0]
-            turn(level, [x], table, other, "bshd", "half")
-            turn(level, [x], other, table, "bshd", "interleaved")
-            turn(level, [x], table, table, "bshd", "interleaved", inverse=True)
+            rotate(level, [x], table, other, "bshd", "half")
+            rotate(level, [x], other, table, "bshd", "interleaved")
+            rotate(level, [x], table, table, "bshd", "interleaved", inverse=True)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_infinities_and_nan(level: str, dtype: torch.dtype, pairing: str) -> None:
-    """Every pair of odd numbers by every pair of odd tables: what the formula gives, the sign of 0 included."""
+    """Special numbers with special tables, in all combinations, give the formula's result, including signs of 0."""
     odd = torch.tensor([0.0, -0.0, 1.0, -1.5, math.inf, -math.inf, math.nan])
     tables = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.6, math.inf, math.nan])
     a, b = (x.reshape(-1) for x in torch.meshgrid(odd, odd, indexing="ij"))
@@ -233,14 +235,14 @@ class TestInPlace:
             q, k = (torch.randn(shape(layout, 2, 5, heads, head_dim)).to(dtype) for heads in (11, 1))
             for cos, sin in (random_table(5, pairs), random_table(5, pairs, dtype=torch.float64)):
                 for inverse in (False, True):
-                    wanted = turn(level, [q, k], cos, sin, layout, pairing, offset, inverse)
+                    wanted = rotate(level, [q, k], cos, sin, layout, pairing, offset, inverse)
                     mine = [q.clone(), k.clone()]
                     cpu.rotate(mine, mine, cos, sin, layout, pairing == "interleaved", offset, inverse)
                     assert unchanged(mine[0], wanted[0])
                     assert unchanged(mine[1], wanted[1])
 
     def test_on_slices_of_a_fused_tensor(self, level: str, dtype: torch.dtype, layout: str, pairing: str) -> None:
-        """Query, key and value heads in one tensor: the values, and what stands around the heads, stay."""
+        """Rotate query and key heads of a fused tensor. Value heads and memory around the heads must not change."""
         torch.manual_seed(7)
         heads, (cos, sin) = layout.index("h"), random_table(5, 21)
         for wide, step in ((80, 1), (97, 1), (170, 2)):  # contiguous heads; parts of wider ones; channels apart
@@ -248,7 +250,7 @@ class TestInPlace:
             fused = whole[..., : 80 * step : step]
             before = whole.clone()
             q, k = fused.narrow(heads, 0, 4), fused.narrow(heads, 4, 1)
-            wanted = turn(level, [q, k], cos, sin, layout, pairing, 5)
+            wanted = rotate(level, [q, k], cos, sin, layout, pairing, 5)
             cpu.rotate([q, k], [q, k], cos, sin, layout, pairing == "interleaved", 5, False)
             assert torch.equal(q, wanted[0])
             assert torch.equal(k, wanted[1])
@@ -257,7 +259,7 @@ class TestInPlace:
             assert unchanged(whole, before)
 
 
-def test_nothing_is_written_beside_the_output(level: str) -> None:
+def test_nothing_is_written_outside_the_output(level: str) -> None:
     for dtype in DTYPES:
         for pairs in range(1, 70):
             for pairing in PAIRINGS:
@@ -270,12 +272,12 @@ def test_nothing_is_written_beside_the_output(level: str) -> None:
 
 
 class TestRounding:
-    """float16 and bfloat16: to the nearest, ties to even."""
+    """float16 and bfloat16 are rounded to nearest, ties to even."""
 
     HALVES = (torch.float16, torch.bfloat16)
 
     def ways(self, a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor, str]]:
-        """Pairs (a, b) as tensors [1, n, 2·pairs]: whole blocks, all but the last pair of blocks, channels apart."""
+        """Yield pairs (a, b) as tensors [1, n, 2·pairs]: whole blocks, without the last pair, strided channels."""
         made = []
         for pairs in (64, 31, 1):
             rows = len(a) // pairs
@@ -289,7 +291,7 @@ class TestRounding:
                 ]
         return made  # fmt: skip
 
-    def turned(self, x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> tuple[Tensor, Tensor]:
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> tuple[Tensor, Tensor]:
         y = torch.full_like(x, math.nan)
         cpu.rotate([x], [y], cos, sin, "thd", pairing == "interleaved", 0, False)
         pairs = x.shape[-1] // 2
@@ -303,14 +305,14 @@ class TestRounding:
             for x, part, pairing in self.ways(*((every, -zero) if first else (zero, every))):
                 numbers = part if first else every[: part.numel()].reshape(part.shape)
                 one = torch.ones(len(x), part.shape[-1])
-                y = self.turned(x, one, 0 * one, pairing)[0 if first else 1]
+                y = self.rotate(x, one, 0 * one, pairing)[0 if first else 1]
                 assert torch.equal(y.isnan(), numbers.isnan())
                 assert same(y, numbers, level)
                 if level != "avx512_bf16":
                     assert unchanged(y[~y.isnan()], numbers[~numbers.isnan()])
 
     def hard(self, dtype: torch.dtype) -> Tensor:
-        """float32: every number of dtype, every middle of two, the neighbours of both; and any."""
+        """Return float32 numbers that are hard to round: numbers of a dtype, midpoints, neighbours, random ones."""
         every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
         low = every[every.isfinite()].float().sort().values
         middle = ((low[1:].double() + low[:-1].double()) / 2).float()
@@ -320,8 +322,8 @@ class TestRounding:
         return torch.cat((seams, up, down, any_bits.to(torch.int32).view(torch.float32)))
 
     @pytest.mark.parametrize("dtype", HALVES, ids=str)
-    def test_is_that_of_torch(self, level: str, dtype: torch.dtype) -> None:
-        """The table carries the numbers: (1, −0) turned by (v, −0) is v, by (0, v) it is v in the other channel."""
+    def test_equals_the_rounding_of_torch(self, level: str, dtype: torch.dtype) -> None:
+        """The tables contain the numbers: (1, −0) rotated by (v, −0) is v; by (0, v) it is v in the other channel."""
         hard = self.hard(dtype)
         one, zero = torch.ones_like(hard).to(dtype), torch.full_like(hard, -0.0).to(dtype)
         for x, part, pairing in self.ways(one, zero):
@@ -329,20 +331,20 @@ class TestRounding:
             still = torch.zeros_like(numbers)
             wanted = numbers.to(dtype).reshape(part.shape)
             for tables, place in (((numbers, -still), 0), ((still, numbers), 1)):
-                y = self.turned(x, *tables, pairing)[place]
+                y = self.rotate(x, *tables, pairing)[place]
                 assert same(y, wanted, level)
                 if level != "avx512_bf16" or dtype == torch.float16:
                     assert unchanged(y[~wanted.isnan()], wanted[~wanted.isnan()])
 
-    def test_what_avx512_bf16_does_below_the_normal_numbers(self, level: str) -> None:
-        """Its instruction takes float32 below them for 0, of the same sign; that is all."""
+    def test_avx512_bf16_with_subnormal_numbers(self, level: str) -> None:
+        """The instruction flushes subnormal float32 numbers to 0 with the same sign. Nothing else differs."""
         if level != "avx512_bf16":
             pytest.skip("the other instruction sets keep them")
         numbers = self.hard(torch.bfloat16)
         numbers = numbers[: len(numbers) // 64 * 64].reshape(-1, 64)
         one = torch.ones(len(numbers), 1, 64)
         x = torch.cat((one, -0.0 * one), -1).bfloat16()
-        y = self.turned(x, numbers, torch.full_like(numbers, -0.0), "half")[0].squeeze(1)
+        y = self.rotate(x, numbers, torch.full_like(numbers, -0.0), "half")[0].squeeze(1)
         small = numbers.abs() < SMALLEST_NORMAL
         assert small.sum() > 500
         wanted = torch.where(small, torch.copysign(torch.zeros(()), numbers), numbers).bfloat16()

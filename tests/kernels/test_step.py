@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernel_cases import DTYPES, PAIRINGS, bits, by_reference, same
 from ropewalk.kernels import backend, cpu
 from ropewalk.rotation import reference
-from unusual import TENSORS, WATCHERS, resized
+from unusual import OBSERVERS, TENSORS, resized
 
 pytestmark = pytest.mark.skipif(not backend.FAST_PATH, reason="no kernels, or a PyTorch before 2.10, or not to be used")
 
@@ -30,7 +30,7 @@ def usual() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def step(**given: Any) -> Any:
-    """By default everything that there is, and usual."""
+    """Call the step with all optional parts and with plain tensors by default."""
     q, k, cos, sin = usual()
     how: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin, "layout": "bshd", "head_dim": HEAD_DIM}
     how |= {"rotary_dim": 16, "interleaved": False, "offset": 4}
@@ -46,7 +46,7 @@ def memory() -> Tensor:
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_level(dtype: torch.dtype, pairing: str, level: str, poisoned: None) -> None:
-    """Bit for bit norm and rotation of the reference, for heads of every number of vectors and what is left over."""
+    """The bits equal norm and rotation of the reference, for heads of several vectors and with a remainder."""
     torch.manual_seed(0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = [1, 2, 3, 8, 12, 31, 32, 40, 48, 64, 100, 128, 129, 130, 256, 257, 520]
@@ -117,7 +117,7 @@ UNUSUAL: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", UNUSUAL)
-def test_what_is_unusual_is_left_alone(case: str) -> None:
+def test_uncommon_calls_are_left_to_python(case: str) -> None:
     caches = {"k_cache": memory(), "v_cache": memory()}
     assert step() is not None
     assert step(**caches | UNUSUAL[case]) is None
@@ -127,12 +127,12 @@ def test_what_is_unusual_is_left_alone(case: str) -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("which", ["v", "k_cache", "q_weight"])
 @pytest.mark.parametrize("case", [case for case, (of, _) in TENSORS.items() if of == "q"])
-def test_tensors_that_are_no_plain_ones(case: str, which: str) -> None:
+def test_tensors_that_are_not_plain(case: str, which: str) -> None:
     usual_ones = {"v": torch.randn(2, 5, KV_HEADS, HEAD_DIM), "k_cache": memory(), "q_weight": torch.ones(HEAD_DIM)}
     if case in ("a token too many", "another head_dim", "three axes", "no tokens", "nested") and which == "q_weight":
-        return  # not of a vector
+        return  # not aligned to a vector
     if (case, which) in {("three axes", "k_cache"), ("no tokens", "k_cache")}:
-        return  # memory() has fewer axes or slots then, which the cases above have
+        return  # memory() then has fewer axes or slots, which the cases above cover
     try:
         other = TENSORS[case][1](usual_ones[which])
     except IndexError:
@@ -140,21 +140,21 @@ def test_tensors_that_are_no_plain_ones(case: str, which: str) -> None:
     assert step(**{which: other}) is None
 
 
-@pytest.mark.parametrize("who", WATCHERS)
-def test_who_watches_sees_everything(who: str) -> None:
+@pytest.mark.parametrize("who", OBSERVERS)
+def test_observers_see_every_operator(who: str) -> None:
     (q, k, cos, sin), caches = usual(), (memory(), memory())
     v, slots, weights = torch.randn_like(k), torch.arange(10).view(2, 5), (torch.ones(HEAD_DIM), torch.ones(HEAD_DIM))
     how = ("bshd", HEAD_DIM, 16, False, 4, *weights, 1e-6, False, v, *caches, slots)
-    with WATCHERS[who]():
+    with OBSERVERS[who]():
         untold = cpu.step_plain(q, k, cos, sin, *how, False)
     assert untold is None
     assert all(cache.isnan().all() for cache in caches)
-    with WATCHERS[who]():
+    with OBSERVERS[who]():
         told = cpu.step_plain(q, k, cos, sin, *how, True)
     assert (told is not None) is (who == "a profiler")
 
 
-def test_parameters_are_weights_where_no_gradient_is_wanted() -> None:
+def test_parameters_may_be_weights_without_gradients() -> None:
     given = {"q_weight": nn.Parameter(torch.ones(HEAD_DIM)), "k_weight": nn.Parameter(torch.ones(HEAD_DIM))}
     with torch.no_grad():
         assert step(**given) is not None
@@ -162,7 +162,7 @@ def test_parameters_are_weights_where_no_gradient_is_wanted() -> None:
 
 
 def test_caches_of_inference_mode() -> None:
-    """Outside of it their change could not be counted."""
+    """Outside of inference mode, autograd cannot count changes of such tensors."""
     with torch.inference_mode():
         cache = memory()
         assert step(k_cache=cache) is not None
@@ -172,7 +172,7 @@ def test_caches_of_inference_mode() -> None:
     assert mine._version == versions + 1
 
 
-def test_v_of_other_channels() -> None:
+def test_v_with_another_number_of_channels() -> None:
     v, v_cache = torch.randn(2, 5, KV_HEADS, 7), torch.full((3, 4, KV_HEADS, 7), math.nan)
     assert step(v=v, v_cache=v_cache) is not None
     assert torch.equal(bits(v_cache.flatten(0, 1)[:10]), bits(v.flatten(0, 1)))

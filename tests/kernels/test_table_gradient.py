@@ -50,17 +50,17 @@ def test_strides(level: str, pairing: str) -> None:
     dense = torch.randn(2, 5, 3, 80)
     fused = torch.randn(2, 5, 7, 80)[:, :, 2:5]
     apart = torch.randn(2, 5, 3, 160)[..., ::2]
-    turned = torch.randn(2, 3, 5, 80).transpose(1, 2)
-    one = torch.ones(()).expand(2, 5, 3, 80)  # what .sum() sends back
-    for x in (dense, fused, apart, turned, one):
-        for grad in (dense.flip(0), fused, apart, turned, one):
+    rotated = torch.randn(2, 3, 5, 80).transpose(1, 2)
+    one = torch.ones(()).expand(2, 5, 3, 80)  # the gradient of .sum()
+    for x in (dense, fused, apart, rotated, one):
+        for grad in (dense.flip(0), fused, apart, rotated, one):
             check([x], [grad], 29, "bshd", pairing, 7)
             check([x, dense], [grad, one], 29, "bshd", pairing, 7)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_empty(level: str, layout: str) -> None:
-    """No heads: the gradient is 0, and not what was in memory. No tokens or rows: no gradient."""
+    """Without heads the gradient is 0. Without tokens or rows it is empty."""
     for batch, seq, heads in ((2, 5, 0), (1, 0, 3), (0, 5, 3), (1, 1, 1)):
         x = torch.randn(shape(layout, batch, seq, heads, 8))
         check([x], [torch.randn_like(x)], 3, layout, "half", 1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, bits, shape, turned
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, bits, check_rotation, shape
 from ropewalk.kernels import cpu
 from ropewalk.rotation import reference
 
@@ -27,25 +27,27 @@ def test_layouts_and_tables(level: str, dtype: torch.dtype, layout: str, pairing
         for table_dtype in (torch.float32, torch.float64):
             cos, sin = tables(batch, 11, 5, 39, dtype=table_dtype)
             for inverse in (False, True):
-                turned(cpu, [q, k], cos, sin, layout, pairing, 6, inverse, torch.empty_like, level=level)
-            turned(cpu, [k], cos, sin, layout, pairing, 6, False, torch.empty_like, level=level)
+                check_rotation(cpu, [q, k], cos, sin, layout, pairing, 6, inverse, torch.empty_like, level=level)
+            check_rotation(cpu, [k], cos, sin, layout, pairing, 6, False, torch.empty_like, level=level)
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_and_sizes(level: str, threads: None, layout: str, pairing: str) -> None:
-    """Several blocks of tokens for two threads; pairs that fit no buffer; tables in another order, or with gaps."""
+    """Several blocks of tokens for two threads; more pairs than the buffer holds; permuted and gapped tables."""
     torch.manual_seed(1)
     q = torch.randn(shape(layout, 1, 331, 3, 128))
-    turned(cpu, [q, q], *tables(1, 3, 331, 64), layout, pairing, 0, False, torch.empty_like, level=level)
+    check_rotation(cpu, [q, q], *tables(1, 3, 331, 64), layout, pairing, 0, False, torch.empty_like, level=level)
     other = [table.transpose(1, 2) for table in tables(1, 331, 3, 64)]
-    turned(cpu, [q], *other, layout, pairing, 0, True, torch.empty_like, level=level)
+    check_rotation(cpu, [q], *other, layout, pairing, 0, True, torch.empty_like, level=level)
     apart = [table[..., ::2] for table in tables(1, 3, 331, 80)]
-    turned(cpu, [q], *apart, layout, pairing, 5, False, torch.empty_like, level=level)
+    check_rotation(cpu, [q], *apart, layout, pairing, 5, False, torch.empty_like, level=level)
     alike = [table.expand(1, 3, 331, 64) for table in tables(1, 1, 331, 64)]
-    turned(cpu, [q], alike[0], tables(1, 3, 331, 64)[1], layout, pairing, 0, False, torch.empty_like, level=level)
+    check_rotation(
+        cpu, [q], alike[0], tables(1, 3, 331, 64)[1], layout, pairing, 0, False, torch.empty_like, level=level
+    )
     wide = torch.randn(shape(layout, 1, 3, 2, 1030))
-    turned(
+    check_rotation(
         cpu,
         [wide],
         *tables(1, 2, 3, 513, dtype=torch.float64),
@@ -58,7 +60,9 @@ def test_strides_and_sizes(level: str, threads: None, layout: str, pairing: str)
     )
     for batch, seq, heads in ((1, 0, 2), (1, 3, 0), (1, 1, 1)):
         x = torch.randn(shape(layout, batch, seq, heads, 6))
-        turned(cpu, [x], *tables(batch, heads, seq, 2), layout, pairing, 1, False, torch.empty_like, level=level)
+        check_rotation(
+            cpu, [x], *tables(batch, heads, seq, 2), layout, pairing, 1, False, torch.empty_like, level=level
+        )
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
@@ -70,7 +74,7 @@ def test_gradient(level: str, dtype: torch.dtype, layout: str, pairing: str) -> 
     tensors, grads = ([torch.randn(shape(layout, 2, 5, 7, 80)).to(dtype) for _ in range(2)] for _ in range(2))
     for count in (1, 2):
         parts = [
-            # One head at a time, which the oracle would sum over.
+            # One head at a time, because the oracle sums over heads.
             oracle.table_gradient(as_bshd(x, layout)[..., None, :], as_bshd(g, layout)[..., None, :], 29, pairing, 7)
             for x, g in zip(tensors[:count], grads[:count], strict=True)
         ]
@@ -84,4 +88,4 @@ def test_gradient(level: str, dtype: torch.dtype, layout: str, pairing: str) -> 
             assert made[which].dtype == real
             assert made[which].shape == exact.shape
             assert (abs(made[which].double().numpy() - exact) <= allowed.transpose(0, 2, 1, 3)).all()
-            assert torch.equal(bits(made[which] + 0.0), bits(plain[which] + 0.0))  # a sum that begins with 0 makes +0
+            assert torch.equal(bits(made[which] + 0.0), bits(plain[which] + 0.0))  # a sum that starts with 0 is +0

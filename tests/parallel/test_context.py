@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks share: processes that talk over gloo, and one process by itself."""
+"""Attention over a sequence that is sharded over ranks: several processes with gloo, and a single process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORKER = Path(__file__).parents[1] / "context_parallel_worker.py"
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_the_whole(size: int, tmp_path: Path) -> None:
-    """Outputs and gradients, for each order, packed or not, and for tokens in any order."""
+    """Outputs and gradients equal those of the whole sequence, for each order, packed or not."""
     command = [sys.executable, str(WORKER)]
     processes = [
         subprocess.Popen(
@@ -55,7 +55,7 @@ def test_equals_the_whole(size: int, tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A group of this process only."""
+    """Create a group that has only this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -63,7 +63,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 class TestOneProcess:
-    def test_needs_no_other(self) -> None:
+    def test_needs_no_other_process(self) -> None:
         x, places = torch.randn(1, 6, HIDDEN, dtype=torch.float64), torch.tensor([3, 0, 5, 1, 2, 4])
         rotation = ROPE.at(torch.arange(6), dtype=torch.float64)
         context = ContextParallel(places, dist.group.WORLD)
@@ -78,7 +78,7 @@ class TestOneProcess:
         torch.testing.assert_close(out, k.repeat_interleave(HEADS // KV_HEADS, dim=2))
 
     def test_scale(self) -> None:
-        """That of the model, or head_dim^(−1/2)."""
+        """The scale is that of the model, or head_dim^(−1/2)."""
         q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
         for scale, options in ((0.5, {}), (3.0, {"scale": 3.0})):
             share = (scale * q[0, 1, 0] @ k[0, :, 0].T).softmax(-1)

@@ -1,4 +1,4 @@
-"""`HeadwiseParallel` where no other process is needed; tests/distributed has the rest."""
+"""Tests of `HeadwiseParallel` that need only one process. The others are in tests/distributed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ropewalk.parallel import HeadwiseParallel, attention_plan
 
 @pytest.fixture
 def ranks() -> Iterator[DeviceMesh]:
-    """A mesh of eight, of which the others do not exist."""
+    """Create a mesh of eight ranks, of which only this process exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     yield init_device_mesh("cpu", (8,))
     dist.destroy_process_group()
@@ -65,7 +65,7 @@ def test_refuses_options(value: Any) -> None:
 
 
 def test_in_a_plan_of_a_model(ranks: DeviceMesh) -> None:
-    """By the pattern of a name; what it is said to be is what it is, and frozen weights stay frozen."""
+    """Select layers by a pattern of names. Their repr is right, and frozen weights stay frozen."""
     model = nn.ModuleDict(
         {"layers": nn.ModuleList(RotaryAttention(32, 16, num_kv_heads=2, qk_norm=1e-6) for _ in "ab")}
     )
@@ -85,7 +85,7 @@ def test_in_a_plan_of_a_model(ranks: DeviceMesh) -> None:
 
 class TestAttentionPlan:
     def test_names_every_attention(self) -> None:
-        """The names are those by which parallelize_module finds modules, and all heads are sharded."""
+        """The names are those with which parallelize_module finds modules, and all heads are sharded."""
         layers = [
             torch.nn.ModuleDict({"self_attn": RotaryAttention(16, 4), "mlp": torch.nn.Linear(16, 16)}) for _ in "ab"
         ]

@@ -1,4 +1,4 @@
-"""The tokens of each rank, against lists that are sharded by plain Python."""
+"""The tokens of each rank, compared with lists that plain Python shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ropewalk.positions import context_parallel
 
 
 def dealt(tokens: list[int], size: int, order: str) -> list[list[int]]:
-    """What each rank gets, written out."""
+    """Return the tokens of each rank, computed in plain Python."""
     ranks: list[list[int]] = [[] for _ in range(size)]
     if order == "striped":
         for i, token in enumerate(tokens):
@@ -26,7 +26,7 @@ def dealt(tokens: list[int], size: int, order: str) -> list[list[int]]:
     pieces = [tokens[i * length : (i + 1) * length] for i in range(runs)]
     for rank in range(size):
         ranks[rank] += pieces.pop(0)
-    for rank in range(len(pieces)):  # the tails: the last rank has the first of them
+    for rank in range(len(pieces)):  # the second half of the chunks, in reverse order of the ranks
         ranks[size - 1 - rank] += pieces.pop(0)
     return ranks
 
@@ -44,7 +44,7 @@ def test_each_rank(runs: int, size: int, order: Any) -> None:
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(1, 4), orders, st.sampled_from([4, 8]))
 def test_packed(documents: list[int], size: int, order: Any, width: int) -> None:
-    """Positions start again in each document, and in the padding behind the last."""
+    """Positions restart in each document, and in the padding after the last one."""
     ends = [sum(documents[:i]) for i in range(len(documents) + 1)]
     padding = -ends[-1] % (2 * size)
     row = [i for n in [*documents, padding] for i in range(n)]
@@ -55,7 +55,7 @@ def test_packed(documents: list[int], size: int, order: Any, width: int) -> None
 
 
 def test_written_out() -> None:
-    """12 tokens over 3 ranks; 9, which have no six equal runs; one rank, which has everything."""
+    """12 tokens over 3 ranks; 9 tokens, which cannot form six equal chunks; one rank with all tokens."""
     assert context_parallel(12, 1, 3, "contiguous").tolist() == [4, 5, 6, 7]
     assert context_parallel(12, 1, 3, "head-tail").tolist() == [2, 3, 8, 9]
     assert context_parallel(12, 1, 3, "striped").tolist() == [1, 4, 7, 10]
@@ -65,7 +65,7 @@ def test_written_out() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_head_and_tail_of_torch(size: int) -> None:
+def test_head_tail_equals_torch(size: int) -> None:
     attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
     if not hasattr(attention, "_HeadTailLoadBalancer"):
         pytest.skip("this PyTorch has no such class")
@@ -74,7 +74,7 @@ def test_head_and_tail_of_torch(size: int) -> None:
     assert ours == theirs.view(size, -1).tolist()
 
 
-def test_a_document_at_a_time() -> None:
+def test_documents_sharded_separately() -> None:
     """Documents of 8 and 4 tokens, each sharded separately over two ranks."""
     rows = [torch.cat([context_parallel(n, rank, 2, "head-tail") for n in (8, 4)]).tolist() for rank in range(2)]
     assert rows == [[0, 1, 6, 7, 0, 3], [2, 3, 4, 5, 1, 2]]
@@ -85,13 +85,13 @@ def test_on_a_device() -> None:
     assert context_parallel(4, 0, 2, "striped", torch.tensor([0, 4], device="meta")).device.type == "meta"
 
 
-def test_what_comes_back_is_nobody_elses_memory() -> None:
+def test_the_result_has_its_own_memory() -> None:
     for order in ("contiguous", "head-tail", "striped"):
         made = context_parallel(4096, 1, 4, order)  # type: ignore[arg-type]
         assert made.untyped_storage().nbytes() == 8 * 1024
 
 
-def test_compiled_whole_and_once_for_all_lengths() -> None:
+def test_compiles_to_one_graph_for_all_lengths() -> None:
     counter = CompileCounter()
     compiled = torch.compile(
         lambda x: context_parallel(x.shape[0], 1, 2, "head-tail"), fullgraph=True, dynamic=True, backend=counter

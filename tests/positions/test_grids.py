@@ -1,4 +1,4 @@
-"""Grids, axes and batches, against plain Python loops."""
+"""Grids, axes and batches, compared with plain Python loops."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_augment_draws_once_for_all_tokens() -> None:
     assert len(seen) == 400
 
 
-def test_augment_of_a_batch_and_of_nothing() -> None:
+def test_augment_of_a_batch_and_without_steps() -> None:
     coordinates = mesh(axis(3), axis(4))
     batch = torch.stack([coordinates, coordinates], dim=1)
     moved = augment(batch, 3, shift=0.5, jitter=1.5, rescale=2.0)
@@ -132,7 +132,7 @@ def test_augment_of_a_batch_and_of_nothing() -> None:
     assert same.data_ptr() != coordinates.data_ptr()
 
 
-def test_grid_is_compiled_whole_and_without_a_new_graph_for_each_size() -> None:
+def test_grid_compiles_to_one_graph_for_all_sizes() -> None:
     counter = CompileCounter()
 
     def of(image: torch.Tensor) -> torch.Tensor:

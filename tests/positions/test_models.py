@@ -1,6 +1,6 @@
-"""Where models put the tokens of an image: each call in the table of docs/positions.md, against the model's own code.
+"""Positions of image tokens in models: each call in the table of docs/positions.md, compared with the model's code.
 
-The code of transformers runs here; that of diffusers and timm was recorded (tests/golden/positions).
+The code of transformers runs here. The results of diffusers and timm were recorded (tests/golden/positions).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORDED = ROOT / "tests" / "golden" / "positions"
 
 
 def table() -> dict[str, str]:
-    """The calls of the table on the page, by the first cell of their row."""
+    """Read the table of the page. Map the first cell of each row to its call."""
     section = (ROOT / "docs" / "positions.md").read_text().split("## Positions of known models")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
     return {row[0].removeprefix("| ").replace("`", ""): row[1].strip("`") for row in rows if row[1].startswith("`")}
@@ -34,7 +34,7 @@ CALLS = table()
 
 
 def call(row: str, **given: Any) -> Tensor:
-    """What the call of a row makes."""
+    """Evaluate the call of a row."""
     names = {name: getattr(positions, name) for name in ("axis", "crop", "grid", "mesh", "with_unrotated")}
     made = eval(CALLS[row], {"torch": torch, **names, **given})
     assert isinstance(made, Tensor)
@@ -52,7 +52,7 @@ def recorded(peer: str, name: str) -> dict[str, Any]:
 
 
 def same(ours: Tensor, row: dict[str, Any], speed: float = 1.0) -> None:
-    """Recorded in float32, with a few roundings of coordinates of at most `size`, 2⁻²⁴ of it each."""
+    """Compare with a float32 recording, up to a few roundings of 2⁻²⁴ times `size`, the largest coordinate."""
     size = max(1.0, float(ours.abs().max()))
     bound = 4 * 2.0**-24 * size * speed
     if "coordinates" in row:
@@ -185,7 +185,7 @@ def wan(row: str) -> None:
 
 
 def part(peer: str, name: str, first: int, last: int) -> dict[str, Any]:
-    """Some tokens of what was recorded."""
+    """Return some tokens of a recording."""
     values = recorded(peer, name)
     cut = {key: [axis[first:last] for axis in values[key]] for key in ("coordinates", "cos", "sin") if key in values}
     assert cut

@@ -1,4 +1,4 @@
-"""Positions of mixed sequences, against a plain loop, and rejected arguments."""
+"""Positions of multimodal sequences, compared with a plain loop, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ rows = st.lists(texts | images | videos, min_size=1, max_size=6)
 
 
 def by_hand(row: list[Any], *, behind_time: bool) -> list[tuple[int, int, int]]:
-    """Token after token."""
+    """Compute the positions in a loop over tokens."""
     tokens, start = [], 0
     for one in row:
         if isinstance(one, Text):
@@ -43,7 +43,7 @@ def test_mrope(row: list[Any], rule: Any) -> None:
     assert made.positions.shape[1] == sum(one.tokens for one in row)
 
 
-def test_text_alone_is_what_it_always_was() -> None:
+def test_text_alone_has_consecutive_positions() -> None:
     made = mrope([Text(5)])
     assert made.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert made.delta == 0
@@ -57,7 +57,7 @@ def test_device() -> None:
     assert xdrope([Text(1)], device="meta").positions.device.type == "meta"
 
 
-def test_time_is_cut_off_after_the_product() -> None:
+def test_time_is_truncated_after_the_product() -> None:
     video = [Text(1), Video(4, 1, 1, seconds=0.4)]
     assert mrope(video, per_second=2).positions[0].tolist() == [0, 1, 1, 2, 3]  # 0, 0.8, 1.6, 2.4
     assert mrope(video, "qwen2_5_omni", per_second=2).positions[0].tolist() == [0, 1, 1, 2, 3]
@@ -66,10 +66,10 @@ def test_time_is_cut_off_after_the_product() -> None:
     assert torch.equal(mrope([Image(1, 2)], "qwen2_5_omni", per_second=25).positions[0], torch.tensor([0, 0]))
 
 
-def test_sound_by_time() -> None:
+def test_audio_ordered_by_time() -> None:
     clip = [Text(2), Video(2, 1, 2, seconds=2.0, audio=5), Text(1)]
     made = mrope(clip, "qwen3_omni", per_second=1).positions
-    # Frames first where both are at one time; the text goes on behind the sound that is left over.
+    # At equal times, frames are first. The text continues after the remaining audio.
     assert made.tolist() == [
         [0, 1, 2, 2, 2, 3, 4, 4, 4, 5, 6, 7],
         [0, 1, 2, 2, 2, 3, 2, 2, 4, 5, 6, 7],
@@ -77,15 +77,15 @@ def test_sound_by_time() -> None:
     ]
 
 
-def test_sound_in_turns() -> None:
+def test_audio_in_alternating_chunks() -> None:
     clip = [Markers(2), Video(3, 1, 1, seconds=1.0, audio=2), Markers(2), Text(1)]
     made = mrope(clip, "qwen2_5_omni", per_second=2, seconds_per_chunk=1)
-    # frame, sound of second 0; frame of second 1; frame of second 2: the last piece, behind which the text goes on
+    # frame and audio of second 0, frame of second 1, frame of second 2. Text continues after the last piece
     assert made.positions[0].tolist() == [0, 0, 1, 1, 2, 3, 5, 6, 6, 7]
 
 
 @pytest.mark.parametrize("rule", ["qwen2_5_omni", "qwen3_omni"])
-def test_text_goes_on_behind_the_last_piece(rule: Any) -> None:
+def test_text_continues_after_the_last_piece(rule: Any) -> None:
     """Text follows the audio, which comes last, although the rows of the preceding frame reach further."""
     clip = [Video(1, 4, 1, seconds=1.0, audio=2), Text(1)]
     chunk = {"seconds_per_chunk": 2} if rule == "qwen2_5_omni" else {}

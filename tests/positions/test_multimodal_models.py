@@ -1,4 +1,4 @@
-"""Positions of mixed sequences, against the functions of transformers for each model."""
+"""Positions of multimodal sequences, compared with the functions of transformers for each model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VISION_START, VISION_END, AUDIO_START, AUDIO_END = 11, 12, 13, 14
 
 
 def model_of(name: str, **config: Any) -> Any:
-    """What `get_rope_index` of a model needs of it: its other methods and its config."""
+    """Return an object with the methods and the config that `get_rope_index` of a model needs."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     owner = next(
         value for value in vars(module).values() if isinstance(value, type) and "get_rope_index" in vars(value)
@@ -36,7 +36,7 @@ def model_of(name: str, **config: Any) -> Any:
 
 @dataclass
 class Row:
-    """A row as transformers sees it, and as we do."""
+    """A row in the form of transformers, and in the form of ropewalk."""
 
     ids: list[int] = field(default_factory=list)
     images: list[list[int]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Row:
 
 
 def batch(rows: list[Row], side: str) -> tuple[Tensor, Tensor]:
-    """Padded ids, and the mask of what is real."""
+    """Return padded ids, and the mask of real tokens."""
     longest = max(len(row.ids) for row in rows) + 1
     empty = [[0] * (longest - len(row.ids)) for row in rows]
     ids = [gap + row.ids if side == "left" else row.ids + gap for row, gap in zip(rows, empty, strict=True)]
@@ -76,7 +76,7 @@ def check(rows: list[Row], placed: list[Placed], theirs: tuple[Tensor, Tensor], 
     real = mask.bool()
     assert torch.equal(ours[:, real].to(positions.dtype), positions[:, real]), rows
     assert not ours[:, ~real].any()
-    # Qwen Omni puts padding at 1, which counts as a position where a batch is nothing but text.
+    # Qwen Omni puts padding at position 1, which counts if a batch has only text.
     longer = real.sum(dim=1) > 1
     if positions[:, ~real].any() and not longer.all():
         placed, deltas = [one for one, many in zip(placed, longer, strict=True) if many], deltas[longer]
@@ -87,7 +87,7 @@ def sizes(rng: random.Random) -> tuple[int, int]:
     return rng.randint(1, 7), rng.randint(1, 7)
 
 
-# Models whose images and videos stand by themselves among the text: what differs is how they count time.
+# Models with separate images and videos between texts. They differ in how they count time.
 def by_token_type(name: str, rng: random.Random, *, count: int) -> None:
     merge, tokens_per_second = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 25])
     frame_wise = name not in ("qwen2_vl", "qwen2_5_vl", "ernie4_5_vl_moe", "paddleocr_vl")
@@ -138,7 +138,7 @@ def by_token_type(name: str, rng: random.Random, *, count: int) -> None:
 
 
 def kinds_of(row: Row) -> list[int]:
-    """The kind of each segment that is not text."""
+    """Return the kind of each segment that is not text."""
     first, kinds = 0, []
     for one in row.segments:
         if not isinstance(one, Text):
@@ -238,7 +238,7 @@ def hunyuan(name: str, rng: random.Random, *, count: int) -> None:
                 row.text([TEXT] * rng.randint(1, 12))
             if rng.random() < 0.6:
                 h, w = sizes(rng)
-                marked = rng.random() < 0.5  # begin and end of an image may be marked as tokens of it
+                marked = rng.random() < 0.5  # the begin and end markers may count as tokens of the image
                 row.images.append([1, h * merge, w * merge])
                 if marked:
                     row.text([IMAGE])
@@ -258,7 +258,7 @@ def hunyuan(name: str, rng: random.Random, *, count: int) -> None:
 
 
 def glm_image(name: str, rng: random.Random, *, count: int) -> None:
-    """Images of the prompt and, in a row of their own, the images to be made, the last of which comes first."""
+    """Images of the prompt and, in a separate row, the images to be generated, in reverse order."""
     model = model_of(name, image_start_token_id=VISION_START, image_end_token_id=VISION_END)
     rows, wanted = [], []
     for _ in range(count):
@@ -285,7 +285,7 @@ def glm_image(name: str, rng: random.Random, *, count: int) -> None:
         assert torch.equal(new, theirs[:, : new.shape[1]])
 
 
-# One of each kind; the other models have the same function, and are looked at more briefly.
+# One model of each kind. The others have the same function and are tested with fewer cases.
 FAMILIES: dict[str, Callable[..., None]] = {
     "qwen2_vl": by_token_type,
     "qwen2_5_vl": by_token_type,

@@ -1,4 +1,4 @@
-"""Positions, against plain Python loops."""
+"""Positions of text, compared with plain Python loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_from_mask(rows: list[list[bool]], as_int: bool) -> None:
     assert made.tolist() == [[sum(row[:i]) if row[i] else 0 for i in range(4)] for row in rows]
 
 
-def test_packed_is_compiled_whole_and_without_a_new_graph_for_each_length() -> None:
+def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
     counter = CompileCounter()
     compiled = torch.compile(
         lambda cu, x: positions.packed(cu, x.shape[0]), fullgraph=True, dynamic=True, backend=counter

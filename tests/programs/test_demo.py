@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import ropewalk
-from kernel_cases import watched
+from kernel_cases import record_calls
 from ropewalk import RopeError
 from ropewalk.kernels import cpu
 from ropewalk.programs import cli, demo
@@ -30,7 +30,7 @@ def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
     said = []
     with pytest.MonkeyPatch.context() as patch:
-        calls = watched(cpu, patch)
+        calls = record_calls(cpu, patch)
         demo.run(folder, said.append)
     return folder, said, calls
 

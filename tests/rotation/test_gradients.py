@@ -1,4 +1,4 @@
-"""Gradients: first and second order, in place, and to cos and sin, against finite differences and plain autograd."""
+"""Gradients of first and second order, in place, and to cos and sin, by finite differences and plain autograd."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class TestGradcheck:
         assert gradcheck(function, (double(*LAYOUTS[layout]), cos, sin))
 
 
-def test_gradient_is_the_rotation_back() -> None:
+def test_gradient_is_the_inverse_rotation() -> None:
     rotation = rope().at(torch.arange(3))
     q, grad = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(1, 3, 2, 8)
     rotation(q, layout="bshd").backward(grad)
-    # The transpose of a rotation times f is f² times its inverse on the turned channels.
+    # The transpose of a rotation times f is f² times its inverse on the rotated channels.
     factor = torch.ones(8)
     factor[2:6] = rotation.attention_factor**2
     torch.testing.assert_close(q.grad, rotation.inverse()(grad, layout="bshd") * factor)
@@ -107,7 +107,7 @@ def test_gradients_with_stride_zero() -> None:
     assert torch.equal(q.grad, expected)
 
 
-def test_only_q_or_only_k_wants_a_gradient() -> None:
+def test_only_q_or_only_k_requires_a_gradient() -> None:
     rotation = rope().at(torch.arange(3))
     q, k = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(1, 3, 1, 8)
     turned_q, turned_k = rotation(q, k, layout="bshd")
@@ -131,7 +131,7 @@ def test_low_precision_gradients_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_gradient_of_a_table_used_by_many_tensors(learned: bool) -> None:
-    """The same as plain autograd through the reference, whichever way is taken."""
+    """The gradient equals that of plain autograd through the reference, for every implementation."""
     cos, sin = torch.randn(3, 2, requires_grad=learned), torch.randn(3, 2, requires_grad=learned)
     q = torch.randn(2, 3, 4, 4, requires_grad=True)
     wanted = (q, cos, sin) if learned else (q,)
@@ -162,8 +162,8 @@ class TestInPlaceOnAFusedProjection:
             gradients.append(qkv.grad)
         torch.testing.assert_close(*gradients)
 
-    def test_one_function_for_both_cannot(self) -> None:
-        """The naive version: PyTorch refuses a Function that changes two views of one tensor."""
+    def test_one_function_for_both_is_refused(self) -> None:
+        """PyTorch refuses a naive autograd.Function that changes two views of one tensor."""
 
         class Both(torch.autograd.Function):
             @staticmethod
@@ -180,7 +180,7 @@ class TestInPlaceOnAFusedProjection:
             Both.apply(qkv[:, :, :4], qkv[:, :, 4:5])
 
 
-def test_tables_of_inference_mode_are_named_when_a_gradient_is_wanted() -> None:
+def test_tables_of_inference_mode_are_refused_if_a_gradient_is_required() -> None:
     with torch.inference_mode():
         rotation = rope().at(torch.arange(3))
     assert rotation(torch.randn(1, 3, 2, 8), layout="bshd").shape == (1, 3, 2, 8)

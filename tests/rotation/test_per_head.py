@@ -28,17 +28,19 @@ def made(layout: str, dtype: torch.dtype = torch.float32, heads: int = HEADS) ->
     return torch.randn(shape(layout, BATCH, SEQ, heads, DIM)).to(dtype)
 
 
-def rotation(rank: str, pairing: str = "half", dtype: torch.dtype = torch.float32, **more: Any) -> Rotation:
+def make_rotation(rank: str, pairing: str = "half", dtype: torch.dtype = torch.float32, **more: Any) -> Rotation:
     cos, sin = (torch.randn(RANKS[rank], dtype=dtype) for _ in range(2))
     return Rotation(cos, sin, pairing=pairing, head_dim=DIM, rotary_offset=OFFSET, per_head=True, **more)
 
 
-def four(table: Tensor) -> Tensor:
+def with_batch_axis(table: Tensor) -> Tensor:
     return table if table.ndim == 4 else table.unsqueeze(0)
 
 
-def check_turned(turning: Rotation, x: Tensor, y: Tensor, layout: str) -> None:
-    exact = expected(x, four(turning.cos), four(turning.sin), layout, turning.pairing, OFFSET, inverse=False)
+def check_rotated(rotation: Rotation, x: Tensor, y: Tensor, layout: str) -> None:
+    exact = expected(
+        x, with_batch_axis(rotation.cos), with_batch_axis(rotation.sin), layout, rotation.pairing, OFFSET, inverse=False
+    )
     check(y, *exact, layout, layout)
 
 
@@ -48,51 +50,53 @@ class TestEveryVariant:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_new_and_in_place(self, layout: str, rank: str, pairing: str, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
-        turning, q, k = rotation(rank, pairing), made(layout, dtype), made(layout, dtype)
+        rotation, q, k = make_rotation(rank, pairing), made(layout, dtype), made(layout, dtype)
         before = q.clone()
-        turned = turning(q, k, layout=layout)
-        for x, y in zip((q, k), turned, strict=True):
+        rotated = rotation(q, k, layout=layout)
+        for x, y in zip((q, k), rotated, strict=True):
             assert y.dtype == dtype
-            check_turned(turning, x, y, layout)
-        assert torch.equal(turning(q, layout=layout), turned[0])
+            check_rotated(rotation, x, y, layout)
+        assert torch.equal(rotation(q, layout=layout), rotated[0])
         assert torch.equal(q, before)
-        turning.apply_(q, k, layout=layout)
-        assert torch.equal(q, turned[0])
-        assert torch.equal(k, turned[1])
+        rotation.apply_(q, k, layout=layout)
+        assert torch.equal(q, rotated[0])
+        assert torch.equal(k, rotated[1])
 
     def test_head_by_head(self, layout: str, rank: str, pairing: str) -> None:
         torch.manual_seed(1)
-        turning, q, heads = rotation(rank, pairing), made(layout), layout.index("h")
-        turned = turning(q, layout=layout)
+        rotation, q, heads = make_rotation(rank, pairing), made(layout), layout.index("h")
+        rotated = rotation(q, layout=layout)
         for h in range(HEADS):
-            tables = turning.cos[..., h, :, :], turning.sin[..., h, :, :]
+            tables = rotation.cos[..., h, :, :], rotation.sin[..., h, :, :]
             one = Rotation(*tables, pairing=pairing, head_dim=DIM, rotary_offset=OFFSET)
-            assert torch.equal(one(q.narrow(heads, h, 1), layout=layout), turned.narrow(heads, h, 1))
+            assert torch.equal(one(q.narrow(heads, h, 1), layout=layout), rotated.narrow(heads, h, 1))
 
     def test_inverse(self, layout: str, rank: str, pairing: str) -> None:
         torch.manual_seed(2)
         angle, q = torch.randn(RANKS[rank], dtype=torch.float64), made(layout, torch.float64)
         tables = 1.25 * angle.cos(), 1.25 * angle.sin()
-        turning = Rotation(
+        rotation = Rotation(
             *tables, pairing=pairing, head_dim=DIM, rotary_offset=OFFSET, attention_factor=1.25, per_head=True
         )
-        undone = turning.inverse()
+        undone = rotation.inverse()
         assert undone.per_head
-        torch.testing.assert_close(undone(turning(q, layout=layout), layout=layout), q)
+        torch.testing.assert_close(undone(rotation(q, layout=layout), layout=layout), q)
 
     def test_gradients(self, layout: str, rank: str, pairing: str) -> None:
         torch.manual_seed(3)
         q, k = (made(layout, torch.float64).requires_grad_() for _ in range(2))
         cos, sin = (torch.randn(RANKS[rank], dtype=torch.float64, requires_grad=True) for _ in range(2))
-        turning = Rotation(cos, sin, pairing=pairing, head_dim=DIM, rotary_offset=OFFSET, per_head=True)
+        rotation = Rotation(cos, sin, pairing=pairing, head_dim=DIM, rotary_offset=OFFSET, per_head=True)
         incoming = [torch.randn_like(q), torch.randn_like(k)]
-        torch.autograd.backward(turning(q, k, layout=layout), incoming)
+        torch.autograd.backward(rotation(q, k, layout=layout), incoming)
         parts = []
         for x, grad in zip((q, k), incoming, strict=True):
             assert x.grad is not None
-            back = expected(grad, four(cos), four(sin), layout, pairing, OFFSET, inverse=True)
+            back = expected(grad, with_batch_axis(cos), with_batch_axis(sin), layout, pairing, OFFSET, inverse=True)
             check(x.grad, *back, layout, "gradient")
-            of_heads = (as_bshd(y, layout)[..., None, :] for y in (x, grad))  # the oracle sums over one head
+            of_heads = (
+                as_bshd(y, layout)[..., None, :] for y in (x, grad)
+            )  # one head, because the oracle sums over heads
             parts.append(oracle.table_gradient(*of_heads, PAIRS, pairing, OFFSET))
         for table, which in ((cos, 0), (sin, 1)):
             exact = sum(part[which] for part in parts).transpose(0, 2, 1, 3)
@@ -106,17 +110,17 @@ class TestEveryVariant:
         size = (2, 2, 2) if rank == "shared by the batch" else (BATCH, 2, 2, 2)
         cos, sin = (torch.randn(size, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
-        def turned(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            turning = Rotation(cos, sin, pairing=pairing, head_dim=6, rotary_offset=1, per_head=True)
-            return turning(q, layout=layout)
+        def rotated(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            rotation = Rotation(cos, sin, pairing=pairing, head_dim=6, rotary_offset=1, per_head=True)
+            return rotation(q, layout=layout)
 
         def in_place(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             q = q * 1
             Rotation(cos, sin, pairing=pairing, head_dim=6, rotary_offset=1, per_head=True).apply_(q, layout=layout)
             return q
 
-        assert gradcheck(turned, (q, cos, sin), check_forward_ad=True, check_batched_grad=True)
-        assert gradgradcheck(turned, (q, cos, sin))
+        assert gradcheck(rotated, (q, cos, sin), check_forward_ad=True, check_batched_grad=True)
+        assert gradgradcheck(rotated, (q, cos, sin))
         assert gradcheck(in_place, (q, cos, sin))
 
 
@@ -141,25 +145,25 @@ class TestOtherUses:
             with pytest.raises(RopeError, match="every row must be from 0 to 8"):
                 table[torch.tensor([row])]
         with pytest.raises(RopeError, match=r"one for positions \[seq\], got tables of shape \(2, 3, 5, 6\)"):
-            rotation("each row")[torch.tensor([0])]
+            make_rotation("each row")[torch.tensor([0])]
 
     def test_files_moves_and_pytrees(self, tmp_path: Path) -> None:
-        turning, q = rotation("each row", attention_factor=1.25), made("bshd")
-        wanted = turning(q, layout="bshd")
-        torch.save(turning, tmp_path / "rotation.pt")
+        rotation, q = make_rotation("each row", attention_factor=1.25), made("bshd")
+        wanted = rotation(q, layout="bshd")
+        torch.save(rotation, tmp_path / "rotation.pt")
         for other in (
-            pickle.loads(pickle.dumps(turning)),
+            pickle.loads(pickle.dumps(rotation)),
             torch.load(tmp_path / "rotation.pt", weights_only=True),
-            turning.to("cpu"),
-            pytree.tree_map(torch.clone, turning),
+            rotation.to("cpu"),
+            pytree.tree_map(torch.clone, rotation),
         ):
             assert other.per_head
             assert other.attention_factor == 1.25
             assert torch.equal(other(q, layout="bshd"), wanted)
-        assert "tokens=(2, 5), pairs=6, pairing='half', heads=3" in repr(turning)
+        assert "tokens=(2, 5), pairs=6, pairing='half', heads=3" in repr(rotation)
 
-    def test_files_from_before(self) -> None:
-        """They hold no flag, and their tables are those of all heads."""
+    def test_files_of_earlier_versions(self) -> None:
+        """Files of earlier versions have no flag. Their tables are shared by all heads."""
         shared = Rope(DIM, 1e4, "half").at(torch.arange(SEQ))
         function, fields = shared.__reduce__()
         assert fields[-1] is False
@@ -169,15 +173,15 @@ class TestOtherUses:
         assert torch.equal(again(q, layout="bshd"), shared(q, layout="bshd"))
 
     def test_vmap(self) -> None:
-        """Without the row of the batch the tables are [heads, seq, pairs], and not mistaken for [batch, seq, pairs]."""
+        """Without the batch axis, tables [heads, seq, pairs] must not be mistaken for [batch, seq, pairs]."""
         torch.manual_seed(6)
-        turning = rotation("each row")
+        rotation = make_rotation("each row")
         q = torch.randn(BATCH, HEADS, SEQ, HEADS, DIM)  # mapped, batch, seq, heads: as many rows as heads
-        turned = vmap(lambda turning, q: turning(q, layout="bshd"))(turning, q)
+        rotated = vmap(lambda rotation, q: rotation(q, layout="bshd"))(rotation, q)
         for n in range(BATCH):
             check(
-                turned[n],
-                *expected(q[n], turning.cos[n, None], turning.sin[n, None], "bshd", "half", OFFSET, inverse=False),
+                rotated[n],
+                *expected(q[n], rotation.cos[n, None], rotation.sin[n, None], "bshd", "half", OFFSET, inverse=False),
                 "bshd",
                 n,
             )
@@ -185,59 +189,59 @@ class TestOtherUses:
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_compiled_and_exported(self, layout: str) -> None:
         torch.manual_seed(7)
-        turning, q, k = rotation("shared by the batch"), made(layout), made(layout)
-        wanted = turning(q, k, layout=layout)
+        rotation, q, k = make_rotation("shared by the batch"), made(layout), made(layout)
+        wanted = rotation(q, k, layout=layout)
 
-        class Turn(torch.nn.Module):
+        class Rotate(torch.nn.Module):
             def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-                turning = Rotation(cos, sin, pairing="half", head_dim=DIM, rotary_offset=OFFSET, per_head=True)
-                return turning(q, k, layout=layout)
+                rotation = Rotation(cos, sin, pairing="half", head_dim=DIM, rotary_offset=OFFSET, per_head=True)
+                return rotation(q, k, layout=layout)
 
         torch._dynamo.reset()
-        given = (q, k, turning.cos, turning.sin)
-        compiled = torch.compile(Turn(), fullgraph=True, backend="aot_eager")
-        exported = torch.export.export(Turn(), given).module()
-        for turned in (compiled(*given), exported(*given)):
-            for y, z in zip(turned, wanted, strict=True):
+        given = (q, k, rotation.cos, rotation.sin)
+        compiled = torch.compile(Rotate(), fullgraph=True, backend="aot_eager")
+        exported = torch.export.export(Rotate(), given).module()
+        for rotated in (compiled(*given), exported(*given)):
+            for y, z in zip(rotated, wanted, strict=True):
                 torch.testing.assert_close(y, z)
 
     def test_exported_as_an_argument(self) -> None:
-        turning, q = rotation("shared by the batch"), made("bshd")
+        rotation, q = make_rotation("shared by the batch"), made("bshd")
 
-        class Turn(torch.nn.Module):
-            def forward(self, turning: Rotation, q: Tensor) -> Tensor:
-                return turning(q, layout="bshd")
+        class Rotate(torch.nn.Module):
+            def forward(self, rotation: Rotation, q: Tensor) -> Tensor:
+                return rotation(q, layout="bshd")
 
-        exported = torch.export.export(Turn(), (turning, q)).module()
-        torch.testing.assert_close(exported(turning, q), turning(q, layout="bshd"))
+        exported = torch.export.export(Rotate(), (rotation, q)).module()
+        torch.testing.assert_close(exported(rotation, q), rotation(q, layout="bshd"))
 
     def test_autocast(self) -> None:
-        turning, q = rotation("shared by the batch"), made("bshd")
-        wanted = turning(q, layout="bshd")
+        rotation, q = make_rotation("shared by the batch"), made("bshd")
+        wanted = rotation(q, layout="bshd")
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(turning(q, layout="bshd"), wanted)
+            assert torch.equal(rotation(q, layout="bshd"), wanted)
 
     @pytest.mark.parametrize(("layout", "rank"), CASES)
     def test_operators(self, layout: str, rank: str) -> None:
-        """They take the axis of the batch always, since four axes are what says that tables are per head."""
-        turning, q, k = rotation(rank), made(layout), made(layout)
-        cos, sin = four(turning.cos), four(turning.sin)
-        wanted = turning(q, k, layout=layout)
-        turned = torch.ops.ropewalk.rotate([q, k], cos, sin, layout, False, OFFSET, False)
-        for y, z in zip(turned, wanted, strict=True):
+        """Operators always expect a batch axis, because four axes indicate tables per head."""
+        rotation, q, k = make_rotation(rank), made(layout), made(layout)
+        cos, sin = with_batch_axis(rotation.cos), with_batch_axis(rotation.sin)
+        wanted = rotation(q, k, layout=layout)
+        rotated = torch.ops.ropewalk.rotate([q, k], cos, sin, layout, False, OFFSET, False)
+        for y, z in zip(rotated, wanted, strict=True):
             assert torch.equal(y, z)
         with pytest.raises(RopeError, match="must have 3 heads"):
             torch.ops.ropewalk.rotate([made(layout, heads=2)], cos, sin, layout, False, OFFSET, False)
 
     def test_formats_keep_the_heads(self) -> None:
-        turning = rotation("shared by the batch")
-        assert formats.to_full_width(turning, repeated="halves")[0].shape == (HEADS, SEQ, 2 * PAIRS)
+        rotation = make_rotation("shared by the batch")
+        assert formats.to_full_width(rotation, repeated="halves")[0].shape == (HEADS, SEQ, 2 * PAIRS)
         with pytest.raises(RopeError, match=r"a table for positions \[rows\], got tables of shape \(3, 5, 6\)"):
-            formats.to_cache(turning)
+            formats.to_cache(rotation)
 
     @torch.no_grad()
     def test_in_attention_with_a_cache(self) -> None:
-        """A token at a time gives what the whole gives; tables of another shape are refused also where sizes agree."""
+        """Decoding token by token equals one pass. Tables of another shape are refused, even if sizes agree."""
         torch.manual_seed(8)
         angle, rows = torch.randn(2, 7, 4), torch.arange(7)
         table = Rotation(angle.cos(), angle.sin(), pairing="half", per_head=True)
@@ -252,11 +256,11 @@ class TestOtherUses:
         cache.reset()
         step = cache.step(7)
         with pytest.raises(RopeError, match=r"got one for tokens of shape \(7,\)"):
-            attention(x, table, cache=step.layer(0))  # [heads, seq] is [batch, seq] here
+            attention(x, table, cache=step.layer(0))  # [heads, seq] has the size of [batch, seq] here
 
 
 class TestRefused:
-    def test_what_is_not_said(self) -> None:
+    def test_tables_per_head_without_the_flag(self) -> None:
         table = torch.ones(RANKS["each row"])
         with pytest.raises(
             RopeError, match=r"\[heads, seq, pairs\] or \[batch, heads, seq, pairs\], pass per_head=True"
@@ -280,37 +284,37 @@ class TestRefused:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_other_numbers_of_heads(self, layout: str) -> None:
-        """One head is no exception: tables are never repeated."""
-        turning, q = rotation("shared by the batch"), made(layout)
+        """Tables are never repeated over heads, even for a single head."""
+        rotation, q = make_rotation("shared by the batch"), made(layout)
         for heads in (1, 2, 6):
             k = made(layout, heads=heads)
             with pytest.raises(RopeError, match=rf"k in layout '{layout}' must have 3 heads.*GQA.*its own Rotation"):
-                turning(q, k, layout=layout)
+                rotation(q, k, layout=layout)
             with pytest.raises(RopeError, match="q in layout"):
-                turning.apply_(k, layout=layout)
+                rotation.apply_(k, layout=layout)
             own = Rotation(*(torch.ones(heads, SEQ, PAIRS),) * 2, pairing="half", head_dim=DIM, per_head=True)
             assert own(k, layout=layout).shape == k.shape
 
     def test_tokens_batch_and_layout(self) -> None:
-        turning = rotation("each row")
+        rotation = make_rotation("each row")
         with pytest.raises(RopeError, match="must have 5 tokens"):
-            turning(torch.randn(BATCH, SEQ + 1, HEADS, DIM), layout="bshd")
+            rotation(torch.randn(BATCH, SEQ + 1, HEADS, DIM), layout="bshd")
         with pytest.raises(RopeError, match="must have batch size 2"):
-            turning(torch.randn(BATCH + 1, SEQ, HEADS, DIM), layout="bshd")
+            rotation(torch.randn(BATCH + 1, SEQ, HEADS, DIM), layout="bshd")
         with pytest.raises(RopeError, match="layout 'thd' has no batch axis"):
-            turning(torch.randn(SEQ, HEADS, DIM), layout="thd")
+            rotation(torch.randn(SEQ, HEADS, DIM), layout="thd")
 
     def test_tables_that_something_changed(self) -> None:
-        """The flag is part of the Rotation, so tables of another kind that `tree_map` puts there are seen."""
+        """The flag is part of the Rotation, so tables of another kind that `tree_map` inserts are detected."""
         shared = Rope(DIM, 1e4, "half").at(torch.arange(SEQ).expand(BATCH, SEQ))
         wider = pytree.tree_map(lambda table: torch.stack([table] * HEADS, dim=1), shared)
         with pytest.raises(RopeError, match="cos and sin must have the same shape"):
             wider(made("bshd"), layout="bshd")
-        narrower = pytree.tree_map(lambda table: table[0, 0], rotation("each row"))
+        narrower = pytree.tree_map(lambda table: table[0, 0], make_rotation("each row"))
         with pytest.raises(RopeError, match="with per_head=True"):
             narrower(made("bshd"), layout="bshd")
 
-    def test_compiled_code_is_given_as_many_tables_as_heads(self) -> None:
+    def test_compiled_code_requires_a_table_for_each_head(self) -> None:
         from ropewalk.kernels import cpu
 
         if cpu.unavailable():

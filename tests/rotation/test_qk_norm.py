@@ -1,4 +1,4 @@
-"""QKNorm against the oracle; one fused call bit for bit against two calls; gradients."""
+"""QKNorm, compared with the oracle; one fused call, compared bitwise with two calls; gradients."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def separate(norm: QKNorm, rotation: Rotation, q: Tensor, k: Tensor, layout: Any
     return rotation(*norm(q, k), layout=layout)
 
 
-def turned(rope: Rope, seq: int = SEQ) -> Rotation:
+def rotation_of(rope: Rope, seq: int = SEQ) -> Rotation:
     return rope.at(torch.arange(7, 7 + seq))
 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each question whether a kernel does it all: whether one did."""
+    """Record, for each call of `run_fused`, whether one kernel did all the work."""
     answers: list[bool] = []
-    run = qk_norm.run
+    run = qk_norm.run_fused
 
     def noted(*args: Any, **how: Any) -> Any:
         done = run(*args, **how)
         answers.append(done is not None)
         return done
 
-    monkeypatch.setattr(qk_norm, "run", noted)
+    monkeypatch.setattr(qk_norm, "run_fused", noted)
     return answers
 
 
@@ -65,7 +65,7 @@ def test_norm_by_the_oracle(dtype: torch.dtype, add_one: bool) -> None:
             for x, y, weight in zip((q, k), norm(q, k), (norm.q_weight, norm.k_weight), strict=True):
                 assert (y.dtype, y.shape) == (dtype, x.shape)
                 exact = oracle.rms_norm(x.double().numpy(), weight.double().numpy(), EPS, add_one)
-                # 1 + weight, two products and the root; float64 also the sum, with a rounding for each time it halves.
+                # Roundings of 1 + weight, two products and the root; in float64 also of the sum, one per halving.
                 roundings = 4 + (head_dim.bit_length() + 3 if dtype == torch.float64 else 0)
                 out = torch.finfo(dtype)
                 allowed = (roundings * unit + out.eps / 2) * abs(exact) + out.smallest_normal * out.eps
@@ -74,7 +74,7 @@ def test_norm_by_the_oracle(dtype: torch.dtype, add_one: bool) -> None:
                 assert (abs(y.double().numpy() - exact) <= allowed).all(), (head_dim, scale)
 
 
-def test_norm_is_nearly_pytorchs() -> None:
+def test_norm_is_close_to_pytorch() -> None:
     torch.manual_seed(1)
     q, k, norm = torch.randn(2, 3, 4, 128), torch.randn(2, 3, 2, 128), normal(128, torch.float32)
     for x, y, weight in zip((q, k), norm(q, k), (norm.q_weight, norm.k_weight), strict=True):
@@ -83,7 +83,7 @@ def test_norm_is_nearly_pytorchs() -> None:
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [torch.inf, 1.0], [torch.nan, 1.0], [3e38, 3e38], [1e-30, -1e-30]])
 def test_odd_values(values: list[float]) -> None:
-    """Squares overflow and vanish in float32, and not here; 0, infinity and nan are as in PyTorch's float64."""
+    """Inputs whose squares overflow or underflow in float32; 0, infinity and NaN give the results of float64."""
     x, norm = torch.tensor(values).expand(1, 1, 1, 2), QKNorm(torch.ones(2), torch.ones(2), eps=1e-70)
     exact = nn.functional.rms_norm(x.double(), (2,), eps=1e-70)
     torch.testing.assert_close(norm(x, x)[0].double(), exact, equal_nan=True, rtol=3e-7, atol=0)
@@ -106,18 +106,18 @@ class TestSameBits:
             q, k = (torch.randn(BATCH, SEQ, heads, head_dim).to(dtype) for heads in (HEADS, KV_HEADS))
             for of_weights, add_one in itertools.product((dtype, torch.float32), (False, True)):
                 norm = normal(head_dim, of_weights, add_one=add_one)
-                made = norm.rotate(turned(rope), q, k, layout="bshd")
+                made = norm.rotate(rotation_of(rope), q, k, layout="bshd")
                 assert fused.pop() is (backend.FAST_PATH and not (dtype == torch.float64 and of_weights != dtype))
-                for y, other, x in zip(made, separate(norm, turned(rope), q, k), (q, k), strict=True):
+                for y, other, x in zip(made, separate(norm, rotation_of(rope), q, k), (q, k), strict=True):
                     assert (y.dtype, y.shape) == (dtype, x.shape)
                     assert same(y, other, best()), (i, of_weights, add_one)
 
     def test_by_the_oracle(self, dtype: torch.dtype, pairing: Any, fused: list[bool]) -> None:
-        """Rounded after the norm, as engines do: the oracle rotates what was rounded."""
+        """The norm is rounded before the rotation, as in engines. The oracle rotates the rounded tensor."""
         torch.manual_seed(3)
         rope = Rope(head_dim=24, base=1e4, pairing=pairing, rotary_dim=16, rotary_offset=4)
         q, k = (torch.randn(BATCH, SEQ, heads, 24).to(dtype) for heads in (HEADS, KV_HEADS))
-        norm, rotation = normal(24, dtype), turned(rope)
+        norm, rotation = normal(24, dtype), rotation_of(rope)
         cos, sin = (table.double().numpy()[:, None] for table in (rotation.cos, rotation.sin))
         out = torch.finfo(dtype)
         for x, y, weight in zip(
@@ -125,8 +125,8 @@ class TestSameBits:
         ):
             exact = oracle.rms_norm(x.double().numpy(), weight.double().numpy(), EPS)
             rounded = torch.tensor(exact.astype(np.float64)).to(dtype).double().numpy()
-            want, size = oracle.turned(rounded, cos, sin, pairing, 4)
-            # The norm, which may round to the other side, by its share of both products; then a rotation's roundings.
+            want, size = oracle.rotate_by_tables(rounded, cos, sin, pairing, 4)
+            # The norm may round the other way, which affects both products. The roundings of the rotation are added.
             allowed = 2 * out.eps * size + out.eps * abs(want) + out.smallest_normal
             still = np.zeros(24, bool)
             still[:4] = still[20:] = True
@@ -136,7 +136,7 @@ class TestSameBits:
     def test_layouts_and_strides(self, dtype: torch.dtype, pairing: Any, fused: list[bool]) -> None:
         torch.manual_seed(4)
         rope, norm = Rope(head_dim=64, base=1e4, pairing=pairing, rotary_dim=32), normal(64, dtype)
-        rotation = turned(rope)
+        rotation = rotation_of(rope)
         for layout in LAYOUTS:
             q, k = (torch.randn(shape(layout, BATCH, SEQ, heads, 64)).to(dtype) for heads in (HEADS, KV_HEADS))
             check_same(norm, rotation, q, k, layout, fused)
@@ -195,8 +195,8 @@ class TestGradients:
         cos, sin = (table.double().numpy()[:, None] for table in (rotation.cos, rotation.sin))
         out = torch.finfo(dtype)
         for i, (x, weight, grad) in enumerate(zip(given[:2], given[2:], grads, strict=True)):
-            back, _ = oracle.turned(grad.double().numpy(), cos, sin, "interleaved", 2, inverse=True)
-            back = torch.tensor(back).to(dtype).double().numpy()  # as of the rotation alone
+            back, _ = oracle.rotate_by_tables(grad.double().numpy(), cos, sin, "interleaved", 2, inverse=True)
+            back = torch.tensor(back).to(dtype).double().numpy()  # the bound of the rotation alone
             x_, w_ = x.detach().double().numpy(), weight.detach().double().numpy()
             for got, want in zip(
                 (found[i], found[2 + i]), oracle.rms_norm_gradient(x_, w_, back, EPS, add_one), strict=True
@@ -222,7 +222,7 @@ class TestGradients:
         return (q.sin().sum() + k.cos().sum()).double()
 
     def test_learned_tables(self) -> None:
-        """Their gradient needs what was rotated, so the calls are two."""
+        """The gradient to learned tables needs the normalized tensor, so two calls are used."""
         given, plain = self.given(torch.float32), self.rotation()
         tables = [table.clone().requires_grad_() for table in (plain.cos, plain.sin)]
         rotation = Rotation(*tables, pairing="interleaved", head_dim=8, rotary_offset=2)
@@ -291,8 +291,8 @@ def test_the_same_everywhere(way: str, dtype: torch.dtype) -> None:
     torch.manual_seed(6)
     rope, norm = Rope(head_dim=24, base=1e4, pairing="half", rotary_dim=16), normal(24, torch.float32)
     q, k = (torch.randn(BATCH, SEQ, heads, 24).to(dtype) for heads in (HEADS, KV_HEADS))
-    usual = norm.rotate(turned(rope), q, k, layout="bshd")
-    for x, y in zip(WAYS[way](norm, turned(rope), q, k), usual, strict=True):
+    usual = norm.rotate(rotation_of(rope), q, k, layout="bshd")
+    for x, y in zip(WAYS[way](norm, rotation_of(rope), q, k), usual, strict=True):
         assert same(x, y, best())
 
 
@@ -306,7 +306,7 @@ def test_meta() -> None:
 
 
 def test_no_tokens() -> None:
-    rotation, norm = turned(Rope(head_dim=8, base=1e4, pairing="half"), 0), normal(8, torch.float32)
+    rotation, norm = rotation_of(Rope(head_dim=8, base=1e4, pairing="half"), 0), normal(8, torch.float32)
     assert norm.rotate(rotation, torch.ones(2, 0, 4, 8), torch.ones(2, 0, 2, 8), layout="bshd")[0].shape == (2, 0, 4, 8)
 
 
@@ -330,8 +330,8 @@ def test_impossible_norms(how: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["", "with gradients"])
-def test_what_does_not_fit(wanted: bool) -> None:
-    norm, rotation = normal(8, torch.float32), turned(Rope(head_dim=8, base=1e4, pairing="half"))
+def test_invalid_arguments(wanted: bool) -> None:
+    norm, rotation = normal(8, torch.float32), rotation_of(Rope(head_dim=8, base=1e4, pairing="half"))
     q, k = torch.ones(2, 3, 4, 8, requires_grad=wanted), torch.ones(2, 3, 2, 8)
     for other, message in (
         ((q[..., :6], k), r"q must be a tensor \[..., head_dim=8\] on cpu"),
@@ -350,7 +350,7 @@ def test_what_does_not_fit(wanted: bool) -> None:
 
 
 def test_gradient_of_numbers_whose_squares_overflow() -> None:
-    """1e20² is beyond float32; the mean is made in float64, forward and backward."""
+    """1e20² overflows float32. The mean is computed in float64, in the forward and the backward pass."""
     q = torch.full((1, 1, 1, 16), 1e20, requires_grad=True)
     weight = torch.ones(16, requires_grad=True)
     norm = QKNorm(weight, torch.ones(16), eps=1e-6)

@@ -1,4 +1,4 @@
-"""The rotation: every variant against complex numbers in float64."""
+"""The rotation: every variant, compared with complex numbers in float64."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def shape(layout: str, heads: int, head_dim: int) -> tuple[int, ...]:
 
 
 def expected(rope: Rope, x: torch.Tensor, positions: torch.Tensor, layout: str) -> np.ndarray:
-    """x rotated by exact angles; positions [seq] or [batch, seq]."""
+    """Rotate x by exact angles; positions [seq] or [batch, seq]."""
     angles = oracle.reduced(positions.reshape(-1).tolist(), rope.inv_freq).reshape(*positions.shape, -1)
     letters = "".join("s" if axis == "t" else axis for axis in layout)
     order = [letters.index(axis) for axis in "bshd" if axis in letters]
     moved = x.double().numpy().transpose(order)  # [batch,] seq, heads, head_dim
     angles = angles[..., None, :]
-    turned = oracle.rotate(
+    rotated = oracle.rotate(
         moved, np.broadcast_to(angles, moved.shape[:-1] + angles.shape[-1:]), rope.pairing, rope.rotary_offset,
         rope.attention_factor,
     )  # fmt: skip
-    return turned.transpose(np.argsort(order))
+    return rotated.transpose(np.argsort(order))
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """One rounding of a float32 result of size up to 8, and the rounding of the tables."""
+    """Return the bound for one rounding of a float32 result of size up to 8, and the rounding of the tables."""
     return 8 * torch.finfo(dtype).eps / 2 + (2e-6 if dtype != torch.float64 else 3e-7)
 
 
@@ -72,8 +72,8 @@ def check_variant(layout: str, batched: bool, pairing: str, which: str, dtype: t
     q = torch.randn(shape(layout, HEADS, 16)).to(dtype)
     k = torch.randn(shape(layout, KV_HEADS, 16)).to(dtype)
     before = q.clone(), k.clone()
-    turned = rope.at(positions)(q, k, layout=layout)
-    for x, y in zip((q, k), turned, strict=True):
+    rotated = rope.at(positions)(q, k, layout=layout)
+    for x, y in zip((q, k), rotated, strict=True):
         assert y.dtype == dtype
         assert y.shape == x.shape
         np.testing.assert_allclose(y.double(), expected(rope, x, positions, layout), rtol=0, atol=rounding(dtype))
@@ -85,7 +85,7 @@ def check_variant(layout: str, batched: bool, pairing: str, which: str, dtype: t
 
 
 def test_one_rounding_only() -> None:
-    """bfloat16 in and out: the result is the float32 one, rounded once."""
+    """For bfloat16, the result is the float32 result, rounded once."""
     rope, positions = Rope(64, 1e4, "half"), torch.arange(50)
     q = torch.randn(50, 3, 64).bfloat16()
     rotation = rope.at(positions)
@@ -162,16 +162,16 @@ def test_in_place_is_the_same(layout: str, pairing: str) -> None:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_q_and_k_that_cannot_share_a_call(in_place: bool) -> None:
-    """They differ in dtype, or in the batch that tables [seq] leave open."""
+    """q and k differ in dtype, or in the batch size, which tables [seq] do not determine."""
     rope, positions = Rope(16, 1e4, "half"), torch.arange(SEQ)
     q = torch.randn(shape("bshd", HEADS, 16))
     for k in (torch.randn(shape("bshd", KV_HEADS, 16)).double(), torch.randn(BATCH + 1, SEQ, KV_HEADS, 16)):
         tensors = q.clone(), k.clone()
         rotation = rope.at(positions)
-        turned = tensors if in_place else rotation(*tensors, layout="bshd")
+        rotated = tensors if in_place else rotation(*tensors, layout="bshd")
         if in_place:
             rotation.apply_(*tensors, layout="bshd")
-        for x, y in zip((q, k), turned, strict=True):
+        for x, y in zip((q, k), rotated, strict=True):
             assert y.dtype == x.dtype
             np.testing.assert_allclose(y.double(), expected(rope, x, positions, "bshd"), rtol=0, atol=rounding(q.dtype))
 
@@ -185,13 +185,13 @@ def test_in_place_changes_nothing_when_k_does_not_fit() -> None:
     assert torch.equal(q, before)
 
 
-def test_in_place_refuses_to_turn_one_tensor_twice() -> None:
+def test_in_place_refuses_to_rotate_one_tensor_twice() -> None:
     rotation, q = Rope(8, 1e4, "half").at(torch.arange(SEQ)), torch.randn(1, SEQ, 2, 8)
     fused = torch.randn(1, SEQ, 6, 8)
     for a, b in ((q, q), (q, q[:]), (fused[:, :, :3], fused[:, :, 2:]), (fused[:, :, :1], fused[:, :, :5])):
         with pytest.raises(RopeError, match="q and k must not share elements"):
             rotation.apply_(a, b, layout="bshd")
-    rotation.apply_(fused[:, :, :3], fused[:, :, 3:], layout="bshd")  # neighbours share nothing
+    rotation.apply_(fused[:, :, :3], fused[:, :, 3:], layout="bshd")  # adjacent slices share no element
     rotation.apply_(fused[:, :, ::2], fused[:, :, 1::2], layout="bshd")
 
 
@@ -212,7 +212,7 @@ def test_only_dense_tensors() -> None:
 
 
 def test_in_place_refuses_inference_tensors_outside_inference_mode() -> None:
-    """As PyTorch's own operators do: nobody could hear that they have changed."""
+    """As PyTorch's operators do, because autograd could not detect the change."""
     with torch.inference_mode():
         q = torch.randn(1, SEQ, 2, 8)
     before = q.clone()
@@ -229,14 +229,14 @@ class TestLaws:
         torch.testing.assert_close(y.norm(dim=-1), q.norm(dim=-1), rtol=1e-14, atol=0)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
-    def test_turning_back(self, pairing: str) -> None:
+    def test_negative_positions_undo_the_rotation(self, pairing: str) -> None:
         rope, q = Rope(64, 1e4, pairing), torch.randn(50, 2, 64)
         positions = torch.arange(50) * 40_000_000
         there = rope.at(positions)(q, layout="thd")
         torch.testing.assert_close(rope.at(-positions)(there, layout="thd"), q, rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("pairing", PAIRINGS)
-    def test_turns_add_up(self, pairing: str) -> None:
+    def test_rotations_add_up(self, pairing: str) -> None:
         rope, q = Rope(64, 1e4, pairing), torch.randn(50, 2, 64)
         a, b = torch.randint(-(2**30), 2**30, (2, 50))
         twice = rope.at(b)(rope.at(a)(q, layout="thd"), layout="thd")
@@ -307,7 +307,7 @@ class TestRows:
 
 
 class TestValue:
-    """Rotation as a value: immutable, a pytree, copied and moved."""
+    """A Rotation is an immutable value and a pytree that can be copied and moved."""
 
     rotation = Rope(8, 1e4, "interleaved", rotary_dim=6, rotary_offset=2, scaling=YaRN(4, 64)).at(torch.arange(3))
 
@@ -383,7 +383,7 @@ class TestValue:
         ({"attention_factor": float("nan")}, "attention_factor must be a finite number"),
     ],
 )
-def test_tables_of_ones_own_are_checked(changes: dict[str, Any], message: str) -> None:
+def test_tables_of_the_user_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RopeError) as raised:
         Rotation(**{"cos": torch.ones(3, 4), "sin": torch.zeros(3, 4), "pairing": "half", **changes})
     assert message in str(raised.value)
@@ -425,13 +425,13 @@ def test_batch_of_the_positions(layout: str) -> None:
         rotation(torch.randn(shape(layout, HEADS, 8)), layout=layout)
 
 
-def test_thd_wants_positions_without_batch() -> None:
+def test_thd_requires_positions_without_batch() -> None:
     rotation = Rope(8, 1e4, "half").at(torch.zeros(1, SEQ, dtype=torch.int64))
     with pytest.raises(RopeError, match="layout 'thd' has no batch axis"):
         rotation(torch.randn(SEQ, 2, 8), layout="thd")
 
 
-def test_tables_cast_behind_our_back_are_refused_at_the_call() -> None:
+def test_cast_tables_are_refused_at_the_call() -> None:
     cast = pytree.tree_map(lambda t: t.bfloat16(), Rope(8, 1e4, "half").at(torch.arange(SEQ)))
     with pytest.raises(RopeError, match="Something cast them"):
         cast(torch.randn(1, SEQ, 2, 8), layout="bshd")

@@ -1,6 +1,6 @@
-"""torch.func, torch.compile and torch.export. Each trap is first shown on a naive version, then to be absent here.
+"""torch.func, torch.compile and torch.export. Each test first shows that a naive version fails, then that ours works.
 
-The naive version is what a kernel usually gets: an opaque operator, and an autograd.Function around it.
+The naive version is the usual way to wrap a kernel: an opaque operator inside an autograd.Function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TABLE = ROPE.at(POSITIONS)
 SHAPE = (3, 2, 8)  # thd
 
 
-@torch.library.custom_op("ropewalk_tests::turn", mutates_args=())
+@torch.library.custom_op("ropewalk_tests::rotate", mutates_args=())
 def opaque(x: Tensor, inverse: bool) -> Tensor:
     return (TABLE.inverse() if inverse else TABLE)(x, layout="thd").clone()
 
@@ -53,25 +53,25 @@ def gated(x: Tensor) -> Tensor:
     return Naive.apply(x) if x.requires_grad else opaque(x, False)
 
 
-def loss(turn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def loss(rotate: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     weight = torch.arange(8.0)
-    return lambda x: (turn(x) * weight).pow(3).sum()
+    return lambda x: (rotate(x) * weight).pow(3).sum()
 
 
 X = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
 MANY = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(1))
 
 
-def backward(turn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Ordinary eager reverse mode, which gradcheck has checked."""
+def backward(rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute gradients in ordinary eager mode, which gradcheck has verified."""
     x = x.clone().requires_grad_()
-    loss(turn)(x).backward()
+    loss(rotate)(x).backward()
     assert x.grad is not None
     return x.grad
 
 
 def is_wrong(attempt: Callable[[], Tensor | None], expected: Tensor) -> bool:
-    """An attempt that raises, or gives nothing or another result."""
+    """Return whether a call raises, or gives no result or another one."""
     try:
         result = attempt()
     except Exception:
@@ -80,9 +80,9 @@ def is_wrong(attempt: Callable[[], Tensor | None], expected: Tensor) -> bool:
 
 
 def test_naive_is_right_in_plain_eager_mode() -> None:
-    """Otherwise the traps below would show nothing."""
-    for turn in (naive, gated):
-        torch.testing.assert_close(backward(turn, X), backward(ours, X))
+    """Otherwise the failures below would prove nothing."""
+    for rotate in (naive, gated):
+        torch.testing.assert_close(backward(rotate, X), backward(ours, X))
 
 
 class TestFunctorch:
@@ -92,8 +92,8 @@ class TestFunctorch:
     def test_grad_of_vmap(self) -> None:
         expected = torch.stack([backward(ours, x) for x in MANY])
         torch.testing.assert_close(grad(lambda xs: vmap(loss(ours))(xs).sum())(MANY), expected)
-        for turn in (naive, gated):
-            assert is_wrong(lambda turn=turn: grad(lambda xs: vmap(loss(turn))(xs).sum())(MANY), expected)
+        for rotate in (naive, gated):
+            assert is_wrong(lambda rotate=rotate: grad(lambda xs: vmap(loss(rotate))(xs).sum())(MANY), expected)
 
     def test_vmap_of_grad(self) -> None:
         expected = torch.stack([backward(ours, x) for x in MANY])
@@ -110,16 +110,16 @@ class TestFunctorch:
         tangent = torch.randn(SHAPE)
         expected = ours(tangent)  # a rotation is linear
         torch.testing.assert_close(jvp(ours, (X,), (tangent,))[1], expected)
-        for turn in (naive, gated):
-            assert is_wrong(lambda turn=turn: jvp(turn, (X,), (tangent,))[1], expected)
+        for rotate in (naive, gated):
+            assert is_wrong(lambda rotate=rotate: jvp(rotate, (X,), (tangent,))[1], expected)
 
     def test_forward_mode(self) -> None:
         tangent = torch.randn(SHAPE)
 
-        def push(turn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        def push(rotate: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
             with torch.autograd.forward_ad.dual_level():
                 dual = torch.autograd.forward_ad.make_dual(x, tangent)
-                return torch.autograd.forward_ad.unpack_dual(turn(dual)).tangent
+                return torch.autograd.forward_ad.unpack_dual(rotate(dual)).tangent
 
         for x in (X, X.clone().requires_grad_()):
             torch.testing.assert_close(push(ours, x), ours(tangent))
@@ -156,11 +156,11 @@ class TestCompile:
             results = []
             for function in (compiled, step):
                 q.grad = k.grad = None
-                turned = function(q, k, positions)
-                (turned[0].float().pow(3).sum() + turned[1].float().pow(3).sum()).backward()
-                results.append((*turned, q.grad, k.grad))
+                rotated = function(q, k, positions)
+                (rotated[0].float().pow(3).sum() + rotated[1].float().pow(3).sum()).backward()
+                results.append((*rotated, q.grad, k.grad))
             for a, b in zip(*results, strict=True):
-                # One step of bfloat16; and float32 products of up to some tens that cancel. Seen: no difference.
+                # One ulp of bfloat16, and float32 products of up to about 50 that cancel. Measured: no difference.
                 torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-5)
 
     def test_in_place(self) -> None:
@@ -198,7 +198,7 @@ class TestCompile:
                 torch.testing.assert_close(mine, plain)
         assert counter.frame_count == 1
 
-    def test_one_new_graph_at_most_without_being_told(self) -> None:
+    def test_at_most_one_recompilation_without_mark_dynamic(self) -> None:
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(RotaryEmbedding(ROPE, layout="bshd"), fullgraph=True, backend=counter)
         for seq in (5, 9, 17, 100):
@@ -207,17 +207,17 @@ class TestCompile:
 
 
 class Block(torch.nn.Module):
-    """A projection and a rotation: something to export and to fine-tune."""
+    """A projection and a rotation, to be exported and fine-tuned."""
 
-    def __init__(self, turn: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, rotate: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.project = torch.nn.Linear(8, 8, bias=False)
         self.embed = RotaryEmbedding(ROPE, layout="bshd")
-        self.turn = turn
+        self.rotate = rotate
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q = self.project(x)
-        return self.embed(q, None, positions) if self.turn is None else self.turn(q[0]).unsqueeze(0)
+        return self.embed(q, None, positions) if self.rotate is None else self.rotate(q[0]).unsqueeze(0)
 
 
 class TestExport:
@@ -237,7 +237,7 @@ class TestExport:
         for mine, plain in zip(*gradients, strict=True):
             torch.testing.assert_close(mine, plain)
 
-    def test_naive_one_cannot(self) -> None:
+    def test_naive_exported_module_cannot_be_fine_tuned(self) -> None:
         block = Block(naive)
         exported = torch.export.export(block, (torch.randn(1, 3, 2, 8), torch.arange(3))).module()
 

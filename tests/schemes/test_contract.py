@@ -1,4 +1,4 @@
-"""Checks for schemes from outside: the class, its handling of odd values, and its return values."""
+"""Checks of schemes from outside ropewalk: the class, its handling of invalid values, and its return values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ropewalk.schemes import LengthDependent, Scheme, default
 
 @dataclass(frozen=True)
 class Careless(Scheme):
-    """Checks nothing."""
+    """A scheme that does not validate its values."""
 
     rope_type: ClassVar[str] = "careless"
     gguf: ClassVar[dict[str, str]] = {"strength": "rope.scaling.strength"}
@@ -35,7 +35,7 @@ class Careless(Scheme):
 
 @dataclass(frozen=True)
 class Halting(LengthDependent):
-    """Divides by its number in __post_init__."""
+    """A scheme whose __post_init__ divides by its value."""
 
     rope_type: ClassVar[str] = "halting"
     every: int
@@ -65,7 +65,7 @@ def written(path: Path, **rope: Any) -> Path:
 
 
 @pytest.mark.usefixtures("registered")
-def test_what_a_scheme_raises_names_the_file_the_scheme_and_the_value(tmp_path: Path) -> None:
+def test_errors_of_a_scheme_name_the_file_the_scheme_and_the_value(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
 
     def refused(case: tuple[dict[str, Any], str]) -> None:
@@ -113,7 +113,7 @@ def test_frequencies_that_are_not_numbers_name_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_field_with_a_default_factory_may_be_left_out(tmp_path: Path) -> None:
+def test_a_field_with_a_default_factory_may_be_omitted(tmp_path: Path) -> None:
     assert from_config(written(tmp_path / "config.json", rope_type="halting", every=5)).rope.scaling == Halting(5)
 
 
@@ -139,7 +139,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Fixed(Scheme):
-    """Returns the values that it holds."""
+    """A scheme that returns its fields as frequencies."""
 
     rope_type: ClassVar[str] = "fixed"
     frequencies_of_pairs: Any
@@ -154,7 +154,7 @@ class Fixed(Scheme):
 
 @dataclass(frozen=True)
 class Odd(Fixed):
-    """Overrides `frequencies` with a wrong return value."""
+    """A scheme whose `frequencies` returns a wrong value."""
 
     def frequencies(self, base: float, rotary_dim: int) -> Any:
         return self.frequencies_of_pairs
@@ -263,7 +263,7 @@ def test_only_a_registered_scheme_can_be_unregistered() -> None:
             schemes.unregister(scheme)  # type: ignore[arg-type]
 
 
-def test_help_says_what_each_attribute_is() -> None:
+def test_help_describes_each_attribute() -> None:
     """`help` does not show a string after an attribute, so the docstring describes each one."""
     words = schemes.Scaling.__doc__ or ""
     for name in schemes.Scaling.__annotations__:

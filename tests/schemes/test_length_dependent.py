@@ -58,11 +58,11 @@ class TestUnresolved:
         assert pickle.loads(pickle.dumps(rope)) == rope
         assert len({rope, rope.at_length(100), rope.at_length(100)}) == 2
 
-    def test_resolved_once_it_stays(self, rope: Rope) -> None:
+    def test_a_resolved_rope_stays_resolved(self, rope: Rope) -> None:
         static = rope.at_length(8192)
         assert static.is_static
         assert static.at_length(10**6) is static
-        assert rope.at_length(8192) == static  # and nothing was changed in the first
+        assert rope.at_length(8192) == static  # and the first rope is unchanged
 
 
 @given(st.floats(1, 64), st.integers(1, 2**20), st.sampled_from([1e4, 5e5]), st.integers(2, 64))

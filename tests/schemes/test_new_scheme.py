@@ -1,4 +1,4 @@
-"""Invented schemes, registered from outside: readers, writers, `explain` and plots support them."""
+"""Invented schemes that are registered from outside: readers, writers, `explain` and plots support them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASE, DIM = 500_000.0, 64
 
 @dataclass(frozen=True)
 class Sloth(Scheme):
-    """Every other pair is slowed."""
+    """A scheme that slows every other pair."""
 
     rope_type: ClassVar[str] = "sloth"
     aliases: ClassVar[tuple[str, ...]] = ("slow_loris",)
@@ -64,7 +64,7 @@ class Sloth(Scheme):
 
 @dataclass(frozen=True)
 class Owl(LengthDependent):
-    """A `Sloth` at night, which begins at a length."""
+    """A scheme that becomes a `Sloth` beyond a length."""
 
     rope_type: ClassVar[str] = "owl"
     night: int
@@ -222,7 +222,7 @@ CLASSES = {*schemes.BY_NAME, "Scaling", "Scheme", "LengthDependent"}
 
 
 def type_tests(tree: ast.AST) -> list[int]:
-    """Lines with an isinstance or issubclass of a scheme, or a comparison of a `.rope_type`."""
+    """Return the lines that call isinstance or issubclass with a scheme, or that compare a `.rope_type`."""
     found = []
     for node in ast.walk(tree):
         if (

@@ -1,4 +1,4 @@
-"""The smallest and the largest numbers in every scheme: finite frequencies, or a RopeError."""
+"""Extreme numbers in every scheme give finite frequencies or a RopeError."""
 
 from __future__ import annotations
 

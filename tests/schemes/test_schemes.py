@@ -1,4 +1,4 @@
-"""Each scheme against its formula in mpmath; released models are in tests/test_golden.py."""
+"""Each scheme, compared with its formula in mpmath. Released models are in tests/test_golden.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_llama3_with_equal_factors_blends_nothing() -> None:
 
 
 def test_llama3_with_a_pair_exactly_on_the_edge() -> None:
-    """The one pair that completes exactly one turn: divided by the factor, without a division by zero."""
+    """A pair that completes exactly one turn is divided by the factor, without a division by zero."""
     length = 8192
     w = 2 * math.pi / length
     turns = length * w / (2 * math.pi)

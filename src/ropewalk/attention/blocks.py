@@ -23,16 +23,16 @@ class Blocks:
         return len(self._free)
 
     def holders(self, block: int) -> int:
-        """Number of rows that hold this block."""
+        """Return the number of rows that hold this block."""
         return self._holders[block]
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Allocate free blocks, each with one holder. The caller has checked that there are enough."""
-        taken = [self._free.pop() for _ in range(count)]
-        self.hold(taken)
-        return taken
+        allocated = [self._free.pop() for _ in range(count)]
+        self.add_holder(allocated)
+        return allocated
 
-    def hold(self, blocks: Iterable[int]) -> None:
+    def add_holder(self, blocks: Iterable[int]) -> None:
         """Add a holder to each block."""
         for block in blocks:
             self._holders[block] += 1
@@ -45,5 +45,5 @@ class Blocks:
                 self._free.append(block)
 
     def freed_by(self, released: Counter[int]) -> int:
-        """Number of blocks that would become free if each lost the counted number of holders."""
+        """Return the number of blocks that would become free if each lost the given number of holders."""
         return sum(self._holders[block] == times for block, times in released.items())

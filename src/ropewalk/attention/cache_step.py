@@ -1,4 +1,4 @@
-"""One forward pass with a KVCache: the positions of its tokens and the keys that they attend to."""
+"""One forward pass with a KVCache: the positions of the new tokens, and the keys to which they attend."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Progress:
         self.rotations: list[weakref.ref[Tensor]] = []
 
     def stored(self) -> int:
-        """Number of layers that have stored their keys and values."""
+        """Return the number of layers that have stored their keys and values."""
         return sum(layer.stored for layer in self.layers)
 
-    def check_whole(self, who: str) -> None:
+    def check_complete(self, who: str) -> None:
         """Raise if only some of the layers have stored their keys and values."""
         stored = self.stored()
         if 0 < stored < len(self.layers):
@@ -89,7 +89,7 @@ def largest_position(positions: Tensor) -> Tensor:
 
 
 def _on_axes(rope: Rope, positions: Tensor) -> Tensor:
-    """Positions for `rope.at`. Positions without axes (text) are repeated on every axis of the rope."""
+    """Return the positions for `rope.at`. Positions without axes (text) are repeated on every axis of the rope."""
     return positions if rope.axes is None or positions.ndim > 2 else positions.expand(rope.axes.count, -1, -1)
 
 
@@ -124,16 +124,16 @@ class CacheStep:
         filled: slice,
         slot: Tensor,
         concatenates: bool,
-        following: tuple[Tensor, Tensor],
+        state_after: tuple[Tensor, Tensor],
         progress: Progress,
     ) -> None:
         self.positions, self.order, self.key_positions, self.causal = positions, order, key_positions, causal
         self._padding, self._filled = padding, filled
         self._mask: Tensor | None = None
-        self._place = largest_position(positions)
+        self._largest_positions = largest_position(positions)
         self._key_order = key_order
         self._cache, self._slot, self._concatenates, self._progress = cache, slot, concatenates, progress
-        self._following = following  # length and position of the cache after this step
+        self._state_after = state_after  # length and position of the cache after this step
         self._valid_rotation: Rotation | TwoPass | None = None  # the last one that passed _check_rotation
         self._row = torch.arange(slot.shape[0], device=slot.device)[:, None]
         self._flat_slot = self._row * cache.keys[0].shape[1] + slot  # index into the flattened [batch · slots]
@@ -144,7 +144,7 @@ class CacheStep:
 
         Compare it with `order` to build a mask by the order of tokens.
         """
-        return self._cache._slots.order(self._following[0]) if self._key_order is None else self._key_order
+        return self._cache._slots.order(self._state_after[0]) if self._key_order is None else self._key_order
 
     @property
     def mask(self) -> Tensor:
@@ -168,10 +168,10 @@ class CacheStep:
         return self._mask
 
     def within(self, window: int) -> Tensor | None:
-        """Return the mask of the keys less than window tokens back, bool `[batch, 1, seq, keys]`.
+        """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`: True for the last `window` tokens.
 
-        It is for a layer with a window in a cache that keeps more tokens. The result is None if the cache has this
-        window itself, because `mask` then suffices.
+        It is for a layer with a window in a cache that keeps more tokens. The result is None if the cache has the same
+        window, because `mask` then suffices.
 
         Args:
             window: number of tokens that each token attends to, itself included.
@@ -179,15 +179,15 @@ class CacheStep:
         Raises:
             RopeError: the cache has a shorter window.
         """
-        held = self._cache.window
-        if held is not None and held < window:
+        cache_window = self._cache.window
+        if cache_window is not None and cache_window < window:
             raise _checks.error(
                 "KVCache",
                 f"the window of a cache must not be shorter than that of the layer, {window}",
-                f"window={held}",
+                f"window={cache_window}",
                 "Build a separate cache for the layers with this window.",
             )
-        if window == held:
+        if window == cache_window:
             return None
         return ((self.order[:, :, None] - self.key_order[:, None, :]) < window)[:, None]
 
@@ -201,7 +201,7 @@ class CacheStep:
         every axis.
 
         Raises:
-            RopeError: rope is no Rope, or has another number of axes than the positions.
+            RopeError: rope is not a Rope, or has another number of axes than the positions.
         """
         if not isinstance(rope, Rope):
             fix = "For a LearnedRope call learned(step.positions), for SelfExtend its at(positions, key_positions)."
@@ -263,7 +263,7 @@ class CacheStep:
             )
         if compiling:
             return
-        if any(other() is cos for other in self._progress.stale):
+        if any(reference() is cos for reference in self._progress.stale):
             raise _checks.error(
                 who,
                 "with a cache, each step needs its own rotation, because its tokens have new positions",
@@ -275,7 +275,7 @@ class CacheStep:
 
     def _commit(self) -> None:
         """Count the new tokens, after every layer has stored them."""
-        self._cache._key_positions.scatter_(1, self._slot, self._place)
-        length, position = self._following
+        self._cache._key_positions.scatter_(1, self._slot, self._largest_positions)
+        length, position = self._state_after
         self._cache.length.copy_(length)
         self._cache.position.copy_(position)

@@ -1,6 +1,7 @@
-"""Prepare one decode step of a layer before its attention: norm q and k, rotate them, write k and v to a cache.
+"""Normalize and rotate q and k, and write k and v to a cache: the part of a decode step that precedes attention.
 
-This is one kernel call if `rotation.qk_norm.run` supports the case. Otherwise separate calls give the same bits.
+One kernel does all of this if `rotation.qk_norm.run_fused` supports the call. Otherwise separate calls give the same
+bits.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
 from ropewalk.rotation.api import Rotation
-from ropewalk.rotation.qk_norm import QKNorm, Store, run
+from ropewalk.rotation.qk_norm import QKNorm, Store, run_fused
 
 _WHO = "rotate_and_store"
 
@@ -28,9 +29,9 @@ def rotate_and_store(
     norm: QKNorm | None = None,
     layout: Layout = "bshd",
 ) -> Tensor:
-    """Norm q and k, rotate both, write k and v to their slots of a cache, and return q.
+    """Normalize and rotate q and k, write k and v to their slots of a cache, and return q.
 
-    It is for servers with their own cache; `KVCache` already does this. The result is bitwise equal to separate calls:
+    It is for servers with their own cache; `KVCache` already calls it. The result is bitwise equal to separate calls:
     `norm(q, k)`, `rotation(q, k)`, and a copy to each slot.
 
     Args:
@@ -54,29 +55,29 @@ def rotate_and_store(
             slots are not read back for checks, and a token with a slot outside of the cache is not stored.
     """
     if norm is not None and not isinstance(norm, QKNorm):
-        fix = "Make it with QKNorm(q_weight, k_weight, eps=...)."
+        fix = "Create it with QKNorm(q_weight, k_weight, eps=...)."
         raise _checks.error(_WHO, "norm must be a QKNorm or None", _checks.shown(norm), fix)
     store = Store(v, k_cache, v_cache, slot_mapping)
     on_cpu = all(isinstance(x, Tensor) and x.is_cpu for x in (q, v))
     if not on_cpu:
         _check(q, k, store, norm, layout)
-    rotated: Tensor | None = run(rotation, q, k, layout=layout, norm=norm, store=store)
+    rotated: Tensor | None = run_fused(rotation, q, k, layout=layout, norm=norm, store=store)
     if rotated is None:
         if on_cpu:  # the compiled kernel does these checks itself, so they run only if it was not used
             _check(q, k, store, norm, layout)
         if not isinstance(rotation, Rotation):
-            came = _checks.shown(rotation)
-            raise _checks.error(_WHO, "rotation must be a Rotation", came, "Compute it with rope.at(positions).")
+            got = _checks.shown(rotation)
+            raise _checks.error(_WHO, "rotation must be a Rotation", got, "Compute it with rope.at(positions).")
         rotated, k = rotation(q, k, layout=layout) if norm is None else norm.rotate(rotation, q, k, layout=layout)
         _write(k, store, layout)
     return rotated
 
 
 def _write(k: Tensor, store: Store, layout: Layout) -> None:
-    """Write k and v to their slots: the reference. No shape depends on a value, and nothing is read back.
+    """Write k and v to their slots in plain PyTorch. No shape depends on a value, and nothing is read back.
 
-    For a token without a slot, a token that has one is written to its slot a second time. If no token has a slot, the
-    first slot is overwritten with its own content.
+    The indexed write needs a slot for every token. In place of each token without a slot, a token that has one is
+    written to its own slot a second time. If no token has a slot, the first slot is overwritten with its own content.
     """
     slots, block_size = store.slots.flatten(), store.k_cache.shape[1]
     if not slots.numel():
@@ -109,8 +110,8 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
             must = f"{name} in layout {layout!r} must have {count} axes"
             raise _checks.error(_WHO, must, _checks.describe(x), f"Pass the layout of {name}.")
     if store.v.shape[:-1] != k.shape[:-1]:
-        must, came = "v must have the batch, tokens and heads of k", f"{_checks.describe(store.v)}"
-        raise _checks.error(_WHO, must, came, f"Only the last axis may differ from k, of shape {tuple(k.shape)}.")
+        must, got = "v must have the batch, tokens and heads of k", f"{_checks.describe(store.v)}"
+        raise _checks.error(_WHO, must, got, f"Only the last axis may differ from k, of shape {tuple(k.shape)}.")
     blocks = store.k_cache.shape[:2]
     for name, cache, x in (("k_cache", store.k_cache, k), ("v_cache", store.v_cache, store.v)):
         inner = (x.shape[heads], x.shape[-1])
@@ -119,8 +120,8 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
             raise _checks.error(_WHO, must, _checks.describe(cache), "Pass a view of this shape, with any strides.")
         if x.dtype != q.dtype or cache.dtype != q.dtype or cache.device != q.device or x.device != q.device:
             must = f"k, v, k_cache and v_cache must be {q.dtype} on {q.device}, as q is"
-            came = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
-            raise _checks.error(_WHO, must, came, "Build the cache with the dtype and device of the model's keys.")
+            got = f"{x.dtype} on {x.device}, and {name} {cache.dtype} on {cache.device}"
+            raise _checks.error(_WHO, must, got, "Build the cache with the dtype and device of the model's keys.")
     shape = (k.shape[tokens],) if batch is None else (k.shape[batch], k.shape[tokens])
     slots = store.slots
     if slots.dtype != torch.int64 or slots.shape != shape or slots.device != q.device:

@@ -112,7 +112,7 @@ class KVCache:
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(batch, dtype=torch.int64, device=device)
         self._key_positions = torch.full(shape[:2], EMPTY, dtype=torch.int64, device=device)
-        self._pending: Progress | None = None  # the newest step's, where it was not made under torch.compile
+        self._pending: Progress | None = None  # of the newest step; None if it was planned under torch.compile
 
     def step(
         self,
@@ -132,17 +132,17 @@ class KVCache:
             attention_mask: True or non-zero for real tokens, bool or integer `[batch, seq]`, with padding anywhere.
                 Padding is not stored, and its outputs are undefined. None means that all tokens are real.
             at: position at which each row continues, int64 `[batch]`. None continues after the last token. The first
-                cached token at or after this position is dropped at once, with all tokens appended after it, as after a
-                rejected draft in speculative decoding. It needs a cache with capacity, because a window has evicted
-                keys that would become visible again.
+                cached token at or after this position is dropped at once, and so are all tokens appended after it. Use
+                it after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has
+                evicted keys that would become visible again.
             positions: positions of the new tokens: int64 `[batch, seq]`, `[seq]` for all rows, or `[axes, batch, seq]`
-                for a rope with `axes`. They are integers in ±2³¹ in any order, and tokens may share them (patches of an
-                image). None means consecutive positions from `at` or `KVCache.position`, the same on every axis.
-                Positions only decide rotation; masks, windows and slots follow the order of tokens. Afterwards
-                `KVCache.position` is 1 + the largest position of a real token on any axis. Not supported with sinks,
-                whose distances are counted in tokens. If batch equals the number of axes, `[axes, seq]` is read as
-                `[batch, seq]`, so pass three dimensions. For float positions call `Rope.at` instead of
-                `CacheStep.rotation`.
+                for a rope with `axes`. They are integers in ±2³¹ in any order, and several tokens may have the same one
+                (patches of an image). None means consecutive positions from `at` or `KVCache.position`, the same on
+                every axis. Positions only decide rotation; masks, windows and slots follow the order of tokens.
+                Afterwards `KVCache.position` is 1 + the largest position of a real token on any axis. Positions are not
+                supported with sinks, because distances to sinks are counted in tokens. Always pass three dimensions for
+                several axes: `[axes, seq]` is read as `[batch, seq]` if batch equals the number of axes. For float
+                positions call `Rope.at` instead of `CacheStep.rotation`.
 
         Raises:
             RopeError: a shape or dtype does not match; at is combined with a window, or positions with sinks; only some
@@ -162,8 +162,8 @@ class KVCache:
         # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
         # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
         concatenates = self._slots.evicts and seq > 1
-        held = cache_checks.read_range(self.length if concatenates else total)
-        cache_checks.check_capacity(self.capacity, held)
+        lengths = cache_checks.read_range(self.length if concatenates else total)
+        cache_checks.check_capacity(self.capacity, lengths)
         if at_positions is None:
             at_positions, following = self.position[:, None] + after, self.position + added
             place = at_positions
@@ -171,7 +171,7 @@ class KVCache:
             place = largest_position(at_positions)
             largest = place.masked_fill(~real, -EMPTY).amax(1)
             following = torch.where(added > 0, largest + 1, self.position)
-        slot = self._slots.of(order, real, total)
+        slot = self._slots.assign(order, real, total)
         count, key_order = self._slots.count, None
         if concatenates:
             key_order = torch.cat([self._slots.order(self.length), order.masked_fill(~real, EMPTY)], dim=1)
@@ -185,7 +185,7 @@ class KVCache:
             advances=attention_mask is None or (cache_checks.read_range(added) or (0, 0))[0] > 0,
             stale=before.rotations if before is not None and advanced else (),
         )
-        self._drop()
+        self._invalidate_step()
         self._pending = None if torch.compiler.is_compiling() else progress
         return CacheStep(
             self,
@@ -194,11 +194,11 @@ class KVCache:
             key_positions=key_positions,
             key_order=key_order,  # None: computed on first use, which saves time in a decode step
             padding=None if attention_mask is None else ~real,
-            causal=attention_mask is None and self._slots.causal(seq, held, concatenates=concatenates),
-            filled=self._slots.filled(held, concatenates=concatenates),
+            causal=attention_mask is None and self._slots.is_causal(seq, lengths, concatenates=concatenates),
+            filled=self._slots.filled(lengths, concatenates=concatenates),
             slot=slot,
             concatenates=concatenates,
-            following=(total, following),
+            state_after=(total, following),
             progress=progress,
         )
 
@@ -233,7 +233,7 @@ class KVCache:
                 else:
                     by = delta if axes is None else (delta,) * axes
                 rotations[layer_rope] = layer_rope.shift(by, device=self.keys[0].device, dtype=precise)
-        self._drop()
+        self._invalidate_step()
         for keys, layer_rope in zip(self.keys, ropes, strict=True):
             if layer_rope is not None:
                 rotations[layer_rope].apply_(keys, layout="bshd")
@@ -262,7 +262,7 @@ class KVCache:
         stopped = self._pending is None or 0 < self._pending.stored() < self.num_layers
         end = torch.full_like(self.length, self._slots.count) if stopped else self.length
         clear([*self.keys, *self.values], self.length.new_zeros(()).expand_as(chosen), end * chosen)
-        self._drop()
+        self._invalidate_step()
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
         self._key_positions.masked_fill_(chosen[:, None], EMPTY)
@@ -282,7 +282,7 @@ class KVCache:
         self._check_finished("KVCache.reorder")
         cache_checks.check_source_rows(rows, self.length)
         filled = self._slots.filled(cache_checks.read_range(self.length), concatenates=False)
-        self._drop()
+        self._invalidate_step()
         for tensor in (*self.keys, *self.values):
             tensor[:, filled] = tensor[:, filled].index_select(0, rows)
         for tensor in (self._key_positions, self.length, self.position):
@@ -309,7 +309,7 @@ class KVCache:
             )
         if stopped and self.window is None:
             clear([*self.keys, *self.values], self.length, torch.full_like(self.length, self._slots.count))
-        self._drop()
+        self._invalidate_step()
 
     def _check_finished(self, who: str) -> Progress | None:
         """Return the newest step if all layers have stored it, None if none has; raise if only some have.
@@ -318,10 +318,10 @@ class KVCache:
         """
         if torch.compiler.is_compiling() or self._pending is None:
             return None
-        self._pending.check_whole(who)
+        self._pending.check_complete(who)
         return self._pending if self._pending.stored() else None
 
-    def _drop(self) -> None:
+    def _invalidate_step(self) -> None:
         """Mark the newest step as outdated."""
         if not torch.compiler.is_compiling() and self._pending is not None:
             self._pending.outdated = True

@@ -110,10 +110,10 @@ class LayerCache:
             self._check_new(k, v)
             self._check_may_append()
             store = qk_norm.Store(v, self._keys, self._values, self._slots())
-            rotated = qk_norm.run(rotation, q, k, layout="bshd", norm=norm, store=store)
+            rotated = qk_norm.run_fused(rotation, q, k, layout="bshd", norm=norm, store=store)
             if rotated is not None:
-                self._count()
-                return attend(rotated, *self._kept(filled), mask=visible, scale=scale)
+                self._mark_stored()
+                return attend(rotated, *self._cached(filled), mask=visible, scale=scale)
         return rotate_and_attend(
             q,
             k,
@@ -147,10 +147,10 @@ class LayerCache:
         return self._append(k, v, slice(None))
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
-        """`append`, but return only the keys and values in `filled`."""
+        """Store keys and values as `append` does, and return only those in `filled`."""
         self._check_new(k, v)
         self._check_may_append()
-        kept = self._kept(filled)
+        kept = self._cached(filled)
         if self.step._concatenates and self.step._padding is not None:  # NaN in padding would pass through the mask
             k, v = (x.masked_fill(self.step._padding[:, :, None, None], 0) for x in (k, v))
         if self.step._concatenates and filled.start is None:
@@ -159,18 +159,18 @@ class LayerCache:
             kept = k, v
         self._keys.index_put_((self.step._row, self.step._slot), k)
         self._values.index_put_((self.step._row, self.step._slot), v)
-        self._count()
+        self._mark_stored()
         return kept
 
     def _slots(self) -> Tensor:
         """Return the slots of the new tokens for the fused kernel, int64 `[batch, seq]`."""
         return self.step._flat_slot
 
-    def _kept(self, filled: slice) -> tuple[Tensor, Tensor]:
+    def _cached(self, filled: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of the slots in `filled`, without the last slot, which holds discarded tokens."""
         return self._keys[:, :-1][:, filled], self._values[:, :-1][:, filled]
 
-    def _count(self) -> None:
+    def _mark_stored(self) -> None:
         """Record that this layer has stored its keys and values."""
         self._progress.stored = True
         if self._is_last:
@@ -191,15 +191,15 @@ class LayerCache:
 
     def _check_new(self, k: Tensor, v: Tensor) -> None:
         """Raise unless k and v match the tokens of this step."""
-        wanted = (*self.step.order.shape, *self._keys.shape[2:])
+        expected = (*self.step.order.shape, *self._keys.shape[2:])
         for name, new in (("k", k), ("v", v)):
-            if new.shape != wanted or new.dtype != self._keys.dtype or new.device != self._keys.device:
+            if new.shape != expected or new.dtype != self._keys.dtype or new.device != self._keys.device:
                 fix = _FIX
-                if new.shape == wanted and new.device == self._keys.device:
+                if new.shape == expected and new.device == self._keys.device:
                     fix = f"Build the cache with dtype={new.dtype}, the dtype of the model's keys here (see autocast)."
                 raise _checks.error(
                     self._who,
-                    f"{name} must have shape {wanted} in {self._keys.dtype} on {self._keys.device}",
+                    f"{name} must have shape {expected} in {self._keys.dtype} on {self._keys.device}",
                     f"{tuple(new.shape)} in {new.dtype} on {new.device}",
                     fix,
                 )

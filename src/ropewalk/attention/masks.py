@@ -140,7 +140,7 @@ def padding(attention_mask: Tensor, keys: int | None = None) -> Tensor:
         >>> padding(torch.tensor([3, 2]), 3).tolist()
         [[[[True, True, True]]], [[[True, True, False]]]]
     """
-    return _real("masks.padding", attention_mask, keys)[:, None, None, :]
+    return _real_tokens("masks.padding", attention_mask, keys)[:, None, None, :]
 
 
 def padding_blocks(attention_mask: Tensor, keys: int | None = None) -> BlockMask:
@@ -155,7 +155,7 @@ def padding_blocks(attention_mask: Tensor, keys: int | None = None) -> BlockMask
     Raises:
         RopeError: as in `padding`.
     """
-    real = _real("masks.padding_blocks", attention_mask, keys)
+    real = _real_tokens("masks.padding_blocks", attention_mask, keys)
     batch, seq = real.shape
 
     def attends(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def _check_count(who: str, name: str, value: int) -> None:
         _checks.integer(who, name, value, at_least=0)
 
 
-def _real(who: str, attention_mask: Tensor, keys: int | None) -> Tensor:
+def _real_tokens(who: str, attention_mask: Tensor, keys: int | None) -> Tensor:
     """Return a mask of the real tokens, bool `[batch, keys]`."""
     must = "attention_mask must be a bool or integer tensor [batch, keys], or integer lengths [batch]"
     fix = "Pass the mask of real tokens, not the additive or four-dimensional mask of attention."

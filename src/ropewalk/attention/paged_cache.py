@@ -154,7 +154,7 @@ class PagedKVCache:
     @property
     def length(self) -> Tensor:
         """Tokens in each of `rows` that all layers have stored, int64 `[rows]`, on the CPU."""
-        return torch.tensor([row.length for row in self._rows.settled()], dtype=torch.int64)
+        return torch.tensor([row.length for row in self._rows.current()], dtype=torch.int64)
 
     @property
     def position(self) -> Tensor:
@@ -162,7 +162,7 @@ class PagedKVCache:
 
         It equals length unless `shift`, or `at` or `positions` of a step, has changed it.
         """
-        return torch.tensor([row.position for row in self._rows.settled()], dtype=torch.int64)
+        return torch.tensor([row.position for row in self._rows.current()], dtype=torch.int64)
 
     @property
     def free_blocks(self) -> int:
@@ -189,7 +189,7 @@ class PagedKVCache:
                 has evicted older keys; or only some layers appended in the previous step (see `rollback`).
         """
         who = f"{_NAME}.fork"
-        (other,) = self._rows.with_numbers(self._rows.select(who, [row]))
+        (other,) = self._rows.get(self._rows.select(who, [row]))
         self._rows.check_finished(who)
         blocks, kept, position = list(other.blocks), other.length, other.position
         if length is not None:
@@ -197,8 +197,8 @@ class PagedKVCache:
             kept = _checks.integer(who, "length", length, at_least=0, at_most=other.length)
             blocks = blocks[: self._rows.block_count(kept)]
             position = max(self._rows.cached_positions(other)[:kept].tolist(), default=-1) + 1
-        self._rows.drop()
-        self._rows.blocks.hold(blocks)
+        self._rows.invalidate_plan()
+        self._rows.blocks.add_holder(blocks)
         return self._rows.add(Row(blocks, other.skipped, kept, position))
 
     def free(self, rows: int | Sequence[int] | Tensor) -> None:
@@ -212,7 +212,7 @@ class PagedKVCache:
         """
         chosen = self._rows.select(f"{_NAME}.free", rows)
         self._rows.check_finished(f"{_NAME}.free")
-        self._rows.drop()
+        self._rows.invalidate_plan()
         for number in chosen:
             self._rows.blocks.release(self._rows.by_number.pop(number).blocks)
 
@@ -231,7 +231,7 @@ class PagedKVCache:
         if rows is not None:
             self._rows.check_finished(who)
         self._rows.settle()
-        self._rows.drop()
+        self._rows.invalidate_plan()
         for number in chosen:
             self._rows.blocks.release(self._rows.by_number[number].blocks)
             self._rows.by_number[number] = Row()
@@ -269,7 +269,7 @@ class PagedKVCache:
             raise _checks.error(who, "the cache must have a row", "none", "Call cache.admit() for each request.")
         before, batch, host = (
             self._rows.check_finished(who),
-            self._rows.with_numbers(numbers),
+            self._rows.get(numbers),
             torch.zeros(len(numbers), dtype=torch.int64),
         )
         attention_mask, at_positions = (x.cpu() if isinstance(x, Tensor) else x for x in (attention_mask, positions))
@@ -283,7 +283,7 @@ class PagedKVCache:
             starts = at.tolist()
             lengths = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]
         added: list[int] = real.sum(1).tolist()
-        planned, taken, replaced = self._rows.extend(who, batch, lengths, added)
+        planned, allocated, replaced = self._rows.extend(who, batch, lengths, added)
         after = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
         order = torch.tensor(lengths)[:, None] + after
         if at_positions is None:
@@ -301,7 +301,7 @@ class PagedKVCache:
             advances=attention_mask is None,
             stale=before.progress.rotations if before and advanced and at is None and positions is None else (),
         )
-        self._rows.plan = Plan(numbers, progress, planned, taken, replaced)
+        self._rows.plan = Plan(numbers, progress, planned, allocated, replaced)
         step = PagedStep(self, numbers, planned, positions=at_positions, order=order, real=real, progress=progress)
         self._rows.key_positions.view(-1).index_put_((step.host_slots[real],), largest_position(at_positions)[real])
         return step
@@ -328,7 +328,7 @@ class PagedKVCache:
                 only some layers appended in the previous step (see `rollback`). Nothing has changed then.
         """
         who = f"{_NAME}.shift"
-        batch = self._rows.with_numbers(self._rows.select(who, rows))
+        batch = self._rows.get(self._rows.select(who, rows))
         self._rows.check_finished(who)
         ropes = cache_checks.rope_of_each_layer(rope, self.num_layers, self.keys[0].shape[-1], who)
         if isinstance(delta, Tensor):
@@ -346,4 +346,4 @@ class PagedKVCache:
         restored.
         """
         self._rows.settle()
-        self._rows.drop()
+        self._rows.invalidate_plan()

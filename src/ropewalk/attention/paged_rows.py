@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass
-class Planned:
+class PlannedRow:
     """The state of a row after a forward pass has stored its tokens."""
 
     row: Row
@@ -49,15 +49,15 @@ class Plan:
         numbers: numbers of its rows.
         progress: state of its forward pass.
         rows: state of these rows after the step.
-        taken: blocks allocated for it.
+        allocated: blocks allocated for it.
         replaced: shared blocks that were copied for a row. Each loses a holder once the tokens are counted.
         counted: whether the tokens have been counted.
     """
 
     numbers: list[int]
     progress: Progress
-    rows: list[Planned]
-    taken: list[int]
+    rows: list[PlannedRow]
+    allocated: list[int]
     replaced: list[int]
     counted: bool = False
 
@@ -72,7 +72,7 @@ class Rows:
     Attributes:
         blocks: the allocator of blocks.
         by_number: existing rows, in the order of their creation.
-        following: number of the next row.
+        next_number: number of the next row.
         key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including the newest step.
         plan: changes of the newest step, or None if it is outdated.
     """
@@ -82,47 +82,47 @@ class Rows:
         self.window = window
         self.blocks = Blocks(count)
         self.by_number: dict[int, Row] = {}
-        self.following = 0
+        self.next_number = 0
         self.key_positions = torch.zeros(count, self.block_size, dtype=torch.int64)
         self.plan: Plan | None = None
         self._pools = [*pools, self.key_positions]
 
     def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> list[int]:
         """Check row numbers and return them as a list. None means all rows."""
-        return paged_checks.row_numbers(who, numbers, self.by_number, self.following)
+        return paged_checks.row_numbers(who, numbers, self.by_number, self.next_number)
 
-    def with_numbers(self, numbers: list[int]) -> list[Row]:
+    def get(self, numbers: list[int]) -> list[Row]:
         """Return the rows with these numbers."""
         return [self.by_number[number] for number in numbers]
 
     def add(self, row: Row) -> int:
         """Add a row and return its number. The caller has counted it as a holder of its blocks."""
-        number, self.following = self.following, self.following + 1
+        number, self.next_number = self.next_number, self.next_number + 1
         self.by_number[number] = row
         return number
 
-    def settled(self) -> list[Row]:
+    def current(self) -> list[Row]:
         """Return all rows, after counting the tokens that all layers have stored."""
         self.settle()
         return list(self.by_number.values())
 
     def block_count(self, length: int) -> int:
-        """Number of blocks for length tokens."""
+        """Return the number of blocks that length tokens need."""
         return -(-length // self.block_size)
 
     def cached_positions(self, row: Row) -> Tensor:
-        """Positions of the cached tokens of a row, without skipped blocks, int64 `[tokens]`."""
+        """Return the positions of the cached tokens of a row, without skipped blocks, int64 `[tokens]`."""
         return self.key_positions[row.blocks].flatten()[: row.length - row.skipped * self.block_size]
 
     def length_before(self, row: Row, at: int) -> int:
-        """Number of tokens before the first one whose position is `at` or larger."""
+        """Return the number of tokens before the first token whose position is `at` or larger."""
         later = (self.cached_positions(row) >= at).nonzero()
         return int(later[0]) if len(later) else row.length
 
     def available(self) -> int:
-        """Number of blocks that are free after the newest step is dropped."""
+        """Return the number of blocks that are free once the newest step is dropped."""
         self.settle()
-        return self.blocks.free + (len(self.plan.taken) if self.plan is not None and not self.plan.counted else 0)
+        return self.blocks.free + (len(self.plan.allocated) if self.plan is not None and not self.plan.counted else 0)
 
     def settle(self) -> None:
         """Count the tokens of the newest step if all layers have stored them.
@@ -147,20 +147,20 @@ class Rows:
         self.settle()
         if self.plan is None:
             return None
-        self.plan.progress.check_whole(who)
+        self.plan.progress.check_complete(who)
         return self.plan if self.plan.counted else None
 
-    def drop(self) -> None:
+    def invalidate_plan(self) -> None:
         """Mark the newest step as outdated, and free its blocks unless its tokens have been counted."""
         if self.plan is not None:
             self.plan.progress.outdated = True
             if not self.plan.counted:
-                self.blocks.release(self.plan.taken)
+                self.blocks.release(self.plan.allocated)
         self.plan = None
 
     def extend(
         self, who: str, rows: list[Row], lengths: list[int], added: list[int]
-    ) -> tuple[list[Planned], list[int], list[int]]:
+    ) -> tuple[list[PlannedRow], list[int], list[int]]:
         """Truncate rows at once, and allocate the blocks for their new tokens. The previous step is dropped.
 
         If there are not enough free blocks, it raises and changes nothing.
@@ -172,8 +172,8 @@ class Rows:
             added: number of new tokens of each row.
 
         Returns:
-            The planned state of the rows (the caller sets the position), the allocated blocks, and the shared blocks
-            that were copied.
+            The planned state of the rows, whose position the caller must set; the allocated blocks; and the shared
+            blocks that were copied.
         """
         kept = [row.blocks[: self.block_count(n) - row.skipped] for row, n in zip(rows, lengths, strict=True)]
         cut = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
@@ -184,23 +184,23 @@ class Rows:
             needs.append((self.block_count(length + more) - row.skipped - len(blocks), shared))
         needed = sum(count + copied for count, copied in needs)
         paged_checks.check_free_blocks(who, needed, self.available() + self.blocks.freed_by(cut))
-        self.drop()
+        self.invalidate_plan()
         self.blocks.release(cut.elements())
-        planned, taken, replaced, copies, rests = [], [], [], [], []
+        planned, allocated, replaced, copies, unused_slots = [], [], [], [], []
         for row, blocks, length, more, (count, copied) in zip(rows, kept, lengths, added, needs, strict=True):
             row.blocks, row.length = blocks, length
-            new = self.blocks.take(count + copied)
-            taken += new
+            new = self.blocks.allocate(count + copied)
+            allocated += new
             if copied:
                 replaced.append(blocks[-1])
                 copies.append(new[0])
                 blocks = blocks[:-1]
-            planned.append(Planned(row, blocks + new, length + more, row.position))
+            planned.append(PlannedRow(row, blocks + new, length + more, row.position))
             filled = (length + more) % self.block_size
-            rests += [(new[-1], place) for place in range(filled, self.block_size)] if new and filled else []
+            unused_slots += [(new[-1], place) for place in range(filled, self.block_size)] if new and filled else []
         self.copy(replaced, copies)
-        self._clear(rests)
-        return planned, taken, replaced
+        self._clear(unused_slots)
+        return planned, allocated, replaced
 
     def copy(self, old: list[int], new: list[int]) -> None:
         """Copy whole blocks in all pools."""

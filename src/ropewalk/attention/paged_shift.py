@@ -51,7 +51,7 @@ def shift(
     distinct = {rope for rope in ropes if rope is not None} if moves else set()
     # All rotations are computed before any key changes.
     rotations = {rope: _rotation(rope, moves, keys[0], uniform=uniform) for rope in distinct}
-    rows.drop()
+    rows.invalidate_plan()
     for row, delta in zip(moved, deltas, strict=True):
         row.position += delta
     if not moves:
@@ -68,7 +68,10 @@ def shift(
 
 
 def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
-    """Group the moves by block and distance. A block is copied if a row that does not move equally far holds it."""
+    """Group the moves by block and distance.
+
+    A block is copied if it also belongs to a row that moves by another distance or not at all.
+    """
     by_block: dict[int, dict[int, list[Row]]] = {}
     for row, delta in zip(moved, deltas, strict=True):
         for block in row.blocks:
@@ -86,12 +89,12 @@ def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
 def _copy_shared(rows: Rows, moves: list[Move]) -> None:
     """Copy the blocks of the moves marked as copied, and replace them in the rows of the move."""
     copied = [move for move in moves if move.copied]
-    new = rows.blocks.take(len(copied))
+    new = rows.blocks.allocate(len(copied))
     rows.copy([move.block for move in copied], new)
     for move, block in zip(copied, new, strict=True):
         for row in move.rows:
             row.blocks[row.blocks.index(move.block)] = block
-        rows.blocks.hold([block] * (len(move.rows) - 1))
+        rows.blocks.add_holder([block] * (len(move.rows) - 1))
         rows.blocks.release([move.block] * len(move.rows))
         move.block = block
 

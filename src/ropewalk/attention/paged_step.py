@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -14,7 +15,7 @@ from ropewalk.attention import paged_flex
 from ropewalk.attention.attend import rotate_and_attend
 from ropewalk.attention.cache_step import CacheStep, Progress
 from ropewalk.attention.layer_cache import LayerCache
-from ropewalk.attention.paged_rows import Planned, Rows
+from ropewalk.attention.paged_rows import PlannedRow, Rows
 from ropewalk.attention.slots import EMPTY
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
@@ -45,7 +46,7 @@ class Scratch:
     def __init__(self) -> None:
         self._blocks: Tensor | None = None
 
-    def like(self, pool: Tensor, count: int) -> Tensor:
+    def get(self, pool: Tensor, count: int) -> Tensor:
         """Return memory for count blocks of a pool, `[count, block_size, kv_heads, head_dim]`."""
         kept = self._blocks
         if kept is None or len(kept) < count:
@@ -83,7 +84,7 @@ class PagedStep(CacheStep):
         self,
         cache: Pools,
         numbers: list[int],
-        planned: list[Planned],
+        planned: list[PlannedRow],
         *,
         positions: Tensor,
         order: Tensor,
@@ -93,10 +94,10 @@ class PagedStep(CacheStep):
         keys = cache.keys[0]
         device, size = keys.device, keys.shape[1]
         self.rows = list(numbers)
-        self._pages, self._cache, self._progress = cache, cast(Any, cache), progress
+        self._paged_cache, self._cache, self._progress = cache, cast(Any, cache), progress
         self._valid_rotation = None
         skipped = [plan.row.skipped * size for plan in planned]
-        self._held = [plan.length - before for plan, before in zip(planned, skipped, strict=True)]
+        self._token_counts = [plan.length - before for plan, before in zip(planned, skipped, strict=True)]
         self._blocks = [plan.blocks for plan in planned]
         most = max(1, *map(len, self._blocks))
         # Padded with a block of the same row, so that no block of another row is read.
@@ -109,11 +110,11 @@ class PagedStep(CacheStep):
         self._added: list[int] = real.sum(1).tolist()
         # The slots of the tokens without padding, as block and offset, in which a layer stores them.
         stored = self.host_slots[real]
-        self._stored = None if real.all() else real.flatten().nonzero()[:, 0].to(device)
-        self._block, self._place_in_block = (stored // size).to(device), (stored % size).to(device)
+        self._real_tokens = None if real.all() else real.flatten().nonzero()[:, 0].to(device)
+        self._block_numbers, self._offsets_in_block = (stored // size).to(device), (stored % size).to(device)
         self.positions, self.order = positions.to(device), order.to(device)
         self.slot_mapping = self.host_slots.flatten().to(device)
-        self.block_table, self.seq_lens = table.int().to(device), _on_device(self._held, device)
+        self.block_table, self.seq_lens = table.int().to(device), _on_device(self._token_counts, device)
         self._key_index = torch.arange(most * size, device=device)  # index of each key in the blocks of its row
         self._real, self._skipped = real.to(device), torch.tensor(skipped)[:, None].to(device)
         self.block_mask: BlockMask | None = None
@@ -122,9 +123,9 @@ class PagedStep(CacheStep):
                 self._blocks, keys, order=self.order, real=self._real, skipped=self._skipped, window=cache.window
             )
         # Without padding, rows of equal length need only a causal mask, unless the window is shorter.
-        most_held = max(1, *self._held)
-        self._filled, self._concatenates = slice(0, most_held), False
-        self.causal = bool(real.all()) and min(self._held) == most_held and most_held <= (cache.window or most_held)
+        longest = max(1, *self._token_counts)
+        self._filled, self._concatenates = slice(0, longest), False
+        self.causal = bool(real.all()) and min(self._token_counts) == longest and longest <= (cache.window or longest)
         self._mask: Tensor | None = None
         self._key_places: Tensor | None = None
 
@@ -140,8 +141,8 @@ class PagedStep(CacheStep):
     def _build_mask(self) -> Tensor:
         distance = self.order[:, :, None] - self.key_order[:, None, :]
         visible = distance >= 0
-        if self._pages.window is not None:
-            visible = visible & (distance < self._pages.window)
+        if self._paged_cache.window is not None:
+            visible = visible & (distance < self._paged_cache.window)
         return (visible | ~self._real[:, :, None])[:, None]
 
     @property
@@ -164,7 +165,7 @@ class PagedStep(CacheStep):
                     "an outdated one",
                     "Read them before the next call that changes the cache.",
                 )
-            places = self._pages._rows.key_positions[self.host_table].flatten(1)
+            places = self._paged_cache._rows.key_positions[self.host_table].flatten(1)
             self._key_places = torch.where(self.key_order == EMPTY, EMPTY, places.to(self.order.device))
         return self._key_places
 
@@ -181,8 +182,8 @@ class PagedStep(CacheStep):
     @property
     def kv_last_page_len(self) -> Tensor:
         """Number of tokens in the last block of each row, int32 `[batch]`, for FlashInfer."""
-        size = self._pages.keys[0].shape[1]
-        return _on_device([(held - 1) % size + 1 if held else 0 for held in self._held], self.order.device)
+        size = self._paged_cache.keys[0].shape[1]
+        return _on_device([(count - 1) % size + 1 if count else 0 for count in self._token_counts], self.order.device)
 
     @property
     def qo_indptr(self) -> Tensor:
@@ -199,26 +200,32 @@ class PagedStep(CacheStep):
         Raises:
             RopeError: index is out of range.
         """
-        last = self._pages.num_layers - 1
+        last = self._paged_cache.num_layers - 1
         return PagedLayer(self, _checks.integer("PagedStep.layer", "index", index, at_least=0, at_most=last))
 
-    def written(self) -> None:
-        """Declare the keys and values of all layers as stored, after another kernel has written them.
+    def mark_written(self) -> None:
+        """Record that another kernel has stored the keys and values of all layers.
 
         Raises:
             RopeError: the step is not the newest of its cache, or a layer has already appended.
         """
         if self._progress.stored():
             raise _checks.error(
-                "PagedStep.written",
+                "PagedStep.mark_written",
                 "no layer may have appended in this step",
                 f"{self._progress.stored()} layers that have",
-                "Either append in every layer, or call written() once after your kernel has stored all layers.",
+                "Either append in every layer, or call mark_written() once after your kernel has stored all layers.",
             )
-        for index in range(self._pages.num_layers):
+        for index in range(self._paged_cache.num_layers):
             layer = self.layer(index)
             layer._check_may_append()
             layer._progress.stored = True
+
+    def written(self) -> None:
+        """Deprecated name of `mark_written`."""
+        message = "PagedStep.written was renamed to mark_written. The old name will be removed in the next release."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self.mark_written()
 
 
 class PagedLayer(LayerCache):
@@ -234,7 +241,7 @@ class PagedLayer(LayerCache):
     step: PagedStep
 
     def write(self, k: Tensor, v: Tensor) -> None:
-        """Store the keys and values of the new tokens, once, for those who attend over the blocks themselves.
+        """Store the keys and values of the new tokens, once. Use it if your own kernel attends over the blocks.
 
         Args:
             k: keys, already rotated, `[batch, seq, kv_heads, head_dim]`.
@@ -248,11 +255,11 @@ class PagedLayer(LayerCache):
         step = self.step
         for pool, new in ((self._keys, k), (self._values, v)):
             new = new.flatten(0, 1)
-            new = new if step._stored is None else new.index_select(0, step._stored)
-            pool.index_put_((step._block, step._place_in_block), new)
-        self._count()
+            new = new if step._real_tokens is None else new.index_select(0, step._real_tokens)
+            pool.index_put_((step._block_numbers, step._offsets_in_block), new)
+        self._mark_stored()
 
-    def _count(self) -> None:
+    def _mark_stored(self) -> None:
         self._progress.stored = True
 
     def attend(
@@ -300,20 +307,23 @@ class PagedLayer(LayerCache):
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
         self.write(k, v)
-        return self._kept(filled)
+        return self._cached(filled)
 
     def _slots(self) -> Tensor:
         return self.step.slot_mapping.view(self.step.order.shape)
 
-    def _kept(self, filled: slice) -> tuple[Tensor, Tensor]:
+    def _cached(self, filled: slice) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():  # compiled code manages its own memory
             return self._gather(self._keys)[:, filled], self._gather(self._values)[:, filled]
-        pages, count = self.step._pages, self.step.block_table.numel()
-        keys = self._gather(self._keys, pages._gathered_keys.like(self._keys, count))
-        return keys[:, filled], self._gather(self._values, pages._gathered_values.like(self._values, count))[:, filled]
+        pages, count = self.step._paged_cache, self.step.block_table.numel()
+        keys = self._gather(self._keys, pages._gathered_keys.get(self._keys, count))
+        return keys[:, filled], self._gather(self._values, pages._gathered_values.get(self._values, count))[:, filled]
 
     def _gather(self, pool: Tensor, out: Tensor | None = None) -> Tensor:
-        """Gather `[batch, keys, kv_heads, head_dim]`. Slots without a token are finite if the keys of the row are."""
+        """Gather the blocks of each row from a pool, `[batch, keys, kv_heads, head_dim]`.
+
+        Slots without a token have finite values if the keys of their row are finite.
+        """
         step, table = self.step, self.step.block_table
         kept = torch.index_select(pool, 0, table.flatten(), out=out).view(len(table), -1, *pool.shape[2:])
         return kept if step._empty is None else kept.index_fill_(0, step._empty, 0)

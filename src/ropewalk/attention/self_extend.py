@@ -34,7 +34,7 @@ class SelfExtend:
         window: distance from which positions are grouped, in tokens, at least 0.
 
     Raises:
-        RopeError: rope is no Rope, is not static or has several axes; or group or window is out of range.
+        RopeError: rope is not a static Rope with one axis, or group or window is out of range.
 
     Example:
         >>> extended = SelfExtend(Rope(head_dim=4, base=10_000.0, pairing="half"), group=4, window=8)
@@ -69,7 +69,7 @@ class SelfExtend:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> TwoPass:
-        """Compute both rotations of the tokens, and which pairs of query and key are far. Call it once in each forward.
+        """Return both rotations of the tokens and the mask of far pairs. Call this once per forward pass.
 
         Args:
             positions: positions of the new tokens, int32 or int64, `[seq]` or `[batch, seq]`.

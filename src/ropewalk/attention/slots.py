@@ -1,7 +1,8 @@
 """Map tokens to the slots of a cache, and slots to the tokens that they hold.
 
-Everything here depends on the order of a token: its index in its row, from 0. The position to which a token is rotated
-is another number. Several tokens may share it, `KVCache.shift` changes it, and it does not affect masks.
+Everything here depends on the order of a token: its index in its row, from 0. A token also has a position, which
+decides its rotation but does not affect masks. Several tokens may have the same position, and `KVCache.shift` changes
+positions.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ class Slots:
         self.ring = capacity or window or 0
         self.count = sinks + self.ring
 
-    def of(self, order: Tensor, real: Tensor, total: Tensor) -> Tensor:
-        """Return the slots of new tokens, int64 `[batch, seq]`, and `count` for discarded ones. Others are distinct.
+    def assign(self, order: Tensor, real: Tensor, total: Tensor) -> Tensor:
+        """Return the slot of each new token, int64 `[batch, seq]`.
+
+        Discarded tokens get the slot `count`. The slots of the other tokens are distinct.
 
         Args:
             order: order of the new tokens, int64 `[batch, seq]`.
@@ -68,34 +71,37 @@ class Slots:
             return in_ring
         return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
 
-    def filled(self, held: tuple[int, int] | None, *, concatenates: bool) -> slice:
+    def filled(self, lengths: tuple[int, int] | None, *, concatenates: bool) -> slice:
         """Return the slice of keys that are visible to some row, or all keys if this is not known.
 
         Args:
-            held: smallest and largest number of tokens in a row, None if unknown.
-            concatenates: whether the new keys are concatenated to all slots. held then excludes the new tokens, and the
-                slice has either all cached keys or none.
+            lengths: smallest and largest number of tokens in a row, or None if unknown. The new tokens are included,
+                unless `concatenates` is True.
+            concatenates: whether the new keys are concatenated to all slots. The slice then has either all cached keys
+                or none.
         """
-        if held is None or (concatenates and held[1] > 0):
+        if lengths is None or (concatenates and lengths[1] > 0):
             return slice(None)
-        return slice(self.count, None) if concatenates else slice(min(self.count, max(held[1], 1)))
+        return slice(self.count, None) if concatenates else slice(min(self.count, max(lengths[1], 1)))
 
-    def causal(self, seq: int, held: tuple[int, int] | None, *, concatenates: bool) -> bool:
-        """Whether the mask is a plain causal mask over the filled slots, provided that no new token is padding.
+    def is_causal(self, seq: int, lengths: tuple[int, int] | None, *, concatenates: bool) -> bool:
+        """Return whether the mask is a plain causal mask over the filled slots, provided that no new token is padding.
 
-        This is so for a single token if rows have equal lengths, and for the first tokens of every row.
+        It is one for a single token if all rows have equal lengths, and for the first tokens of all rows.
 
         Args:
             seq: number of new tokens in each row.
-            held, concatenates: as in `filled`.
+            lengths, concatenates: as in `filled`.
         """
-        if held is None or held[0] != held[1]:
+        if lengths is None or lengths[0] != lengths[1]:
             return False
-        return held[1] == 0 and seq <= self.ring if concatenates else seq in (1, held[1])
+        return lengths[1] == 0 and seq <= self.ring if concatenates else seq in (1, lengths[1])
 
 
 def clear(tensors: Sequence[Tensor], begin: Tensor, end: Tensor) -> None:
-    """Zero the dropped slots of each row, from begin up to end. A mask would not hide NaN there, since 0 · NaN is NaN.
+    """Fill the dropped slots of each row, from begin up to end, with zeros.
+
+    A mask would not hide NaN in these slots, because 0 · NaN is NaN.
 
     Args:
         tensors: keys and values of all layers, `[batch, slots, kv_heads, head_dim]`.

@@ -234,7 +234,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as e:
-        raise _checks.unreadable(str(file), e) from e
+        raise _checks.unreadable_file(str(file), e) from e
     if not isinstance(content, dict):
         raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(content), "Download it again.")
     return content

@@ -79,7 +79,7 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             must = f"{index} must name safetensors files of its own folder"
             fix = "Correct the index: files outside of the folder are not read."
-            raise _checks.error("convert", must, f"{_checks.shown(file)} for {_checks.short(name)}", fix)
+            raise _checks.error("convert", must, f"{_checks.shown(file)} for {_checks.short_key(name)}", fix)
         listed = files.setdefault(file, set())
         if listed is not None:
             listed.add(name)
@@ -112,7 +112,9 @@ def tensors_of(folder: Path) -> tuple[dict[str, dict[str, StoredTensor]], dict[s
             name = min(listed ^ tensors[file].keys())
             where = "missing in the file" if name in listed else "missing in the index"
             must = f"{folder / file} must hold the tensors that {INDEX} lists for it"
-            raise _checks.error("convert", must, f"{_checks.short(name)} {where}", "Download or copy both files again.")
+            raise _checks.error(
+                "convert", must, f"{_checks.short_key(name)} {where}", "Download or copy both files again."
+            )
     return tensors, metadata
 
 

@@ -63,7 +63,8 @@ class Architecture:
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
         query_beta: whether the key `llama_4_scaling_beta` makes the model scale q by its position.
         axes: which axis of the positions each pair uses, if tokens have several positions (M-RoPE); else None.
-        keys_without_effect: maps keys that seem to be about rotation, but have no effect in the model's code, to the reason.
+        keys_without_effect: maps keys that seem to be about rotation, but have no effect in the model's code, to the
+            reason.
         fixed: maps a key to the only supported value, and to a description of what other values mean.
         in_transformers: whether transformers contains the model's code.
     """

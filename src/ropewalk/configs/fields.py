@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import RopeError, error, integer, number, shown, within
+from ropewalk._checks import RopeError, error, integer, number, shown, with_context
 
 # The deepest models have about a hundred layers. The bound keeps a corrupt file from exhausting memory.
 MAX_LAYERS = 10_000
@@ -120,7 +120,7 @@ class Fields:
         try:
             yield
         except RopeError as e:
-            raise e if str(e).startswith(self.source) else within(self.source, e) from None
+            raise e if str(e).startswith(self.source) else with_context(self.source, e) from None
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return the value of the key, which must be true or false, or `default` if it is missing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, nearest, shown, within
+from ropewalk._checks import RopeError, nearest, shown, with_context
 from ropewalk.configs import axes_rules
 from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.schemes import SCHEMES, Scaling, build
@@ -58,7 +58,7 @@ def read(
         return build(scheme, values)
     except RopeError as e:
         sections = sorted({entry.where.split(".")[0] for entry in parameters.values()}) or ["rope_parameters"]
-        raise within(f"{fields.source}: {' and '.join(sections)}", e) from None
+        raise with_context(f"{fields.source}: {' and '.join(sections)}", e) from None
 
 
 def _parameters(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, within
+from ropewalk._checks import RopeError, with_context
 from ropewalk.configs.reader import Reader
 from ropewalk.rope import Pairing, Rope
 
@@ -40,5 +40,5 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
         sizes: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "rotary_offset": offset}
         indexer = Rope(width, rope.base, cast(Pairing, pairing), scaling=rope.scaling, **sizes)
     except RopeError as e:
-        raise within(f"{c.fields.source}: index_head_dim", e) from None
+        raise with_context(f"{c.fields.source}: index_head_dim", e) from None
     return {"indexer": indexer}

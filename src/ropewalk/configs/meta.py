@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import nearest, number, short, shown
+from ropewalk._checks import nearest, number, short_key, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope import Rope
@@ -69,7 +69,7 @@ def _refuse_unknown_keys(fields: Fields) -> None:
                 f"is about rotation and must be one of {', '.join(_KEYS)}",
                 shown(value),
                 f"Meta's code does not read it.{nearest(str(key), _KEYS)} To ignore the key, pass "
-                f"ignore=({short(key)!r},).",
+                f"ignore=({short_key(key)!r},).",
             )
 
 

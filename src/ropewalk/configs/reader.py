@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, check_pairing, number, short, shown
+from ropewalk._checks import RopeError, check_pairing, number, short_key, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
 from ropewalk.configs.fields import ConfigValue, Fields
@@ -150,7 +150,7 @@ class Reader:
             with_base: whether its base applies to this kind of layer, even if its scaling does not.
         """
         for key, value in self.sections[section].items():
-            where = f"{section}.{short(key)}"
+            where = f"{section}.{short_key(key)}"
             if scaled or (key == "rope_theta" and with_base) or key == "partial_rotary_factor":
                 self.add(rope_keys, str(key), value, where)
             elif isinstance(value, Mapping):
@@ -169,13 +169,13 @@ class Reader:
         for key, value in values.items():
             if isinstance(value, Mapping) and key not in names:
                 must = f"must be a layer type of this model ({', '.join(names)})"
-                raise self.fields.error(f"rope_parameters.{short(key)}", must, shown(key), "Rename or remove it.")
+                raise self.fields.error(f"rope_parameters.{short_key(key)}", must, shown(key), "Rename or remove it.")
         own = values.get(name)
         if own is not None and not isinstance(own, Mapping):
             must, fix = "must be an object or null", "Write null for layers that do not rotate."
             raise self.fields.error(f"rope_parameters.{name}", must, shown(own), fix)
         for key, value in (own or {}).items():
-            where = f"rope_parameters.{name}.{short(key)}"
+            where = f"rope_parameters.{name}.{short_key(key)}"
             previous = rope_keys.get(str(key))
             if key == "partial_rotary_factor" and value is not None and previous and previous.value != value:
                 self.warnings.append(
@@ -187,7 +187,7 @@ class Reader:
             # Some files have flat parameters next to the nested ones. The values of both must be equal.
             if key in names or value is None:
                 continue
-            where = f"rope_parameters.{short(key)}"
+            where = f"rope_parameters.{short_key(key)}"
             known = str(key) in rope_keys
             self.add(rope_keys, str(key), value, where)
             if not known and str(key) in rope_keys:

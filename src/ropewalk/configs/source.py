@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, error, nearest, shown, unreadable, within
+from ropewalk._checks import RopeError, error, nearest, shown, unreadable_file, with_context
 from ropewalk.configs import hub
 
 # Real configs have a few kilobytes. With labels for all classes of ImageNet-21k they have less than two megabytes.
@@ -56,7 +56,7 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
         except (OSError, ValueError) as e:
             if isinstance(e, RopeError):
                 raise
-            raise unreadable(str(path), e) from e
+            raise unreadable_file(str(path), e) from e
         return _config_dict(_parse_json(content, path), str(path)), str(path)
     raise error(
         "from_config",
@@ -183,7 +183,7 @@ def _parse_json(content: bytes, path: Path) -> object:
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
     except RopeError as e:
-        raise within(str(path), e) from None
+        raise with_context(str(path), e) from None
     except (ValueError, RecursionError) as e:
         raise error(
             str(path), "the file must contain JSON in UTF-8", f"an error: {e}", "Check that it is complete."

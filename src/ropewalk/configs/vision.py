@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ropewalk._checks import short, shown
+from ropewalk._checks import short_key, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.layer_ropes import VisionRopes
@@ -129,7 +129,7 @@ def _check_section(fields: Fields, name: str, model_type: str) -> None:
             raise fields.error(f"{name}.{key}", must, shown(value), "The model's own code has no other rope_type.")
         if key not in ("rope_type", "type", "rope_theta") and value is not None:
             raise fields.error(
-                f"{name}.{short(key)}",
+                f"{name}.{short_key(key)}",
                 f"must be a key that {model_type} reads",
                 shown(value),
                 "The model's own code reads only rope_theta. Pass text_only=True to omit the tower.",

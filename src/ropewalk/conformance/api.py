@@ -86,7 +86,7 @@ def check(
                 compiled=compiled,
             )
         except CallError as e:
-            raise _checks.failed(
+            raise _checks.error_from(
                 f"check: {loaded.name} accepts one call but raises in another",
                 e,
                 "If `check` calls it in the wrong way, pass --call or --layout.",

@@ -101,7 +101,7 @@ def build(constructor: Any, values: Mapping[str, Any]) -> Any:
         return constructor(**values)
     except Exception as e:  # a constructor may raise anything
         named = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items() if name != "config")
-        raise _checks.failed(
+        raise _checks.error_from(
             f"check: {name_of(constructor)}({named}) cannot be constructed", e, "Pass other values with --arg."
         ) from e
 

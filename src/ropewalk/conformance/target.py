@@ -81,7 +81,7 @@ def _load_module(where: str) -> tuple[ModuleType, str | None]:
             module = importlib.import_module(where)
         except Exception as e:  # a module may raise anything
             fix = "Run this in the folder that contains the module."
-            raise _checks.failed(f"{_WHO}: {where} cannot be imported", e, fix) from e
+            raise _checks.error_from(f"{_WHO}: {where} cannot be imported", e, fix) from e
         return module, getattr(module, "__file__", None)
     path = Path(where)
     if not path.is_file():
@@ -99,7 +99,7 @@ def _load_module(where: str) -> tuple[ModuleType, str | None]:
     except (Exception, SystemExit) as e:  # a file may raise anything, or be a script that exits
         failure = e if isinstance(e, Exception) else RuntimeError("it exits")
         fix = "Pass a file that can be imported."
-        raise _checks.failed(f"{_WHO}: {where} cannot be run", failure, fix) from e
+        raise _checks.error_from(f"{_WHO}: {where} cannot be run", failure, fix) from e
     finally:
         sys.path[:] = paths
         sys.modules.pop(name, None)
@@ -143,7 +143,7 @@ def _from_transformers(target: str, model: str) -> Target:
         modeling = importlib.import_module(type(default).__module__.replace(".configuration_", ".modeling_"))
         config = default.to_dict()
     except Exception as e:
-        raise _checks.failed(
+        raise _checks.error_from(
             f"{_WHO}: {target} cannot be loaded",
             e,
             "Install transformers (pip install transformers) and pass one of its model types.",

@@ -1,12 +1,12 @@
 """The GPU kernels in Triton: rotation, the gradient to its tables, and the tables. `gpu.py` launches them.
 
-All of them are bound by memory. Each program processes a tile of tokens × heads × pairs, each a power of two, with a
-fixed product. Every thread issues several 16-byte accesses, and no element belongs to two threads, so in-place rotation
-is safe.
+All kernels are memory-bound. Each program processes a tile of tokens × heads × pairs. The three sizes of a tile are
+powers of two with a fixed product. Every thread issues several 16-byte accesses, and no element belongs to two threads,
+so in-place rotation is safe.
 
 Strides count units of ALIGN elements (TABLE_ALIGN in tables). This tells the compiler that rows are aligned, without a
-compilation for each stride. Addresses are converted to 64 bits before the first product. No argument is specialized, so
-no length, batch size or stride triggers a compilation.
+compilation for each stride. Addresses are converted to 64 bits before the first product. Triton specializes no argument
+on its value, so no new length, batch size or stride triggers a compilation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _NOT_SPECIALIZED = [
 
 @triton.jit
 def _tile(program, x_heads, tokens, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
-    """The batch row, tokens and heads of a program. Heads vary fastest, so that consecutive programs share tables."""
+    """Return the batch row, the tokens and the heads of a program.
+
+    Heads vary fastest, so that consecutive programs share tables.
+    """
     head_blocks = tl.cdiv(x_heads, BLOCK_H)
     token_blocks = tl.cdiv(tokens, BLOCK_T)
     head = (program % head_blocks) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -34,13 +37,13 @@ def _tile(program, x_heads, tokens, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr
 
 @triton.jit
 def _rows(x, b, token, head, x_b, x_t, x_h, ALIGN: tl.constexpr):
-    """The address of the first channel of each token and head."""
+    """Return the address of the first channel of each token and head."""
     return x + (b * x_b + token.to(tl.int64) * x_t + head.to(tl.int64) * x_h) * ALIGN
 
 
 @triton.jit
 def _channels(first, COUNT: tl.constexpr, stride, DENSE: tl.constexpr):
-    """The offsets of COUNT channels from `first` on. DENSE tells the compiler that the stride is 1."""
+    """Return the offsets of COUNT channels from `first` on. DENSE tells the compiler that the stride is 1."""
     channel = first + tl.arange(0, COUNT)[None, None, :]
     return channel if DENSE else channel.to(tl.int64) * stride
 
@@ -50,7 +53,7 @@ def _load_pairs(
     rows, stride, here, OFFSET: tl.constexpr, PAIRS: tl.constexpr, BLOCK_P: tl.constexpr,
     INTERLEAVED: tl.constexpr, DENSE: tl.constexpr,
 ):  # fmt: skip
-    """The two channels of each pair."""
+    """Load the two channels of each pair, as two blocks."""
     if INTERLEAVED:
         inside = here & (tl.arange(0, 2 * BLOCK_P)[None, None, :] < 2 * PAIRS)
         x = tl.load(rows + _channels(OFFSET, 2 * BLOCK_P, stride, DENSE), mask=inside, other=0.0)
@@ -102,15 +105,15 @@ def _rotate_tile(
     y_rows = _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN)
     a, b = _load_pairs(x_rows, x_d, here, OFFSET, PAIRS, BLOCK_P, INTERLEAVED, DENSE)
 
-    # Tables are loaded for every head, from the cache, in the layout of a and b, so threads exchange nothing. Only code
-    # compiled for tables per head uses their head strides.
+    # Tables are loaded again for every head, from the cache, in the layout of a and b, so threads need not exchange
+    # data. Only code that is compiled for tables per head uses the head strides of the tables.
     known = here & (tl.arange(0, BLOCK_P)[None, None, :] < PAIRS)
     cos_rows = _rows(cos, batch, token, head, cos_b, cos_t, cos_h if PER_HEAD else 0, TABLE_ALIGN)
     sin_rows = _rows(sin, batch, token, head, sin_b, sin_t, sin_h if PER_HEAD else 0, TABLE_ALIGN)
     c = tl.load(cos_rows + _channels(0, BLOCK_P, cos_p, TABLE_DENSE), mask=known).to(compute)
     s = tl.load(sin_rows + _channels(0, BLOCK_P, sin_p, TABLE_DENSE), mask=known).to(compute)
     if INVERSE:
-        s = s * -1.0  # not -s, which before Triton 3.8 computes 0 - s and maps +0 to +0
+        s = s * -1.0  # not -s: before Triton 3.8 that is 0 - s, so the sign of +0 would not change
 
     a, b = a.to(compute), b.to(compute)
     rotated_a = (a * c - b * s).to(y.dtype.element_ty)
@@ -162,7 +165,7 @@ def _products(
     BLOCKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of one tensor to the sums, one block of heads after another; `first` is the first block."""
+    """Add the products of one tensor to the sums, one block of heads after another, from the block `first` on."""
     for block in range(BLOCKS):
         head = first + block * BLOCK_H
         here = (token < tokens) & (head < heads)
@@ -185,7 +188,7 @@ def table_gradient(
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """The gradient to cos, g·a + h·b, and to sin, h·a − g·b, with (g, h) the gradient to the rotated pair.
+    """Compute the gradients to cos, g·a + h·b, and to sin, h·a − g·b, with (g, h) the gradient to the rotated pair.
 
     Each program sums over all heads for a block of tokens. With PER_HEAD, each program processes a block of tokens and
     heads, and sums over q and k.
@@ -218,7 +221,9 @@ def angles(
     positions, axis, steps, cos, sin, rows,
     FACTOR: tl.constexpr, PAIRS: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin of position · step, in 2⁻⁶⁴ turns, by quadrant, residual and polynomial as in csrc/kernels.cpp.
+    """Compute cos and sin of position · step (in 2⁻⁶⁴ turns) from quadrant, residual and polynomial.
+
+    The method is that of csrc/kernels.cpp.
 
     The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t is within an eighth of a turn,
     in units of π/4. All arithmetic is in float64, without fast sines, and spills no registers.

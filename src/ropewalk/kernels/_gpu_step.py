@@ -1,7 +1,7 @@
 """The fused step in Triton: normalize and rotate q and k, and store k and v in a cache. `gpu_step.py` launches it.
 
-Programs, tiles, strides and units are those of `_gpu.py`. Squares are added in float64 by halves, in the order of the
-reference. `tl.sum` over all of them would use an order of its own.
+Programs, tiles, strides and units are those of `_gpu.py`. The squares are summed in float64 by repeatedly adding the
+second half to the first, which is the order of the reference. A single `tl.sum` would add them in another order.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _scale(
     x_rows, x_stride, here, EPS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALVINGS: tl.constexpr,
     DENSE: tl.constexpr,
 ):  # fmt: skip
-    """1/√(mean of x² + ε) for each head, in float64."""
+    """Return 1/√(mean of x² + ε) of each head, in float64."""
     inside = here & (tl.arange(0, BLOCK_D)[None, None, :] < HEAD_DIM)
     x = tl.load(x_rows + _channels(0, BLOCK_D, x_stride, DENSE), mask=inside, other=0.0).to(tl.float64)
     x = x * x
     for i in tl.static_range(HALVINGS):
-        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 2, BLOCK_D >> (i + 1))), axis=2)  # two terms: order is moot
+        x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1], 2, BLOCK_D >> (i + 1))), axis=2)  # two terms: any order
     return 1.0 / tl.sqrt(x * (1.0 / HEAD_DIM) + EPS)
 
 
@@ -43,7 +43,10 @@ def _to_rows(
     y, batch, token, head, tokens, here, y_b, y_t, y_h, slots, slots_b, slots_t, block_size, slot_count,
     ALIGN: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """The destination of each token and head, a row of y or a slot of a cache, and a mask of those to be written."""
+    """Return the address to which each token and head is written, in y or in a slot of a cache, and a mask.
+
+    The mask is False for tokens that are not written.
+    """
     if not STORES:
         return _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN), here
     slot = tl.load(slots + batch * slots_b + token.to(tl.int64) * slots_t, mask=token < tokens, other=-1)
@@ -113,7 +116,10 @@ def step(
     DENSE: tl.constexpr, ALIGN: tl.constexpr, TABLE_DENSE: tl.constexpr, TABLE_ALIGN: tl.constexpr,
     NORM: tl.constexpr, ADD_ONE: tl.constexpr, EPS: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
-    """The first `q_programs` programs process q, the next `k_programs` process k, the others v."""
+    """Normalize and rotate q and k, and store k and v.
+
+    The first `q_programs` programs process q, the next `k_programs` programs process k, and the others v.
+    """
     program = tl.program_id(0)
     if program < q_programs:
         _step(

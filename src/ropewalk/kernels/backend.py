@@ -31,17 +31,18 @@ if BACKEND not in ("auto", "reference", "kernel"):
     )
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types whose elements are in memory at the addresses given by their strides. Subclasses need not satisfy this."""
+"""The types of plain tensors, whose elements are in memory at the addresses that their strides determine. A subclass
+may store its elements differently."""
 
 
 class Kernels(Protocol):
     """The compiled kernels of one kind of device. The modules `cpu` and `gpu` implement this for checked tensors."""
 
     def unavailable(self, device: torch.device | None = None) -> str | None:
-        """The reason why the kernels cannot be used on a device, or None if they can.
+        """Return why the kernels cannot be used on a device, or None if they can.
 
         Args:
-            device: None asks for the default device of this kind.
+            device: the device. None means the default device of this kind.
         """
 
     def rotate(
@@ -58,10 +59,14 @@ class Kernels(Protocol):
         """Rotate the tensors into `outputs`, which may be the tensors themselves.
 
         Args:
-            tensors: one or two tensors in `layout` that differ at most in the number of heads.
-            cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`. Batch
-                is 1 if all sequences share the table or the layout has no batch axis.
-            inverse: rotate by minus the angle.
+            tensors: q, or q and k, in `layout`. They differ at most in the number of heads.
+            outputs: one tensor for each of `tensors`, with the same shape and dtype.
+            cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`. The
+                size of batch is 1 if all sequences share the table or the layout has no batch axis.
+            layout: order of the axes of the tensors.
+            interleaved: whether channels 2i and 2i + 1 form a pair. If not, channels i and i + pairs do.
+            rotary_offset: the first rotated channel.
+            inverse: whether to rotate by minus the angle.
         """
 
     def table_gradient(
@@ -74,7 +79,14 @@ class Kernels(Protocol):
         rotary_offset: int,
         per_head: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of `rotate` to cos and sin, summed over tensors and, unless each head has a table, over heads.
+        """Return the gradients of `rotate` to cos and sin, summed over the tensors and over heads that share a table.
+
+        Args:
+            tensors: the tensors before the rotation.
+            grads: the gradients to the rotated tensors.
+            pairs: number of rotated pairs.
+            layout, interleaved, rotary_offset: as for `rotate`.
+            per_head: whether each head has its own table.
 
         Returns:
             Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else
@@ -84,11 +96,20 @@ class Kernels(Protocol):
     def angles(
         self, positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions (int32 or int64) times steps (int64, in 2⁻⁶⁴ turns), multiplied by `factor`.
+        """Return cos and sin of position · step for every position and pair, multiplied by `factor`.
 
         Args:
-            axis: int64, the row of positions for each step. None means that positions have no such rows and every step
-                uses all of them.
+            positions: int32 or int64 of any shape, one position for each token; `[axes, ...]` if each token has several
+                positions, such as the row and the column of an image patch.
+            steps: int64 `[pairs]`, the rotation of each pair per position, in 2⁻⁶⁴ turns.
+            factor: the attention factor, dimensionless.
+            dtype: dtype of the result, torch.float32 or torch.float64.
+            axis: int64 `[pairs]`. Pair i uses the positions in row `positions[axis[i]]`. None if each token has one
+                position, which all pairs use.
+
+        Returns:
+            Two tensors of shape `positions.shape + (pairs,)`. If `axis` is passed, the shape is that of one row,
+            `positions.shape[1:] + (pairs,)`.
         """
 
 
@@ -100,7 +121,7 @@ FAST_PATH = _USES_CPU and cpu.FAST_PATH
 
 
 def needs_tracing() -> bool:
-    """Whether PyTorch must trace the operators inside a rotation: a transform, forward-mode AD, compile or export."""
+    """Return whether PyTorch must trace the operators inside, for a transform, forward-mode AD or compilation."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -110,28 +131,30 @@ def needs_tracing() -> bool:
 
 
 def kernel_for(*tensors: Tensor) -> Kernels | None:
-    """The kernels that can process these tensors, or None if plain PyTorch must.
+    """Return the kernels that can process these tensors, or None if plain PyTorch must be used.
 
-    Kernels take plain tensors on one device, outside of transforms. For DTensors, this returns the kernels for their
-    shards.
+    Kernels take plain tensors on one device, outside of transforms. For DTensors, the result is the kernels that can
+    process their shards.
 
     Raises:
         RopeError: no kernels apply, and ROPEWALK_BACKEND is "kernel".
     """
-    kernel = None if needs_tracing() else _of(tensors)
+    kernel = None if needs_tracing() else _find_kernel(tensors)
     if BACKEND == "kernel" and kernel is None:
-        raise _no_kernel(tensors[0])
+        raise _no_kernel_error(tensors[0])
     return kernel
 
 
-def _of(tensors: tuple[Tensor, ...]) -> Kernels | None:
+def _find_kernel(tensors: tuple[Tensor, ...]) -> Kernels | None:
     on_cpu = tensors[0].is_cpu
     for x in tensors:
-        # The memory of a tensor with the negative bit (`z.conj().imag`) holds the opposite values. PyTorch's efficient
-        # zero tensors, such as the gradient of torch.sgn, have no memory.
+        # If a tensor has the negative bit (`z.conj().imag`), its memory holds the values with the opposite sign.
+        # PyTorch's efficient zero tensors, such as the gradient of torch.sgn, have no memory.
         if type(x) not in PLAIN or x.is_cpu is not on_cpu or x.is_neg() or x._is_zerotensor():
             return (
-                _of(tuple(x._local_tensor for x in tensors if is_dtensor(x))) if all(map(is_dtensor, tensors)) else None
+                _find_kernel(tuple(x._local_tensor for x in tensors if is_dtensor(x)))
+                if all(map(is_dtensor, tensors))
+                else None
             )
     if on_cpu:
         return CPU if _USES_CPU else None
@@ -140,7 +163,7 @@ def _of(tensors: tuple[Tensor, ...]) -> Kernels | None:
     return GPU if GPU.unavailable(tensors[0].device) is None else None
 
 
-def _no_kernel(x: Tensor) -> RopeError:
+def _no_kernel_error(x: Tensor) -> RopeError:
     who = "ROPEWALK_BACKEND=kernel"
     if x.is_cpu and (why := CPU.unavailable(x.device)) is not None:
         return error(who, "the CPU kernel must be available", why, "Reinstall ropewalk, or unset the variable.")
@@ -156,7 +179,7 @@ def _no_kernel(x: Tensor) -> RopeError:
 
 
 def backends() -> dict[str, str]:
-    """The code that can rotate on this machine.
+    """Return which implementations of the rotation can run on this machine.
 
     Returns:
         A dict with the keys "reference", "cpu kernel" and "gpu kernel". Each value is "usable ..." or "not usable: "

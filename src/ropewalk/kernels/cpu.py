@@ -13,15 +13,18 @@ from torch import Tensor
 
 from ropewalk._layout import AXES, Layout
 
-_why_not: str | None = None
+_unavailable_reason: str | None = None
 try:
     import ropewalk.kernels._cpu as _cpu  # `from ... import` does not tell a missing module from a broken one
 except ModuleNotFoundError:
-    _why_not = "not built when ropewalk was installed, which requires a C++17 compiler and the Python headers"
+    _unavailable_reason = (
+        "not built when ropewalk was installed, which requires a C++17 compiler and the Python headers"
+    )
 except ImportError as e:
-    _why_not = f"cannot be loaded: {e}"
+    _unavailable_reason = f"cannot be loaded: {e}"
 
-# What may observe or change the operators inside a call. Each call asks all of them. The profiler must be the last.
+# Each function tells whether something may observe or change the operators inside a call. Every call asks all of them.
+# The function for the profiler must be the last.
 _OBSERVERS = (
     torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
@@ -32,7 +35,10 @@ _OBSERVERS = (
 
 
 def _openmp() -> list[int]:
-    """Addresses of the functions that csrc/threads.h calls, in the OpenMP that torch has loaded; empty without one."""
+    """Return the addresses of the OpenMP functions that csrc/threads.h calls, or an empty list without OpenMP.
+
+    They belong to the OpenMP library that torch has loaded.
+    """
     if os.name != "posix":
         return []
     process, names = ctypes.CDLL(None), ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -42,11 +48,12 @@ def _openmp() -> list[int]:
         return []
 
 
-if _why_not is None and (functions := _openmp()):
+if _unavailable_reason is None and (functions := _openmp()):
     _cpu.use_openmp(*functions)
 
-FAST_PATH = _why_not is None and _cpu.use_torch(torch, AXES, _OBSERVERS)
-"""Whether the three functions below can be used. They need PyTorch 2.10 or later, which exposes tensors to C."""
+FAST_PATH = _unavailable_reason is None and _cpu.use_torch(torch, AXES, _OBSERVERS)
+"""Whether `rotate_plain`, `step_plain` and `angles_plain` exist. They run a whole call in compiled code, including the
+checks, and return None if they cannot. They need PyTorch 2.10 or later, which exposes tensors to C."""
 if FAST_PATH:
     rotate_plain, step_plain, angles_plain = _cpu.rotate_plain, _cpu.step_plain, _cpu.angles_plain
 
@@ -55,14 +62,14 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16:
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
-    """As `Kernels.unavailable`."""
+    """Return why the CPU kernels cannot be used, or None if they can."""
     if device is not None and device.type != "cpu":
         return f"these kernels are for the CPU, not for {device}"
-    return _why_not
+    return _unavailable_reason
 
 
 def level() -> str:
-    """The instruction set of the kernels that run."""
+    """Return the name of the instruction set whose kernels are used."""
     return _cpu.levels()[-1]
 
 
@@ -76,7 +83,7 @@ def rotate(
     rotary_offset: int,
     inverse: bool,
 ) -> None:
-    """As `Kernels.rotate`."""
+    """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
     _cpu.rotate(
         _flat(tensors, outputs),
         cos.data_ptr(),
@@ -103,7 +110,7 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.table_gradient`."""
+    """Return the gradients to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
     batch, tokens, heads, _ = axes = AXES[layout]
     shape = (1 if batch is None else x.shape[batch], *((x.shape[heads],) if per_head else ()), x.shape[tokens], pairs)
@@ -128,7 +135,7 @@ def table_gradient(
 def angles(
     positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.angles`."""
+    """Return cos and sin of positions, as `Kernels.angles` specifies."""
     positions = positions.to(torch.int64).contiguous()
     axes, shape = (1, positions.shape) if axis is None else (positions.shape[0], positions.shape[1:])
     cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype, device="cpu") for _ in range(2))
@@ -149,7 +156,7 @@ def angles(
 
 
 def _flat(tensors: list[Tensor], outputs: list[Tensor]) -> tuple[object, ...]:
-    """The addresses, shape and strides of each tensor and its output, as `_cpu` takes them."""
+    """Return the addresses, shape and strides of each tensor and its output in one tuple, as `_cpu` expects them."""
     flat: tuple[object, ...] = ()
     for x, y in zip(tensors, outputs, strict=True):
         address, strides = x.data_ptr(), x.stride()

@@ -29,7 +29,10 @@ _OPTIONS = {"enable_fp_fusion": False}
 
 
 def unavailable(device: torch.device | None = None) -> str | None:
-    """As `Kernels.unavailable`. The first call for each GPU compiles and launches the smallest kernel."""
+    """Return why the GPU kernels cannot be used on a device, or None if they can.
+
+    The first call for each GPU compiles and launches the smallest kernel as a probe.
+    """
     if device in _reasons:  # every call passes here
         return _reasons[device]
     if device is not None and device.type != "cuda":
@@ -40,7 +43,7 @@ def unavailable(device: torch.device | None = None) -> str | None:
     device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
     if device not in _reasons:
         if torch.cuda.is_current_stream_capturing():
-            return None  # no kernel can be probed during capture; an unusable one will raise at its launch
+            return None  # a probe cannot run during capture; an unusable kernel raises when it is launched
         _reasons[device] = _probe(device)
     return _reasons[device]
 
@@ -62,7 +65,7 @@ def _probe(device: torch.device) -> str | None:
 
 
 def version() -> str:
-    """The version of Triton and the name of the GPU."""
+    """Return the version of Triton and the name of the GPU."""
     import triton
 
     return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
@@ -78,7 +81,7 @@ def rotate(
     rotary_offset: int,
     inverse: bool,
 ) -> None:
-    """As `Kernels.rotate`."""
+    """Rotate tensors into outputs, as `Kernels.rotate` specifies."""
     launch = rotation_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, inverse)
     _launch("rotate", *launch)
 
@@ -92,7 +95,7 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.table_gradient`."""
+    """Return the gradients to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
     batch, tokens, heads = _counts(x.shape, layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -105,7 +108,7 @@ def table_gradient(
 def angles(
     positions: Tensor, steps: Tensor, factor: float, dtype: torch.dtype, axis: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `Kernels.angles`."""
+    """Return cos and sin of positions, as `Kernels.angles` specifies."""
     positions = positions.contiguous()
     shape = positions.shape if axis is None else positions.shape[1:]
     cos, sin = (torch.empty((*shape, len(steps)), dtype=dtype, device=positions.device) for _ in range(2))
@@ -114,7 +117,7 @@ def angles(
 
 
 def kernels() -> ModuleType:
-    """The module of the kernels; calling this imports Triton."""
+    """Import the module of the kernels, and with it Triton. Return the module."""
     from ropewalk.kernels import _gpu
 
     return _gpu
@@ -141,7 +144,7 @@ def rotation_launch(
     rotary_offset: int,
     inverse: bool,
 ) -> tuple[int, dict[str, Any], int]:
-    """The number of programs, the arguments and the warps of a launch of `rotate`."""
+    """Return the number of programs, the arguments and the warps for a launch of `rotate`."""
     x = tensors[0]
     programs, numbers, warps = _rotation_plan(
         tuple(z.shape for z in tensors),
@@ -161,9 +164,9 @@ def _rotation_plan(
     out_strides: tuple[tuple[int, ...], ...],
     tables: tuple[torch.Size, tuple[int, ...], tuple[int, ...], int],
     element_size: int,
-    how: tuple[Layout, bool, int, bool, bool, int, int],
+    options: tuple[Layout, bool, int, bool, bool, int, int],
 ) -> tuple[int, dict[str, int], int]:
-    layout, interleaved, rotary_offset, inverse, in_place, *_ = how
+    layout, interleaved, rotary_offset, inverse, in_place, *_ = options
     pairs, (batch, tokens, q_heads) = tables[0][-1], _counts(shapes[0], layout)
     k_heads = _counts(shapes[1], layout)[2] if len(shapes) == 2 else 0
     block_p = _power_of_two(pairs)
@@ -212,7 +215,7 @@ def gradient_launch(
     interleaved: bool,
     rotary_offset: int,
 ) -> tuple[int, dict[str, Any], int]:
-    """The number of programs, the arguments and the warps of a launch of `table_gradient`."""
+    """Return the number of programs, the arguments and the warps for a launch of `table_gradient`."""
     pairs, size, per_head = d_cos.shape[-1], tensors[0].element_size(), d_cos.ndim == 4
     batch, tokens, q_heads = _counts(tensors[0].shape, layout)
     k_heads = _counts(tensors[1].shape, layout)[2] if len(tensors) == 2 else 0
@@ -248,7 +251,7 @@ def gradient_launch(
 def angles_launch(
     positions: Tensor, steps: Tensor, cos: Tensor, sin: Tensor, factor: float, axis: Tensor | None = None
 ) -> tuple[int, dict[str, Any], int]:
-    """The number of programs, the arguments and the warps of a launch of `angles`."""
+    """Return the number of programs, the arguments and the warps for a launch of `angles`."""
     rows, pairs = positions.numel() // (1 if axis is None else positions.shape[0]), len(steps)
     block_p = _power_of_two(pairs)
     block_r = max(1, 512 // block_p)
@@ -259,20 +262,24 @@ def angles_launch(
 
 
 def _counts(shape: torch.Size, layout: Layout) -> tuple[int, int, int]:
-    """The sizes of batch, tokens and heads."""
+    """Return the sizes of the axes batch, tokens and heads."""
     batch, tokens, heads, _ = AXES[layout]
     return 1 if batch is None else shape[batch], shape[tokens], shape[heads]
 
 
 def _name_arguments(names: str, inputs: Sequence[_T], outputs: Sequence[_T]) -> dict[str, _T]:
-    """q, its output, k and its output, by the names of the kernel's arguments. Without k, q takes its place."""
+    """Map the names of the kernel's arguments to q, its output, k and its output. Without k, q is passed twice."""
     return dict(zip(names, (inputs[0], outputs[0], inputs[-1], outputs[-1]), strict=True))
 
 
 def _strides(
     in_strides: tuple[tuple[int, ...], ...], out_strides: tuple[tuple[int, ...], ...], layout: Layout, limit: int
 ) -> tuple[dict[str, int], bool, int]:
-    """Strides of batch, tokens and heads in units, and of channels; whether channels are dense; and the unit."""
+    """Return the strides of q, k and their outputs, whether their channels are contiguous, and the unit of the strides.
+
+    The unit is a power of two, up to `limit`, in elements. The strides of batch, tokens and heads count units. The
+    strides of channels count elements.
+    """
     named = _name_arguments("qpkr", in_strides, out_strides)
     dense = all(strides[-1] == 1 for strides in named.values())
     rows = {
@@ -288,7 +295,10 @@ def _strides(
 def _table_strides(
     shape: torch.Size, cos: tuple[int, ...], sin: tuple[int, ...], element_size: int, limit: int
 ) -> tuple[dict[str, int], bool, int]:
-    """The same for tables. A stride is 0 along axes that the tables lack or that have size 1."""
+    """Return the strides of cos and sin, whether their pairs are contiguous, and the unit of the strides.
+
+    Units are as in `_strides`. The stride is 0 along an axis that the tables lack or that has size 1.
+    """
     axes = "bht" if len(shape) == 4 else "bt"[3 - len(shape) :]
     dense = cos[-1] == sin[-1] == 1 or shape[-1] == 1
     # The unit divides all strides, even that of a single row, so that one token and two tokens share a compilation.
@@ -302,20 +312,20 @@ def _table_strides(
 
 
 def _unit(strides: list[int], limit: int) -> int:
-    """The largest power of two, up to `limit`, that divides all strides."""
+    """Return the largest power of two, up to `limit`, that divides all strides."""
     while any(stride % limit for stride in strides):
         limit //= 2
     return limit
 
 
 def _threads(element_size: int, block_p: int) -> tuple[int, int]:
-    """Warps per program and pairs per thread."""
+    """Return the number of warps per program and the number of pairs per thread."""
     per_thread = _BYTES_PER_THREAD // 2 // element_size
     return min(32, max(_WARPS, block_p // per_thread // 32)), per_thread
 
 
 def _tile(heads: int, block_p: int, warps: int, per_thread: int) -> tuple[int, int]:
-    """Tokens and heads per tile, such that each thread holds `per_thread` pairs."""
+    """Return the numbers of tokens and heads in a tile, such that each thread holds `per_thread` pairs."""
     rows = max(1, 32 * warps * per_thread // block_p)
     block_h = min(rows, _power_of_two(max(1, heads)))
     return rows // block_h, block_h
@@ -326,5 +336,5 @@ def _blocks(count: int, block: int) -> int:
 
 
 def _power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`."""
+    """Return the smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

@@ -10,7 +10,7 @@ from torch import Tensor
 from ropewalk._layout import AXES, Layout
 from ropewalk.kernels import gpu
 
-# Half as many as for a rotation alone, because the squares are float64.
+# Half of the bytes that a rotation alone uses, because the squares are float64.
 _BYTES_PER_THREAD = 32
 
 
@@ -39,7 +39,7 @@ def step(
 
 
 def kernels() -> ModuleType:
-    """The module of the kernel; calling this imports Triton."""
+    """Import the module of the kernel, and with it Triton. Return the module."""
     from ropewalk.kernels import _gpu_step
 
     return _gpu_step
@@ -56,7 +56,7 @@ def step_launch(
     norm: tuple[Tensor, Tensor, float, bool] | None,
     store: tuple[Tensor, Tensor, Tensor] | None,
 ) -> tuple[int, dict[str, Any], int]:
-    """The number of programs, the arguments and the warps of a launch of `step`."""
+    """Return the number of programs, the arguments and the warps for a launch of `step`."""
     (q, k), (p, r), (at_batch, at_tokens, at_heads, _) = tensors, outputs, AXES[layout]
     q_weight, k_weight, eps, add_one = (q, k, 0.0, False) if norm is None else norm
     v, w, slots = (k, r, k) if store is None else store

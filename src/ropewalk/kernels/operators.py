@@ -1,7 +1,8 @@
 """Define `ropewalk::angles`, the `torch.library` operator that computes cos and sin in code compiled for a GPU.
 
-The operator takes the steps as numbers and caches their copy on the device, as eager calls do. A constant of the graph
-would be copied to the GPU at every call. The computation itself is passed in by `angles.py`, which decides precision.
+The operator takes the steps as numbers and caches their copy on the device, as eager calls do. If the steps were a
+constant tensor of the graph, every call would copy them to the GPU. `angles.py`, which decides precision, passes the
+function that the operator runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def angles(
     """Call the operator from code that is being compiled, after copying the steps to the device.
 
     Args:
-        axis: the row of positions for each step. None means that every step uses all positions.
+        positions, steps, factor, dtype, axis: as for `angles.cos_sin`.
+
+    Returns:
+        cos and sin, as from `angles.cos_sin`.
     """
     _steps.ensure_on_device(steps, positions.device)
     if axis is not None:
@@ -44,7 +48,11 @@ def angles(
 def define_angles(
     compute: Callable[[Tensor, tuple[int, ...], float, torch.dtype, _Axis], tuple[Tensor, Tensor]],
 ) -> None:
-    """Implement the operator by `compute`, once. The operator checks its arguments, since any code may call it."""
+    """Implement the operator by a function. Call this once. The operator checks its arguments, as any code may call it.
+
+    Args:
+        compute: function of positions, steps, factor, dtype and axis that returns cos and sin.
+    """
 
     def checked(
         positions: Tensor, steps: list[int], factor: float, dtype: torch.dtype, axis: list[int] | None = None

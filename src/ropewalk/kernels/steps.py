@@ -1,4 +1,4 @@
-"""Cache the steps of ropes on each device. A rope takes half a kilobyte, and is copied once."""
+"""Cache the steps of ropes on each device, so that each rope is copied once. Its steps take half a kilobyte."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _in_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
 def device_copy(steps: tuple[int, ...], positions: Tensor) -> Tensor:
-    """The steps as an int64 tensor on the device of positions.
+    """Return the steps as an int64 tensor on the device of positions.
 
-    The copy is cached only if positions and the copy are ordinary tensors. A copy created under FakeTensorMode or
-    functorch, or while compiling, would break later calls.
+    The tensor is cached only if it and positions are ordinary tensors. A tensor that was created under FakeTensorMode
+    or functorch, or while compiling, would break later calls.
     """
     device = positions.device
     if (
@@ -36,7 +36,7 @@ def device_copy(steps: tuple[int, ...], positions: Tensor) -> Tensor:
 
 def _upload(steps: tuple[int, ...], device: torch.device) -> Tensor:
     copy = torch.tensor(steps, dtype=torch.int64, device=device)
-    if type(copy) is Tensor:  # an active mode may have replaced it
+    if type(copy) is Tensor:  # an active mode may have returned a tensor of another type
         if len(_copies) >= _MAX_COPIES:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # a stream may still be reading the copies to be freed

@@ -16,7 +16,7 @@ from ropewalk.rotation.api import Rotation
 
 _WHO = "ContextParallel"
 
-# Both names mean the same function. PyTorch before 2.13 has only the second.
+# The first name is that of PyTorch 2.13 and later, the second that of earlier versions. The function is the same.
 _gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
@@ -34,9 +34,10 @@ class ContextParallel:
     Args:
         places: indices of this rank's tokens in the sequence: `positions.context_parallel(seq, rank, size, order)`, or
             arange(seq) split in the same way as the tokens. int32 or int64 `[seq]`, on a device of the group's backend.
-            Every rank has the same number of tokens, and the ranks together have each index from 0 to keys - 1 once.
-            Both are checked on every rank if places are on the CPU. On a CUDA device, wrong places trigger the device's
-            own assertion. The numbers of tokens are not checked there, because that would wait for the device.
+            Every rank must have the same number of tokens, and the ranks together must have each index from 0 to
+            keys - 1 once. Both conditions are checked on every rank if places are on the CPU. On a CUDA device, wrong
+            places trigger an assertion of the device. The numbers of tokens are not checked there, because reading
+            them would synchronize with the device.
         group: the ranks that share the sequence, such as `mesh["cp"].get_group()`. None means the default group.
         cu_seqlens: boundaries of packed documents in the whole sequence, as in `positions.packed`, on the device of
             places. A token then attends only to its own document. None means a single document.
@@ -68,8 +69,8 @@ class ContextParallel:
         self._group = _resolve_group(group)
         self.places = places.to(torch.int64).contiguous()
         if self.places.is_cpu:
-            _check_counts(_all_gathered(torch.tensor([self.places.shape[0]], device="cpu"), self._group))
-        self.key_places = _all_gathered(self.places, self._group)
+            _check_counts(_gather_all(torch.tensor([self.places.shape[0]], device="cpu"), self._group))
+        self.key_places = _gather_all(self.places, self._group)
         _check_places(self.key_places)
         visible = self.places[:, None] >= self.key_places
         if cu_seqlens is not None:
@@ -126,17 +127,17 @@ class ContextParallel:
             rotation=rotation,
             mask=restrict(mask, self._visible),
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            append=lambda k, v: (self._gathered(k), self._gathered(v)),
+            append=lambda k, v: (self._gather_keys(k), self._gather_keys(v)),
         )
 
-    def _gathered(self, x: Tensor) -> Tensor:
+    def _gather_keys(self, x: Tensor) -> Tensor:
         """Gather `[batch, seq, kv_heads, head_dim]` of all ranks into `[batch, keys, kv_heads, head_dim]`."""
         gathered: Tensor = _gather(x.contiguous(), 1, self._group)
         return gathered
 
 
-def _all_gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensors `[n]` of all ranks, one after the other."""
+def _gather_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tensors `[n]` of all ranks into one tensor, in the order of the ranks."""
     gathered = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(gathered, x, group=group)
     return torch.cat(gathered)

@@ -30,13 +30,14 @@ class HeadwiseParallel(ParallelStyle):
     q_norm and k_norm are replicated on every rank. With fewer key heads than ranks, k_proj and v_proj are replicated as
     well. The gradients of replicated weights are summed over the ranks.
 
-    Learned tables, such as those of a `LearnedRope`, are the same on every rank. Their gradients are summed over the
-    ranks too, so the frequencies get the gradient of all heads on every rank. Do not sum it again. Tables with one row
-    for each head of the model are cut to the heads of this rank, which requires as many key heads as query heads.
+    Learned tables, such as those of a `LearnedRope`, must be equal on every rank. Their gradients are summed over the
+    ranks too, so the frequencies get the gradient of all heads on every rank. Do not sum it again. If each head of the
+    model has its own table, each rank selects the tables of its heads. This requires as many key heads as query heads.
 
-    For each layer, one all-reduce sums the output in the forward pass. In the backward pass, one all-reduce sums the
-    gradient of x. Further all-reduces are smaller: one for each replicated weight, that is two with `qk_norm` and two
-    with fewer key heads than ranks (twice that with biases), and one for learned tables.
+    Each layer needs one all-reduce of the output in the forward pass, and one all-reduce of the gradient of x in the
+    backward pass. The backward pass needs further, smaller all-reduces: one for each replicated weight and one for
+    learned tables. With `qk_norm`, two weights are replicated. With fewer key heads than ranks, two more are (four with
+    biases).
 
     A cache holds the key heads of one rank: build it with `num_kv_heads=max(1, attention.num_kv_heads // ranks)`.
 
@@ -46,8 +47,8 @@ class HeadwiseParallel(ParallelStyle):
             the mask remain those of the whole sequence.
 
     Raises:
-        RopeError: when it is applied: the module is no RotaryAttention, the mesh has several axes, or the heads cannot
-            be divided among its ranks. When the module is called: cos and sin are DTensors.
+        RopeError: when the plan is applied, if the module is not a RotaryAttention, the mesh has several axes, or the
+            heads cannot be divided among its ranks; when the module is called, if cos and sin are DTensors.
 
     Example:
         >>> def shard(model, mesh):  # mesh of one axis; model.layers[i] has self_attn and mlp
@@ -62,8 +63,8 @@ class HeadwiseParallel(ParallelStyle):
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         if not isinstance(sequence_parallel, bool):
-            came = _checks.shown(sequence_parallel)
-            raise _checks.error(_WHO, "sequence_parallel must be True or False", came, "Pass a bool.")
+            got = _checks.shown(sequence_parallel)
+            raise _checks.error(_WHO, "sequence_parallel must be True or False", got, "Pass a bool.")
         self.sequence_parallel = sequence_parallel
 
     def __repr__(self) -> str:
@@ -86,12 +87,12 @@ class HeadwiseParallel(ParallelStyle):
         parallelize_module(attention, device_mesh, plan, src_data_rank=self.src_data_rank)
 
         gather = partial(_replicate_input, mesh=device_mesh, placement=x_placement)
-        of_own_heads = partial(_of_own_heads, attention=attention, mesh=device_mesh)
+        select_heads = partial(_select_own_heads, attention=attention, mesh=device_mesh)
 
         def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             """Gather x once for the three projections, so that its gradients are added before they are reduced."""
             prepared, named = list(args), dict(kwargs)
-            for i, (name, convert) in enumerate((("x", gather), ("rotation", of_own_heads))):
+            for i, (name, convert) in enumerate((("x", gather), ("rotation", select_heads))):
                 if i < len(prepared):
                     prepared[i] = convert(prepared[i])
                 elif name in named:
@@ -114,7 +115,7 @@ def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict
         other layers, and pass the dict to `parallelize_module(model, mesh, plan)`.
 
     Raises:
-        RopeError: model is no module, is itself a `RotaryAttention`, or contains none.
+        RopeError: model is not a module, is itself a `RotaryAttention`, or contains none.
 
     Example:
         >>> block = nn.ModuleDict({"attention": RotaryAttention(64, 4), "up": nn.Linear(64, 256)})
@@ -135,13 +136,13 @@ def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict
 
 
 def _replicate_input(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:
-    """Replicate x on every rank. A plain tensor is this rank's part of x under the placement."""
+    """Replicate x on every rank. A plain tensor is the part of x that this rank has under the placement."""
     sharded = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
     return sharded.redistribute(placements=[Replicate()])
 
 
-def _of_own_heads(rotation: Any, attention: RotaryAttention, mesh: DeviceMesh) -> Any:
-    """The rotation of this rank's heads. The backward pass sums the gradients of learned tables over the ranks."""
+def _select_own_heads(rotation: Any, attention: RotaryAttention, mesh: DeviceMesh) -> Any:
+    """Return the rotation of this rank's heads. The backward pass sums gradients of learned tables over the ranks."""
     if not isinstance(rotation, Rotation):
         return rotation
     cos, sin = rotation.cos, rotation.sin
@@ -175,8 +176,8 @@ def _check_shardable(module: nn.Module, mesh: DeviceMesh) -> RotaryAttention:
         raise _checks.error(_WHO, must, f"{ranks} ranks for {heads} heads", fix)
     if kv_heads % ranks and ranks % kv_heads:
         must = "the number of ranks must divide num_kv_heads or be a multiple of it"
-        came = f"{ranks} ranks for {kv_heads} key heads"
-        raise _checks.error(_WHO, must, came, fix)
+        got = f"{ranks} ranks for {kv_heads} key heads"
+        raise _checks.error(_WHO, must, got, fix)
     return module
 
 

@@ -23,20 +23,21 @@ def axis(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Coordinates of n tokens that divide an interval, along one axis. `mesh` combines several axes into a grid.
+    """Return the coordinates of n tokens that divide an interval. `mesh` combines several axes into a grid.
 
     Args:
         n: number of tokens, at least 1.
         low, high: the interval, in any unit; low may be greater than high.
-        at: the place of each token. The first two divide the interval into n equal cells.
-            "centres": the centre of each cell (DINOv3; timm's "centered" grid).
-            "starts": the lower edge of each cell (timm's "index" grid).
-            "ends": n points from low to high, both included (timm's "pixel" grid); a single token is at low.
+        at: the place of each token.
+            "centres": the interval is divided into n equal cells, and a token is at the centre of each cell (DINOv3;
+            timm's "centered" grid).
+            "starts": as "centres", but at the lower edge of each cell (timm's "index" grid).
+            "ends": n points from low to high, both included (timm's "pixel" grid). A single token is at low.
         dtype: torch.float32, or torch.float64 if rounding a coordinate by 2⁻²⁴ of its size is too coarse.
-        device: device of the result; the CPU when None.
+        device: device of the result. None means PyTorch's default device.
 
     Returns:
-        dtype, `[n]`: computed in float64 and rounded once, on devices that have float64.
+        A tensor `[n]` of this dtype. On devices that support float64, it is computed in float64 and rounded once.
 
     Raises:
         RopeError: n is not an integer of at least 1, low or high is not finite, or at or dtype is not one of the above.
@@ -64,7 +65,7 @@ def axis(
 
 
 def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The centred region of the training grid that an image of another shape covers, scaled to fit.
+    """Return the centred region of the training grid that an image of another shape covers, scaled to fit.
 
     Args:
         height, width: patches of the image, at least 1. Only their ratio matters.

@@ -37,7 +37,7 @@ def with_unrotated(positions: Tensor, *, before: int = 0, after: int = 0) -> Ten
                 [0, 1, 2]])
     """
     if not isinstance(positions, Tensor) or positions.ndim == 0:
-        fix = "Pass what positions.grid returns."
+        fix = "Pass the result of positions.grid."
         raise _checks.error(
             _WITH_UNROTATED, "positions must be a tensor [..., tokens]", _checks.describe(positions), fix
         )
@@ -53,7 +53,7 @@ def padded(rows: Sequence[Tensor], side: Literal["left", "right"], *, length: in
         rows: positions of each row, `[axes, seq]` or `[seq]`. There is at least one row. All have the same dtype,
             device and number of axes; seq may differ.
         side: the side on which padding is added.
-        length: tokens in each row of the result; the length of the longest row when None.
+        length: number of tokens in each row of the result. None means the length of the longest row.
 
     Returns:
         `[axes, batch, length]` or `[batch, length]`, with the dtype and device of the rows.

@@ -25,13 +25,14 @@ def context_parallel(
     *,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Positions of the tokens of one rank, in a sequence that is sharded over size ranks (context parallelism).
+    """Return the positions of one rank's tokens, in a sequence that is sharded over size ranks (context parallelism).
 
-    If you shard the tokens yourself, `tokens[:, context_parallel(seq, rank, size, order)]` selects those of the rank,
-    in the order in which it holds them. If a framework shards the tokens, let it shard the positions in the same call.
+    If you shard the tokens yourself, `tokens[:, context_parallel(seq, rank, size, order)]` selects the tokens of the
+    rank, in the order in which the rank holds them. If a framework shards the tokens, let it shard the positions in the
+    same call.
 
     Args:
-        seq: tokens of the whole sequence, at least 0; a multiple of size, and of 2 · size for "head-tail".
+        seq: number of tokens of the whole sequence, at least 0; a multiple of size, and of 2 · size for "head-tail".
         rank: this rank within the group, 0 ≤ rank < size.
         size: number of ranks that share the sequence, at least 1.
         order: "contiguous": rank r holds the r-th of size equal chunks.
@@ -41,7 +42,7 @@ def context_parallel(
         cu_seqlens: document boundaries of a packed sequence, as in `positions.packed`. Positions restart at 0 in each
             document, while the sequence is sharded as a whole. If each document is sharded separately, as in
             TransformerEngine, call this function for each document and concatenate the results.
-        device: device of the result; PyTorch's default device when None. Must be None with cu_seqlens.
+        device: device of the result. None means PyTorch's default device. It must be None with cu_seqlens.
 
     Returns:
         int64 `[seq / size]`, on the device of cu_seqlens if that is passed.

@@ -23,18 +23,19 @@ def grid(
     start: int | Sequence[int] = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Rows and columns of the patches of an image, or frames, rows and columns of a video.
+    """Return the row and column of each patch of an image, or the frame, row and column of each patch of a video.
 
     Args:
-        height, width: patches in a column and in a row, at least 1.
+        height, width: number of patches in a column and in a row, at least 1.
         frames: number of frames, at least 1; None for an image.
-        order: the axes of the result, as a string of "t" (frame), "h" (row), "w" (column) and "0" (an axis on which all
-            tokens are at 0, before start is added). None means "thw", or "hw" if frames is None. Axes may be omitted:
-            "hw" for a video repeats rows and columns in each frame.
+        order: the axes of the result, as a string of the letters "t" (frame), "h" (row), "w" (column) and "0" (an axis
+            on which every token is at start). None means "thw", or "hw" if frames is None. Axes may be omitted: "hw"
+            for a video repeats rows and columns in each frame.
         merge: 1 for row-major tokens. For m > 1, the patches of each m × m block are consecutive, because a vision
             tower merges them into one token (m = 2 in Qwen2-VL). It must divide height and width.
-        start: position of the first token, for all axes or for each axis of the result; may be negative.
-        device: device of the result; the CPU when None.
+        start: position of the first token: one integer for all axes, or one for each axis of the result. It may be
+            negative.
+        device: device of the result. None means PyTorch's default device.
 
     Returns:
         int64 `[axes, tokens]`, with tokens = frames · height · width. Frames vary slowest.
@@ -105,7 +106,7 @@ def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
 
 
 def _start(start: int | Sequence[int], order: str) -> list[int]:
-    """The first position on each axis."""
+    """Return the position of the first token on each axis."""
     each = [start] * len(order) if isinstance(start, (int, torch.SymInt)) else start
     if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != len(order):
         must = f"start must be an integer, or one integer for each axis of {order!r}"
@@ -117,7 +118,7 @@ def _start(start: int | Sequence[int], order: str) -> list[int]:
 
 
 def _mesh(who: str, axes: Sequence[Tensor], merge: int) -> list[Tensor]:
-    """The coordinates of all tokens, as one vector for each axis."""
+    """Return the coordinates of all tokens: one vector `[tokens]` for each axis."""
     _checks.integer(who, "merge", merge, at_least=1)
     meshed = torch.meshgrid(*axes, indexing="ij")
     if merge == 1:

@@ -42,15 +42,17 @@ class _Rule:
 
     dtype: torch.dtype
     time: Callable[[Tensor, Tensor, float], Tensor]
-    """The time position of each frame, from its number, the seconds per frame (float32) and positions per second."""
+    """Maps the number of each frame, the seconds per frame (float32) and the positions per second to the time of each
+    frame, in positions."""
     moves_by_size: bool
-    """If True, the text after a box continues at the start of the box + the larger of rows and columns, regardless of
-    time. If False, it continues after the largest position of the box on any axis."""
-    weave: Callable[[Tensor, Tensor, Tensor, int], list[Tensor]] | None = None
-    """Positions of frames and audio in the order of their tokens, as a list of pieces. The arguments are the positions
-    of the frames, those of the audio, the start of both, and the positions in a chunk."""
+    """Where the text after a box continues. True: at the start of the box plus the larger of its rows and columns,
+    regardless of time. False: after the largest position of the box on any axis."""
+    interleave: Callable[[Tensor, Tensor, Tensor, int], list[Tensor]] | None = None
+    """Interleaves frames and audio. Its arguments are the positions of the frames `[3, tokens]`, the positions of the
+    audio `[3, tokens]`, the position at which both start, and the number of positions in a chunk. It returns the
+    positions in the order of the tokens, as a list of pieces `[3, tokens]`. None if the family has no audio."""
     chunks: bool = False
-    """Whether `weave` uses the length of a chunk."""
+    """Whether `interleave` uses the number of positions in a chunk."""
 
 
 def mrope(
@@ -61,7 +63,7 @@ def mrope(
     seconds_per_chunk: float | None = None,
     device: torch.device | str | None = None,
 ) -> Placed:
-    """Time, row and column of each token of one row. `padded` combines several rows into a batch.
+    """Return time, row and column of each token of one row. `padded` combines several rows into a batch.
 
     Args:
         segments: the contents of the row, in order and without padding: `Text`, `Image`, `Video`, `Markers`.
@@ -97,15 +99,15 @@ def mrope(
         >>> mrope([Text(2), Image(2, 2), Text(1)]).delta
         -2
     """
-    if isinstance(rule, str) and rule in _SERVED:
-        must, fix = "rule must be the name of a rule, not of a model", f"Pass {_SERVED[rule]}."
+    if isinstance(rule, str) and rule in _ADVICE:
+        must, fix = "rule must be the name of a rule, not of a model", f"Pass {_ADVICE[rule]}."
         raise _checks.error(_WHO, must, _checks.shown(rule), fix)
     _checks.choice(_WHO, "rule", rule, RULES)
     family = RULES[rule]
     _check_segments(_WHO, segments, (Text, Markers, Image, Video))
     if per_second is not None:
         _checks.number(_WHO, "per_second", per_second, above=0.0)
-    chunk = _chunk(rule, per_second, seconds_per_chunk)
+    chunk = _chunk_length(rule, per_second, seconds_per_chunk)
     with torch.device("cpu"):
         start = torch.zeros((), dtype=family.dtype)
         parts: list[Tensor] = []
@@ -117,12 +119,12 @@ def mrope(
                 parts.append(start.expand(3, segment.tokens))
                 start = start + 1
             else:
-                pieces = _box(segment, start, rule, per_second, chunk)
+                pieces = _box_positions(segment, start, rule, per_second, chunk)
                 parts.extend(pieces)
                 by_size = family.moves_by_size
-                # Otherwise after the last piece, which is the whole box unless the video has audio.
+                # Without moves_by_size, text continues after the last piece: the whole box, or the rest of the audio.
                 start = start + max(segment.height, segment.width) if by_size else pieces[-1].max() + 1
-        return _placed(torch.cat(parts, dim=1), device)
+        return _with_delta(torch.cat(parts, dim=1), device)
 
 
 def xdrope(
@@ -132,7 +134,7 @@ def xdrope(
     images_before: int = 0,
     device: torch.device | str | None = None,
 ) -> Placed:
-    """Positions of Hunyuan VL on the axes [sequence, ..., column, row, image].
+    """Return the positions of Hunyuan VL on the axes [sequence, ..., column, row, image].
 
     A text token is at its index in the row on all axes. For the tokens of an image, the last three axes count from 0,
     and each token takes one index in the row.
@@ -141,8 +143,8 @@ def xdrope(
         segments: `Text` and `Image`, in order and without padding. The width of an image includes the token that ends
             each of its rows: a grid of patches (t, h, w) is Image(h // 2, w // 2 + 1).
         axes: at least 3, the number of sections of the rope (`mrope_section`, `xdrope_section`).
-        images_before: the number of the first image: 0, or the number of images in the preceding rows of the batch, to
-            match transformers 5.23, which keeps counting over the rows.
+        images_before: the number of the first image. transformers 5.23 continues counting images over the rows of a
+            batch. To match it, pass the number of images in the preceding rows.
         device: device of the result; the CPU when None.
 
     Returns:
@@ -175,10 +177,10 @@ def xdrope(
                 inside.copy_(mesh(torch.tensor([image]), rows, columns)[[2, 1, 0]])
                 image += 1
             first += segment.tokens
-        return _placed(positions, device)
+        return _with_delta(positions, device)
 
 
-def _placed(positions: Tensor, device: torch.device | str | None) -> Placed:
+def _with_delta(positions: Tensor, device: torch.device | str | None) -> Placed:
     delta = positions.max() + 1 - positions.shape[1]
     return Placed(positions if device is None else positions.to(device), delta.item())
 
@@ -196,12 +198,14 @@ def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None
 
 
 def _consecutive(tokens: int, start: Tensor) -> Tensor:
-    """Positions of consecutive tokens, `[3, tokens]`."""
+    """Return the positions of consecutive text tokens, `[3, tokens]`."""
     return (torch.arange(tokens) + start).expand(3, -1)
 
 
-def _box(segment: Image | Video, start: Tensor, rule: str, per_second: float | None, chunk: int | None) -> list[Tensor]:
-    """Positions of an image or a video, as pieces `[3, tokens]`."""
+def _box_positions(
+    segment: Image | Video, start: Tensor, rule: str, per_second: float | None, chunk: int | None
+) -> list[Tensor]:
+    """Return the positions of an image or a video, as pieces `[3, tokens]`."""
     family = RULES[rule]
     frames = torch.arange(segment.frames if isinstance(segment, Video) else 1)
     if isinstance(segment, Video) and (segment.seconds is None) != (per_second is None):
@@ -213,15 +217,15 @@ def _box(segment: Image | Video, start: Tensor, rule: str, per_second: float | N
     box = mesh(frames.to(family.dtype), torch.arange(segment.height), torch.arange(segment.width)) + start
     if not isinstance(segment, Video) or segment.audio is None:
         return [box]
-    if family.weave is None or (family.chunks and chunk is None):
+    if family.interleave is None or (family.chunks and chunk is None):
         must = "for a video with audio, the rule must define the order of frames and audio"
         fix = "Pass rule='qwen2_5_omni' with per_second and seconds_per_chunk, or rule='qwen3_omni'."
         raise _checks.error(_WHO, must, f"rule {rule!r} and {segment}", fix)
-    return family.weave(box, _consecutive(segment.audio, start), start, chunk or 0)
+    return family.interleave(box, _consecutive(segment.audio, start), start, chunk or 0)
 
 
-def _chunk(rule: str, per_second: float | None, seconds: float | None) -> int | None:
-    """The number of positions in a chunk, or None without chunks."""
+def _chunk_length(rule: str, per_second: float | None, seconds: float | None) -> int | None:
+    """Return the number of positions in a chunk, or None without chunks."""
     if seconds is None:
         return None
     if not RULES[rule].chunks or per_second is None:
@@ -242,10 +246,10 @@ def _alternate_chunks(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -
 
 
 def _chunk_sizes(times: list[int], chunk: int) -> list[int]:
-    """The number of tokens in each chunk.
+    """Return the number of tokens in each chunk.
 
-    A token opens the next chunk if its time has reached the start of that chunk, and never skips a chunk. So if a frame
-    is longer than a chunk, its first tokens are alone in their chunks, as in the models' code.
+    A token opens the next chunk if its time has reached the start of that chunk. It never skips a chunk. If a frame is
+    longer than a chunk, each of its first tokens is therefore alone in a chunk, as in the models' code.
     """
     sizes = [0]
     for time in times:
@@ -282,15 +286,15 @@ def _fractional(frame: Tensor, seconds: Tensor, per_second: float) -> Tensor:
 
 RULES: dict[str, _Rule] = {
     "qwen2_vl": _Rule(torch.int64, _product_first, moves_by_size=True),
-    "qwen2_5_omni": _Rule(torch.int64, _seconds_first, moves_by_size=False, weave=_alternate_chunks, chunks=True),
-    "qwen3_omni": _Rule(torch.float32, _fractional, moves_by_size=False, weave=_merge_by_time),
+    "qwen2_5_omni": _Rule(torch.int64, _seconds_first, moves_by_size=False, interleave=_alternate_chunks, chunks=True),
+    "qwen3_omni": _Rule(torch.float32, _fractional, moves_by_size=False, interleave=_merge_by_time),
 }
 
 _AS_QWEN2_VL = (
     "qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v glm_ocr glm_image ernie4_5_vl_moe "
     "paddleocr_vl cohere_compass cosmos3_edge"
 )
-_SERVED = {
+_ADVICE = {
     **dict.fromkeys(_AS_QWEN2_VL.split(), "rule='qwen2_vl', which serves it"),
     "qwen3_omni_moe": "rule='qwen3_omni', which serves it",
     "hunyuan_vl": "its segments to positions.xdrope",

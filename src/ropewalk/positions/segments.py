@@ -114,7 +114,7 @@ Segment = Text | Markers | Image | Video
 def segments_of(
     token_types: Tensor | Sequence[int], images: Sequence[Image] = (), videos: Sequence[Video | Image] = ()
 ) -> list[Segment]:
-    """The segments of a row, from the type of each token.
+    """Split a row into segments, given the type of each token.
 
     Args:
         token_types: 0 for text, 1 for image, 2 for video, for each token of one row without padding; int or bool,

@@ -12,11 +12,11 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def ragged(offsets: Tensor, seq: int) -> Tensor:
-    """Rows of `seq` tokens that start at different positions, as when decoding a batch with caches of unequal length.
+    """Return positions of rows that start at different positions, for decoding a batch with caches of unequal length.
 
     Args:
         offsets: position of the first token of each row, in tokens; int32 or int64, `[batch]`.
-        seq: tokens in each row, at least 0.
+        seq: number of tokens in each row, at least 0.
 
     Returns:
         int64 `[batch, seq]`, on the device of offsets.
@@ -40,14 +40,14 @@ def ragged(offsets: Tensor, seq: int) -> Tensor:
 
 
 def packed(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Documents packed into one row: positions restart at 0 in each document.
+    """Return positions of documents that are packed into one row. Positions restart at 0 in each document.
 
     Args:
-        cu_seqlens: the start of each document and the end of the last one, in tokens; int32 or int64, `[documents +
-            1]`, starting with 0 and not decreasing (as for flash attention). The values are not checked, because that
-            would require reading them back.
-        total: tokens in the row. It is passed because reading it from cu_seqlens would synchronize with the GPU. Tokens
-            after the last document (padding) restart at 0 as well.
+        cu_seqlens: the start of each document and the end of the last one, in tokens, as for flash attention: int32 or
+            int64, `[documents + 1]`, starting with 0 and not decreasing. The values are not checked, because reading
+            them would synchronize with the GPU.
+        total: number of tokens in the row. It is an argument because reading it from cu_seqlens would synchronize with
+            the GPU. Tokens after the last document (padding) restart at 0 as well.
 
     Returns:
         int64 `[total]`, on the device of cu_seqlens.
@@ -72,7 +72,9 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def from_mask(attention_mask: Tensor) -> Tensor:
-    """Padded rows: positions count the real tokens of each row from 0, on either side of the padding, which is at 0.
+    """Return positions of padded rows: the real tokens of each row count from 0, and padding is at 0.
+
+    Padding may be on either side of the real tokens.
 
     Args:
         attention_mask: True or non-zero for real tokens; bool or integer, `[batch, seq]`.

@@ -31,15 +31,15 @@ class Rotation:
             dimensionless, including the attention factor. With `per_head`: `[heads, seq, pairs]` or `[batch, heads,
             seq, pairs]`.
         pairing: "half" or "interleaved", as in `Rope`.
-        head_dim: channels of the tensors to rotate; rotary_offset + 2 · pairs when None.
+        head_dim: number of channels of the tensors to rotate. None means rotary_offset + 2 · pairs.
         rotary_offset: the first rotated channel.
         attention_factor: the factor that cos and sin include; `inverse` divides by it.
-        per_head: whether each head has its own table, as when each head learns its frequencies (RoPE-Mixed). This is
-            never guessed from sizes. q and k must have as many heads as the tables; if their heads differ (GQA), rotate
-            each with its own Rotation.
+        per_head: whether each head has its own table, as when each head learns its frequencies (RoPE-Mixed). It is not
+            inferred from the shapes. q and k must have as many heads as the tables. If q and k have different numbers
+            of heads (GQA), rotate each with its own Rotation.
 
     Attributes:
-        rotary_dim: rotated channels, 2 · pairs. If `tree_map` inserts tables of another width, calls raise.
+        rotary_dim: number of rotated channels, 2 · pairs. If `tree_map` inserts tables of another width, calls raise.
 
     Raises:
         RopeError: a shape, dtype or number does not fit.
@@ -100,9 +100,10 @@ class Rotation:
         Args:
             q: `[batch, seq, heads, head_dim]` in the order given by `layout`; float16, bfloat16, float32 or float64;
                 any strides. Not changed.
-            k: the same with its own number of heads (GQA), or None.
-                Both may be DTensors: each rank then rotates its own shard, and the result has the same placements.
-                Plain cos and sin may have rows for all tokens or for those of this rank; their sizes tell which.
+            k: as q, with its own number of heads (GQA), or None.
+                If q and k are DTensors, each rank rotates its own shard, and the results have the same placements.
+                Plain cos and sin then have rows for all tokens or for the tokens of this rank, which is inferred from
+                their sizes.
             layout: "bshd", "bhsd", "sbhd", or "thd" for tokens without a batch axis.
 
         Returns:
@@ -126,9 +127,9 @@ class Rotation:
     def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: Layout) -> None:
         """Rotate q, or q and k, in place. Arguments and errors are those of a call.
 
-        This works on slices of a fused QKV tensor, and while gradients are recorded. Both tensors are checked before
-        either is changed. Sharing elements between q and k raises, except under `torch.compile`, which cannot inspect
-        memory: there, both are rotated from their values before the call.
+        It works on slices of a fused QKV tensor, and while gradients are recorded. Both tensors are checked before
+        either is changed. If q and k share elements, it raises. Only code under `torch.compile` cannot detect shared
+        elements. It rotates both tensors from their values before the call.
 
         Raises:
             RopeError: as for a call; or q and k share elements; or one of them cannot be changed in place.
@@ -140,7 +141,7 @@ class Rotation:
         ops.rotate_(tensors, cos, sin, layout=layout, pairing=self.pairing, rotary_offset=self.rotary_offset)
 
     def _prepare_tables(self, tensors: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-        """Check the tensors, and return cos and sin in the form that `ops` takes: four axes if per head."""
+        """Check the tensors, and return cos and sin with the axes that `ops` expects: four if each head has a table."""
         cos, sin = self.cos, self.sin
         plain = type(tensors[0]) in PLAIN and type(tensors[-1]) in PLAIN and type(cos) in PLAIN
         if plain or not any(map(is_dtensor, (*tensors, cos, sin))):
@@ -160,19 +161,19 @@ class Rotation:
         return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and cos.ndim == 3 else (cos, sin)
 
     def _fast_path(self, q: Tensor, k: Tensor | None, layout: Layout, *, in_place: bool) -> Any:
-        """Run a common call on the CPU entirely in compiled code. Return None if the call was left to Python."""
+        """Run a common call on the CPU entirely in compiled code. Return None, without effect, for any other call."""
         if not backend.FAST_PATH or torch.compiler.is_compiling():
             return None
         if self.per_head:  # [heads, seq, pairs] would be read as [batch, seq, pairs]
             return None
-        how = (self.head_dim, self.rotary_dim, self.pairing == "interleaved", self.rotary_offset, in_place)
-        rotated = cpu.rotate_plain(q, k, self.cos, self.sin, layout, *how)
+        options = (self.head_dim, self.rotary_dim, self.pairing == "interleaved", self.rotary_offset, in_place)
+        rotated = cpu.rotate_plain(q, k, self.cos, self.sin, layout, *options)
         if rotated is None and type(q) not in PLAIN and (cache := getattr(self, "_dtensor_cache", None)) is not None:
-            return sharded.fast_path(cache, q, k, self.cos, self.sin, layout, *how)
+            return sharded.fast_path(cache, q, k, self.cos, self.sin, layout, *options)
         return rotated
 
     def inverse(self) -> Rotation:
-        """The rotation that undoes this one, including the attention factor, up to rounding."""
+        """Return the rotation that undoes this one, including the attention factor, up to rounding."""
         square = self.attention_factor * self.attention_factor
         return self._replace_tables(self.cos / square, -self.sin / square, attention_factor=1.0 / self.attention_factor)
 
@@ -184,9 +185,9 @@ class Rotation:
                 slice.
 
         Returns:
-            A `Rotation` for tokens of the shape of rows. Gradients reach the table. If rows or the table are a DTensor,
-            cos and sin are DTensors with the placements of rows; a sharded table is gathered. Plain rows are those of
-            all tokens.
+            A `Rotation` for one token per entry of rows. Gradients reach the table. If rows or the table are a DTensor,
+            cos and sin are DTensors with the placements of rows. A sharded table is gathered. If the table is a DTensor
+            and rows are a plain tensor, rows must contain all tokens on every rank.
 
         Raises:
             RopeError: the tables are not `[rows, pairs]` (per head `[heads, rows, pairs]`); rows is of another type or
@@ -211,7 +212,7 @@ class Rotation:
             )
         cos, sin = self.cos, self.sin
         if is_dtensor(rows) or is_dtensor(cos):
-            rows, cos, sin = sharded.for_lookup(rows, cos, sin)
+            rows, cos, sin = sharded.convert_for_lookup(rows, cos, sin)
         try:
             if self.per_head:
                 return self._replace_tables(_rows_per_head(rows, cos), _rows_per_head(rows, sin))
@@ -243,7 +244,7 @@ class Rotation:
 
     def _replace_tables(self, cos: Tensor, sin: Tensor, *, attention_factor: float | None = None) -> Rotation:
         factor = self.attention_factor if attention_factor is None else attention_factor
-        return unchecked(
+        return create_unchecked(
             cos, sin, self.pairing, self.head_dim, self.rotary_dim, self.rotary_offset, factor, self.per_head
         )
 
@@ -301,11 +302,11 @@ def _rows_per_head(rows: Tensor, table: Tensor) -> Tensor:
     return torch.stack([torch.nn.functional.embedding(rows, head) for head in table], dim=-3)
 
 
-def unchecked(*values: Any) -> Rotation:
+def create_unchecked(*values: Any) -> Rotation:
     """Create a Rotation from its fields, without checks.
 
     `Rope` uses this because its numbers are already checked. Pytrees use it because their leaves need not be tensors.
-    A call compares the tables with the other fields, so tables of another size are never used.
+    Each call of the Rotation compares the sizes of its tables with the other fields, so wrong tables raise there.
     """
     rotation = object.__new__(Rotation)
     _set_fields(rotation, *values)
@@ -316,7 +317,7 @@ def restore(*values: Any) -> Rotation:
     """Create a Rotation from a pickle, whose contents are checked like the arguments of the constructor."""
     context = fields.validate(*values[2:])
     checks.check_tables(values[0], values[1], rotary_dim=context[2], per_head=context[5])
-    return unchecked(*values[:2], *context)
+    return create_unchecked(*values[:2], *context)
 
 
 def _flatten(rotation: Rotation) -> tuple[list[Any], tuple[Any, ...]]:
@@ -329,7 +330,7 @@ def _flatten_with_keys(rotation: Rotation) -> tuple[list[tuple[Any, Any]], tuple
 
 
 def _unflatten(tables: Any, context: tuple[Any, ...]) -> Rotation:
-    return unchecked(*tables, *context)
+    return create_unchecked(*tables, *context)
 
 
 pytree.register_pytree_node(

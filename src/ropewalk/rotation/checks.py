@@ -1,4 +1,4 @@
-"""Check the arguments of a rotation: cos and sin, the tensors to rotate, and those of an operator."""
+"""Check the arguments of a rotation: cos and sin, the tensors to rotate, and the arguments of the private operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHO, _WHO_OPERATOR = "Rotation", "torch.ops.ropewalk"
 
 
 def check_tables(cos: Tensor, sin: Tensor, rotary_dim: int | None = None, *, per_head: bool = False) -> None:
-    """Raise unless cos and sin are half-width tables of `rotary_dim` channels, in a dtype that holds an angle."""
+    """Raise unless cos and sin are float32 or float64 tables with one column for each pair of `rotary_dim` channels."""
     for table in (cos, sin):
         if not isinstance(table, Tensor):
             raise error(_WHO, "cos and sin must be tensors", shown(table), "Make them with Rope.at(positions).")
@@ -187,7 +187,7 @@ def check_all_meta(tensors: list[Tensor]) -> None:
 
 
 def can_share_call(q: Tensor, k: Tensor, layout: Layout) -> bool:
-    """Whether one kernel call can rotate both q and k, which have the same layout and head_dim."""
+    """Return whether one kernel call can rotate both q and k, given that layout and head_dim are the same."""
     q_shape, k_shape, (batch, tokens, _, _) = q.shape, k.shape, AXES[layout]
     return (
         q.dtype == k.dtype

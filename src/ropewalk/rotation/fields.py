@@ -1,4 +1,4 @@
-"""Validate the fields of a Rotation other than its tables: passed by a caller, or read from a pickle or an export."""
+"""Validate the fields of a Rotation other than its tables. They come from a caller, a pickle or an exported program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("cos", "sin", "pairing", "head_dim", "rotary_dim", "rotary_offset", "at
 def validate(*context: Any) -> tuple[Pairing, int, int, int, float, bool]:
     """Check and return pairing, head_dim, rotary_dim, rotary_offset, attention_factor and per_head."""
     if len(context) == len(NAMES) - 3:
-        context = (*context, False)  # saved before there were tables per head
+        context = (*context, False)  # saved by a version without tables per head
     if len(context) != len(NAMES) - 2:
         must = f"a saved rotation must have the fields {', '.join(NAMES)}"
         raise error(_WHO, must, shown(context), "Save it again with this version.")

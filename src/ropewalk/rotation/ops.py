@@ -43,7 +43,7 @@ _library.define(f"rotate_one_(Tensor(a!) x, {_TABLES}, {_OPTIONS}) -> Tensor(a!)
 
 
 def _is_observed() -> bool:
-    """Whether a mode or a profiler must see each operator."""
+    """Return whether a dispatch mode or a profiler must see each operator."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
@@ -51,14 +51,14 @@ def _is_observed() -> bool:
     )
 
 
-def _rotate_to_new(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+def _rotate_to_new(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, *options: Any) -> list[Tensor]:
     outputs = [torch.empty_like(x) for x in tensors]
-    kernel.rotate(tensors, outputs, cos, sin, *how)
+    kernel.rotate(tensors, outputs, cos, sin, *options)
     return outputs
 
 
-def _rotate_in_place(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> None:
-    kernel.rotate(tensors, tensors, cos, sin, *how)
+def _rotate_in_place(kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, *options: Any) -> None:
+    kernel.rotate(tensors, tensors, cos, sin, *options)
 
 
 def _rotate_meta(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> list[Tensor]:
@@ -71,34 +71,34 @@ def _rotate_meta_(tensors: list[Tensor], cos: Tensor, sin: Tensor, *_: Any) -> N
 
 
 def _checked_rotate(
-    kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *how: Any
+    kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *options: Any
 ) -> list[Tensor]:
-    checks.check_operator_arguments(tensors, cos, sin, layout, how[1], in_place=False)
-    return _rotate_to_new(kernel, tensors, cos, sin, layout, *how)
+    checks.check_operator_arguments(tensors, cos, sin, layout, options[1], in_place=False)
+    return _rotate_to_new(kernel, tensors, cos, sin, layout, *options)
 
 
 def _checked_rotate_(
-    kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *how: Any
+    kernel: Kernels, tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, *options: Any
 ) -> None:
-    checks.check_operator_arguments(tensors, cos, sin, layout, how[1], in_place=True)
-    _rotate_in_place(kernel, tensors, cos, sin, layout, *how)
+    checks.check_operator_arguments(tensors, cos, sin, layout, options[1], in_place=True)
+    _rotate_in_place(kernel, tensors, cos, sin, layout, *options)
 
 
 def _adapt_one(
-    many: Callable[..., list[Tensor]], x: Tensor, cos: Tensor, sin: Tensor, layout: int, *how: Any
+    many: Callable[..., list[Tensor]], x: Tensor, cos: Tensor, sin: Tensor, layout: int, *options: Any
 ) -> Tensor:
-    return many([x], cos, sin, sharded.layout_of(layout), *how)[0]
+    return many([x], cos, sin, sharded.layout_of(layout), *options)[0]
 
 
 def _adapt_pair(
-    many: Callable[..., list[Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: int, *how: Any
+    many: Callable[..., list[Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: int, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    rotated = many([q, k], cos, sin, sharded.layout_of(layout), *how)
+    rotated = many([q, k], cos, sin, sharded.layout_of(layout), *options)
     return rotated[0], rotated[1]
 
 
-def _adapt_one_(many: Callable[..., None], x: Tensor, cos: Tensor, sin: Tensor, layout: int, *how: Any) -> Tensor:
-    many([x], cos, sin, sharded.layout_of(layout), *how)
+def _adapt_one_(many: Callable[..., None], x: Tensor, cos: Tensor, sin: Tensor, layout: int, *options: Any) -> Tensor:
+    many([x], cos, sin, sharded.layout_of(layout), *options)
     return x
 
 
@@ -122,12 +122,12 @@ _rotate_pair = torch.ops.ropewalk.rotate_pair.default
 _rotate_one_ = torch.ops.ropewalk.rotate_one_.default
 
 
-def _by_reference(tensors: list[Tensor], cos: Tensor, sin: Tensor, **how: Any) -> list[Tensor]:
+def _by_reference(tensors: list[Tensor], cos: Tensor, sin: Tensor, **options: Any) -> list[Tensor]:
     device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return rotate_in_layout(tensors, cos, sin, **how)
+        return rotate_in_layout(tensors, cos, sin, **options)
     with torch.autocast(device, enabled=False):  # under autocast, torch.cat refuses to mix float16 and bfloat16
-        return rotate_in_layout(tensors, cos, sin, **how)
+        return rotate_in_layout(tensors, cos, sin, **options)
 
 
 def rotate(
@@ -146,7 +146,9 @@ def rotate(
         tensors: one or two tensors in `layout`, already checked against the tables.
         cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
         pairing, rotary_offset: as in `Rotation`.
-        inverse: rotate by minus the angle. This transposes the rotation: the attention factor is kept, not divided out.
+        layout: order of the axes of the tensors.
+        inverse: whether to rotate by minus the angle. The result is still multiplied by the attention factor, because
+            this is the transpose of the rotation and not its inverse.
     """
     one_call = True
     if type(tensors[0]) not in PLAIN and is_dtensor(tensors[0]):
@@ -158,8 +160,13 @@ def rotate(
             tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, inverse=inverse
         )
     if len(tensors) == 2 and not (one_call and checks.can_share_call(tensors[0], tensors[1], layout)):
-        how: dict[str, Any] = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset, "inverse": inverse}
-        return [rotate([x], cos, sin, **how)[0] for x in tensors]
+        options: dict[str, Any] = {
+            "layout": layout,
+            "pairing": pairing,
+            "rotary_offset": rotary_offset,
+            "inverse": inverse,
+        }
+        return [rotate([x], cos, sin, **options)[0] for x in tensors]
     if torch.is_grad_enabled() and (tensors[0].requires_grad or cos.requires_grad or sin.requires_grad):
         checks.check_saveable(cos)
         rotated: tuple[Tensor, ...] = _Rotate.apply(  # type: ignore[no-untyped-call]
@@ -169,8 +176,8 @@ def rotate(
     return _run(kernel, tensors, cos, sin, layout, pairing, rotary_offset, inverse)
 
 
-def _run(kernel: Kernels | None, tensors: list[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
-    layout, pairing, rotary_offset, inverse = how
+def _run(kernel: Kernels | None, tensors: list[Tensor], cos: Tensor, sin: Tensor, *options: Any) -> list[Tensor]:
+    layout, pairing, rotary_offset, inverse = options
     if kernel is None:
         return _by_reference(
             tensors, cos, sin, layout=layout, pairing=pairing, rotary_offset=rotary_offset, inverse=inverse
@@ -182,23 +189,25 @@ def _run(kernel: Kernels | None, tensors: list[Tensor], cos: Tensor, sin: Tensor
     return rotated
 
 
-def _run_on_shards(kernel: Kernels, tensors: list[Any], cos: Any, sin: Any, layout: Layout, *how: Any) -> list[Tensor]:
-    """Rotate DTensors, with tables that are placed for the first of them."""
+def _run_on_shards(
+    kernel: Kernels, tensors: list[Any], cos: Any, sin: Any, layout: Layout, *options: Any
+) -> list[Tensor]:
+    """Rotate DTensors, given tables with the placements that the first tensor needs."""
     is_local = all(sharded.rotates_locally(x, layout) for x in tensors)
     if is_local and not (_is_observed() and all(map(sharded.has_rule, tensors))):
         return sharded.map_shards(
-            tensors, lambda parts: _rotate_to_new(kernel, parts, cos.to_local(), sin.to_local(), layout, *how)
+            tensors, lambda parts: _rotate_to_new(kernel, parts, cos.to_local(), sin.to_local(), layout, *options)
         )
     sharded.register_rules()
     operator = _rotate_pair if len(tensors) == 2 else _rotate_one
-    rotated = operator(*tensors, cos, sin, sharded.NUMBERS[layout], *how)
+    rotated = operator(*tensors, cos, sin, sharded.NUMBERS[layout], *options)
     return list(rotated) if len(tensors) == 2 else [rotated]
 
 
 def rotate_(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int
 ) -> None:
-    """Rotate in place. Both tensors are checked, and both are rotated, before either is written."""
+    """Rotate q, or q and k, in place. Arguments are those of `rotate`. Both are checked before one is written."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
     if not torch.compiler.is_compiling():
         writable.check_writable(tensors, recorded=recorded)
@@ -236,12 +245,12 @@ def rotate_(
     torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
 
 
-def _rotate_shards_in_place(kernel: Kernels, x: Any, cos: Any, sin: Any, layout: Layout, *how: Any) -> None:
+def _rotate_shards_in_place(kernel: Kernels, x: Any, cos: Any, sin: Any, layout: Layout, *options: Any) -> None:
     if _is_observed() and sharded.has_rule(x):
         sharded.register_rules()
-        _rotate_one_(x, cos, sin, sharded.NUMBERS[layout], *how, False)
+        _rotate_one_(x, cos, sin, sharded.NUMBERS[layout], *options, False)
     else:
-        _rotate_in_place(kernel, [x.to_local()], cos.to_local(), sin.to_local(), layout, *how, False)
+        _rotate_in_place(kernel, [x.to_local()], cos.to_local(), sin.to_local(), layout, *options, False)
     parts = (x, x.to_local())
     torch.autograd.graph.increment_version([part for part in parts if not part.is_inference()])
 
@@ -262,7 +271,7 @@ class _Rotate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.learned = cos.requires_grad or sin.requires_grad
         ctx.save_for_backward(cos, sin, *(tensors if ctx.learned else ()))
-        ctx.how = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset}
+        ctx.options = {"layout": layout, "pairing": pairing, "rotary_offset": rotary_offset}
         ctx.inverse = inverse
         ctx.placements = None if type(tensors[0]) in PLAIN else getattr(tensors[0], "placements", None)
         return tuple(_run(kernel, list(tensors), cos, sin, layout, pairing, rotary_offset, inverse))
@@ -276,25 +285,27 @@ class _Rotate(torch.autograd.Function):
         if not defined:
             return (None,) * (7 + len(grads))
         batched = _any_batched(defined)
-        rotated = iter((_by_reference if batched else rotate)(defined, cos, sin, **ctx.how, inverse=not ctx.inverse))
+        rotated = iter(
+            (_by_reference if batched else rotate)(defined, cos, sin, **ctx.options, inverse=not ctx.inverse)
+        )
         to_tensors = [None if grad is None else next(rotated) for grad in grads]
         to_tables: tuple[Tensor | None, ...] = (None, None)
         if ctx.learned:
             with_grad = [x for x, grad in zip(tensors, grads, strict=True) if grad is not None]
             # PyTorch's own operators can be differentiated again, and can sum DTensors over ranks.
             plain = batched or torch.is_grad_enabled() or ctx.placements is not None
-            to_tables = _table_gradient(with_grad, defined, cos, inverse=ctx.inverse, plain=plain, **ctx.how)
+            to_tables = _table_gradient(with_grad, defined, cos, inverse=ctx.inverse, plain=plain, **ctx.options)
         return (None, *to_tables, None, None, None, None, *to_tensors)
 
 
 def _any_batched(grads: list[Tensor]) -> bool:
-    """Whether these are batched gradients (`is_grads_batched`), which our operators cannot take."""
+    """Return whether these are batched gradients (`is_grads_batched`), which the operators here cannot process."""
     return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
-def rotate_gradients(grads: list[Tensor], cos: Tensor, sin: Tensor, **how: Any) -> list[Tensor]:
-    """The gradients to the inputs, from the gradients to rotated tensors; arguments as for `rotate`."""
-    return (_by_reference if _any_batched(grads) else rotate)(grads, cos, sin, **how, inverse=True)
+def rotate_gradients(grads: list[Tensor], cos: Tensor, sin: Tensor, **options: Any) -> list[Tensor]:
+    """Return the gradients to the inputs, given those to the rotated tensors. Arguments are those of `rotate`."""
+    return (_by_reference if _any_batched(grads) else rotate)(grads, cos, sin, **options, inverse=True)
 
 
 def _table_gradient(
@@ -308,10 +319,12 @@ def _table_gradient(
     inverse: bool,
     plain: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin, which autograd sums to their shape.
+    """Return the gradients to cos and sin. Autograd sums them over the axes along which the tables are broadcast.
 
     Args:
-        plain: use PyTorch's own operators instead of a kernel.
+        tensors: the tensors before the rotation.
+        grads: the gradients to the rotated tensors.
+        plain: whether to use PyTorch's own operators instead of a kernel.
     """
     pairs, per_head = cos.shape[-1], cos.ndim == 4
     kernel = None if plain else backend.kernel_for(*tensors, *grads)

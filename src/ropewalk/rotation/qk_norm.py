@@ -1,7 +1,7 @@
 """QKNorm: RMSNorm of each head of q and k followed by the rotation, in one differentiable call.
 
-`run` decides whether one kernel can do both. If not, or if PyTorch must trace the operators inside, the norm and the
-rotation run as two calls with bit-identical results.
+`run_fused` runs both in one kernel if possible. Otherwise, and if PyTorch must trace the operators inside, the norm and
+the rotation run as two calls with bit-identical results.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class QKNorm:
 
         x / √(mean of x² over the head + ε) · weight
 
-    The mean is computed in float64 and the products in float32 (float64 for float64 tensors). The result is rounded
-    once to the dtype of the tensor before it is rotated. torch.nn.RMSNorm adds in float32 and in another order, so its
-    result may differ by one unit in the last place.
+    The mean is computed in float64 and the products in float32 (float64 for float64 tensors). The normalized tensor is
+    rounded to its dtype once, before the rotation. torch.nn.RMSNorm adds the squares in float32 and in another order,
+    so its result may differ by one unit in the last place.
 
     Args:
         q_weight, k_weight: `[head_dim]`, in any dtype that q and k may have; gradients reach them.
@@ -108,7 +108,7 @@ class QKNorm:
         inputs = (q, k, self.q_weight, self.k_weight)
         recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
         if not recorded:
-            fused: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=self)
+            fused: tuple[Tensor, Tensor] | None = run_fused(rotation, q, k, layout=layout, norm=self)
             return rotation(*self(q, k), layout=layout) if fused is None else fused
         if _can_use_function(rotation, inputs):
             for name, x in (("q", q), ("k", k)):
@@ -127,7 +127,7 @@ class QKNorm:
 
 
 class Store(NamedTuple):
-    """v, the caches `[blocks, block_size, kv_heads, head_dim]` that `run` writes to, and one slot per token."""
+    """v, the caches `[blocks, block_size, kv_heads, head_dim]` that `run_fused` writes to, and a slot per token."""
 
     v: Tensor
     k_cache: Tensor
@@ -139,15 +139,15 @@ _NO_NORM: tuple[Any, ...] = (None, None, 0.0, False)
 _NO_STORE: tuple[Any, ...] = (None, None, None, None)
 
 
-def run(
+def run_fused(
     rotation: Rotation, q: Tensor, k: Tensor, *, layout: Layout, norm: QKNorm | None = None, store: Store | None = None
 ) -> Any:
-    """Normalize, rotate and, with `store`, write to the caches in one kernel, if one can.
+    """Normalize, rotate and, with `store`, write to the caches in one kernel, if a kernel supports the call.
 
     Returns:
-        q and k, or q alone with `store`. None if the separate calls must be used, in which case nothing was done. The
-        reasons are: no kernel, not plain tensors, a gradient, a transform, a mode, compilation, tables per head, or
-        arguments that do not fit, for which the separate calls raise.
+        q and k, or q alone with `store`. None if the separate calls must be used; nothing has been done then. That is
+        the case without a kernel, for tensors that are not plain, if a gradient is recorded, under a transform, a mode
+        or compilation, for tables per head, and for arguments that do not match, for which the separate calls raise.
     """
     # On a GPU, the caller has checked `store`.
     if torch.compiler.is_compiling() or not isinstance(rotation, Rotation) or rotation.per_head:
@@ -205,7 +205,7 @@ def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNo
 
 
 def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
-    """Whether `_NormAndRotate` may differentiate: plain tensors, tables that are not learned, and no tracing."""
+    """Return whether `_NormAndRotate` supports the call: plain tensors, tables that are not learned, and no tracing."""
     cos, sin = rotation.cos, rotation.sin
     return (
         not backend.needs_tracing()
@@ -216,7 +216,11 @@ def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
 
 
 class _NormAndRotate(torch.autograd.Function):
-    """Backward: the inverse rotation, then the gradient of RMSNorm in PyTorch's own, differentiable operators."""
+    """The norm and the rotation as one differentiable function.
+
+    The backward pass applies the inverse rotation, and then the gradient of RMSNorm in PyTorch's own operators, which
+    can be differentiated again.
+    """
 
     @staticmethod
     def forward(
@@ -233,9 +237,9 @@ class _NormAndRotate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rotation.cos, rotation.sin, q, k, q_weight, k_weight)
         ctx.norm = (eps, add_one)
-        ctx.how = {"layout": layout, "pairing": rotation.pairing, "rotary_offset": rotation.rotary_offset}
+        ctx.options = {"layout": layout, "pairing": rotation.pairing, "rotary_offset": rotation.rotary_offset}
         norm = QKNorm(q_weight, k_weight, eps, add_one)
-        fused: tuple[Tensor, Tensor] | None = run(rotation, q, k, layout=layout, norm=norm)
+        fused: tuple[Tensor, Tensor] | None = run_fused(rotation, q, k, layout=layout, norm=norm)
         return rotation(*norm(q, k), layout=layout) if fused is None else fused
 
     @staticmethod
@@ -244,7 +248,7 @@ class _NormAndRotate(torch.autograd.Function):
         to_tensors: list[Tensor | None] = [None, None]
         to_weights: list[Tensor | None] = [None, None]
         defined = [grad for grad in grads if grad is not None]
-        rotated = iter(ops.rotate_gradients(defined, cos, sin, **ctx.how) if defined else ())
+        rotated = iter(ops.rotate_gradients(defined, cos, sin, **ctx.options) if defined else ())
         for i, grad in enumerate(grads):
             if grad is not None:
                 to_tensors[i], to_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], next(rotated), *ctx.norm)
@@ -252,7 +256,7 @@ class _NormAndRotate(torch.autograd.Function):
 
 
 def _norm_gradient(x: Tensor, weight: Tensor, grad: Tensor, eps: float, add_one: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of `rms_norm` to x and to the weight.
+    """Return the gradients of `rms_norm` to x and to the weight.
 
     With r = 1/√(mean of x² + ε), y = x·r and g = grad · gain, the gradient to x is r·(g − y · mean of g·y), and the
     gradient to the weight is Σ grad·y.

@@ -23,7 +23,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offs
         x: any shape `[..., head_dim]`, any strides; float16, bfloat16, float32 or float64.
         cos, sin: broadcastable against `x[..., :pairs]`; float32 or float64.
         pairing: "half" or "interleaved".
-        rotary_offset: the first rotated channel. 2 · pairs channels rotate; the others are copied.
+        rotary_offset: the first of the 2 · pairs rotated channels. The other channels are copied.
 
     Returns:
         A new tensor, shape and dtype of x.
@@ -45,13 +45,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, pairing: Pairing, rotary_offs
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, add_one: bool = False) -> Tensor:
-    """RMSNorm of each head: x / √(mean of x² over the last axis + ε), times the weight.
+    """Return the RMSNorm of each head: x / √(mean of x² over the last axis + ε), times the weight.
 
     Args:
         x: any shape `[..., head_dim]`, any strides; float16, bfloat16, float32 or float64.
         weight: `[head_dim]`.
         eps: ε, dimensionless.
-        add_one: multiply by 1 + weight instead, as Gemma does.
+        add_one: whether to multiply by 1 + weight instead, as Gemma does.
 
     Returns:
         A new tensor, shape and dtype of x.
@@ -73,9 +73,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, add_one: bool = False) ->
 
 
 def _sum_of_halves(x: Tensor) -> Tensor:
-    """The sum `[..., 1]` over the last axis, by adding one half to the other until one element is left.
+    """Return the sum `[..., 1]` over the last axis, by adding its second half to the first until one element is left.
 
-    The order is that of an axis padded with zeros to a power of two.
+    The elements are added in the same order as if the axis were padded with zeros to a power of two.
     """
     count = x.shape[-1]
     half = 1 << (count - 1).bit_length() >> 1
@@ -100,10 +100,12 @@ def rotate_in_layout(
     """Rotate tensors in a layout.
 
     Args:
+        tensors: q, or q and k, in `layout`.
         cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
-        inverse: rotate by minus the angle.
+        layout: order of the axes of the tensors.
+        inverse: whether to rotate by minus the angle.
     """
-    cos, sin = _aligned(cos, layout), _aligned(-sin if inverse else sin, layout)
+    cos, sin = _align_table(cos, layout), _align_table(-sin if inverse else sin, layout)
     return [rotate(x, cos, sin, pairing=pairing, rotary_offset=rotary_offset) for x in tensors]
 
 
@@ -116,7 +118,7 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient to cos and sin, summed over tensors and, unless each head has a table, over heads.
+    """Return the gradients to cos and sin, summed over the tensors and over heads that share a table.
 
     With x' = (a cos − b sin, a sin + b cos) and (g, h) the gradient to x', the gradient to cos is g·a + h·b and the
     gradient to sin is h·a − g·b.
@@ -151,15 +153,15 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _aligned(table: Tensor, layout: Layout) -> Tensor:
-    """The table with an axis of size 1 for each axis of the tensor that it lacks, so that it broadcasts."""
+def _align_table(table: Tensor, layout: Layout) -> Tensor:
+    """Return the table with an axis of size 1 for each axis that only the tensor has, so that the two broadcast."""
     if table.ndim == 1:
         return table
     batch, tokens, heads, count = AXES[layout]
     if table.ndim == 4:  # per head
         table = table.squeeze(0) if batch is None else table
         return table.movedim((-3, -2), (heads, tokens))
-    if batch:  # if batch is the first axis or absent, tables with and without a batch axis broadcast as they are
+    if batch:  # where batch is the first axis or absent, tables broadcast without this step
         table = table if table.ndim == 3 else table.unsqueeze(0)
         table = table.transpose(0, 1) if tokens < batch else table
     return table.unsqueeze(heads - count)

@@ -1,7 +1,8 @@
-"""Rotate DTensors: place the tables for each rank's shards, and register the sharding rules of the operators.
+"""Rotate DTensors: distribute the tables like q and k, and register the sharding rules of the operators.
 
-Rotating a token needs only that token's row of cos and sin. So no rank has to communicate if it holds the rows of its
-own tokens. A table is therefore sharded like q along the axes that both have, and replicated along the other axes of q.
+Rotating a token needs only the row of cos and sin for that token. A rank that has the rows of its own tokens therefore
+need not communicate. So a table is sharded like q along the axes that both have. Along the other axes of q, every rank
+has the whole table.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from ropewalk.kernels.backend import PLAIN
 DTensor = Any  # torch.distributed.tensor is imported only when a DTensor exists
 _WHO = "Rotation"
 NUMBERS: dict[Layout, int] = {layout: number for number, layout in enumerate(AXES)}
-"""The number of each layout, which the operators take instead of its name. PyTorch caches the result of a sharding rule
-by shapes, placements and numbers, but ignores strings before the first number: two layouts would share one rule."""
+"""Maps each layout to the number that the operators take instead of its name. PyTorch caches the result of a sharding
+rule by shapes, placements and numbers, and ignores strings before the first number. If the operators took names, two
+layouts would share one cached result."""
 _LAYOUTS = tuple(AXES)
 
 
 def layout_of(number: int) -> Layout:
-    """The layout of a number.
+    """Return the layout with this number.
 
     Raises:
         RopeError: no layout has this number.
@@ -46,7 +48,8 @@ _AxisMap = dict[int, int]
 
 _Tables = tuple[Tensor, Tensor]
 _Cache = tuple[object, _Tables, _Tables | None] | None
-"""A key, the DTensor tables for it, and this rank's shards of them if the rank can rotate without communication."""
+"""A key, the DTensor tables for this key, and the local shards of the tables. The shards are None if this rank cannot
+rotate without communication."""
 
 
 def tables_for(
@@ -58,13 +61,15 @@ def tables_for(
     cache: _Cache,
     check: Callable[[Tensor, Tensor], _Tables],
 ) -> tuple[_Cache, _Tables]:
-    """cos and sin as DTensors with the rows of each rank's tokens. Communicates only if the tables must be resharded.
+    """Return cos and sin as DTensors whose shards have the rows of each rank's tokens.
 
-    Plain tables hold the rows of all tokens or those of this rank; their sizes tell which.
+    Only tables that must be resharded require communication. Plain tables have rows for all tokens or for the tokens of
+    this rank, which is inferred from their sizes.
 
     Args:
-        cache: the cache that the last call for these tables returned.
-        check: a function that raises if the tables do not fit, and returns them with the axes of the operators.
+        tensors: q, or q and k, as DTensors.
+        cache: the cache that the previous call for these tables returned.
+        check: function that raises if the tables do not match, and returns them with the axes that the operators need.
 
     Returns:
         The cache for the next call, and the tables.
@@ -83,18 +88,18 @@ def tables_for(
     return cache, tables
 
 
-def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layout, *how: Any) -> Any:
-    """Rotate DTensors like those of the last call entirely in compiled code on the CPU.
+def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layout, *options: Any) -> Any:
+    """Rotate DTensors entirely in compiled code on the CPU, if they are like those of the previous call.
 
-    PyTorch needs 20 µs to look up the sharding rule of an operator and its cached result, while rotating one token
-    takes 4 µs. This function does what the operator would do: it rotates each rank's shard and keeps the placements.
+    Like the operator, it rotates the shard of each rank and keeps the placements. It saves the 20 µs that PyTorch needs
+    to look up the sharding rule and its cached result, while the rotation of one token takes 4 µs.
 
     Args:
         cache: the cache that `tables_for` returned.
-        how: the remaining arguments of `cpu.rotate_plain`, of which the last is in_place.
+        options: the remaining arguments of `cpu.rotate_plain`. The last of them is in_place.
 
     Returns:
-        The rotated tensors, or True in place. None if the call was not done.
+        The rotated tensors, or True if they were rotated in place. None if nothing was done.
     """
     tensors = [q] if k is None else [q, k]
     key, _, parts = cache
@@ -102,17 +107,17 @@ def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layo
     if parts is None or recorded or key != _cache_key(tensors, cos, sin, layout):
         return None
     k_part = None if k is None else k._local_tensor
-    rotated: Any = cpu.rotate_plain(q._local_tensor, k_part, parts[0], parts[1], layout, *how)
+    rotated: Any = cpu.rotate_plain(q._local_tensor, k_part, parts[0], parts[1], layout, *options)
     if rotated is None:
         return None
-    if how[-1]:
+    if options[-1]:
         torch.autograd.graph.increment_version([x for x in tensors if not x.is_inference()])
         return True
     return _dtensor_like(rotated, q) if k is None else (_dtensor_like(rotated[0], q), _dtensor_like(rotated[1], k))
 
 
 def _dtensor_like(part: Tensor, x: Any) -> Tensor:
-    """Wrap a local part, dense or with the strides of x's part, in a DTensor with the placements and shape of x."""
+    """Wrap a local part, which is contiguous or has the strides of x's local part, in a DTensor like x."""
     if part.stride() == x._local_tensor.stride():
         wrapped: Tensor = type(x)(part, x._spec, requires_grad=False)
         return wrapped
@@ -146,7 +151,7 @@ def _as_dtensors(tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout
 
 
 def _cache_key(tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout) -> tuple[object, ...] | None:
-    """Everything that determines the tables for q and k. None if the tables must be created anew at each call."""
+    """Return everything that the tables for q and k depend on. Return None if each call must create them again."""
     if backend.needs_tracing() or cos.requires_grad or sin.requires_grad:
         return None
     versions = [_versions(table) for table in (cos, sin)]
@@ -155,45 +160,49 @@ def _cache_key(tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout) 
 
 
 def _can_be_cached(placed: Tensor, table: Any) -> bool:
-    """Whether an in-place change of `table` would show: in its DTensor `placed`, or in the versions of `_cache_key`."""
+    """Return whether a cached DTensor of a table stays valid, or `_cache_key` changes, if the table changes in place.
+
+    Args:
+        placed: the DTensor that would be cached.
+        table: the table from which it was made.
+    """
     part = placed._local_tensor if is_dtensor(placed) else placed
-    if type(part) not in PLAIN:  # an active mode may have replaced it
+    if type(part) not in PLAIN:  # an active mode may have returned a tensor of another type
         return False
     original = table._local_tensor if is_dtensor(table) else table
     return part.data_ptr() == original.data_ptr() or not original.is_inference()
 
 
 def _versions(table: Any) -> tuple[int, ...]:
-    """How often PyTorch has counted an in-place change of a tensor and of its local part; 0 in inference mode."""
+    """Return how often a tensor and its local part were changed in place. Inference tensors count as 0."""
     parts = (table, table._local_tensor) if is_dtensor(table) else (table,)
     return tuple(0 if part.is_inference() else part._version for part in parts)
 
 
 def redistribute_tables(cos: Tensor, sin: Tensor, x: DTensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """DTensor tables, with the axes of the operators, redistributed so that each rank has the rows of its tokens."""
+    """Redistribute DTensor tables, with the axes that the operators need, so that each rank has its tokens' rows."""
     return _redistribute(cos, sin, x, _map_axes(layout, cos.shape, per_head=cos.ndim == 4))
 
 
-def for_lookup(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rows, cos and sin as DTensors, if one of them is. The tables are replicated, so that rows are found locally."""
+def convert_for_lookup(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Convert rows, cos and sin to DTensors if one of them is a DTensor. Replicate the tables for local lookups."""
     meshes = {x.device_mesh for x in (rows, cos, sin) if is_dtensor(x)}
     if len(meshes) > 1:
         fix = "Distribute rows over that mesh."
         raise error("Rotation[rows]", "rows must be on the mesh of the table", "DTensors of different meshes", fix)
     (mesh,) = meshes
     if not is_dtensor(rows):
-        rows = _dtensor.replicated(rows, mesh)
-    return rows, _dtensor.replicated(cos, mesh), _dtensor.replicated(sin, mesh)
+        rows = _dtensor.replicate(rows, mesh)
+    return rows, _dtensor.replicate(cos, mesh), _dtensor.replicate(sin, mesh)
 
 
 def can_share_tables(q: DTensor, k: DTensor) -> bool:
-    """Whether the shards of q and k need the same tables."""
+    """Return whether the shards of q and k need the same tables."""
     return bool(q.placements == k.placements)
 
 
 def rotates_locally(x: DTensor, layout: Layout) -> bool:
-    """Whether each rank can rotate its part of x alone: channels are not sharded, and any pending reduction is a sum or
-    a mean."""
+    """Return whether ranks need not communicate: channels are whole, and a pending reduction is a sum or a mean."""
     channels = AXES[layout][-1] - 1
     return all(_is_local(p, channels) for p in x.placements)
 
@@ -207,7 +216,7 @@ def _is_local(placement: Any, channels: int) -> bool:
 
 
 def has_rule(x: DTensor) -> bool:
-    """Whether PyTorch lets the sharding rule of an operator keep the shards, which needs elements on every rank."""
+    """Return whether the sharding rule of an operator can keep the shards of x: every rank must have elements."""
     mesh, ranks = x.device_mesh, [1] * x.ndim
     for i, placement in enumerate(x.placements):
         if placement.is_shard():
@@ -216,7 +225,7 @@ def has_rule(x: DTensor) -> bool:
 
 
 def reshard_gradient(grad: Tensor, forward: tuple[Any, ...]) -> Tensor:
-    """Shard a gradient that is replicated along mesh axes along which x was sharded in the forward pass."""
+    """Shard a gradient along the mesh axes on which it is replicated but x was sharded in the forward pass."""
     if not is_dtensor(grad) or grad.placements == forward:
         return grad
     placements = [f if g.is_replicate() and f.is_shard() else g for g, f in zip(grad.placements, forward, strict=True)]
@@ -224,7 +233,7 @@ def reshard_gradient(grad: Tensor, forward: tuple[Any, ...]) -> Tensor:
 
 
 def map_shards(tensors: list[DTensor], compute: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """Apply `compute` to each rank's parts, and wrap the results with the same placements. Records no gradient."""
+    """Apply a function to the local parts, and wrap its results in DTensors like the inputs. Record no gradient."""
     with torch.no_grad():
         parts = compute([x.to_local() for x in tensors])
         return [_dtensor_like(part, x) for part, x in zip(parts, tensors, strict=True)]
@@ -240,10 +249,11 @@ def register_rules() -> None:
 
 
 def _sharding_rule(count: int, *arguments: Any) -> list[tuple[list[Any], list[Any]]]:
-    """For one axis of a mesh, the accepted combinations of placements, each as (outputs, inputs).
+    """Return the accepted combinations of placements for one axis of a mesh, each as (outputs, inputs).
 
     Args:
-        count: how many of the first arguments are tensors to rotate.
+        count: number of tensors to rotate, which are the first arguments.
+        arguments: the arguments of the operator.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -272,7 +282,7 @@ def _map_axes(layout: Layout, shape: tuple[int, ...], *, per_head: bool) -> _Axi
 def _infer_placements(
     tensors: list[DTensor], cos: Tensor, axis_map: _AxisMap, at_batch: int | None, *, learned: bool
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """The placements and global shape of plain tables, inferred from their sizes and those of q and its shard."""
+    """Infer the placements and the global shape of plain tables from their sizes and those of q and its shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     q = tensors[0]
@@ -284,10 +294,11 @@ def _infer_placements(
             continue
         axis, table_axis = placement.dim, axis_map.get(placement.dim)
         rows, one_rank = None if table_axis is None else cos.shape[table_axis], q.device_mesh.size(i) == 1
-        # One row: for all sequences, or for the only sequence of this rank.
+        # A single row may belong to all sequences, or to the only sequence of this rank.
         one_row = table_axis is None and axis == at_batch and part[axis] == 1
         if not one_rank and (one_row or rows == part[axis] == whole[axis]):
-            # Both readings rotate q alike. They differ in gradients of the tables, and for keys with other placements.
+            # Both interpretations rotate q in the same way. They differ in the gradients of the tables, and for keys
+            # with other placements.
             if learned or any(x.placements[i] != placement for x in tensors):
                 raise _ambiguous(whole[axis])
         elif table_axis is not None and rows == part[axis]:
@@ -313,19 +324,19 @@ def _ambiguous(size: int) -> RopeError:
 
 
 def _redistribute(cos: Any, sin: Any, x: DTensor, axis_map: _AxisMap) -> tuple[Tensor, Tensor]:
-    """Redistribute DTensor tables to match the placements of x. Communicates only if their placements differ."""
+    """Redistribute DTensor tables to match the placements of x, which requires communication if they differ."""
     from torch.distributed.tensor import Replicate, Shard
 
-    def of_table(placement: Any) -> Any:
+    def table_placement(placement: Any) -> Any:
         return Shard(axis_map[placement.dim]) if _is_shard(placement) and placement.dim in axis_map else Replicate()
 
-    placements = tuple(of_table(placement) for placement in x.placements)
+    placements = tuple(table_placement(placement) for placement in x.placements)
     cos, sin = (t if t.placements == placements else t.redistribute(placements=placements) for t in (cos, sin))
     return cos, sin
 
 
 def _is_shard(placement: Any) -> bool:
-    """Whether the placement is an ordinary Shard. With the other kinds, the rows of a rank are not contiguous."""
+    """Return whether the placement is an ordinary Shard. In other kinds, the rows of a rank are not contiguous."""
     from torch.distributed.tensor import Shard
 
     return type(placement) is Shard

@@ -1,4 +1,4 @@
-"""Check that tensors can be rotated in place: each element has memory of its own, and autograd allows the change."""
+"""Check that tensors can be rotated in place: no two elements share memory, and autograd allows the change."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
     """Raise if q or k cannot be rotated in place.
 
     Args:
+        tensors: q, or q and k.
         recorded: whether autograd records the change.
     """
     for x in tensors:
@@ -55,7 +56,10 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
 
 
 def _check_reduction(x: DTensor) -> None:
-    """Raise if a reduction is pending that must precede the rotation, since a tensor keeps its placements in place."""
+    """Raise if the DTensor has a pending reduction that must precede the rotation.
+
+    A rotation in place cannot change the placements, so it cannot reduce first.
+    """
     for placement in x.placements:
         if placement.is_partial() and placement.reduce_op not in ("sum", "avg"):  # type: ignore[attr-defined]
             raise error(
@@ -78,7 +82,7 @@ def check_memory(tensors: list[Tensor]) -> None:
 
 
 def _check_recordable(x: Tensor) -> None:
-    """Raise if autograd would refuse to record a change of x. It would do so after the other tensor was changed."""
+    """Raise if autograd cannot record a change of x. Without this check it would raise after q has been changed."""
     base = x._base if x._is_view() else x
     if base is not None and base.is_leaf and base.requires_grad:
         raise error(
@@ -101,7 +105,7 @@ _creation_meta: Any = torch._C._autograd._get_creation_meta
 
 
 def share_elements(q: Tensor, k: Tensor) -> bool:
-    """Whether two plain tensors have an element in common."""
+    """Return whether two plain tensors have an element in common."""
     if q is k:
         return True
     if is_dtensor(q) and is_dtensor(k):
@@ -118,7 +122,7 @@ def share_elements(q: Tensor, k: Tensor) -> bool:
         # NumPy's stubs know only two values of max_work; this one bounds the time.
         return np.shares_memory(np.asarray(_Addresses(q)), np.asarray(_Addresses(k)), max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
-        return True  # not ruled out
+        return True  # they may share elements
 
 
 class _Addresses:

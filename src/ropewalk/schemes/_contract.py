@@ -31,7 +31,7 @@ def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
         raise
     except Exception as e:  # a scheme from outside may raise anything
         arguments = ", ".join(f"{name}={_checks.shown(value)}" for name, value in values.items()) or "no values"
-        raise _checks.failed(f"{scheme.__name__} could not be built from {arguments}", e, _FIX) from e
+        raise _checks.error_from(f"{scheme.__name__} could not be built from {arguments}", e, _FIX) from e
     return instance
 
 
@@ -47,7 +47,7 @@ def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[fl
         raise
     except Exception as e:  # a scheme from outside may raise anything
         what = f"Rope: the frequencies of {_checks.shown(scheme)} could not be computed"
-        raise _checks.failed(what, e, _FIX) from e
+        raise _checks.error_from(what, e, _FIX) from e
     if result is None and isinstance(scheme, LengthDependent):
         return None
     if not isinstance(result, tuple) or len(result) != 2:

@@ -36,7 +36,7 @@ def inv_freq_float32(base: float, rotary_dim: int) -> tuple[float, ...]:
         >>> inv_freq_float32(10_000.0, 4)
         (1.0, 0.009999999776482582)
     """
-    return listed(1.0 / powers_float32(base, rotary_dim))
+    return to_floats(1.0 / powers_float32(base, rotary_dim))
 
 
 def powers_float32(base: float, rotary_dim: int) -> Tensor:
@@ -52,6 +52,6 @@ def powers_float32(base: float, rotary_dim: int) -> Tensor:
     return powers
 
 
-def listed(numbers: Tensor) -> tuple[float, ...]:
+def to_floats(numbers: Tensor) -> tuple[float, ...]:
     """Return the values of a tensor as a tuple of floats. float32 values are represented exactly."""
     return tuple(numbers.tolist())

@@ -44,7 +44,7 @@ class Linear(Scheme):
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies of transformers 5.23: the default ones and the division are in float32."""
-        return default.listed(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
+        return default.to_floats(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
 
     def trained_length(self, longest: int | None) -> None:
         """Return None: max_position_embeddings may be the length before or after scaling."""

@@ -76,11 +76,11 @@ class Llama3(Scheme):
         wavelength = 2 * math.pi / kept
         slowed = torch.where(wavelength > length / low, kept / self.factor, kept)
         if low == high:
-            return default.listed(slowed)
+            return default.to_floats(slowed)
         smooth = (length / wavelength - low) / (high - low)
         blended = (1 - smooth) * kept / self.factor + smooth * kept
         between = (wavelength >= length / high) & (wavelength <= length / low)
-        return default.listed(torch.where(between, blended, slowed))
+        return default.to_floats(torch.where(between, blended, slowed))
 
     def _scaled(self, w: float) -> float:
         turns = self.original_max_position_embeddings * w / (2 * math.pi)

@@ -59,7 +59,7 @@ class PerPair(Scheme):
 
         check_one_per_pair("PerPair", "factors", self.factors, rotary_dim)
         factors = torch.tensor(self.factors, dtype=torch.float32, device="cpu")
-        return default.listed(1.0 / (factors * default.powers_float32(base, rotary_dim)))
+        return default.to_floats(1.0 / (factors * default.powers_float32(base, rotary_dim)))
 
     def compute_attention_factor(self) -> float:
         """Return the factor that multiplies cos and sin, dimensionless."""

@@ -58,7 +58,7 @@ class Proportional(Scheme):
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies of transformers 5.23: the default ones and the division are in float32."""
         rotated = self._rotated_pairs(rotary_dim)
-        slowed = default.listed(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
+        slowed = default.to_floats(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
         return slowed[:rotated] + (0.0,) * (rotary_dim // 2 - rotated)
 
     def _rotated_pairs(self, rotary_dim: int) -> int:

@@ -127,7 +127,7 @@ class YaRN(Scheme):
         index = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
         kept = 1 - ((index - first) / (last - first)).clamp(0, 1)
         # The deployed code uses 1 - kept as the slowed share. In float32 that is not the ramp, since 1 - (1 - x) != x.
-        return default.listed(1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept)
+        return default.to_floats(1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept)
 
     def ramp(self, base: float, rotary_dim: int) -> tuple[float, float]:
         """Return the pair indices between which the slowing grows from none to the whole factor."""

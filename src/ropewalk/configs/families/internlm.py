@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ropewalk._checks import nearest, short, shown
+from ropewalk._checks import nearest, short_key, shown
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.fields import ConfigValue
 from ropewalk.configs.layers import ALL
@@ -32,7 +32,7 @@ class InternLM(Architecture):
                 "rotary", "must be an object or null", shown(rotary), "Write an object with the keys base and type."
             )
         for key, value in rotary.items():
-            where = f"rotary.{short(key)}"
+            where = f"rotary.{short_key(key)}"
             if key not in _KEYS:
                 fix = f"The model's own code reads no other key.{nearest(str(key), _KEYS)}"
                 raise c.fields.error(where, f"must be one of {', '.join(_KEYS)}", shown(value), fix)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown, unreadable
+from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown, unreadable_file
 from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
@@ -49,7 +49,7 @@ def read(
     except RopeError:
         raise
     except (OSError, ValueError) as e:
-        raise unreadable(str(path), e) from e
+        raise unreadable_file(str(path), e) from e
     values = without_keys(values, ignore, str(path))
     return _Reader(Keys(Fields(values, str(path))), tensors, pairing, base, text_only).read()
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, choice, integer, within
+from ropewalk._checks import RopeError, choice, integer, with_context
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.keys import REMOVE, Keys
 from ropewalk.configs.gguf.row import ORIGINAL
@@ -207,7 +207,7 @@ class SchemeReader:
         try:
             return build(scheme, values)
         except RopeError as e:
-            raise within(self.keys.fields.source, e) from None
+            raise with_context(self.keys.fields.source, e) from None
 
     def _check_yarn_attn_factor(self, scheme: YaRN) -> None:
         """Raise a RopeError if yarn_attn_factor is not the attention factor that llama.cpp computes instead of it."""

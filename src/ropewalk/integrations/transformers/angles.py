@@ -14,7 +14,7 @@ from ropewalk._layout import Pairing
 from ropewalk.integrations.transformers.dispatch import Place, install
 from ropewalk.integrations.transformers.probe import Form, Width, drop_repeated_columns
 from ropewalk.rope import Rope
-from ropewalk.rotation.api import Rotation, unchecked
+from ropewalk.rotation.api import Rotation, create_unchecked
 
 WHO = "accelerate"
 
@@ -164,7 +164,9 @@ def from_tables(cos: Tensor, sin: Tensor, pairing: Pairing, factor: float) -> Ro
         raise error(WHO, must, f"{describe(cos)} and {describe(sin)}", "Use angles='exact'.")
     if cos.shape[0] == 1:
         cos, sin = cos[0], sin[0]
-    return unchecked(cos.contiguous(), sin.contiguous(), pairing, 2 * cos.shape[-1], 2 * cos.shape[-1], 0, factor)
+    return create_unchecked(
+        cos.contiguous(), sin.contiguous(), pairing, 2 * cos.shape[-1], 2 * cos.shape[-1], 0, factor
+    )
 
 
 def _axes_error(rope: Rope, position_ids: Tensor) -> Exception:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ropewalk._checks import error, shown
 from ropewalk._layout import AXES
 from ropewalk.integrations.transformers.probe import Form, reorder_channels, signature_of, with_unrotated_prefix
-from ropewalk.rotation.api import Rotation, unchecked
+from ropewalk.rotation.api import Rotation, create_unchecked
 
 Place = tuple[str, str]
 """The names of a function's module and of the function."""
@@ -145,4 +145,6 @@ def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
         )
     offset = head_dim - rotary_dim if form.whole == "last" else 0
     factor = rotation.attention_factor
-    return unchecked(rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, factor, rotation.per_head)
+    return create_unchecked(
+        rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, factor, rotation.per_head
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ropewalk._checks import RopeError, error, within
+from ropewalk._checks import RopeError, error, with_context
 from ropewalk._layout import Pairing
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.read import from_config
@@ -220,7 +220,7 @@ class _Configs:
             try:
                 self.read[id(config)] = from_config(config)
             except RopeError as e:
-                raise within(
+                raise with_context(
                     f"{WHO}: from_config cannot read the config, which angles='theirs' does not need", e
                 ) from e
         return self.read[id(config)]

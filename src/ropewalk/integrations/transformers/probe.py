@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ropewalk._layout import AXES, Layout, Pairing
-from ropewalk.rotation.api import Rotation, unchecked
+from ropewalk.rotation.api import Rotation, create_unchecked
 
 Width = Literal["halves", "twice", "half", "complex"]
 """The format of a model's tables.
@@ -206,7 +206,7 @@ def with_unrotated_prefix(rotation: Rotation, tokens: int) -> Rotation:
         return rotation
     cos, sin = (torch.cat((t.new_full((missing, t.shape[1]), at), t)) for t, at in ((cos, 1.0), (sin, 0.0)))
     same = rotation.pairing, rotation.head_dim, rotation.rotary_dim, rotation.rotary_offset, rotation.attention_factor
-    return unchecked(cos, sin, *same, False)
+    return create_unchecked(cos, sin, *same, False)
 
 
 def reorder_channels(x: Tensor, order: str, rotation: Rotation) -> Tensor:

@@ -16,7 +16,7 @@ from ropewalk.integrations.transformers.angles import WHO, ModuleAngles, dtype_f
 from ropewalk.integrations.transformers.dispatch import Place
 from ropewalk.integrations.transformers.probe import Form, Width
 from ropewalk.rope import Rope
-from ropewalk.rotation.api import Rotation, unchecked
+from ropewalk.rotation.api import Rotation, create_unchecked
 
 PERMUTE = "permute_input_for_window_attn"
 
@@ -80,7 +80,7 @@ class TowerAngles(ModuleAngles):
             if self.parts == 1:
                 cos, sin = (table.reshape(-1, table.shape[-1]) for table in (cos, sin))
             tables = cos.contiguous(), sin.contiguous()
-            rotations.append(unchecked(*tables, self.pairing, columns, size, part * size, 1.0, False))
+            rotations.append(create_unchecked(*tables, self.pairing, columns, size, part * size, 1.0, False))
         return self._wrap_rotations(rotations)
 
     def _wrap_rotations(self, rotations: list[Rotation]) -> Any:
