@@ -48,7 +48,7 @@ def test_any_value_can_be_shown(value: Any) -> None:
     assert 0 < len(text) <= 400
 
 
-def test_what_is_shown_of_plain_values() -> None:
+def test_plain_values_are_shown_by_repr() -> None:
     assert [shown(v) for v in (None, True, 3, 0.5, "a", b"GGML", [1, {"b": 2}])] == [
         "None", "True", "3", "0.5", "'a'", "b'GGML'", "[1, {'b': 2}]"
     ]  # fmt: skip
@@ -101,5 +101,5 @@ def test_a_tensor_is_described_by_dtype_and_shape() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, [1, 2], np.arange(3), torch.float32, "x" * 10**7, Mute()])
-def test_anything_else_is_described_as_it_is_shown(value: Any) -> None:
+def test_other_values_are_described_as_by_shown(value: Any) -> None:
     assert describe(value) == shown(value)

@@ -1,4 +1,4 @@
-"""What the pages claim about the program, held against the program itself and against the recorded benchmarks."""
+"""Compare the claims of the pages with the program and with the recorded benchmarks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ REFERENCE = (ROOT / "docs" / "reference.md").read_text("utf-8")
 PROSE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "benchmarks").rglob("*.md")))
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 
-# Nothing that is here may be called missing.
+# No page may say that an existing feature is missing.
 
 _MISSING = re.compile(r"\bnot (?:here |there |supported |implemented |available )?yet\b|\bno compiled\b", re.IGNORECASE)
 
 
 def _present() -> Iterator[re.Pattern[str]]:
-    """What the program has, as a page would name it: its public names and its kernels."""
+    """Return the names of existing features as pages write them: public names and kernels."""
     for name in ropewalk.__all__:
         # A name that is also a word ("masks") counts only as code: `masks`.
         yield re.compile(rf"`(?:ropewalk\.)?{name}\b" if name.islower() else rf"\b{name}\b")
@@ -43,7 +43,7 @@ PRESENT = tuple(_present())
 
 
 def stale(text: str) -> list[str]:
-    """The sentences and table rows of a text that call missing what is here.
+    """Return the sentences and table rows of a text that say that an existing feature is missing.
 
     Below a heading such as "Not here yet", each of them does.
     """
@@ -131,20 +131,20 @@ def results(run: str) -> dict[str, Any]:
 def medians(
     contender: str, runs: tuple[str, ...] = RUNS, *, tokens: int = 4096, dtype: str = "float32", backward: bool = False
 ) -> list[float]:
-    """Milliseconds of a contender in each run that timed it."""
+    """Return the milliseconds of a contender in each run that timed it."""
     wanted = {"contender": contender, "tokens": tokens, "dtype": dtype, "backward": backward, "state": "timed"}
     rows = [row for run in runs for row in results(run)["rows"] if wanted.items() <= row.items()]
     return [1e3 * row["median"] for row in rows]
 
 
 def cells(label: str) -> list[str]:
-    """The other cells of the one row of a README table that begins with this one, without footnote marks."""
+    """Return the other cells of the README table row that starts with this cell, without footnote marks."""
     (row,) = (line for line in README.splitlines() if line.startswith(f"| {label} |"))
     return [cell.strip().rstrip("¹ ") for cell in row.strip("|").split("|")[1:]]
 
 
 def says(cell: str, values: list[float]) -> bool:
-    """Whether a cell holds the least and the largest of the values, or the one number to which both round."""
+    """Return whether a cell has the smallest and the largest of the values, or the number to which both round."""
     said = _NUMBER.findall(cell)
     least, largest = said[0], said[-1]
     return len(said) <= 2 and all(
@@ -229,7 +229,7 @@ def test_a_wrong_number_on_the_front_page_is_found() -> None:
 
 
 def test_the_drift_of_the_front_page() -> None:
-    """The usual float32 product against float64, whose own error is below 1e-10 at these positions."""
+    """The usual float32 product, compared with float64, whose error is below 1e-10 at these positions."""
     sentence = r"off by up to ([\d.e-]+) within the first 131,072 positions \(base 500,000, heads of 128\)"
     said = re.search(sentence, " ".join(README.split()))
     assert said
@@ -265,7 +265,7 @@ def test_the_first_pages_of_the_documentation_name_every_page_and_command() -> N
 
 
 def test_the_numbers_of_the_home_page_are_those_of_the_readme() -> None:
-    """Other tests compare those of the README with the results."""
+    """Other tests compare the numbers of the README with the results."""
     claims = {
         r"\*\*([\d.e-]+)\*\* \| The largest error": r"within ([\d.e-]+) of the exact values",
         r"off by up to ([\d.e-]+) within the first 131,072": r"off by up to ([\d.e-]+) within the first 131,072",
@@ -280,7 +280,7 @@ def test_the_numbers_of_the_home_page_are_those_of_the_readme() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* was renamed to")  # getmembers reads every attribute, old names too
 def test_what_public_calls_return_is_in_the_reference() -> None:
-    """From class to class: KVCache.step returns a CacheStep, whose layer returns a LayerCache."""
+    """Follow return types from class to class: KVCache.step returns a CacheStep, whose layer returns a LayerCache."""
     pending = [value for name in ropewalk.__all__ if inspect.isclass(value := getattr(ropewalk, name))]
     known: set[type] = set()
     while pending:

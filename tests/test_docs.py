@@ -1,8 +1,8 @@
-"""The pages run: every Python block of docs/ and README.md, in order, in one namespace for each page.
+"""Run every Python block of docs/ and README.md, in order, in one namespace for each page.
 
     ```python           runs; its asserts must hold
     ```pycon            runs; what it prints must match to the letter
-    ```python no-run    is only looked at
+    ```python no-run    is not run
 
 A page runs in a folder of its own, so a block may write a file that a later block reads. Nothing is in it but
 `Llama-3.1-8B/config.json`, the published one, which stands for the model that the reader has.
@@ -51,12 +51,12 @@ class Block:
         return f"{self.page.relative_to(folder)}:{self.line}"
 
     def run(self, namespace: dict[str, Any]) -> None:
-        """Execute it. Errors name the page and the line, as for any Python file."""
+        """Execute the block. Errors name the page and the line, as for any Python file."""
         if self.language == "pycon":
             self._run_doctest(namespace)
         else:
             padded = "\n" * self.line + self.code
-            # optimize=0: an assert is never compiled away. dont_inherit: annotations are this file's own affair.
+            # optimize=0 keeps asserts. dont_inherit: the block does not get the __future__ imports of this file.
             exec(compile(padded, str(self.page), "exec", dont_inherit=True, optimize=0), namespace)
 
     def _run_doctest(self, namespace: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The Python blocks of a page; an unclosed fence, an unknown marker or a misspelt language is an error."""
+    """Return the Python blocks of a page. Raise for an unclosed fence, an unknown marker or a misspelt language."""
     found: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     number = 0
@@ -107,7 +107,7 @@ def _block(page: Path, line: int, info: list[str], code: list[str]) -> Block | N
 
 
 def run(blocks: list[Block], folder: Path) -> dict[Block, Exception | None]:
-    """What came of each block: None, or what it raised. After a failure the rest do not run and are not listed."""
+    """Run the blocks of a page. Return the error of each block, or None. Blocks after a failure do not run."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     outcomes: dict[Block, Exception | None] = {}
     with contextlib.chdir(folder), torch.random.fork_rng(devices=[]):
@@ -125,11 +125,11 @@ def run(blocks: list[Block], folder: Path) -> dict[Block, Exception | None]:
 
 
 def check(block: Block, outcomes: dict[Block, Exception | None]) -> None:
-    """Fail if the block did, naming page and line; skip it if an earlier one of its page failed, which says so."""
+    """Fail if the block failed, naming page and line. Skip it if an earlier block of its page failed."""
     if block not in outcomes:
         pytest.skip(f"did not run, because {list(outcomes)[-1].where} failed")
     if (failure := outcomes[block]) is not None:
-        # From the page on: the frames above it are this file's.
+        # Start the traceback at the page; the frames above belong to this file.
         frame = failure.__traceback__
         while frame is not None and frame.tb_frame.f_code.co_filename != str(block.page):
             frame = frame.tb_next
@@ -142,7 +142,7 @@ BLOCKS = {page: blocks_of(page) for page in PAGES}
 
 @pytest.fixture(scope="module")
 def outcomes_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[Block, Exception | None]]:
-    """Runs a page when its first block is asked for; the others find it done."""
+    """Run a page when its first block is tested, and reuse the outcomes for its other blocks."""
 
     def outcomes(page: Path) -> dict[Block, Exception | None]:
         folder = tmp_path_factory.mktemp(page.stem)

@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LARGEST_PAIR = math.sqrt(2)  # of the inputs
 
 # Other projects compute the power in float32, where the rounding of the exponent alone costs ln(base) · 2⁻²⁵. These
-# recordings are this far from the exact value (mpmath); test_recordings_are_as_far_as_said holds the numbers.
+# recordings are this far from the exact value (mpmath); test_recorded_distances holds the numbers.
 FAR_FROM_EXACT = {"default-lfm2": 4.3e-7, "llama-3.1-8b": 3.3e-7, "llama 3.1, peers": 3.3e-7}
 
 
@@ -101,7 +101,7 @@ def check_scheme(row: dict[str, Any]) -> None:
     assert rope.attention_factor == pytest.approx(row["attention_scaling"], rel=1e-7)
 
 
-def test_recordings_are_as_far_as_said() -> None:
+def test_recorded_distances() -> None:
     by_model = {row["model"]: row["inv_freq"] for row in ROWS}
     exact = {
         "default-lfm2": oracle.inv_freq(1e6, 80),

@@ -1,4 +1,4 @@
-"""The house rules: the public names, which way imports point, and what does not load torch."""
+"""Rules of the package: the public names, the direction of imports, and modules that do not load torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = {
     for path in SOURCE.rglob("*.py")
 }
 
-# room → the rooms it may import. A room is a top-level module or folder of ropewalk.
+# Maps each top-level module or package of ropewalk to those that it may import.
 BOTTOM = {"_checks", "_layout"}
 MAY_IMPORT = {
     "_layout": set(),
@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "axes": BOTTOM | {"schemes"},
     "_float32": BOTTOM | {"_fixed_point", "axes", "schemes"},
     "rope": BOTTOM | {"_fixed_point", "axes", "_float32", "_tables", "schemes", "angles", "rotation"},
-    # What other engines make of a rope; configs are read with their numbers, and diff compares them.
+    # How other engines read a rope: configs apply these rules, and diff compares them.
     "engines": BOTTOM | {"rope", "schemes"},
     "configs": BOTTOM | {"axes", "engines", "rope", "schemes"},
     "diff": BOTTOM | {"configs", "engines", "rope"},
@@ -46,10 +46,10 @@ MAY_IMPORT = {
     "xpos": BOTTOM | {"rope", "rotation"},
     "nn": BOTTOM | {"_dtensor", "rope", "rotation", "attention"},
     "parallel": BOTTOM | {"_dtensor", "attention", "nn", "positions", "rotation"},
-    # A door joins what another program has with what we have: a config, a scheme, axes, a rope, the rotation.
+    # An integration converts between another program and ropewalk: configs, schemes, axes, ropes and rotations.
     "integrations": BOTTOM | {"axes", "configs", "conformance", "schemes", "rope", "rotation"},
     "checkpoints": BOTTOM | {"_lock", "configs", "rope", "rotation", "schemes"},
-    # These stand outside: the public names only, which is the package itself; their messages have the one form.
+    # These use only the public names, that is, the package itself, and `_checks` for the form of messages.
     "conformance": BOTTOM,
     "plots": BOTTOM,
     "programs": BOTTOM | {"checkpoints", "lab"},
@@ -59,8 +59,8 @@ MAY_IMPORT = {
 OUTSIDE = ("conformance", "plots", "programs", "lab")
 
 
-def rooms_imported(path: Path) -> set[str]:
-    """The rooms that a file imports, wherever in it; `if TYPE_CHECKING` blocks included."""
+def top_level_imports(path: Path) -> set[str]:
+    """Return the top-level modules that a file imports anywhere, including `if TYPE_CHECKING` blocks."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def test_imports_point_one_way() -> None:
     def check(module: str) -> None:
         room = module.split(".")[0]
         allowed = MAY_IMPORT[room] | {room} | ({*ropewalk.__all__} if room in OUTSIDE else set())
-        assert rooms_imported(MODULES[module]) <= allowed
+        assert top_level_imports(MODULES[module]) <= allowed
 
     each(((module, module) for module in sorted(set(MODULES) - {"__init__"})), check)
 
@@ -86,11 +86,11 @@ def test_imports_point_one_way() -> None:
 def test_the_rule_can_fail(tmp_path: Path) -> None:
     broken = tmp_path / "reference.py"
     broken.write_text("def f():\n    from ropewalk.schemes import YaRN\n")
-    assert not rooms_imported(broken) <= MAY_IMPORT["rotation"] | {"rotation"}
+    assert not top_level_imports(broken) <= MAY_IMPORT["rotation"] | {"rotation"}
 
 
-def modules_imported(path: Path) -> set[str]:
-    """The modules of ropewalk that a file imports, wherever in it; the package itself, which loads lazily, left out."""
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of ropewalk that a file imports anywhere, except for the package itself, which is lazy."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -104,8 +104,8 @@ def modules_imported(path: Path) -> set[str]:
     return found
 
 
-def in_circles(imports: dict[str, set[str]]) -> set[str]:
-    """The modules that import themselves, through whatever others."""
+def find_cycles(imports: dict[str, set[str]]) -> set[str]:
+    """Return the modules that import themselves through others."""
 
     def reached(module: str) -> set[str]:
         seen: set[str] = set()
@@ -119,12 +119,12 @@ def in_circles(imports: dict[str, set[str]]) -> set[str]:
     return {module for module in imports if module in reached(module)}
 
 
-def test_no_module_imports_in_a_circle() -> None:
-    assert in_circles({name: modules_imported(path) - {name} for name, path in MODULES.items()}) == set()
+def test_no_import_cycles() -> None:
+    assert find_cycles({name: imported_modules(path) - {name} for name, path in MODULES.items()}) == set()
 
 
-def test_a_circle_is_found() -> None:
-    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+def test_a_cycle_is_found() -> None:
+    assert find_cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
 
 
 def test_public_names() -> None:
@@ -218,7 +218,7 @@ def test_explain_starts_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_rotation_loads_no_distributed_tensors() -> None:
-    """They take as long to load as the rest; whoever has one has loaded them."""
+    """Loading them would double the time. Code that has a DTensor has already loaded them."""
     modules = loaded_by(
         "import torch; from ropewalk import Rope\n"
         "x, r = torch.ones(3, 1, 8), Rope(8, 1e4, 'half').at(torch.arange(3))\n"
@@ -228,25 +228,25 @@ def test_a_rotation_loads_no_distributed_tensors() -> None:
     assert "torch.distributed.tensor" not in modules
 
 
-def test_the_door_into_transformers_imports_none() -> None:
-    """The model brings it."""
+def test_the_integration_into_transformers_imports_no_transformers() -> None:
+    """The model has already imported transformers."""
     modules = loaded_by("from ropewalk.integrations.transformers import accelerate, restore")
     assert "torch" in modules
     assert "transformers" not in modules
 
 
-def test_the_door_into_vllm_imports_almost_nothing() -> None:
-    """vLLM imports every plugin in each of its processes, also those that are off."""
+def test_the_integration_into_vllm_imports_almost_nothing() -> None:
+    """vLLM imports every plugin in each of its processes, including disabled ones."""
     modules = loaded_by("from ropewalk.integrations.vllm import register; register()")
     assert not {"torch", "vllm"} & modules
 
 
 def test_the_fixture_for_pytest_imports_almost_nothing() -> None:
-    """It is imported before the first test."""
+    """pytest imports the fixture before the first test."""
     assert "torch" not in loaded_by("import ropewalk.integrations.pytest")
 
 
-def test_that_test_can_fail() -> None:
+def test_loaded_modules_are_detected() -> None:
     assert "torch" in loaded_by("from ropewalk import RotaryEmbedding")
 
 
@@ -255,7 +255,7 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_errors_are_built_in_one_place() -> None:
-    """`_checks` has the one form of a message."""
+    """Only `_checks` defines the form of a message."""
     built = {
         name
         for name, path in MODULES.items()

@@ -45,7 +45,7 @@ class TestWorkflow:
         claimed = {name.rpartition(" ")[2] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)}
         assert claimed <= set(self.jobs["tests"]["strategy"]["matrix"]["python"])
 
-    def test_the_rows_of_versions_exist(self) -> None:
+    def test_the_versions_exist(self) -> None:
         assert commands(self.jobs["versions"]) == ['python tools/matrix.py "${{ matrix.row }}"']
         for row in self.jobs["versions"]["strategy"]["matrix"]["row"]:
             listed = subprocess.run(

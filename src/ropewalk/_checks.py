@@ -22,7 +22,7 @@ from ropewalk._layout import Numerics, Pairing
 
 
 class RopeError(ValueError):
-    """An argument, a config or a file is invalid, or lacks information that ropewalk needs.
+    """The error for an argument, a config or a file that is invalid or lacks information that ropewalk needs.
 
     The message names the context, the requirement, the received value and a fix. It is one printable line: control
     characters and lone surrogates, which a file may contain, are shown as escapes.
@@ -59,13 +59,13 @@ def unreadable_file(where: str, e: Exception) -> RopeError:
     return RopeError(f"{where}: cannot be read: {e}.")
 
 
-def error_from(what: str, e: Exception, fix: str) -> RopeError:
+def error_from(action: str, e: Exception, fix: str) -> RopeError:
     """Create the error for an exception raised by other code: what failed, the exception, and how to fix it."""
     try:
         message = str(e)[:_MAX_SHOWN]
     except Exception:  # the exception's own __str__ may raise anything
         message = "?"
-    return RopeError(f"{what}: {type(e).__name__}: {message.rstrip('.')}. {fix}")
+    return RopeError(f"{action}: {type(e).__name__}: {message.rstrip('.')}. {fix}")
 
 
 def printable(text: str) -> str:

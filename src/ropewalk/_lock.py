@@ -1,4 +1,4 @@
-"""Allow one writer at a time, with a lock of the operating system that ends with the process holding it."""
+"""Allow one writer at a time, by a lock that the operating system releases when its process ends."""
 
 from __future__ import annotations
 

@@ -94,21 +94,22 @@ class Axes:
         """
         sizes = _parse_sections("sections", sections)
         axis = tuple(a for a, size in enumerate(sizes) for _ in range(size))
-        return cls(axis, lengths=(len(axis),) * len(sizes))._named(f"sections({sizes})")
+        return cls(axis, lengths=(len(axis),) * len(sizes))._with_name(f"sections({sizes})")
 
     @classmethod
     def interleaved(cls, sections: Sequence[int]) -> Axes:
         """Create M-RoPE with interleaved axes: the pairs use t, h, w, t, h, w, ..., and the last ones use t.
 
-        One progression runs over all pairs. With n axes, pair i uses axis a = i mod n if i < n · sections[a], otherwise
-        axis 0. So the actual number of pairs per axis may differ from sections, without an error: [8, 12, 12] gives 11,
-        11 and 10, both in transformers and in timm.
+        One progression runs over all pairs. With n axes, pair i uses axis a = i mod n if i < n · sections[a], and
+        otherwise axis 0. The number of pairs of an axis may therefore differ from its section, without an error:
+        [8, 12, 12] gives 11, 11 and 10 pairs, both in transformers and in timm.
+
+        The mode IMROPE of llama.cpp has another rule for the last pairs: pair i uses t only if i mod 3 is 0 and
+        i < 3 · sections[0], and pairs without an axis use a fourth row of positions. With [24, 20, 20], pairs 61 and 62
+        use t here, and the fourth row in llama.cpp. To describe that rule, pass the list of axes to `Axes`.
 
         Source: `recomposition_frequencies` of Qwen3-VL in transformers 5.23 (`mrope_section` [24, 20, 20]; [11, 11, 10]
-        in Qwen3.5); Cohere Compass, Cosmos 3; NeoMME with two axes. llama.cpp's mode IMROPE differs at the end: pair i
-        uses t only if i mod 3 is 0 and i < 3 · sections[0], and pairs without an axis use a fourth one. With [24, 20,
-        20], pairs 61 and 62 use t here, but the fourth row of positions there. To describe that, pass the list of axes
-        to `Axes`.
+        in Qwen3.5); Cohere Compass, Cosmos 3; NeoMME with two axes.
 
         Args:
             sections: number of pairs of each axis; their sum is the number of all pairs.
@@ -119,7 +120,7 @@ class Axes:
         sizes = _parse_sections("sections", sections)
         n, pairs = len(sizes), sum(sizes)
         axis = tuple(i % n if i < n * sizes[i % n] else 0 for i in range(pairs))
-        return cls(axis, lengths=(pairs,) * n)._named(f"interleaved({sizes})")
+        return cls(axis, lengths=(pairs,) * n)._with_name(f"interleaved({sizes})")
 
     @classmethod
     def time_last(cls, sections: Sequence[int]) -> Axes:
@@ -141,7 +142,7 @@ class Axes:
             fix = "Pass them in the order t, h, w; Ernie's config has h, w, t."
             raise _checks.error(f"{_WHO}.time_last", must, _checks.shown(sizes), fix)
         axis = (1, 2) * sizes[1] + (0,) * sizes[0]
-        return cls(axis, lengths=(len(axis),) * 3)._named(f"time_last({sizes})")
+        return cls(axis, lengths=(len(axis),) * 3)._with_name(f"time_last({sizes})")
 
     @classmethod
     def axial(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
@@ -161,8 +162,8 @@ class Axes:
             RopeError: channels are not such a list, or order does not name every axis once.
         """
         sizes, block_axes, name = _parse_blocks("axial", channels, order)
-        places = [(a, i) for a, size in zip(block_axes, sizes, strict=True) for i in range(size // 2)]
-        return cls._from_places(places, _pairs_per_axis(sizes, block_axes))._named(name)
+        axis_and_index = [(a, i) for a, size in zip(block_axes, sizes, strict=True) for i in range(size // 2)]
+        return cls._from_pairs(axis_and_index, _pairs_per_axis(sizes, block_axes))._with_name(name)
 
     @classmethod
     def alternating(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
@@ -179,8 +180,8 @@ class Axes:
             RopeError: channels are not such a list, or order does not name every axis once.
         """
         sizes, block_axes, name = _parse_blocks("alternating", channels, order, equal=True)
-        places = [(a, i) for i in range(sizes[0] // 2) for a in block_axes]
-        return cls._from_places(places, _pairs_per_axis(sizes, block_axes))._named(name)
+        axis_and_index = [(a, i) for i in range(sizes[0] // 2) for a in block_axes]
+        return cls._from_pairs(axis_and_index, _pairs_per_axis(sizes, block_axes))._with_name(name)
 
     @classmethod
     def strided(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
@@ -199,8 +200,8 @@ class Axes:
         """
         sizes, block_axes, name = _parse_blocks("strided", channels, order, equal=True)
         n, pairs = len(sizes), sum(sizes) // 2
-        places = [(a, i) for block, a in enumerate(block_axes) for i in range(block, pairs, n)]
-        return cls._from_places(places, (pairs,) * n)._named(name)
+        axis_and_index = [(a, i) for block, a in enumerate(block_axes) for i in range(block, pairs, n)]
+        return cls._from_pairs(axis_and_index, (pairs,) * n)._with_name(name)
 
     @property
     def count(self) -> int:
@@ -238,11 +239,11 @@ class Axes:
         return f"Axes({', '.join(parts)})"
 
     @classmethod
-    def _from_places(cls, places: list[tuple[int, int]], lengths: tuple[int, ...]) -> Axes:
-        axis, index = zip(*places, strict=True)
+    def _from_pairs(cls, axis_and_index: list[tuple[int, int]], lengths: tuple[int, ...]) -> Axes:
+        axis, index = zip(*axis_and_index, strict=True)
         return cls(axis, index, lengths)
 
-    def _named(self, name: str) -> Axes:
+    def _with_name(self, name: str) -> Axes:
         object.__setattr__(self, "_name", name)
         return self
 

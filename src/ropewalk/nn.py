@@ -218,7 +218,7 @@ class RotaryAttention(torch.nn.Module):
         self._check(x, rotation, mask, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = split_heads("RotaryAttention", q, k, v, self.head_dim, self.num_heads, self.num_kv_heads)
-        norm = self._norm(q, k, v, cache)
+        norm = self._fusable_norm(q, k, v, cache)
         if norm is None and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # under autocast some norms return float32
         if isinstance(mask, Tensor) and mask.is_floating_point() and torch.is_autocast_enabled(q.device.type):
@@ -234,20 +234,20 @@ class RotaryAttention(torch.nn.Module):
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 
-    def _norm(self, q: Tensor, k: Tensor, v: Tensor, cache: AttendingCache | None) -> QKNorm | None:
+    def _fusable_norm(self, q: Tensor, k: Tensor, v: Tensor, cache: AttendingCache | None) -> QKNorm | None:
         """Return the norms of q and k if one kernel can apply them and rotate. Return None if their modules must run.
 
         The modules must run if they were replaced, if they have hooks (tensor parallel plans, FSDP, code that records
         activations), or if the cache does not support norms.
         """
-        of_q, of_k = self.q_norm, self.k_norm
-        if type(of_q) is not HeadNorm or type(of_k) is not HeadNorm or of_q.eps != of_k.eps or of_q.eps is None:
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if type(q_norm) is not HeadNorm or type(k_norm) is not HeadNorm or q_norm.eps is None:
             return None
-        if _has_hooks(of_q) or _has_hooks(of_k) or not q.dtype == k.dtype == v.dtype:
+        if _has_hooks(q_norm) or _has_hooks(k_norm) or not q.dtype == k.dtype == v.dtype or q_norm.eps != k_norm.eps:
             return None
         if cache is not None and not getattr(cache, "takes_norm", False):
             return None
-        return QKNorm(local_weight(of_q.weight, q), local_weight(of_k.weight, k), of_q.eps)
+        return QKNorm(local_weight(q_norm.weight, q), local_weight(k_norm.weight, k), q_norm.eps)
 
     def _attend(
         self,
@@ -264,8 +264,9 @@ class RotaryAttention(torch.nn.Module):
         if isinstance(mask, Tensor):
             check_mask("RotaryAttention", mask, q, k.shape[1])
         if not isinstance(mask, BlockMask):
-            allowed = self._allowed(q.shape[1], q.device, dense=mask is not None or isinstance(rotation, TwoPass))
-            mask = mask if allowed is None else restrict(mask, allowed)
+            dense = mask is not None or isinstance(rotation, TwoPass)
+            causality = self._causality_mask(q.shape[1], q.device, dense=dense)
+            mask = mask if causality is None else restrict(mask, causality)
         return attention.rotate_and_attend(
             q,
             k,
@@ -278,12 +279,10 @@ class RotaryAttention(torch.nn.Module):
             norm=norm,
         )
 
-    def _allowed(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
+    def _causality_mask(self, seq: int, device: torch.device, *, dense: bool) -> Tensor | None:
         """Return the mask of causality and window, bool `[1, 1, seq, seq]`, or None if attention needs no mask.
 
         Args:
-            seq: number of tokens.
-            device: device of the mask.
             dense: whether causality must be part of the mask. If not, attention applies it.
         """
         if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):

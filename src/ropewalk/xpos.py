@@ -72,10 +72,10 @@ def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0)
     distance = (positions - centre).to(torch.float64)
     _check_range(distance, scale_base)
     scale = torch.exp(zeta.log() * (distance / scale_base).unsqueeze(-1))
-    return Rotations(_scaled(rope, rotation, scale), _scaled(rope, rotation, 1 / scale))
+    return Rotations(_scale_rotation(rope, rotation, scale), _scale_rotation(rope, rotation, 1 / scale))
 
 
-def _scaled(rope: Rope, rotation: Rotation, scale: Tensor) -> Rotation:
+def _scale_rotation(rope: Rope, rotation: Rotation, scale: Tensor) -> Rotation:
     return Rotation(
         (rotation.cos * scale).float(),
         (rotation.sin * scale).float(),

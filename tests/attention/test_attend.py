@@ -193,7 +193,7 @@ class TestWindow:
         with torch.no_grad(), pytest.raises(RopeError, match=r"must not be shorter than .* layer, 3, got window=2\."):
             layer(window=3)(hidden(2), step.rotation(ROPE), cache=step.layer(0))
 
-    def test_a_cache_of_ones_own_is_refused(self) -> None:
+    def test_another_cache_is_refused(self) -> None:
         class Own:
             def attend(self, q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
                 return q
@@ -355,7 +355,7 @@ class TestDroppedValues:
         assert out[0].isfinite().all()
         assert out[1, 0].isfinite().all()
 
-    def test_padding_beside_a_ring(self) -> None:
+    def test_padding_with_a_ring(self) -> None:
         cache = KVCache(1, 2, 2, HEAD_DIM, window=4, dtype=torch.float64)
         x = hidden(3)
         x[1, 0] = torch.nan

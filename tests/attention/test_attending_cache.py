@@ -179,7 +179,7 @@ class TestLayerCache:
         torch.testing.assert_close(torch.cat(out, dim=1), wanted, **EXACT)
         assert cache.length.tolist() == [5, 5]
 
-    def test_a_mask_that_goes_by_order(self) -> None:
+    def test_a_mask_by_the_order_of_tokens(self) -> None:
         """A sliding window in a cache that keeps all tokens. It follows the order of tokens, not their positions."""
         rope, rotary = Rope(HEAD_DIM, 1e4, "half"), ROPES["default"][1]
         assert rotary is not None

@@ -167,7 +167,7 @@ def test_a_step_rotates_by_a_rope() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
-def test_rows_are_not_taken_for_axes() -> None:
+def test_rows_are_not_mistaken_for_axes() -> None:
     """Positions of three rows of text could be read as three axes. The rotation then does not match the step."""
     step = cache_of(3, capacity=20).step(4)
     wrong = ROPE.at(step.positions)

@@ -136,7 +136,7 @@ def test_gradients(calls: list[str], pairing: str, learned: bool) -> None:
         )
 
 
-def test_nothing_waits_for_the_host(forbid_synchronization: None) -> None:
+def test_no_call_waits_for_the_host(forbid_synchronization: None) -> None:
     """After the first call of each kind, the steps are on the device and the kernels are compiled."""
     q, k, positions = queries(2, 9, 4, 128), queries(2, 9, 1, 128), torch.arange(9, device="cuda")
     q.requires_grad_()

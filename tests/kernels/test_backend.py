@@ -90,7 +90,7 @@ def run(backend: str | None, program: str, without: bool = False) -> str:
     return ran.stdout
 
 
-def test_kernels_are_for_their_own_kind_of_device() -> None:
+def test_kernels_refuse_other_kinds_of_devices() -> None:
     assert backend.CPU.unavailable(torch.device("cpu")) == backend.CPU.unavailable()
     for kernels, device in ((backend.CPU, "cuda:0"), (backend.CPU, "meta"), (backend.GPU, "cpu"), (backend.GPU, "mps")):
         why = kernels.unavailable(torch.device(device))

@@ -46,7 +46,7 @@ def test_llama3_with_a_pair_exactly_on_the_edge() -> None:
     w = 2 * math.pi / length
     turns = length * w / (2 * math.pi)
     assert turns == 1.0
-    assert Llama3(16, 1, 1, length)._scaled(w) == w / 16
+    assert Llama3(16, 1, 1, length)._scale_frequency(w) == w / 16
 
 
 YARN = [

@@ -51,7 +51,8 @@ class Progress:
         num_layers: layers of the cache.
         overwrites: whether storing overwrites keys that were visible before this pass.
         advances: whether every row is longer afterwards.
-        stale: cos of the rotations of the previous pass, if every row has advanced since. They belong to other tokens.
+        stale: references to cos of the rotations of the previous pass, if every row has advanced since then. Such a
+            rotation must not be used again, because it has the positions of other tokens.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class Progress:
         self.stale = stale
         self.rotations: list[weakref.ref[Tensor]] = []
 
-    def stored(self) -> int:
+    def stored_count(self) -> int:
         """Return the number of layers that have stored their keys and values."""
         return sum(layer.stored for layer in self.layers)
 
     def check_complete(self, who: str) -> None:
         """Raise if only some of the layers have stored their keys and values."""
-        stored = self.stored()
+        stored = self.stored_count()
         if 0 < stored < len(self.layers):
             raise _checks.error(
                 who,

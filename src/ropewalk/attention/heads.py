@@ -1,4 +1,4 @@
-"""Split the outputs of q_proj, k_proj and v_proj into heads: those of the whole model, or of one rank."""
+"""Split the outputs of q_proj, k_proj and v_proj into heads, for a whole model or one rank of tensor parallelism."""
 
 from __future__ import annotations
 

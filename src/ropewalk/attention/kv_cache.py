@@ -54,7 +54,7 @@ class KVCache:
             older tokens are evicted.
         sinks: with window, tokens at the start of a row that are never evicted and always attended to, as in
             StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). `CacheStep.rotation` counts their distances.
-        dtype: dtype of keys and values: that of the model, or of autocast if it is active.
+        dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
 
     Attributes:
@@ -132,8 +132,8 @@ class KVCache:
             attention_mask: True or non-zero for real tokens, bool or integer `[batch, seq]`, with padding anywhere.
                 Padding is not stored, and its outputs are undefined. None means that all tokens are real.
             at: position at which each row continues, int64 `[batch]`. None continues after the last token. The first
-                cached token at or after this position is dropped at once, and so are all tokens appended after it. Use
-                it after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has
+                cached token at or after this position and all tokens appended after it are dropped immediately. Use it
+                after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has
                 evicted keys that would become visible again.
             positions: positions of the new tokens: int64 `[batch, seq]`, `[seq]` for all rows, or `[axes, batch, seq]`
                 for a rope with `axes`. They are integers in ±2³¹ in any order, and several tokens may have the same one
@@ -151,21 +151,21 @@ class KVCache:
                 tokens beyond capacity are not kept and their outputs are wrong; check
                 `(cache.length > cache.capacity).any()`.
         """
-        before = self._check_finished("KVCache.step")
+        previous = self._check_finished("KVCache.step")
         real = cache_checks.real_tokens(seq, attention_mask, self.length)
         at_positions = None if positions is None else cache_checks.new_positions(positions, real, self.sinks)
-        after = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
+        index_in_step = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
         added = real.sum(1)
         if at is not None:
             self._truncate(at, added)
-        order, total = self.length[:, None] + after, self.length + added
+        order, total = self.length[:, None] + index_in_step, self.length + added
         # A single token only overwrites a key that it does not attend to. Several tokens would overwrite keys that the
         # earliest of them still need, so with a window their keys are concatenated to the cached ones for attention.
         concatenates = self._slots.evicts and seq > 1
         lengths = cache_checks.read_range(self.length if concatenates else total)
         cache_checks.check_capacity(self.capacity, lengths)
         if at_positions is None:
-            at_positions, following = self.position[:, None] + after, self.position + added
+            at_positions, following = self.position[:, None] + index_in_step, self.position + added
             place = at_positions
         else:
             place = largest_position(at_positions)
@@ -178,12 +178,12 @@ class KVCache:
             key_positions = torch.cat([self._key_positions[:, :count], place.masked_fill(~real, EMPTY)], dim=1)
         else:
             key_positions = self._key_positions.scatter(1, slot, place)[:, :count]
-        advanced = before is not None and before.advances and at is None and positions is None
+        advanced = previous is not None and previous.advances and at is None and positions is None
         progress = Progress(
             self.num_layers,
             overwrites=concatenates,
             advances=attention_mask is None or (cache_checks.read_range(added) or (0, 0))[0] > 0,
-            stale=before.rotations if before is not None and advanced else (),
+            stale=previous.rotations if previous is not None and advanced else (),
         )
         self._invalidate_step()
         self._pending = None if torch.compiler.is_compiling() else progress
@@ -229,10 +229,10 @@ class KVCache:
             if layer_rope is not None and layer_rope not in rotations:
                 axes = None if layer_rope.axes is None else layer_rope.axes.count
                 if isinstance(delta, Tensor):
-                    by: int | tuple[int, ...] | Tensor = each if axes is None else each.expand(axes, -1, -1)
+                    shift_by: int | tuple[int, ...] | Tensor = each if axes is None else each.expand(axes, -1, -1)
                 else:
-                    by = delta if axes is None else (delta,) * axes
-                rotations[layer_rope] = layer_rope.shift(by, device=self.keys[0].device, dtype=precise)
+                    shift_by = delta if axes is None else (delta,) * axes
+                rotations[layer_rope] = layer_rope.shift(shift_by, device=self.keys[0].device, dtype=precise)
         self._invalidate_step()
         for keys, layer_rope in zip(self.keys, ropes, strict=True):
             if layer_rope is not None:
@@ -259,7 +259,7 @@ class KVCache:
             chosen = cache_checks.row_mask(rows, self.length)
             self._check_finished("KVCache.reset")
         # Without a pending step, as under torch.compile, it is unknown which slots were written: clear them all.
-        stopped = self._pending is None or 0 < self._pending.stored() < self.num_layers
+        stopped = self._pending is None or 0 < self._pending.stored_count() < self.num_layers
         end = torch.full_like(self.length, self._slots.count) if stopped else self.length
         clear([*self.keys, *self.values], self.length.new_zeros(()).expand_as(chosen), end * chosen)
         self._invalidate_step()
@@ -299,12 +299,12 @@ class KVCache:
                 overwritten keys of older tokens.
         """
         pending = self._pending
-        stopped = pending is not None and 0 < pending.stored() < self.num_layers
+        stopped = pending is not None and 0 < pending.stored_count() < self.num_layers
         if pending is not None and pending.overwrites and stopped:
             raise _checks.error(
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
-                f"one that {pending.stored()} of {self.num_layers} layers have stored",
+                f"one that {pending.stored_count()} of {self.num_layers} layers have stored",
                 "Call reset(), and process the text again from its beginning.",
             )
         if stopped and self.window is None:
@@ -319,7 +319,7 @@ class KVCache:
         if torch.compiler.is_compiling() or self._pending is None:
             return None
         self._pending.check_complete(who)
-        return self._pending if self._pending.stored() else None
+        return self._pending if self._pending.stored_count() else None
 
     def _invalidate_step(self) -> None:
         """Mark the newest step as outdated."""

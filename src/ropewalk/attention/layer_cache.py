@@ -228,10 +228,10 @@ class LayerCache:
                 "an outdated one",
                 "Call step = cache.step(seq) for each forward pass, and use it before anything else changes the cache.",
             )
-        if self._is_last and progress.stored() != len(progress.layers) - 1:
+        if self._is_last and progress.stored_count() != len(progress.layers) - 1:
             raise _checks.error(
                 self._who,
                 f"all {len(progress.layers)} layers must append, the last one last",
-                f"the last one after {progress.stored()} others",
+                f"the last one after {progress.stored_count()} others",
                 "Build the cache with the model's number of layers, and pass step.layer(i) to the i-th.",
             )

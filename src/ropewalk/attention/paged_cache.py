@@ -52,7 +52,7 @@ class PagedKVCache:
             token can attend to it. Attention sinks need a `KVCache`.
         flex: whether compiled layers attend with FlexAttention directly over the blocks. Eager layers gather the blocks
             of their rows, and so do all layers without flex. It needs "NHD".
-        dtype: dtype of keys and values: that of the model, or of autocast if it is active.
+        dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
 
     Attributes:
@@ -181,8 +181,8 @@ class PagedKVCache:
 
         Args:
             row: the other row, which remains unchanged.
-            length: number of its tokens that the new row starts with. None means all. The next position of the new row
-                is that of the other row, or, if length is given, 1 + the largest position of its tokens.
+            length: number of tokens of the other row with which the new row starts. None means all of them, and the
+                next position is that of the other row. Otherwise, it is 1 + the largest position of these tokens.
 
         Raises:
             RopeError: there is no such row, or it has fewer tokens than length; length is combined with a window, which
@@ -267,7 +267,7 @@ class PagedKVCache:
         numbers = self._rows.select(who, rows)
         if not numbers:
             raise _checks.error(who, "the cache must have a row", "none", "Call cache.admit() for each request.")
-        before, batch, host = (
+        previous, batch, host = (
             self._rows.check_finished(who),
             self._rows.get(numbers),
             torch.zeros(len(numbers), dtype=torch.int64),
@@ -284,22 +284,22 @@ class PagedKVCache:
             lengths = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]
         added: list[int] = real.sum(1).tolist()
         planned, allocated, replaced = self._rows.extend(who, batch, lengths, added)
-        after = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
-        order = torch.tensor(lengths)[:, None] + after
+        index_in_step = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
+        order = torch.tensor(lengths)[:, None] + index_in_step
         if at_positions is None:
-            at_positions = torch.tensor(starts)[:, None] + after
+            at_positions = torch.tensor(starts)[:, None] + index_in_step
             following = [start + count for start, count in zip(starts, added, strict=True)]
         else:
             largest = largest_position(at_positions).masked_fill(~real, -EMPTY).amax(1).tolist()
             following = [most + 1 if n else start for most, n, start in zip(largest, added, starts, strict=True)]
         for row, plan, start, position in zip(batch, planned, starts, following, strict=True):
             row.position, plan.position = start, position
-        advanced = before is not None and before.progress.advances and before.numbers == numbers
+        advanced = previous is not None and previous.progress.advances and previous.numbers == numbers
         progress = Progress(
             self.num_layers,
             overwrites=False,
             advances=attention_mask is None,
-            stale=before.progress.rotations if before and advanced and at is None and positions is None else (),
+            stale=previous.progress.rotations if previous and advanced and at is None and positions is None else (),
         )
         self._rows.plan = Plan(numbers, progress, planned, allocated, replaced)
         step = PagedStep(self, numbers, planned, positions=at_positions, order=order, real=real, progress=progress)

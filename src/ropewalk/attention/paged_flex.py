@@ -56,10 +56,10 @@ def block_mask(
     """
     blocks, size = pool.shape[:2]
     (batch, seq), device = order.shape, order.device
-    held = torch.zeros(batch, blocks, dtype=torch.int32)  # FlexAttention requires the width of the pool
+    block_numbers = torch.zeros(batch, blocks, dtype=torch.int32)  # FlexAttention requires the width of the pool
     number = torch.full((batch, blocks), -1)  # index of a block in its row, from 0
     for row, table in enumerate(tables):
-        held[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        block_numbers[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         number[row, table] = torch.arange(len(table))
     count = torch.tensor([len(table) for table in tables], dtype=torch.int32)
     tiles = -(-seq // _QUERIES)
@@ -73,7 +73,7 @@ def block_mask(
 
     return BlockMask.from_kv_blocks(
         count[:, None, None].expand(-1, 1, tiles).to(device),
-        held[:, None, None].expand(-1, 1, tiles, -1).to(device),
+        block_numbers[:, None, None].expand(-1, 1, tiles, -1).to(device),
         BLOCK_SIZE=(_QUERIES, size),
         mask_mod=attends,
         seq_lengths=(seq, blocks * size),

@@ -130,7 +130,7 @@ class Rows:
         The last layer cannot do this: under torch.compile it must not change Python state.
         """
         plan = self.plan
-        if plan is None or plan.counted or plan.progress.stored() < len(plan.progress.layers):
+        if plan is None or plan.counted or plan.progress.stored_count() < len(plan.progress.layers):
             return
         plan.counted = True
         for planned in plan.rows:
@@ -161,7 +161,7 @@ class Rows:
     def extend(
         self, who: str, rows: list[Row], lengths: list[int], added: list[int]
     ) -> tuple[list[PlannedRow], list[int], list[int]]:
-        """Truncate rows at once, and allocate the blocks for their new tokens. The previous step is dropped.
+        """Truncate rows immediately, and allocate the blocks for their new tokens. The previous step is dropped.
 
         If there are not enough free blocks, it raises and changes nothing.
 
@@ -176,16 +176,16 @@ class Rows:
             blocks that were copied.
         """
         kept = [row.blocks[: self.block_count(n) - row.skipped] for row, n in zip(rows, lengths, strict=True)]
-        cut = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
+        dropped = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
         needs: list[tuple[int, bool]] = []  # number of new blocks, and whether the last old block is copied
         for row, blocks, length, more in zip(rows, kept, lengths, added, strict=True):
             writes = more > 0 and length % self.block_size > 0
-            shared = writes and self.blocks.holders(blocks[-1]) - cut[blocks[-1]] > 1
+            shared = writes and self.blocks.holders(blocks[-1]) - dropped[blocks[-1]] > 1
             needs.append((self.block_count(length + more) - row.skipped - len(blocks), shared))
         needed = sum(count + copied for count, copied in needs)
-        paged_checks.check_free_blocks(who, needed, self.available() + self.blocks.freed_by(cut))
+        paged_checks.check_free_blocks(who, needed, self.available() + self.blocks.freed_by(dropped))
         self.invalidate_plan()
-        self.blocks.release(cut.elements())
+        self.blocks.release(dropped.elements())
         planned, allocated, replaced, copies, unused_slots = [], [], [], [], []
         for row, blocks, length, more, (count, copied) in zip(rows, kept, lengths, added, needs, strict=True):
             row.blocks, row.length = blocks, length

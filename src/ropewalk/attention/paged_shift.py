@@ -78,11 +78,11 @@ def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
             by_block.setdefault(block, {}).setdefault(delta, []).append(row)
     moves = []
     for block, by_delta in by_block.items():
-        stays = 0 in by_delta or rows.blocks.holders(block) > sum(len(group) for group in by_delta.values())
+        needs_copy = 0 in by_delta or rows.blocks.holders(block) > sum(len(group) for group in by_delta.values())
         for delta, group in by_delta.items():
             if delta:
-                moves.append(Move(block, delta, group, copied=stays))
-                stays = True
+                moves.append(Move(block, delta, group, copied=needs_copy))
+                needs_copy = True
     return moves
 
 
@@ -104,9 +104,9 @@ def _rotation(rope: Rope, moves: list[Move], keys: Tensor, *, uniform: bool) -> 
     axes = None if rope.axes is None else rope.axes.count
     if uniform:
         delta = moves[0].delta
-        by: int | tuple[int, ...] | Tensor = delta if axes is None else (delta,) * axes
+        shift_by: int | tuple[int, ...] | Tensor = delta if axes is None else (delta,) * axes
     else:
         each = torch.tensor([move.delta for move in moves])[:, None].expand(-1, keys.shape[1])
-        by = each if axes is None else each.expand(axes, -1, -1)
+        shift_by = each if axes is None else each.expand(axes, -1, -1)
     precise = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    return rope.shift(by, device=keys.device, dtype=precise)
+    return rope.shift(shift_by, device=keys.device, dtype=precise)

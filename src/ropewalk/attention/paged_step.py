@@ -171,23 +171,26 @@ class PagedStep(CacheStep):
 
     @property
     def kv_indptr(self) -> Tensor:
-        """Start of the blocks of each row in `kv_indices`, then their total, int32 `[batch + 1]`, for FlashInfer."""
+        """Index of the first block of each row in `kv_indices`, then the number of blocks: int32 `[batch + 1]`.
+
+        The name is FlashInfer's.
+        """
         return _on_device([0, *accumulate(len(blocks) for blocks in self._blocks)], self.order.device)
 
     @property
     def kv_indices(self) -> Tensor:
-        """Blocks of all rows, row by row, int32 `[blocks of all rows]`, for FlashInfer."""
+        """Numbers of the blocks of all rows, row by row, int32 `[blocks of all rows]`. The name is FlashInfer's."""
         return _on_device([block for blocks in self._blocks for block in blocks], self.order.device)
 
     @property
     def kv_last_page_len(self) -> Tensor:
-        """Number of tokens in the last block of each row, int32 `[batch]`, for FlashInfer."""
+        """Number of tokens in the last block of each row, int32 `[batch]`. The name is FlashInfer's."""
         size = self._paged_cache.keys[0].shape[1]
         return _on_device([(count - 1) % size + 1 if count else 0 for count in self._token_counts], self.order.device)
 
     @property
     def qo_indptr(self) -> Tensor:
-        """Start of the new tokens of each row, without padding, then their total, int32 `[batch + 1]`.
+        """Index of the first new token of each row, not counting padding, then their number: int32 `[batch + 1]`.
 
         The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
         without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
@@ -209,11 +212,11 @@ class PagedStep(CacheStep):
         Raises:
             RopeError: the step is not the newest of its cache, or a layer has already appended.
         """
-        if self._progress.stored():
+        if self._progress.stored_count():
             raise _checks.error(
                 "PagedStep.mark_written",
                 "no layer may have appended in this step",
-                f"{self._progress.stored()} layers that have",
+                f"{self._progress.stored_count()} layers that have",
                 "Either append in every layer, or call mark_written() once after your kernel has stored all layers.",
             )
         for index in range(self._paged_cache.num_layers):
@@ -301,7 +304,7 @@ class PagedLayer(LayerCache):
         return paged_flex.flatten_blocks(self._keys), paged_flex.flatten_blocks(self._values)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LayerCache.append`, but return new tensors, in the order of `PagedStep.key_positions`."""
+        """Store keys and values as `LayerCache.append` does. Return new tensors, in the order of `key_positions`."""
         self.write(k, v)
         return self._gather(self._keys), self._gather(self._values)
 

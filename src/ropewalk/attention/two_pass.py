@@ -42,13 +42,13 @@ class TwoPass:
     def attend(
         self, q: Tensor, q_far: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, scale: float, dropout: float = 0.0
     ) -> Tensor:
-        """Compute attention: softmax of the merged scores, times v.
+        """Compute attention: the softmax of the merged near and far scores, times v.
 
         The softmax is computed in float32, or in float64 for float64 tensors.
 
         Args:
-            q, q_far: queries rotated by near and by far_queries, `[batch, seq, heads, head_dim]`.
-            k, v: all keys, rotated by near, and values, `[batch, keys, kv_heads, head_dim]`.
+            q, q_far: queries, rotated by `near` and by `far_queries`, `[batch, seq, heads, head_dim]`.
+            k, v: all keys, rotated by `near`, and all values, `[batch, keys, kv_heads, head_dim]`.
             mask: `[batch, heads, seq, keys]`, each axis of full size or 1: bool (True: the query attends to the key) or
                 additive in the dtype of q.
             scale: factor of the scores.

@@ -165,11 +165,11 @@ def _find_kernel(tensors: tuple[Tensor, ...]) -> Kernels | None:
 
 def _no_kernel_error(x: Tensor) -> RopeError:
     who = "ROPEWALK_BACKEND=kernel"
-    if x.is_cpu and (why := CPU.unavailable(x.device)) is not None:
-        return error(who, "the CPU kernel must be available", why, "Reinstall ropewalk, or unset the variable.")
-    if x.is_cuda and (why := GPU.unavailable(x.device)) is not None:
+    if x.is_cpu and (reason := CPU.unavailable(x.device)) is not None:
+        return error(who, "the CPU kernel must be available", reason, "Reinstall ropewalk, or unset the variable.")
+    if x.is_cuda and (reason := GPU.unavailable(x.device)) is not None:
         fix = "Unset the variable, or pass tensors that the kernel can rotate."
-        return error(who, "the GPU kernel must be available", why, fix)
+        return error(who, "the GPU kernel must be available", reason, fix)
     return error(
         who,
         "tensors must be plain tensors on the CPU or a GPU, outside of transforms, compilation and export",
@@ -197,9 +197,9 @@ def backends() -> dict[str, str]:
     }
 
 
-def _state(kernels: Kernels, which: Callable[[], str]) -> str:
-    why = kernels.unavailable()
-    if why is not None:
-        return f"not usable: {why}"
+def _state(kernels: Kernels, describe: Callable[[], str]) -> str:
+    reason = kernels.unavailable()
+    if reason is not None:
+        return f"not usable: {reason}"
     disabled = f", but ROPEWALK_BACKEND is {BACKEND}" if BACKEND == "reference" else ""
-    return f"usable: {which()}{disabled}"
+    return f"usable: {describe()}{disabled}"

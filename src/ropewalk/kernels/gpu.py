@@ -54,9 +54,9 @@ _reasons: dict[torch.device | None, str | None] = {}
 def _probe(device: torch.device) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or higher is needed)"
-    one = torch.zeros(1, dtype=torch.int64, device=device)
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
     try:
-        angles(one, one, 1.0, torch.float32)
+        angles(zero, zero, 1.0, torch.float32)
     except ImportError as e:
         return f"Triton is not installed ({e})"
     except Exception as e:  # Triton has no common error for missing parts, such as a C compiler

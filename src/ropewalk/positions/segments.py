@@ -126,8 +126,8 @@ def segments_of(
         A list of segments for `mrope` or `xdrope`.
 
     Raises:
-        RopeError: token_types is not such a tensor, or the numbers of image and video tokens are not those of images
-            and videos.
+        RopeError: token_types is not such a tensor, or the numbers of image and video tokens do not match images and
+            videos.
 
     Example:
         >>> segments_of([0, 0, 1, 1, 0], images=[Image(1, 2)])

@@ -1,1 +1,1 @@
-"""Rotate q and k by given cos and sin. Schemes, lengths, packing and models are unknown here."""
+"""Rotate q and k by given cos and sin. This package depends on no scheme, length, packing or model."""

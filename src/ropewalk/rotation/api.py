@@ -125,7 +125,7 @@ class Rotation:
         return results[0] if k is None else (results[0], results[1])
 
     def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: Layout) -> None:
-        """Rotate q, or q and k, in place. Arguments and errors are those of a call.
+        """Rotate q, or q and k, in place. Arguments and errors are as for a call, which returns new tensors.
 
         It works on slices of a fused QKV tensor, and while gradients are recorded. Both tensors are checked before
         either is changed. If q and k share elements, it raises. Only code under `torch.compile` cannot detect shared

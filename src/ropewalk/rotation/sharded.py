@@ -180,7 +180,7 @@ def _versions(table: Any) -> tuple[int, ...]:
 
 
 def redistribute_tables(cos: Tensor, sin: Tensor, x: DTensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Redistribute DTensor tables, with the axes that the operators need, so that each rank has its tokens' rows."""
+    """Redistribute tables, DTensors with the axes of the operators, so that each rank has the rows of its tokens."""
     return _redistribute(cos, sin, x, _map_axes(layout, cos.shape, per_head=cos.ndim == 4))
 
 

@@ -46,8 +46,8 @@ def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[fl
     except _checks.RopeError:
         raise
     except Exception as e:  # a scheme from outside may raise anything
-        what = f"Rope: the frequencies of {_checks.shown(scheme)} could not be computed"
-        raise _checks.error_from(what, e, _FIX) from e
+        failure = f"Rope: the frequencies of {_checks.shown(scheme)} could not be computed"
+        raise _checks.error_from(failure, e, _FIX) from e
     if result is None and isinstance(scheme, LengthDependent):
         return None
     if not isinstance(result, tuple) or len(result) != 2:

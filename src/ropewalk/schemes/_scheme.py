@@ -31,8 +31,8 @@ class Scaling(ABC):
         in_configs: whether a config may contain `rope_type`. False for schemes that only code creates.
         keys_without_effect: maps keys that occur in configs of this scheme but have no effect to the rest of the
             sentence that explains it, such as "records that the weights were fine-tuned".
-        gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. If
-            this is not empty, `rope.scaling.type` may be `rope_type`.
+        gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. A
+            scheme with an empty dict cannot occur as `rope.scaling.type` of a GGUF file.
         whole_head: whether the share of the head that rotates is a field of the scheme. `Rope.rotary_dim` is then the
             whole head.
         per_axis: whether the scheme also applies to the frequencies of each axis (`Axes.axial`), where `rotary_dim` is

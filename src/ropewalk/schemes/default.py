@@ -30,7 +30,7 @@ def inv_freq(base: float, rotary_dim: int) -> tuple[float, ...]:
 
 
 def inv_freq_float32(base: float, rotary_dim: int) -> tuple[float, ...]:
-    """Return the same frequencies as transformers 5.23 and Meta's code: exponent, power and inverse in float32.
+    """Return the frequencies as transformers 5.23 and Meta's code compute them, with each operation in float32.
 
     Example:
         >>> inv_freq_float32(10_000.0, 4)

@@ -22,7 +22,9 @@ from ropewalk.schemes.ntk import NTK
 
 @dataclass(frozen=True)
 class DynamicNTK(LengthDependent):
-    """Beyond max_position_embeddings, apply NTK with alpha = factor · n / max_position_embeddings − (factor − 1).
+    """Dynamic NTK: no scaling up to max_position_embeddings, and `NTK` for longer sequences.
+
+    For n tokens, alpha = factor · n / max_position_embeddings − (factor − 1).
 
     Args:
         factor: how fast alpha grows with the length n, dimensionless, at least 1. A factor of 1 still scales beyond

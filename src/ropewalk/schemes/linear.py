@@ -17,7 +17,7 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class Linear(Scheme):
-    """Divide every frequency by `factor`.
+    """Position interpolation: divides every frequency by `factor`.
 
     Args:
         factor: target length / trained length, dimensionless, at least 1.

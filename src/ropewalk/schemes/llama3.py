@@ -19,7 +19,7 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class Llama3(Scheme):
-    """Slow the pairs that complete fewer than `high_freq_factor` turns within the trained length.
+    """Llama 3.1 scaling: slows the pairs that complete fewer than `high_freq_factor` turns within the trained length.
 
     A pair completes original_max_position_embeddings / wavelength turns. With more than high_freq_factor turns, its
     inv_freq is kept. With fewer than low_freq_factor turns, it becomes inv_freq / factor. In between, the two are
@@ -65,7 +65,7 @@ class Llama3(Scheme):
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies in radians per position: kept, divided or blended by the number of turns."""
-        return tuple(self._scaled(w) for w in default.inv_freq(base, rotary_dim))
+        return tuple(self._scale_frequency(w) for w in default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies of transformers 5.23 and Meta's code, which compute the same rule in float32."""
@@ -82,7 +82,7 @@ class Llama3(Scheme):
         between = (wavelength >= length / high) & (wavelength <= length / low)
         return default.to_floats(torch.where(between, blended, slowed))
 
-    def _scaled(self, w: float) -> float:
+    def _scale_frequency(self, w: float) -> float:
         turns = self.original_max_position_embeddings * w / (2 * math.pi)
         if turns > self.high_freq_factor:
             return w

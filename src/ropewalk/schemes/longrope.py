@@ -22,7 +22,7 @@ from ropewalk.schemes.per_pair import PerPair, check_one_per_pair, positive_numb
 
 @dataclass(frozen=True)
 class LongRoPE(LengthDependent):
-    """Divide the frequencies by short_factor up to the trained length and by long_factor beyond it.
+    """LongRoPE: divides the frequencies by short_factor up to the trained length, and by long_factor beyond it.
 
     The attention factor applies in both cases. It is the first of these that is given: short_mscale or long_mscale,
     then `attention_factor`, else √(1 + ln factor / ln original_max_position_embeddings).

@@ -19,7 +19,7 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class NTK(Scheme):
-    """Replace the base by base · alpha^(d / (d − 2)) at every length, where d is rotary_dim.
+    """NTK-aware scaling: replaces the base by base · alpha^(d / (d − 2)) at every length, where d is rotary_dim.
 
     Args:
         alpha: divisor of the slowest frequency, dimensionless, at least 1 (1000 in Hunyuan).

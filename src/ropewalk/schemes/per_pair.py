@@ -17,7 +17,7 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class PerPair(Scheme):
-    """Divide the frequency of pair i by factors[i].
+    """Scaling by one divisor for each pair: divides the frequency of pair i by factors[i].
 
     Args:
         factors: rotary_dim // 2 numbers greater than 0, dimensionless. A pair whose factor is infinite does not rotate.
@@ -102,12 +102,14 @@ def positive_numbers(who: str, name: str, values: Any, *, infinite: bool = False
             who, f"{name} must be a list of numbers, one for each pair", _checks.shown(values), "Pass such a list."
         )
     return tuple(
-        math.inf if infinite and isinstance(value, float) and value == math.inf else _factor(who, f"{name}[{i}]", value)
+        math.inf
+        if infinite and isinstance(value, float) and value == math.inf
+        else _check_factor(who, f"{name}[{i}]", value)
         for i, value in enumerate(values)
     )
 
 
-def _factor(who: str, name: str, value: object) -> float:
+def _check_factor(who: str, name: str, value: object) -> float:
     factor = _checks.number(who, name, value, above=0.0)
     if factor < _LEAST:
         must = f"{name} must be at least {_LEAST:g}, so that the frequency is finite"

@@ -19,8 +19,9 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class Proportional(Scheme):
-    """Rotate the first int(partial_rotary_factor · rotary_dim // 2) pairs at inv_freq / factor, and no other pair.
+    """Proportional RoPE: rotates only the first pairs, as in a whole head, at inv_freq / factor.
 
+    The number of these pairs is int(partial_rotary_factor · rotary_dim // 2).
     `Rope.rotary_dim` must be the whole head (`Rope.head_dim`).
 
     Args:

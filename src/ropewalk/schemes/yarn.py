@@ -23,7 +23,7 @@ from ropewalk.schemes._scheme import Scheme
 
 @dataclass(frozen=True)
 class YaRN(Scheme):
-    """Divide the frequencies of slow pairs by `factor`, and multiply cos and sin by an attention factor.
+    """YaRN: divides the frequencies of slow pairs by `factor`, and multiplies cos and sin by an attention factor.
 
     With m(c) = 0.1 · c · ln(factor) + 1, the attention factor is the first that applies: `attention_factor` if given;
     m(mscale) / m(mscale_all_dim) if both are given and not 0; else m(1). As in the deployed code, mscale or
@@ -32,9 +32,10 @@ class YaRN(Scheme):
     Args:
         factor: target length / trained length, dimensionless, at least 1.
         original_max_position_embeddings: trained length, in tokens.
-        beta_fast: a pair with at least so many turns within the trained length keeps its frequency; at most 1e6.
-        beta_slow: a pair with at most so many turns is slowed by the whole factor; at least 1e-6 and at most beta_fast.
-            If it equals beta_fast, the ramp is a step (Kimi K2).
+        beta_fast: number of turns, at most 1e6. A pair that completes at least this number within the trained length
+            keeps its frequency.
+        beta_slow: number of turns, at least 1e-6 and at most beta_fast. A pair that completes at most this number is
+            slowed by the whole factor. If it equals beta_fast, the ramp is a step (Kimi K2).
         truncate: whether the ends of the ramp are rounded outwards to whole pairs. False in gpt-oss.
         attention_factor: multiplier of cos and sin, dimensionless, greater than 0. None computes it as above.
         mscale, mscale_all_dim: DeepSeek's weights of the attention factor, dimensionless, at least 0. None means that
@@ -130,7 +131,7 @@ class YaRN(Scheme):
         return default.to_floats(1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept)
 
     def ramp(self, base: float, rotary_dim: int) -> tuple[float, float]:
-        """Return the pair indices between which the slowing grows from none to the whole factor."""
+        """Return the pair indices at which the ramp starts (up to it, frequencies are kept) and ends (all divided)."""
         low = self._index_of_turns(self.beta_fast, base, rotary_dim)
         high = self._index_of_turns(self.beta_slow, base, rotary_dim)
         if self.truncate:
@@ -149,10 +150,10 @@ class YaRN(Scheme):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
-            return self._weighted(self.mscale) / self._weighted(self.mscale_all_dim)
-        return self._weighted(1.0)
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
 
-    def _weighted(self, weight: float) -> float:
+    def _mscale(self, weight: float) -> float:
         """Return m(weight) as defined in the docstring of the class."""
         return 0.1 * weight * math.log(self.factor) + 1.0
 
@@ -161,7 +162,7 @@ class YaRN(Scheme):
         """m(mscale_all_dim)², dimensionless; 1 if mscale_all_dim is None or 0."""
         if not self.mscale_all_dim:
             return 1.0
-        m = self._weighted(self.mscale_all_dim)
+        m = self._mscale(self.mscale_all_dim)
         return m * m
 
     def trained_length(self, longest: int | None) -> int:
