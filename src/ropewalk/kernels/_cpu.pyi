@@ -1,6 +1,6 @@
-# The compiled kernels (csrc/binding.cpp). Addresses are those of Tensor.data_ptr(); strides count elements. Only sizes
-# are checked. `tensors` holds five entries for q, and five for k if present: the input and output addresses, the shape,
-# and the input and output strides.
+# The compiled kernels (csrc/binding.cpp). They check only sizes. An address is the result of Tensor.data_ptr(), and a
+# stride is a number of elements. `tensors` has five entries for q, and five more for k if it is passed: the input
+# address, the output address, the shape, the input strides and the output strides.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
@@ -9,13 +9,13 @@ from typing import Any
 from ropewalk._layout import Layout
 
 def levels() -> list[str]:
-    """The instruction sets that this machine can run, in increasing order of speed."""
+    """Return the names of the instruction sets that this machine can run, in increasing order of speed."""
 
 def use_level(name: str) -> None:
-    """Use the kernels of this instruction set from now on; for tests and benchmarks."""
+    """Select the kernels of an instruction set for all later calls, in tests and benchmarks."""
 
 def use_openmp(parallel: int, thread_num: int, num_threads: int) -> None:
-    """Set the addresses of OpenMP's functions. Until then the calling thread rotates alone."""
+    """Set the addresses of OpenMP's functions. Before this call, only the calling thread rotates."""
 
 def rotate(
     tensors: tuple[object, ...],
@@ -62,7 +62,10 @@ def angles(
 def use_torch(
     torch: ModuleType, layouts: Mapping[Layout, object], observers: tuple[Callable[[], object], ...], /
 ) -> bool:
-    """Prepare the functions below, which ask `observers` at each call. False if PyTorch has no exchange API."""
+    """Prepare the functions below. Return False if PyTorch has no exchange API.
+
+    Each later call asks all observers, and is left to Python if one of them returns a true value.
+    """
 
 def rotate_plain(
     q: object,
@@ -77,10 +80,10 @@ def rotate_plain(
     in_place: bool,
     /,
 ) -> Any:
-    """Check and rotate; returns what `Rotation.__call__` returns, or True in place.
+    """Check the arguments and rotate. Return the result of `Rotation.__call__`, or True if `in_place`.
 
-    Returns None, having done nothing, for anything uncommon: a tensor that is not a plain CPU tensor, a gradient, a
-    transform, a mode, or a shape that does not fit.
+    Return None, without any effect, if the call must be left to Python: for a tensor that is not a plain CPU tensor, a
+    gradient, a transform, a mode, or a shape that does not match.
     """
 
 def step_plain(
@@ -104,14 +107,14 @@ def step_plain(
     profiled: bool,
     /,
 ) -> Any:
-    """Normalize q and k if there are weights, and rotate them.
+    """Normalize q and k if weights are passed, and rotate them. Return both.
 
-    With v, the caches and slots, k and v are written to the caches and only q is returned. Returns None, having done
-    nothing, for anything uncommon, as `rotate_plain` does.
+    If v, the caches and slots are passed, k and v are written to the caches and only q is returned. Return None,
+    without any effect, if the call must be left to Python, as `rotate_plain` does.
     """
 
 def angles_plain(positions: object, steps: bytes, factor: float, dtype: object, axis: bytes, axes: int, /) -> Any:
-    """cos and sin of int64 positions and steps. Returns None, having done nothing, for anything uncommon.
+    """Return cos and sin of int64 positions and steps, or None if the call must be left to Python.
 
     `steps` and `axis` are the bytes of int64 numbers. `axis` holds the row of positions for each step, one of `axes`
     rows; it is b"", and `axes` 0, if positions have no rows.
