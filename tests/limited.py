@@ -1,4 +1,4 @@
-"""Reading a file in a process of its own, bounded in processor time and memory."""
+"""Read a file in a separate process with limits of processor time and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps([said, seconds]))
 
 
 def read(path: Path, *, mebibytes: int = 170, **arguments: Any) -> tuple[str, float]:
-    """What from_config and explain said of a file, and how many seconds of processor time it took.
+    """Return the output of from_config and explain for a file, and the processor time in seconds.
 
     The process measures itself, so that others on the machine change nothing. It ends after 30 seconds of processor
     time, and gets a MemoryError where it needs more memory, beside what Python and NumPy take, than `mebibytes`.

@@ -166,9 +166,8 @@ class Requests:
             self.tokens[row] = self.tokens[row] + new
             if new:
                 self.following[row] = int(places[i, real[i]].max()) + 1
-            unseen = (
-                max(0, len(kept[row]) - self.window + 1) if self.window else 0
-            )  # tokens to which the first new token does not attend
+            # The first new token does not attend to these tokens.
+            unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0
             self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
         self.served += 1
 

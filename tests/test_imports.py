@@ -76,8 +76,8 @@ def top_level_imports(path: Path) -> set[str]:
 
 def test_imports_point_one_way() -> None:
     def check(module: str) -> None:
-        room = module.split(".")[0]
-        allowed = MAY_IMPORT[room] | {room} | ({*ropewalk.__all__} if room in OUTSIDE else set())
+        package = module.split(".")[0]
+        allowed = MAY_IMPORT[package] | {package} | ({*ropewalk.__all__} if package in OUTSIDE else set())
         assert top_level_imports(MODULES[module]) <= allowed
 
     each(((module, module) for module in sorted(set(MODULES) - {"__init__"})), check)

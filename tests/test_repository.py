@@ -74,7 +74,7 @@ def test_hooks_run_what_ci_runs() -> None:
 
 
 def test_pytest_alone_leaves_out_the_slow_tests() -> None:
-    """CI runs every test. The README's command alone runs those that are not slow."""
+    """CI runs every test. The command in the README runs only those that are not slow."""
     file = "tests/configs/test_source.py"
     collected = {}
     for how, arguments in {"alone": ["-o", f"testpaths={file}"], "with paths": [file]}.items():

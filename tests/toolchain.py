@@ -1,4 +1,4 @@
-"""Programs that tests run: CMake, compilers and what they have built."""
+"""Programs that tests run: CMake, compilers and their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CC, CXX = os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"
 
 
 def need(program: str) -> str:
-    """The path of a program; without it the test is skipped, or fails where the kernels are required."""
+    """Return the path of a program. If it is missing, skip the test, or fail if the kernels are required."""
     found = shutil.which(program.split()[0])
     if found is None:
         if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
@@ -29,7 +29,7 @@ def output(*command: str | Path) -> str:
 
 
 def configure(build: Path, *options: str) -> str:
-    """Have CMake make the files for Ninja of the kernels without Python; what it says."""
+    """Let CMake generate the Ninja files of the kernels without Python. Return its output."""
     for program in (CC, CXX, "ninja"):
         need(program)
     root = Path(__file__).parents[1]

@@ -453,7 +453,7 @@ def test_overflow_in_a_compiled_pass() -> None:
     compiled(cache, x, rope)
     assert cache.length.tolist() == [4]
     assert torch.equal(cache.keys[0][:, :2], kept)
-    compiled(cache, x, rope)  # no slot has been filled that far
+    compiled(cache, x, rope)  # the new tokens are beyond the last slot
     assert cache.length.tolist() == [6]
     assert torch.equal(cache.keys[0][:, :2], kept)
     with pytest.raises(RopeError, match=r"KVCache\.step: no row may become longer than capacity=3, got 8 tokens"):

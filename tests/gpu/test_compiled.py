@@ -60,7 +60,7 @@ def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> tuple[int, dict[st
     tensors = [torch.empty((2, 16, heads, head_dim), dtype=dtype) for heads in (32, 8)]
     if layout == "bhsd":
         tensors = [x.transpose(1, 2).contiguous() for x in tensors]
-    outputs = tensors if how.get("mine") else [torch.empty_like(x) for x in tensors]
+    outputs = tensors if how.get("in_place") else [torch.empty_like(x) for x in tensors]
     cos, sin = torch.empty(2, 16, pairs, dtype=table), torch.empty(2, 16, pairs, dtype=table)
     return gpu.rotation_launch(
         tensors, outputs, cos, sin, layout, pairing == "interleaved", offset, how.get("inverse", False)
@@ -93,7 +93,7 @@ SPILLS = ("LDL", "STL", "STACK")
 FUSED = ("FFMA", "DFMA", "HFMA2", "FFMA2")
 
 
-@pytest.mark.parametrize("how", [{}, {"inverse": True}, {"mine": True}, {"layout": "bhsd"}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"inverse": True}, {"in_place": True}, {"layout": "bhsd"}], ids=str)
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rotation_for_nvidia(dtype: torch.dtype, pairing: str, how: dict[str, Any], tmp_path: Path) -> None:

@@ -72,14 +72,14 @@ def mistakes_compilation_for_export() -> bool:
 
 def test_steps_are_not_a_constant_copied_at_each_call() -> None:
     if mistakes_compilation_for_export():
-        pytest.skip("this PyTorch takes every compilation for an export")
+        pytest.skip("this PyTorch mistakes every compilation for an export")
     (graph,) = graphs(rotate_at, *fake(5))
     check_called(graph)
 
 
 def test_several_axes_use_one_operator() -> None:
     if mistakes_compilation_for_export():
-        pytest.skip("this PyTorch takes every compilation for an export")
+        pytest.skip("this PyTorch mistakes every compilation for an export")
     rope = Rope(128, 1e6, "half", axes=Axes.interleaved((24, 20, 20)))
     ((of_tokens, q, k),) = fake(5)
     with of_tokens.fake_mode:

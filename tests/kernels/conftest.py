@@ -61,7 +61,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def threads(one_thread: None) -> None:
-    """Use two threads. Return the function that changes their number."""
+    """Use two threads. A test may change their number."""
     torch.set_num_threads(2)
 
 

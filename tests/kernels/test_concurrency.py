@@ -109,7 +109,7 @@ work()  # and the parent goes on
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_forked_process(used: None, when: str) -> None:
-    """Before and after PyTorch has started its threads."""
+    """A process that was forked before or after PyTorch started its threads."""
     tests = str(Path(__file__).parent.parent)
     ran = subprocess.run([sys.executable, "-c", PROGRAM, tests, when], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

@@ -252,7 +252,7 @@ def operators(random: random.Random) -> str:
 
 
 def angles(random: random.Random) -> str:
-    """Positions of any kind."""
+    """Call `Rope.at` with positions of any kind."""
     rope = Rope(2 * random.choice((1, 2, 5, 16, 33)), 1e4, "half")
     size = random.choice(((0,), (1,), (5,), (2, 3), (0, 4), (), (2, 2, 2)))
     dtype = random.choice((torch.int32, torch.int64, torch.int64, torch.int16, torch.float32, torch.bool))

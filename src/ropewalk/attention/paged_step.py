@@ -190,7 +190,7 @@ class PagedStep(CacheStep):
 
     @property
     def qo_indptr(self) -> Tensor:
-        """Index of the first new token of each row, not counting padding, then their number: int32 `[batch + 1]`.
+        """Index of each row's first token among the new tokens without padding, then their number: int32 `[batch + 1]`.
 
         The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
         without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
