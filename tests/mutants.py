@@ -89,6 +89,8 @@ SUITE = [
     "tests/test_explorer.py",
     "tests/programs/test_explore.py",
     "tests/parallel/test_context.py",
+    "tests/schemes/test_old_names.py",
+    "tests/positions/test_grids.py",
     "tests/integrations/test_vllm.py",
     "tests/integrations/test_transformers.py",
     "tests/integrations/test_transformers_refused.py",
@@ -740,6 +742,10 @@ MUTANTS = [
     Mutant("a claim of the lab that its page does not make", "lab/findings.py", "reaches an accuracy of 0.5 at 8 times that length", "reaches an accuracy of 0.9 at 8 times that length"),
     Mutant("cli: an example with an unknown option", "programs/commands/bench.py", "ropewalk bench --decode", "ropewalk bench --decod"),
     Mutant("cli: a command in no section of the help", "programs/cli.py", '    "Check and measure": (check, bench, doctor, demo),', '    "Check and measure": (check, bench, doctor),'),
+    Mutant("schemes: super() of an old name recurses", "schemes/_renamed.py", "super(overriding[-1], target) if overriding else target", "target"),
+    Mutant("schemes: the old name wins", "schemes/_renamed.py", " and value.new not in vars(cls)", ""),
+    Mutant("positions: old name silent", "positions/__init__.py", "warnings.warn(message, DeprecationWarning, stacklevel=2)", "pass"),
+    Mutant("paged: old name silent", "attention/paged_step.py", "warnings.warn(message, DeprecationWarning, stacklevel=2)", "pass"),
 ]  # fmt: skip
 
 
