@@ -6,6 +6,8 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+import toolchain
+
 # Must be set before torch is loaded: if there are as many processes as cores, waiting threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -77,6 +79,12 @@ SLOW = (
     "test_learned.py::TestTraining",
     "test_recorders.py",
 )
+
+
+@pytest.fixture
+def compiler() -> str:
+    """The path of the C++ compiler, which Inductor calls. Tests that compile with Inductor use this fixture."""
+    return toolchain.need(toolchain.CXX)
 
 
 def pytest_runtest_setup() -> None:

@@ -98,15 +98,17 @@ def dense_phases() -> torch.Tensor:
     return torch.tensor(np.concatenate((spread, seams.reshape(-1))))
 
 
-def test_polynomial_over_the_whole_turn() -> None:
-    """Two million phases, eager and compiled, compared with float64, which is exact to 1e-15 here."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_polynomial_over_the_whole_turn(compiled: bool, request: pytest.FixtureRequest) -> None:
+    """Two million phases compared with float64, which is exact to 1e-15 here."""
+    if compiled:
+        request.getfixturevalue("compiler")
     phase = dense_phases()
     exact = phase.double() * (2 * math.pi / 2**64)
-    compiled = torch.compile(angles.cos_sin_of_phase_float32, fullgraph=True)
-    for function in (angles.cos_sin_of_phase_float32, compiled):
-        cos, sin = function(phase, 1.0)
-        assert (cos.double() - exact.cos()).abs().max() <= WITHOUT_FLOAT64
-        assert (sin.double() - exact.sin()).abs().max() <= WITHOUT_FLOAT64
+    function = angles.cos_sin_of_phase_float32
+    cos, sin = (torch.compile(function, fullgraph=True) if compiled else function)(phase, 1.0)
+    assert (cos.double() - exact.cos()).abs().max() <= WITHOUT_FLOAT64
+    assert (sin.double() - exact.sin()).abs().max() <= WITHOUT_FLOAT64
 
 
 def test_default_dtype_has_no_effect() -> None:
@@ -346,6 +348,7 @@ class TestSurroundings:
         assert (mapped.reshape(16, 32).double() - self.expected()).abs().max() <= ON_CPU
         self.check()
 
+    @pytest.mark.usefixtures("compiler")
     def test_compiled_first(self) -> None:
         at = torch.compile(lambda p: self.rope.at(p).cos, fullgraph=True)
         assert (at(self.positions).double() - self.expected()).abs().max() <= ON_CPU

@@ -355,6 +355,7 @@ class TestScaling:
         assert torch.equal(made.shift((1, 2, 3)).cos, plain.shift((1, 2, 3)).cos)
 
 
+@pytest.mark.usefixtures("compiler")
 class TestCompiled:
     @PATTERN
     @pytest.mark.parametrize("kind", [torch.int64, torch.float32], ids=str)

@@ -321,6 +321,7 @@ class TestPositions:
         for rope, positions in uses:
             assert torch.equal(compiled(rope, positions), rope.at(positions, numerics=numerics).cos)
 
+    @pytest.mark.usefixtures("compiler")
     def test_compiled_by_inductor(self) -> None:
         """Inductor's cos differs from the eager one by one ulp of float32."""
         positions = torch.arange(100_000, 100_016)

@@ -495,6 +495,7 @@ class TestCompiled:
             assert counter.frame_count == (2 if count < 4 else 4)
         assert traced.length.tolist() == [20, 20]
 
+    @pytest.mark.usefixtures("compiler")
     @torch.no_grad()
     def test_flex_attention(self) -> None:
         """One graph serves all single-token steps, for any blocks."""

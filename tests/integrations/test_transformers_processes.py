@@ -31,6 +31,7 @@ def test_compiled_without_a_graph_break() -> None:
     assert max(found.values()) <= 2e-6
 
 
+@pytest.mark.usefixtures("compiler")
 def test_through_inductor() -> None:
     found = worker("inductor", "llama")
     assert found["near"] <= 2e-6

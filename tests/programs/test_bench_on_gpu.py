@@ -63,6 +63,7 @@ def test_every_contender_is_right(kind: str, dtype: torch.dtype) -> None:
     assert {row["state"] for row in found} == {"timed"}, found
 
 
+@pytest.mark.usefixtures("compiler")
 def test_compiled_contenders_are_right() -> None:
     compiled = [one for one in CONTENDERS_ON_GPU if one.compiled]
     assert [one.name for one in compiled if one.does == "half"] == ["ropewalk, compiled", "Hugging Face, compiled"]

@@ -142,6 +142,7 @@ class TestCompile:
         if torch.__version__ < "2.14":  # PyTorch 2.15 gets the naive version right
             assert is_wrong(lambda: torch.compile(grad(loss(naive)), backend="aot_eager")(X), expected)
 
+    @pytest.mark.usefixtures("compiler")
     @pytest.mark.parametrize("pairing", ["half", "interleaved"])
     def test_forward_and_backward_by_inductor(self, pairing: str) -> None:
         rope = Rope(16, 5e5, pairing, rotary_dim=8, rotary_offset=4)
