@@ -93,7 +93,7 @@ def describe(value: object) -> str:
 
 
 def short_key(key: object) -> str:
-    """Return a config key for a message: a short string without quotes, any other value as `shown`."""
+    """Return a config key for a message: a short string without quotes, any other value as `shown` returns it."""
     return key if isinstance(key, str) and len(key) <= _MAX_SHOWN // 2 else shown(key)
 
 

@@ -42,7 +42,7 @@ class Part:
 def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
     """Return the permutation that converts the rotated channels of a head to the pairing `to`.
 
-    Channel c of the converted head is channel `result[c]` of the original, `[rotary_dim]`.
+    The result has shape `[rotary_dim]`. Channel c of the converted head is channel `result[c]` of the original.
     """
     by_pairs = np.arange(rotary_dim).reshape(-1, 2)
     return by_pairs.T.ravel() if to == "half" else np.arange(rotary_dim).reshape(2, -1).T.ravel()
@@ -51,7 +51,7 @@ def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
 def row_order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
     """Return the permutation that converts the rows of a tensor to the pairing `to`. Unrotated rows stay in place.
 
-    Row r of the converted tensor is row `result[r]` of the original, `[rows]`.
+    The result has shape `[rows]`. Row r of the converted tensor is row `result[r]` of the original.
     """
     result = np.arange(rows)
     for part in parts:

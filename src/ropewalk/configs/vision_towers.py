@@ -73,7 +73,7 @@ def _pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:
 
 
 def _minimax(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Build one rope with a third of the head, rounded down to even, for each of three axes."""
+    """Build one rope with three axes. Each gets a third of the channels of a head, rounded down to an even number."""
     third = 2 * (head_dim // 3 // 2)
     return (Rope(head_dim, base, "half", rotary_dim=3 * third, axes=Axes.axial((third,) * 3)),)
 

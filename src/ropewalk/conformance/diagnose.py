@@ -223,9 +223,9 @@ def _fitting_rope(
 
 
 def _rounded_base(structure: Structure, multipliers: Tensor) -> float | None:
-    """Return the common base that, together with one bug, explains the multipliers, or None.
+    """Return the first of several usual bases with which one bug explains the multipliers, or None if there is none.
 
-    Such a bug is rounding to 16 bits.
+    For example, the bug can be rounding to 16 bits.
     """
     for base in (1e4, 1e5, 1.5e5, 5e5, 1e6, 5e6, 1e7):
         rope = Rope(structure.rotary_dim, base, "half")

@@ -22,8 +22,8 @@ class EngineDiff:
     Args:
         facts: the whole comparison as a dict of JSON values.
         ropes: for each entry of `facts["ropes"]`, a dict from the engines to their static ropes for sequences of
-            `entry["drawn_at"]` tokens, the shortest at which the engines differ. Engines that cannot run the config are
-            omitted.
+            `entry["drawn_at"]` tokens. This is the shortest compared length at which the engines differ, or the longest
+            compared length if they agree. Engines that cannot run the config are omitted.
     """
 
     facts: Mapping[str, Any]

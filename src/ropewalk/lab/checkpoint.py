@@ -270,7 +270,7 @@ def _seconds(file: Path, text: str) -> float:
 
 
 def _check_kinds(file: Path, kinds: Mapping[str, Kind], size: Size, steps: int) -> None:
-    """Check that the file has exactly the tensors of such a model, and from 1 to `steps` losses."""
+    """Check that the file has exactly the tensors of a model of this size, and from 1 to `steps` losses."""
     expected = {
         f"{kind}.{name}": Kind("F32", shape) for name, shape in shapes(size).items() for kind in ("weights", *_MOMENTS)
     }

@@ -139,7 +139,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str, Kind]]]:
-    """Open a safetensors file, and yield the open file, its metadata, and name → `Kind` of every tensor.
+    """Open a safetensors file, and yield the open file, its metadata, and a dict from tensor names to `Kind`.
 
     Only the header is read here. Check the kinds, and then read the tensors with `read_tensor`.
 

@@ -119,14 +119,14 @@ def train(
 ) -> Trained:
     """Train the model in place, and save checkpoints.
 
-    If there is a checkpoint of the same training, it resumes from there. A completed training is only loaded. The
-    final weights are bitwise equal to those of an uninterrupted training (with the same machine, versions, and numbers
-    of processes and threads).
+    If there is a checkpoint of the same training, the training resumes from it. A completed training is only loaded.
+    The final weights are bitwise equal to those of an uninterrupted training (with the same machine, versions, and
+    numbers of processes and threads).
 
     A single process saves every step in `file`. If it is killed, only the current step is lost.
 
     Several processes (`ranks.process_group`) must all call this with the same arguments. FSDP2 shards the model over
-    them, and each gets a part of the sequences of every batch. After every EVERY steps they save a checkpoint in
+    them, and each gets a part of the sequences of every batch. At intervals of `EVERY` steps they save a checkpoint in
     `shards.folder_of(file)`, which all machines must be able to access. At the end the first process writes `file` and
     deletes that folder. Any number of processes can resume from either. The losses equal those of one process up to
     the rounding of sums.

@@ -65,7 +65,7 @@ def axis(
 
 
 def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the centred region of the training grid that an image of another shape covers, scaled to fit.
+    """Return the centred region of the training grid that an image covers after it is scaled to fit into the grid.
 
     Args:
         height, width: patches of the image, at least 1. Only their ratio matters.

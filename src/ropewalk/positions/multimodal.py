@@ -248,8 +248,8 @@ def _alternate_chunks(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -
 def _chunk_sizes(times: list[int], chunk: int) -> list[int]:
     """Return the number of tokens in each chunk.
 
-    A token opens the next chunk if its time has reached the start of that chunk. It never skips a chunk. If a frame is
-    longer than a chunk, each of its first tokens is therefore alone in a chunk, as in the models' code.
+    A token opens the next chunk if its time has reached the start of that chunk. It never skips a chunk. So if a frame
+    is longer than a chunk, the first tokens of the next frame can each be alone in a chunk, as in the models' code.
     """
     sizes = [0]
     for time in times:

@@ -23,7 +23,7 @@ class Latent(Architecture):
 
     Args:
         indexer: the pairing of the indexer, a second attention in each layer (DeepSeek-V3.2); None if there is none.
-        prefixes: maps a kind of layer to the prefix of its keys of head sizes, e.g. "swa_".
+        prefixes: maps a kind of layer to the prefix of the config keys that state its head sizes, e.g. "swa_".
     """
 
     indexer: str | None = None
