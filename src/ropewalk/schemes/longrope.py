@@ -1,8 +1,8 @@
 """LongRoPE: divide the frequency of each pair by its own factor, with one list for short and one for long sequences.
 
-Seven engines have seven rules for choosing the list: by the length of this call, of the whole batch, by the configured
-length, or always the long one. In ropewalk the caller decides once: `rope.at_length(n)` uses the long list if n exceeds
-the trained length.
+Engines choose the list by different rules: by the length of the call, by the longest text in the batch, or by the
+configured length. One engine always uses the long list. In ropewalk the caller decides once: `rope.at_length(n)` uses
+the long list if n exceeds the trained length.
 
 Source: Ding et al. 2024, arXiv:2402.13753, section 3; Phi-3's released code. Deployed as
 `_compute_longrope_parameters` in transformers 5.23; short_mscale and long_mscale as in its models/phimoe.

@@ -104,11 +104,11 @@ class Case:
         return table.unsqueeze(-2 if self.layout == "bshd" else -3)
 
     def tolerance(self, does: Effect, *, own_angles: bool) -> float:
-        """Return the largest allowed error, relative to the length of a pair. For tables it is absolute.
+        """Return the largest allowed error, relative to the length of a pair. For tables it is absolute, 2⁻²⁴.
 
-        It is 4 eps: 2⁻²¹ in float32 and 2⁻⁵ in bfloat16. The code of most projects rounds cos and sin, two products
-        and a sum, which costs at most 2.7 eps. For contenders that compute angles in float32 (`own_angles`), the limit
-        grows by 2⁻²² with each position.
+        For rotated tensors it is 4 eps: 2⁻²¹ in float32 and 2⁻⁵ in bfloat16. The code of most projects rounds cos and
+        sin, two products and a sum, which costs at most 2.7 eps. For contenders that compute angles in float32
+        (`own_angles`), the limit grows by 2⁻²² with each position.
         """
         rounding = 2.0**-24 if does == "tables" else 4 * torch.finfo(self.dtype).eps
         return rounding + (int(self.positions.max()) + 1) * 2.0**-22 * own_angles
