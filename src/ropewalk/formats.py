@@ -164,7 +164,8 @@ def from_cache(
         head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
-        RopeError: cache has another shape or dtype. vLLM stores it in the dtype of the model; 16 bits lose the angle.
+        RopeError: cache has another shape or dtype. vLLM stores its cache in the dtype of the model, but 16 bits are
+            too few for accurate angles.
 
     Example:
         >>> from ropewalk import Rope

@@ -109,7 +109,7 @@ class RotaryAttention(torch.nn.Module):
             None means num_heads.
         head_dim: channels of a head. None means hidden_size / num_heads.
         bias: whether the projections of q, k and v have a bias (Qwen 2).
-        o_bias: whether the output projection has a bias (with bias: `attention_bias` of Hugging Face's Llama).
+        o_bias: whether the output projection has a bias. Hugging Face's Llama with `attention_bias` has both biases.
         qk_norm: ε of the RMSNorm that is applied to each head of q and k before rotation (Qwen 3). None disables it.
         softmax_factor: multiplies the softmax scale head_dim^(−1/2), dimensionless: `ModelRopes.softmax_factor`.
         causal: whether a token attends only to itself and the tokens before it. False is for encoders, without a cache.
@@ -118,7 +118,8 @@ class RotaryAttention(torch.nn.Module):
         dropout: probability of setting an attention weight to 0 in training mode, 0 ≤ dropout ≤ 1.
 
     Raises:
-        RopeError: a number is out of range, or the numbers of heads do not divide.
+        RopeError: a number is out of range, num_kv_heads does not divide num_heads, or head_dim is None and num_heads
+            does not divide hidden_size.
 
     Example:
         >>> attention = RotaryAttention(hidden_size=8, num_heads=2, num_kv_heads=1)

@@ -147,7 +147,7 @@ class LayerCache:
         return self._append(k, v, slice(None))
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
-        """Store keys and values as `append` does, and return only those in `filled`."""
+        """Store keys and values as `append` does, and return the slice `filled` of what `append` returns."""
         self._check_new(k, v)
         self._check_may_append()
         kept = self._cached(filled)

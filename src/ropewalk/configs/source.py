@@ -151,7 +151,10 @@ def _to_list(value: Any, name: str) -> Any:
 
 
 def _check_key(key: object, name: str) -> object:
-    """Return the key if it is a string, a number or None. json.dump writes numbers, the keys of labels, as strings."""
+    """Return the key if it is a string, a number or None.
+
+    Numbers are keys of `id2label`, for example. json.dump writes them as strings.
+    """
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key
     raise error(name, "every key must be a string or a number of at most 64 bits", shown(key), "Remove the key.")

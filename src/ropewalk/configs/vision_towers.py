@@ -102,7 +102,7 @@ def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes:
 
 
 def _memory(folder: str, *position_keys: str) -> Tower:
-    """Build the row of a tracker of SAM. Its attention to earlier frames, which are called its memory, rotates."""
+    """Build the row of a tracker of SAM, which rotates q and k in its attention to earlier frames (its memory)."""
     ignored = ("memory_attention_rope_feat_sizes", "memory_attention_rope_dropout", *position_keys)
     return _tower(
         folder,

@@ -21,11 +21,13 @@ _Cell = tuple[str, str, str, float]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement about the cells of one seed.
+    """A statement about some cells of the result table, which is tested for each seed.
 
-    task: name of the task. says: the statement, in which {steps} is replaced by the steps of a fine-tune. cells: the
-    numbers that it is about, all of one measure. holds: function from the numbers of these cells on one seed to whether
-    the claim is true.
+    Attributes:
+        task: name of the task.
+        says: the statement. {steps} in it is replaced by the number of steps of a fine-tune.
+        cells: the cells that the statement is about, all of one measure.
+        holds: a function that gets the numbers in these cells for one seed, and returns whether the statement is true.
     """
 
     task: str

@@ -41,11 +41,11 @@ class Angles(nn.Module):
 class ModuleAngles(Angles):
     """The base class of replacements of a module.
 
-    Attributes of the original module, such as `inv_freq` and `config`, and its state_dict are passed on.
+    A replacement has the attributes of the original module, such as `inv_freq` and `config`, and the same state_dict.
 
     Args:
         original: the original module.
-        width: the format of the tables that it returns.
+        width: the format of the tables that the original module returns.
     """
 
     def __init__(self, original: nn.Module, width: Width, forms: Mapping[Place, Form], pairing: Pairing) -> None:

@@ -132,7 +132,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
 
 
 def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
-    """Return a Rotation with the same tables for heads as wide as those of x, in the function's pairing."""
+    """Return a Rotation with the same tables, the head_dim of x, and the pairing of the model's function."""
     head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
     if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
         return rotation

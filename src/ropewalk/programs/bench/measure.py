@@ -31,7 +31,7 @@ def rows(
         contenders: the contenders, unique by name.
         clock: the clock of the device.
         rounds: number of samples of each contender.
-        seconds: time limit. After it, no further round begins once there are three.
+        seconds: time limit. When it has passed and three rounds are complete, no further round begins.
 
     Returns:
         Rows for JSON. state is "timed", "wrong", "failed" or "not installed". Times are in seconds for one call.
