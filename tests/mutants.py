@@ -746,6 +746,9 @@ MUTANTS = [
     Mutant("schemes: the old name wins", "schemes/_renamed.py", " and value.new not in vars(cls)", ""),
     Mutant("positions: old name silent", "positions/__init__.py", "warnings.warn(message, DeprecationWarning, stacklevel=2)", "pass"),
     Mutant("paged: old name silent", "attention/paged_step.py", "warnings.warn(message, DeprecationWarning, stacklevel=2)", "pass"),
+    Mutant("check: tables for one row not tried", "conformance/candidates.py", '            Source("at shared positions", at_shared_positions, takes_positions=True, shared=True),\n', ""),
+    Mutant("check: a layer without a config is ignored", "conformance/expected.py", "if layer is not None and config is None:", "if False:"),
+    Mutant("check: arguments of a rotating function are ignored", "conformance/find_call.py", "    if settings.arguments:\n        must", "    if False:\n        must"),
 ]  # fmt: skip
 
 

@@ -257,6 +257,10 @@ class TestExpected:
             ({"config": LLAMA, "base": 1e4}, "must be passed only once, got base, pairing or head_dim together"),
             ({"config": LLAMA, "layer": 2}, "layer must be from 0 to 1, got 2"),
             ({"pairing": "both"}, "pairing must be"),
+            ({"base": 1e4, "layer": 0}, "layer requires a config, got layer 0 and no config"),
+            ({"head_dim": 63}, "head_dim must be even, got 63"),
+            ({"head_dim": 0}, "head_dim must be an integer of at least 2, got 0"),
+            ({"arguments": {"base": 1e4}}, "require a class, or a function that computes all tables, got base for a"),
         ],
     )
     def test_refused(self, given: dict[str, Any], message: str) -> None:

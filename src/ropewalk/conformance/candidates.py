@@ -41,11 +41,13 @@ class Source:
         make: a function of q, in the layout of the rotating function, and positions `[batch, seq]`. It returns tables
             with the axes batch and seq.
         takes_positions: whether the source accepts positions. Otherwise, it counts them from 0.
+        shared: whether the source accepts only positions `[seq]`, which all rows of the batch share.
     """
 
     name: str
     make: Callable[[Tensor, Tensor], Tables]
     takes_positions: bool = False
+    shared: bool = False
 
 
 def candidates(first: Any, second: Any, arguments: Arguments | None, call: str | None) -> Iterator[Subject]:
@@ -160,7 +162,8 @@ def _with_tables(
                     }
                     return by_name, keywords | ({} if axis is None else {parameter_of["axis"]: axis})
 
-                positions: Positions = "rows" if indexes_tables or axes != "s" else "shared"
+                by_row = (indexes_tables or axes != "s") and not source.shared
+                positions: Positions = "rows" if by_row else "shared"
                 yield Subject(
                     f"{'' if given_tables else 'tables, then '}{_signature(function, parameter_of)}",
                     layout,
@@ -211,6 +214,10 @@ def _table_sources(first: Any) -> list[Source]:
     def at_positions(q: Tensor, positions: Tensor) -> Tables:
         return _rows(first(**keywords(q), **{parameter_of["positions"]: positions}), positions)
 
+    def at_shared_positions(q: Tensor, positions: Tensor) -> Tables:
+        returned = _tensors(first(**keywords(q), **{parameter_of["positions"]: positions[0]}))
+        return _rows(tuple(t.reshape(-1, t.shape[-1]) for t in returned), positions)
+
     def for_length(q: Tensor, positions: Tensor) -> Tables:
         returned = first(**keywords(q), **{parameter_of["seq_len"]: int(positions.max()) + 1})
         return tuple(t.reshape(-1, t.shape[-1])[positions] for t in _tensors(returned))
@@ -222,7 +229,10 @@ def _table_sources(first: Any) -> list[Source]:
         return _rows(first(**{parameter_of["x"]: positions}), positions)
 
     if "positions" in parameter_of:
-        return [Source("at positions", at_positions, takes_positions=True)]
+        return [
+            Source("at positions", at_positions, takes_positions=True),
+            Source("at shared positions", at_shared_positions, takes_positions=True, shared=True),
+        ]
     if "seq_len" in parameter_of:
         return [Source("of a length", for_length, takes_positions=True)]
     if "x" in parameter_of:

@@ -54,10 +54,18 @@ def read(
         raise _checks.error(
             "check", "the expected rope must be passed only once", "config and rope", "Drop one of them."
         )
+    if layer is not None and config is None:
+        raise _checks.error(
+            "check", "layer requires a config", f"layer {layer} and no config", "Drop it, or pass config."
+        )
     if config is None and rope is None:
         if pairing is not None:
             _checks.check_pairing("check", pairing)
-        dim = head_dim or 64
+        dim = 64 if head_dim is None else _checks.integer("check", "head_dim", head_dim, at_least=2)
+        if dim % 2:
+            raise _checks.error(
+                "check", "head_dim must be even", str(dim), f"Pass {dim + 1}, or the config of the model."
+            )
         return Expected(pairing=pairing, base=base), Settings(dim, dim, base, arguments=arguments)
     if base is not None or pairing is not None or head_dim is not None:
         raise _checks.error(

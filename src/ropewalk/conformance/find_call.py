@@ -68,6 +68,10 @@ def _construct(target: Any, settings: Settings) -> tuple[Any, Arguments | None]:
     if "dim" in constructor_roles and not {"q", "x"} & {*_call_roles(target)} and len(parameters) > 1:
         arguments = construct.choose_arguments(target, settings)
         return TableSet(construct.build(target, arguments.values)), arguments
+    if settings.arguments:
+        must = "arguments (--arg) require a class, or a function that computes all tables"
+        names = ", ".join(settings.arguments)
+        raise _checks.error("check", must, f"{names} for a function that is called with tokens", "Drop them.")
     return target, None
 
 
