@@ -72,7 +72,8 @@ def test_a_download_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(RopeError, match=r"If it is a hub id, install huggingface_hub, or pass the path of its"):
+    fix = r"If it is a hub id, install huggingface_hub \(pip install .ropewalk\[hub\].\), or pass the path of its"
+    with pytest.raises(RopeError, match=fix):
         from_config("owner/name")
 
 

@@ -105,13 +105,15 @@ def test_options_reach_the_page(tmp_path: Path) -> None:
 def test_no_browser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webbrowser, "open", lambda address: False)
     ran = run()
-    assert (ran.exit_code, ran.stderr) == (0, "No browser could be started. Open the file in one.\n")
+    address = Path("ropewalk-explorer.html").resolve().as_uri()
+    assert (ran.exit_code, ran.stderr) == (0, f"No browser could be started. Open this address in one: {address}\n")
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     refused = run("-o", tmp_path / "nowhere" / "page.html")
     assert refused.exit_code == 1
-    assert refused.stderr.startswith("Error: ")
+    assert refused.stderr.startswith("Error: --output: the file must be writable, got ")
+    assert "(No such file or directory). Pass a path in an existing folder" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 

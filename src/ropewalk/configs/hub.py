@@ -31,7 +31,7 @@ def config_path(name: str, *, download: bool) -> Path:
     try:
         import huggingface_hub as hub
     except ImportError:
-        fix = f"If it is a hub id, install huggingface_hub, {alternatives}"
+        fix = f'If it is a hub id, install huggingface_hub (pip install "ropewalk[hub]"), {alternatives}'
         raise error(name, must, "no such file", fix) from None
     cached = hub.try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
@@ -43,5 +43,6 @@ def config_path(name: str, *, download: bool) -> Path:
         return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as e:  # errors of the network, the hub or the disk
         first_line = str(e).strip().split("\n")[0]
-        fix = f"{first_line[:200]} If the model exists, download it by hand, {alternatives}"
+        reason = first_line if len(first_line) <= 200 else f"{first_line[:200].rpartition(' ')[0]} ..."
+        fix = f"{reason} If the model exists, download it by hand, {alternatives}"
         raise error(name, "its config.json must be on the hub", type(e).__name__, fix) from e

@@ -154,7 +154,9 @@ def open_safetensors(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str
         header = int.from_bytes(raw.read(8), "little")
     if header > LARGEST_HEADER:
         must = f"{file} must be a safetensors file with a header of at most {LARGEST_HEADER:,} bytes"
-        raise _checks.error("lab", must, f"a broken file, or another format ({header:,} bytes)", _UNREADABLE)
+        raise _checks.error(
+            "lab", must, f"a broken file, or another format (its header claims {header:,} bytes)", _UNREADABLE
+        )
     try:
         with library.safe_open(file, "pt") as opened:
             names = list(opened.keys())

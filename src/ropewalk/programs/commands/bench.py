@@ -43,6 +43,7 @@ Examples:
 @click.option(
     "--only",
     multiple=True,
+    metavar="NAME",
     help="Time only copy_ and the contenders whose name contains this text. May be repeated.",
 )
 @click.option(

@@ -24,7 +24,9 @@ Examples:
 )
 @click.argument("target")
 @click.option(
-    "--config", help="The config that the code should implement: config.json, folder, params.json, GGUF file or hub id."
+    "--config",
+    metavar="SOURCE",
+    help="The config that the code should implement: config.json, folder, params.json, GGUF file or hub id.",
 )
 @click.option("--layer", type=click.IntRange(min=0), help="Compare with the rope of this layer, if the layers differ.")
 @click.option(

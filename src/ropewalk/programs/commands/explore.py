@@ -91,10 +91,16 @@ def explore(
             pairs=pairs or None,
             note=_NOTE,
         )
-    output.write_text(page, encoding="utf-8")
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as e:
+        raise click.ClickException(
+            f"--output: the file must be writable, got {str(output)!r} ({e.strerror}). Pass a path in an existing "
+            "folder that you may write to."
+        ) from e
     click.echo(f"wrote {output}")
     if opens and not webbrowser.open(output.resolve().as_uri()):
-        click.echo("No browser could be started. Open the file in one.", err=True)
+        click.echo(f"No browser could be started. Open this address in one: {output.resolve().as_uri()}", err=True)
 
 
 def _name(source: Path) -> str:
