@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -94,6 +95,7 @@ def test_what_runs_and_in_which_order(ran):
     found = [(row["seed"], row["task"], row["model"], row["method"]) for row in result["rows"]]
     assert found == [(seed, task, *kind) for seed in (3, 4) for task in ("copy", "text") for kind in kinds]
     assert " threads, 36 of 36 parts to do, saved in " in said[0]
+    assert said[0].endswith(". Timing a few steps of each kind first.")
     assert said[1].startswith("This will take about 60 minutes. You can stop it with Ctrl-C")
 
 
@@ -246,6 +248,14 @@ def test_rows_that_are_broken_are_named(tmp_path, content):
         ropewalk.RopeError, match=r"copy-0-trained\.json must contain measurements of a model, got .* Delete it"
     ):
         part.rows(tmp_path)
+
+
+def test_without_safetensors_nothing_is_created(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    ran = CliRunner().invoke(cli.main, ["lab", "--quick", "--out", str(tmp_path / "results")])
+    assert ran.exit_code == 1
+    assert "safetensors must be installed, got no such package." in ran.output
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

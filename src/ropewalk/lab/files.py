@@ -133,7 +133,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """Write a safetensors file with the permissions that the umask gives to a new file."""
     file.touch()
     mode = file.stat().st_mode
-    _safetensors().save_file(tensors, file, metadata)  # the file is now readable by its owner only
+    load_safetensors().save_file(tensors, file, metadata)  # the file is now readable by its owner only
     file.chmod(mode)
 
 
@@ -147,7 +147,7 @@ def open_safetensors(file: Path) -> Iterator[tuple[Any, dict[str, str], dict[str
         RopeError: the file is not a safetensors file, or its header is larger than LARGEST_HEADER.
         OSError: the file cannot be opened.
     """
-    library = _safetensors()
+    library = load_safetensors()
     if file.exists() and not file.is_file():
         raise _checks.error("lab", f"{file} must be a safetensors file", "something that is not a file", _UNREADABLE)
     with file.open("rb") as raw:
@@ -177,7 +177,7 @@ def read_tensor(opened: Any, name: str) -> Tensor:
 @contextmanager
 def _convert_errors(path: Path) -> Iterator[None]:
     """Convert errors of the operating system and of safetensors to a RopeError that names the path."""
-    library = _safetensors()
+    library = load_safetensors()
     try:
         yield
     except (OSError, library.SafetensorError) as e:
@@ -213,7 +213,12 @@ class _Library(NamedTuple):
     SafetensorError: Any
 
 
-def _safetensors() -> _Library:
+def load_safetensors() -> _Library:
+    """Return the functions of safetensors that the lab uses.
+
+    Raises:
+        RopeError: safetensors is not installed.
+    """
     try:
         import safetensors.torch
     except ImportError as e:

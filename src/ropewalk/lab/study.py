@@ -19,7 +19,7 @@ import torch
 
 import ropewalk
 from ropewalk import _checks, plots
-from ropewalk.lab import ranks, report, tasks
+from ropewalk.lab import files, ranks, report, tasks
 from ropewalk.lab.model import LanguageModel
 from ropewalk.lab.parts import Part, Row, parts, write_json
 from ropewalk.lab.progress import Progress
@@ -100,7 +100,8 @@ def _run_in(study: Study, folder: Path, say: Say) -> dict[str, Any]:
         threads = f"{torch.get_num_threads()} threads"
         if ranks.count() > 1:
             threads = f"{ranks.count()} processes, {threads} in each"
-        say(f"{threads}, {len(missing)} of {len(study.parts())} parts to do, saved in {folder}")
+        to_do = f"{len(missing)} of {len(study.parts())} parts to do"
+        say(f"{threads}, {to_do}, saved in {folder}. Timing a few steps of each kind first.")
         expected = _minutes(estimate(missing, folder))
         say(f"This will take about {expected}. You can stop it with Ctrl-C and resume with the same command.")
     rows: list[Row] = []
@@ -195,6 +196,7 @@ def _minutes(seconds: float) -> str:
 
 def _prepare(folder: Path) -> None:
     plots.blank(height=1.0)  # raises now if matplotlib is missing
+    files.load_safetensors()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
