@@ -195,7 +195,8 @@ def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
     """Raise an error that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
-        raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.")
+        suggestion = nearest(value, choices) if isinstance(value, str) else ""
+        raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.{suggestion}")
 
 
 _MAX_COMPARED = 100  # characters; no name is longer, and difflib takes seconds for a word of megabytes

@@ -90,8 +90,14 @@ def test_files_that_hold_no_config(tmp_path: Path, content: bytes, message: str)
 def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(RopeError, match="the config must be an existing file, got no such file"):
         from_config(tmp_path / "nowhere.json")
-    with pytest.raises(RopeError, match=r"config\.json: the config must be an existing file"):
+    found = (
+        r"config\.json: the config must be an existing file, got no such file. The folder of a model contains config"
+    )
+    with pytest.raises(RopeError, match=found):
         from_config(tmp_path)
+    (tmp_path / "empty.json").write_text("\n")
+    with pytest.raises(RopeError, match="the file must contain JSON in UTF-8, got an empty file"):
+        from_config(tmp_path / "empty.json")
     with pytest.raises(RopeError, match=r"cannot be read|must be an existing file"):
         from_config("a\0b")
 

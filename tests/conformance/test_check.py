@@ -73,7 +73,8 @@ class TestTarget:
             ("no/such/file.py:f", "TARGET must name an existing file"),
             (f"{RIGHT / 'meta_complex.py'}:rotate", "Its callables are: apply_rotary_emb, precompute_freqs_cis"),
             (f"{RIGHT / 'meta_complex.py'}:a,b,c", "TARGET must have one or two names"),
-            ("transformers:no_such_model", "transformers:no_such_model cannot be loaded"),
+            ("transformers:no_such_model", "TARGET must name a model type of transformers, got 'no_such_model'"),
+            ("transformers:lama", "Did you mean 'llama'?"),
             (5, "target must be one or two callables"),
         ],
     )

@@ -87,7 +87,8 @@ def _find_row(c: Reader) -> Architecture:
         "must be one that ropewalk knows",
         shown(model_type),
         f"The config alone does not define its rotation.{nearest(model_type, ARCHITECTURES)}{hint} If all layers "
-        'rotate alike, as in Llama, pass pairing="half" or pairing="interleaved" to from_config.',
+        'rotate alike, as in Llama, pass pairing="half" or pairing="interleaved" to from_config (--pairing on the '
+        "command line).",
     )
 
 

@@ -174,7 +174,10 @@ def _to_path(source: str | os.PathLike[Any]) -> Path:
 
 def _read(path: Path) -> bytes:
     if not path.is_file():
-        raise error(str(path), "the config must be an existing file", "no such file", "Check the path.")
+        in_folder = path.name == "config.json" and path.parent.is_dir()
+        kinds = "The folder of a model contains config.json, params.json or a GGUF file."
+        fix = kinds if in_folder else "Check the path. It must be a file or the folder of a model."
+        raise error(str(path), "the config must be an existing file", "no such file", fix)
     with path.open("rb") as file:
         content = file.read(_MAX_BYTES + 1)
     if len(content) > _MAX_BYTES:
@@ -188,9 +191,8 @@ def _parse_json(content: bytes, path: Path) -> object:
     except RopeError as e:
         raise with_context(str(path), e) from None
     except (ValueError, RecursionError) as e:
-        raise error(
-            str(path), "the file must contain JSON in UTF-8", f"an error: {e}", "Check that it is complete."
-        ) from e
+        got = f"an error: {e}" if content.strip() else "an empty file"
+        raise error(str(path), "the file must contain JSON in UTF-8", got, "Check that it is complete.") from e
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -139,6 +139,14 @@ class Method:
 def _from_transformers(target: str, model: str) -> Target:
     """Return the rotary class and the rotating function of a model of transformers, with its default config."""
     try:
+        known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+    except ImportError as e:
+        fix = "Run: pip install transformers"
+        raise _checks.error(_WHO, "transformers must be installed", "no such package", fix) from e
+    if model not in known:
+        fix = f"Pass a model type such as transformers:llama.{_checks.nearest(model, known)}"
+        raise _checks.error(_WHO, "TARGET must name a model type of transformers", _checks.shown(model), fix)
+    try:
         default = importlib.import_module("transformers").AutoConfig.for_model(model)
         modeling = importlib.import_module(type(default).__module__.replace(".configuration_", ".modeling_"))
         config = default.to_dict()
@@ -146,7 +154,7 @@ def _from_transformers(target: str, model: str) -> Target:
         raise _checks.error_from(
             f"{_WHO}: {target} cannot be loaded",
             e,
-            "Install transformers (pip install transformers) and pass one of its model types.",
+            "Pass the classes themselves: module:Rotary,apply_rotary_pos_emb.",
         ) from e
     rotary_classes = [n for n, v in vars(modeling).items() if n.endswith("RotaryEmbedding") and isinstance(v, type)]
     text_classes = [n for n in rotary_classes if "Vision" not in n and "2D" not in n and "Audio" not in n]

@@ -1,4 +1,4 @@
-"""`ropewalk doctor`: show versions and backends."""
+"""`ropewalk doctor`: show versions and kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import click
 import ropewalk
 
 
-@click.command(short_help="Show versions and usable backends.")
+@click.command(short_help="Show versions and usable kernels.")
 def doctor() -> None:
-    """Show the installed versions, and which backends are usable or why they are not."""
+    """Show the installed versions, and which kernels are usable or why they are not."""
     click.echo(f"ropewalk    {ropewalk.__version__}")
     click.echo(f"python      {platform.python_version()} on {platform.platform()}")
     for package in ("torch", "numpy", "triton", "matplotlib"):
