@@ -1,4 +1,4 @@
-"""RopeError, the form of all error messages, and checks of plain arguments.
+"""RopeError, the common form of error messages, and checks of plain arguments.
 
 A message names the context, states the requirement and the received value, and suggests a fix:
 
@@ -45,7 +45,7 @@ def error(who: str, must: str, got: str, fix: str) -> RopeError:
 
 
 def with_context(where: str, e: RopeError) -> RopeError:
-    """Return the error with the name of a place in front of its message.
+    """Return a RopeError whose message is that of `e`, preceded by the name of a place.
 
     Args:
         where: the place that the error is about, such as a file or a key.
@@ -60,7 +60,13 @@ def unreadable_file(where: str, e: Exception) -> RopeError:
 
 
 def error_from(action: str, e: Exception, fix: str) -> RopeError:
-    """Create the error for an exception raised by other code: what failed, the exception, and how to fix it."""
+    """Wrap an exception raised by other code in a RopeError.
+
+    Args:
+        action: what failed.
+        e: the exception. Its type and message are quoted.
+        fix: one or more whole sentences that say how to fix it.
+    """
     try:
         message = str(e)[:_MAX_SHOWN]
     except Exception:  # the exception's own __str__ may raise anything
@@ -76,7 +82,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a repr of bounded length, so that messages stay short. It works for any value."""
+    """Return a repr of bounded length, so that messages stay short, even for a value whose own `__repr__` raises."""
     try:
         text = printable(_short.repr(value))
     except Exception:  # the value's own __repr__ may raise anything
@@ -93,7 +99,7 @@ def describe(value: object) -> str:
 
 
 def short_key(key: object) -> str:
-    """Return a config key for a message: a short string without quotes, any other value as `shown` returns it."""
+    """Return a config key as text for a message: a short string without quotes, or the result of `shown`."""
     return key if isinstance(key, str) and len(key) <= _MAX_SHOWN // 2 else shown(key)
 
 
@@ -104,7 +110,10 @@ _MAX_SHOWN = 300  # characters
 
 
 class _Short(reprlib.Repr):
-    """reprlib.Repr for bytes and integers of any size. Python itself refuses to format an integer of 4,300 digits."""
+    """A `reprlib.Repr` that also formats huge integers and bytes quickly.
+
+    Python itself refuses to format an integer of more than 4,300 digits.
+    """
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() > 4096:
@@ -135,19 +144,22 @@ def integer(who: str, name: str, value: Any, *, at_least: int, at_most: int | No
 
 
 def check_pairing(who: str, value: object) -> Pairing:
-    """Return `value`, which must be the name of a pairing."""
+    """Return `value` if it is the name of a pairing. Otherwise, raise an error that lists the names."""
     choice(who, "pairing", value, get_args(Pairing))
     return cast(Pairing, value)
 
 
 def check_numerics(who: str, value: object) -> Numerics:
-    """Return `value`, which must be the name of a way to round angles."""
+    """Return `value` if it is a name in `Numerics`. Otherwise, raise an error that lists the names."""
     choice(who, "numerics", value, get_args(Numerics))
     return cast(Numerics, value)
 
 
 def length(who: str, name: str, value: Any, *, at_least: int = 1) -> int:
-    """Return `value`, a number of tokens. The upper bound of 2⁵³ keeps arithmetic with floats from overflowing."""
+    """Return `value`, a number of tokens, as an int in [at_least, 2⁵³].
+
+    The upper bound keeps arithmetic with floats from overflowing.
+    """
     result = integer(who, name, value, at_least=at_least)
     if result > 2**53:
         raise error(who, f"{name} must be a number of tokens", "more than 2**53", "Check the number.")
@@ -184,7 +196,7 @@ def number(
 
 
 def attention_factor(who: str, value: Any) -> float:
-    """Return `value`, the factor of cos and sin, which must be from 2⁻⁶³ to 2⁶³.
+    """Return `value`, by which cos and sin are multiplied, as a float from 2⁻⁶³ to 2⁶³.
 
     `Rotation.inverse` divides by the square of the factor, so float32 must represent the square and its inverse.
     """

@@ -1,6 +1,6 @@
 """Helpers for DTensors: detect them, compute tables from each rank's positions, and convert replicated weights.
 
-This module does not import torch.distributed.tensor until it is needed: DTensors exist only once it was imported.
+No function imports torch.distributed.tensor until it has a DTensor to handle or to create.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def tables_of_shards(
     *,
     has_axes: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin as DTensors that are sharded like the positions. Each rank computes its own rows.
+    """Return cos and sin as DTensors that are sharded like the positions. Each rank computes those of its positions.
 
     Args:
         positions: `[..., tokens]`, or `[axes, ..., tokens]` if each token has several positions.
-        device: None, or the device type of the mesh.
+        device: None, or a device of the same type as those of the mesh.
         compute: function that maps the positions of a rank to two tensors `[..., tokens, pairs]`.
         has_axes: whether each token has several positions.
     """
@@ -75,9 +75,9 @@ def from_local(local: Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]
 
 
 def replicate(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return x as a DTensor that is replicated over the mesh. Only a sharded DTensor requires communication.
+    """Return x as a DTensor that is replicated over the mesh. The ranks communicate only if x is a sharded DTensor.
 
-    If the gradients of the ranks differ, the backward pass sums them.
+    If each rank computes only a part of the gradient, the backward pass sums the parts.
 
     Args:
         x: a DTensor, or a plain tensor that is equal on every rank.
@@ -104,13 +104,13 @@ def local_weight(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return x as a plain tensor whose gradients the backward pass sums over the ranks.
+    """Return x as a plain tensor. The backward pass sums its gradients over the ranks.
 
     The forward pass communicates only if x is a sharded DTensor.
 
     Args:
         x: a DTensor, or a plain tensor that is equal on every rank.
-        mesh: the ranks.
+        mesh: the ranks over which the gradients are summed.
     """
     from torch.distributed.tensor import Partial
 

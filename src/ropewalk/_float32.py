@@ -1,7 +1,7 @@
-"""Compute and cache the float32 frequencies that deployed code uses for a rope.
+"""Compute and cache the float32 frequencies with which deployed code, such as transformers, rotates.
 
-Deployed code rounds after each float32 operation, so its frequencies differ from the exact ones. Each scheme implements
-the formula of its deployed code in `inv_freq_float32`. The cached results are constants for torch.compile.
+Deployed code rounds after each float32 operation, so its frequencies differ from the exact ones. Each scaling scheme
+repeats these operations in its method `inv_freq_float32`. The cached results are constants for torch.compile.
 """
 
 from __future__ import annotations

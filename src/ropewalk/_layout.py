@@ -19,7 +19,7 @@ This is a plain tuple because every call unpacks it, and unpacking a subclass ta
 
 
 def axes_of(layout: str) -> Axes:
-    """Return the indices of the axes that the letters of a layout name."""
+    """Return the indices of the batch, token and head axes of a layout, and the number of its axes."""
     tokens = layout.index("s" if "s" in layout else "t")
     return layout.index("b") if "b" in layout else None, tokens, layout.index("h"), len(layout)
 

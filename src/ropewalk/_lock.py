@@ -1,4 +1,4 @@
-"""Allow one writer at a time, by a lock that the operating system releases when its process ends."""
+"""A file lock that allows one writer at a time. The operating system releases it when the writer's process ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def hold(who: str, file: Path, what: str) -> Iterator[None]:
     """Hold the lock of a file while the body runs.
 
     The system releases the lock when the process ends, even if it is killed, so a stale lock file has no effect. The
-    file names its holder. Its folder is created if necessary.
+    lock file contains the process number and the host of the holder. Its folder is created if necessary.
 
     Args:
         who: the context of error messages.
-        file: the lock file; removed afterwards.
+        file: the lock file. It is removed when the body ends.
         what: what the lock protects, for the error message.
 
     Raises:
         RopeError: another process or another thread of this process holds the lock; filelock is not installed; or the
-            file cannot be written.
+            lock file cannot be created.
     """
     try:
         from filelock import FileLock, Timeout

@@ -1,4 +1,6 @@
-"""Compute cos and sin of integer positions in NumPy, without torch. The float64 results equal those of the kernels.
+"""Compute cos and sin of integer positions in NumPy, without torch.
+
+The float64 results are equal to those of the compiled kernels.
 
     phase = position · step        int64; wraparound reduces modulo one turn without rounding
 
@@ -33,11 +35,11 @@ def cos_sin(
         positions: integers of any shape; `[axes, ...]` if each token has several positions.
         steps: the step of each pair, in 2⁻⁶⁴ turns per position (`_fixed_point`).
         factor: the attention factor, dimensionless.
-        axis: for each pair, the index of the row of positions that it uses. None if each token has one position.
-        axes: number of rows of positions. None if each token has one position.
+        axis: for each pair, the index of the axis whose position it uses. None if each token has one position.
+        axes: number of positions of each token. None if each token has one position, without the leading axis.
 
     Returns:
-        Two float64 arrays of shape `positions.shape + (pairs,)`, without the axis of rows.
+        Two float64 arrays of shape `positions.shape + (pairs,)`, without the leading `axes`.
     """
     integers = _as_integers(positions)
     if axes is not None and (integers.ndim == 0 or integers.shape[0] != axes):

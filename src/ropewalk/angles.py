@@ -1,13 +1,14 @@
-"""Compute exact cos and sin from positions and steps. This is the only module that decides precision.
+"""Compute cos and sin from positions and steps. This is the only module that decides their precision.
 
     phase = position · step        int64; wraparound reduces modulo one turn without rounding
 
-- Plain tensors on the CPU or a GPU use the compiled kernels: float64 quadrant, residual and polynomial. Code compiled
-  for a GPU calls them through an operator (`kernels/operators.py`).
-- Other tensors use cos and sin of the phase in float64, rounded once.
+- Plain tensors on the CPU or a GPU use the compiled kernels, which evaluate polynomials in float64. Code compiled for a
+  GPU calls them through an operator (`kernels/operators.py`).
+- Tensors that the kernels do not support use PyTorch's cos and sin of the phase in float64, rounded once.
 - On devices without float64, the top two bits of the phase give the quadrant, and float32 polynomials give cos and sin
   of the residual, which is within an eighth of a turn. (The compiled `torch.cos` is off by 1.1e-7, and slow on GPUs.)
-- Fractional positions (image grids) go through a float64 product.
+- Fractional positions (image grids) are multiplied by the frequencies in float64.
+- `cos_sin_as_deployed` computes in float32 instead, as deployed code does.
 
 If each token has several positions, one for each axis, each pair uses the position on its own axis.
 """
@@ -71,7 +72,7 @@ def check_positions(positions: Tensor, axes: int | None) -> None:
 
 
 def _fix_for_shape(positions: Tensor, axes: int) -> str:
-    """Return the fix for positions of a wrong shape. A common mistake is to pass the axes last, as in diffusers."""
+    """Return the fix to suggest for a wrong shape. A common mistake is to pass the axes last, as in diffusers."""
     if positions.ndim in (2, 3) and positions.shape[-1] == axes:
         permuted = "positions.T" if positions.ndim == 2 else "positions.permute(2, 0, 1)"
         return f"The axes must come first: pass {permuted}."
@@ -79,7 +80,7 @@ def _fix_for_shape(positions: Tensor, axes: int) -> str:
 
 
 def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | str | None, axes: int | None) -> Tensor:
-    """Return a shift as an integer tensor: `[]` for an int, `[axes]` for a tuple. A tensor is returned unchanged."""
+    """Check a shift and return it as an integer tensor: `[]` for an int, `[axes]` for a tuple, a tensor unchanged."""
     who = "Rope.shift"
     if isinstance(delta, Tensor):
         fits = delta.ndim <= 2 if axes is None else 1 <= delta.ndim <= 3 and delta.shape[0] == axes
@@ -124,7 +125,7 @@ def fast_path(
         positions, factor, device, dtype: as for `cos_sin`. Nothing has been checked yet.
         steps, axis: as for `cos_sin`, packed as the bytes of int64 numbers. An empty axis means that each token has one
             position.
-        axes: number of rows of positions, or 0 if each token has one position.
+        axes: number of positions of each token, or 0 if positions have no such axis.
     """
     elsewhere = device is not None and device != _CPU and device != "cpu"
     if not backend.FAST_PATH or elsewhere or torch.compiler.is_compiling():
@@ -149,14 +150,14 @@ def cos_sin(
     Args:
         positions: int32, int64, float32 or float64 of any shape; `[axes, ...]` if each token has several positions.
         steps: the rotation of each pair per position, in 2⁻⁶⁴ turns, signed (see `_fixed_point`).
-        inv_freq: the same in radians, for fractional positions.
+        inv_freq: the rotation of each pair per position in radians, used for fractional positions.
         factor: the attention factor, dimensionless.
         device: device of the result. None means the device of positions.
         dtype: dtype of the result. None means torch.float32.
-        axis: for each pair, the index of the row of positions that it uses. None if each token has one position.
+        axis: for each pair, the index of the axis whose position it uses. None if each token has one position.
 
     Returns:
-        Two tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
+        Two tensors of shape `positions.shape + (pairs,)`, without the leading `axes`.
 
     Raises:
         RopeError: dtype is not float32 or float64, or the computation needs float64 and the device lacks it.
@@ -196,7 +197,9 @@ def cos_sin_as_deployed(
     dtype: torch.dtype | None = None,
     axis: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin as deployed code computes them: a float32 product, its float32 cos and sin, times `factor`.
+    """Return cos and sin as deployed code computes them: each operation is rounded to float32.
+
+    The angle is the product of position and frequency. Its cos and sin are multiplied by `factor`.
 
     Source: `LlamaRotaryEmbedding.forward` in transformers 5.23.
 
@@ -207,7 +210,7 @@ def cos_sin_as_deployed(
         dtype: torch.float32 or None.
 
     Returns:
-        Two float32 tensors of shape `positions.shape + (pairs,)`, without the axis of rows.
+        Two float32 tensors of shape `positions.shape + (pairs,)`, without the leading `axes`.
 
     Raises:
         RopeError: dtype is neither torch.float32 nor None.

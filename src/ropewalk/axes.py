@@ -5,7 +5,7 @@ these positions: its angle is its frequency times the position on its axis. The 
 Models differ in the axis of each pair, and in whether one progression runs over all pairs of the head (M-RoPE) or each
 axis has a progression of its own (axial).
 
-The rotation itself does not depend on this: once cos and sin are computed, several axes are like one.
+The rotation itself does not depend on the axes: once cos and sin are computed, every rope rotates in the same way.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _WHO = "Axes"
 class Axes:
     """The axis of each pair, and its index in a geometric progression of frequencies.
 
-    Use one of the constructors below for a known pattern, or pass the lists themselves. Frozen, hashable and compared
-    by value. Pairs are in the order of the head, and axes in the order of the rows of positions for `Rope.at`.
+    Use one of the constructors below for a known pattern, or pass the lists themselves. The object is frozen, hashable
+    and compared by value. Pairs are in the order of the head, and axes in the order of positions in `Rope.at`.
 
     Args:
         axis: the axis of each pair, counted from 0.
@@ -82,15 +82,15 @@ class Axes:
         """Create M-RoPE with contiguous sections: the first pairs use axis 0, the next ones axis 1, and so on.
 
         One progression runs over all pairs. Source: Wang et al. 2024, "Qwen2-VL", arXiv:2409.12191, section 2.1
-        (`mrope_section` [16, 24, 24] for time, height, width); also GLM-4V, PaddleOCR-VL, llama.cpp's mode MROPE, and
-        Hunyuan (`xdrope_section`) in vLLM. In transformers 5.23, the two channels of a pair of Hunyuan use different
-        axes, which is not a rotation and cannot be described by an `Axes`.
+        (`mrope_section` [16, 24, 24] for time, height, width). GLM-4V, PaddleOCR-VL, llama.cpp's mode MROPE, and
+        Hunyuan (`xdrope_section`) in vLLM use this pattern as well. In transformers 5.23, the two channels of a pair of
+        Hunyuan use different axes. That is not a rotation, and no `Axes` describes it.
 
         Args:
             sections: number of pairs of each axis; 0 for an unused axis.
 
         Raises:
-            RopeError: sections are not such a list.
+            RopeError: sections is not a list of integers ≥ 0, or their sum is 0 or too large.
         """
         sizes = _parse_sections("sections", sections)
         axis = tuple(a for a, size in enumerate(sizes) for _ in range(size))
@@ -105,17 +105,18 @@ class Axes:
         [8, 12, 12] gives 11, 11 and 10 pairs, both in transformers and in timm.
 
         The mode IMROPE of llama.cpp has another rule for the last pairs: pair i uses t only if i mod 3 is 0 and
-        i < 3 · sections[0], and pairs without an axis use a fourth row of positions. With [24, 20, 20], pairs 61 and 62
-        use t here, and the fourth row in llama.cpp. To describe that rule, pass the list of axes to `Axes`.
+        i < 3 · sections[0], and pairs to which the rule assigns none of t, h and w use a fourth axis. With
+        [24, 20, 20], pairs 61 and 62 use t here, and the fourth axis in llama.cpp. To describe llama.cpp's rule, pass
+        the axis of each pair to `Axes`.
 
         Source: `recomposition_frequencies` of Qwen3-VL in transformers 5.23 (`mrope_section` [24, 20, 20]; [11, 11, 10]
-        in Qwen3.5); Cohere Compass, Cosmos 3; NeoMME with two axes.
+        in Qwen3.5). Cohere Compass, Cosmos 3 and, with two axes, NeoMME use this pattern as well.
 
         Args:
-            sections: number of pairs of each axis; their sum is the number of all pairs.
+            sections: the section of each axis. Their sum is the number of all pairs.
 
         Raises:
-            RopeError: sections are not such a list.
+            RopeError: sections is not a list of integers ≥ 0, or their sum is 0 or too large.
         """
         sizes = _parse_sections("sections", sections)
         n, pairs = len(sizes), sum(sizes)
@@ -130,11 +131,11 @@ class Axes:
         20] is in the order h, w, t; Bailing (Ling-omni) in vLLM, whose sections are in the order t, h, w.
 
         Args:
-            sections: number of pairs of t, h and w, in this order: (20, 22, 22) for Ernie 4.5 VL. Those of h and w are
-                equal.
+            sections: number of pairs of t, h and w, in this order: (20, 22, 22) for Ernie 4.5 VL. Those of h and w must
+                be equal.
 
         Raises:
-            RopeError: sections are not such a list, or h and w differ.
+            RopeError: sections is not a list of three integers ≥ 0, or those of h and w differ.
         """
         sizes = _parse_sections("sections", sections)
         if len(sizes) != 3 or sizes[1] != sizes[2]:
@@ -148,10 +149,10 @@ class Axes:
     def axial(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
         """Create an axial rope: a block of channels for each axis, with a separate progression for each block.
 
-        Every block has the frequencies base^(−2i / its channels) of a head of that size. Source: Heo et al. 2024,
-        "Rotary Position Embedding for Vision Transformer", arXiv:2403.13298, section 3.1. Deployed in the vision towers
-        of Qwen-VL, GLM-V, Llama 4 (x first), SAM 2, DINOv3, MiniMax M3, and in FLUX (`axes_dim` (16, 56, 56)), Wan and
-        HunyuanVideo.
+        Pair i of a block with c channels has the frequency base^(−2i / c), as in a head of c channels. Source: Heo et
+        al. 2024, "Rotary Position Embedding for Vision Transformer", arXiv:2403.13298, section 3.1. Deployed in the
+        vision encoders of Qwen-VL, GLM-V, Llama 4 (x first), SAM 2, DINOv3 and MiniMax M3, and in FLUX (`axes_dim`
+        (16, 56, 56)), Wan and HunyuanVideo.
 
         Args:
             channels: number of rotated channels of each block, in the order of the head; even, two per pair.
@@ -159,7 +160,7 @@ class Axes:
                 and positions are (height, width) (Step 3.7, Inkling 2).
 
         Raises:
-            RopeError: channels are not such a list, or order does not name every axis once.
+            RopeError: channels is not a list of even integers ≥ 2, or order does not name every axis once.
         """
         sizes, block_axes, name = _parse_blocks("axial", channels, order)
         axis_and_index = [(a, i) for a, size in zip(block_axes, sizes, strict=True) for i in range(size // 2)]
@@ -169,7 +170,7 @@ class Axes:
     def alternating(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
         """Create an axial rope with alternating axes: pair 0 uses the first axis, pair 1 the second, cyclically.
 
-        Each axis has its own progression, as in `axial`. Source: the vision tower of Kimi K2.5 in transformers 5.23,
+        Each axis has its own progression, as in `axial`. Source: the vision encoder of Kimi K2.5 in transformers 5.23,
         which begins with the width: `Axes.alternating((36, 36), order=(1, 0))` for positions (height, width).
 
         Args:
@@ -177,7 +178,7 @@ class Axes:
             order: the cycle of axes, if it differs from the order of positions.
 
         Raises:
-            RopeError: channels are not such a list, or order does not name every axis once.
+            RopeError: channels is not a list of equal even integers ≥ 2, or order does not name every axis once.
         """
         sizes, block_axes, name = _parse_blocks("alternating", channels, order, equal=True)
         axis_and_index = [(a, i) for i in range(sizes[0] // 2) for a in block_axes]
@@ -185,18 +186,18 @@ class Axes:
 
     @classmethod
     def strided(cls, channels: Sequence[int], *, order: Sequence[int] | None = None) -> Axes:
-        """Create n blocks of channels, one for each axis, whose frequencies alternate in one progression.
+        """Create an axial rope, with a block of channels for each axis, whose blocks share one progression.
 
-        Each block has every n-th frequency of a progression over all pairs. With two axes, the first block has the
-        frequencies with even indices, and the second block those with odd indices. Source: the vision tower of
-        Pixtral in transformers 5.23 (`Axes.strided((32, 32))`), also in Devstral Small 2.
+        With n axes, each block has every n-th frequency of a progression over all pairs. With two axes, the first block
+        has the frequencies with even indices, and the second block those with odd indices. Source: the vision encoder
+        of Pixtral in transformers 5.23 (`Axes.strided((32, 32))`), which Devstral Small 2 uses as well.
 
         Args:
             channels: number of rotated channels of each axis, even and equal.
             order: the axis of each block, if it differs from the order of positions.
 
         Raises:
-            RopeError: channels are not such a list, or order does not name every axis once.
+            RopeError: channels is not a list of equal even integers ≥ 2, or order does not name every axis once.
         """
         sizes, block_axes, name = _parse_blocks("strided", channels, order, equal=True)
         n, pairs = len(sizes), sum(sizes) // 2
@@ -205,7 +206,7 @@ class Axes:
 
     @property
     def count(self) -> int:
-        """The number of axes, which is the number of rows of positions for `Rope.at`."""
+        """The number of axes, which is the number of positions that `Rope.at` needs for each token."""
         return len(self.lengths)
 
     @property
@@ -267,7 +268,7 @@ def check_axes(who: str, value: object, rotary_dim: int) -> None:
 def frequencies(
     base: float, rotary_dim: int, scaling: Scaling | None, axes: Axes | None
 ) -> tuple[tuple[float, ...], float] | None:
-    """Return inv_freq of each pair and the attention factor, or None if they depend on the length.
+    """Return inv_freq of each pair and the attention factor, or None if they depend on the length of the text.
 
     With axes, the scheme is applied to each progression as to a rope with one axis and the same number of channels.
 
@@ -327,7 +328,7 @@ def _parse_sections(name: str, sections: Any) -> tuple[int, ...]:
 def _as_integers(
     name: str, values: Any, *, at_least: int = 0, at_most: int, max_length: int = _MAX_PAIRS, who: str = _WHO
 ) -> tuple[int, ...]:
-    """Return a list of integers as a tuple. The bounds limit the size of memory and of messages."""
+    """Return a list of integers as a tuple. The bounds limit memory use and the length of error messages."""
     if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= max_length:
         must = f"{name} must be a list of 1 to {max_length} integers"
         raise _checks.error(who, must, _checks.shown(values), f"Pass a list or a tuple as {name}.")
