@@ -18,13 +18,13 @@ from ropewalk.rotation.qk_norm import QKNorm
 
 
 class AttendingCache(Protocol):
-    """The interface of a cache that is passed to `RotaryAttention`: one layer in one forward pass.
+    """The interface of the cache of one layer in one forward pass, which is passed to `RotaryAttention`.
 
     `LayerCache` implements it. Other caches may store keys and values in any form, such as pages or quantized tensors,
     because no caller reads them as one tensor.
 
-    The protocol is for type checkers. `isinstance` with it raises a TypeError: at run time it could only compare the
-    name of the method, and `TwoPass` has a method of that name as well.
+    The protocol is for type checkers. `isinstance` with it raises a TypeError, because at run time it could only look
+    for a method named `attend`, and `TwoPass`, which is not a cache, has one too.
     """
 
     def attend(
@@ -46,8 +46,9 @@ class AttendingCache(Protocol):
             q: unrotated queries, `[batch, seq, heads, head_dim]`.
             k, v: unrotated keys, and values, `[batch, seq, kv_heads, head_dim]`; kv_heads divides heads.
             rotation: rotation of the new tokens, layout "bshd". None if the layer does not rotate. A cache that does
-                not support attention in two passes raises for a `TwoPass`.
-            mask: the user's mask, combined with the causal one. Its form depends on the cache. None means no mask.
+                not support attention in two passes raises an error for a `TwoPass`.
+            mask: the user's mask, combined with the causal one. Its form depends on the cache. None means the causal
+                mask alone.
             scale: factor of the scores, used instead of head_dim^(−1/2).
 
         Returns:
@@ -71,12 +72,13 @@ def rotate_and_attend(
     """Rotate q and k and attend over dense keys, in two passes if rotation is a `TwoPass`.
 
     Args:
-        q, k, v: of the new tokens, `[batch, seq, heads or kv_heads, head_dim]`, with q and k not rotated yet.
+        q: queries of the new tokens, not rotated yet, `[batch, seq, heads, head_dim]`.
+        k, v: keys, not rotated yet, and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
         rotation: rotation of the new tokens. None leaves q and k unchanged.
         mask: as in `attend`. With a `TwoPass` it must be a tensor.
         scale: factor of the scores.
         append: function that stores the rotated keys and the values, and returns all keys and values. None attends
-            over the new ones only.
+            over the new keys only.
         causal, dropout: as in `attend`.
         norm: norm of q and k, applied before rotation. None disables it.
 
@@ -115,8 +117,8 @@ def attend(
         mask: a BlockMask; or a tensor `[batch, heads, seq, keys]`, each axis of full size or 1, that is bool (True:
             the query attends to the key) or additive in the dtype of q. It replaces the causal mask.
         scale: factor of the scores.
-        causal: without a mask, whether each query attends only to the keys up to its own. The last query belongs to
-            the last key. False attends to every key.
+        causal: whether each query attends only to the key of its own token and to earlier keys. The last query and the
+            last key belong to the same token. False attends to every key. Ignored if mask is given.
         dropout: probability of setting an attention weight to 0; it must be 0 with a BlockMask.
 
     Returns:
@@ -153,11 +155,11 @@ def attend(
 
 
 def _should_fold_heads(q: Tensor, kv_heads: int) -> bool:
-    """Return whether to fold the query heads of a group into rows of their key head, which is faster for few queries.
+    """Return whether to pass all queries that share a key head as rows of one head, which is faster for few queries.
 
     PyTorch's CPU kernel reads the keys again for each query head, and has a slow path for a single row in bfloat16.
-    Milliseconds with separate heads and with folded rows, measured on 2 cores over 1,024 keys with 8 key heads of 128
-    channels in PyTorch 2.13:
+    Each pair of numbers is the time in milliseconds with separate heads and with folded rows. It was measured on 2
+    cores over 1,024 keys, with 8 key heads of 128 channels (1 key head in the second to last line), in PyTorch 2.13:
 
         heads, queries, batch    float32        bfloat16       float16
         32, 1, 1                 1.0   1.1       7.0   0.8      6.5   2.0
@@ -165,10 +167,10 @@ def _should_fold_heads(q: Tensor, kv_heads: int) -> bool:
         32, 4, 8                68    53        14     9.3
         32, 16, 8               99    86        28    23
         16, 1, 1                 0.65  0.59      3.4   0.66     3.2   1.6
-        8 to 1 key head, 1, 8    1.6   0.58      7.3   0.64
+        8 (1 key head), 1, 8     1.6   0.58      7.3   0.64
         8, 1, 1 (no groups)      0.32  1.0       1.7   0.8      2.1   1.9
 
-    Beyond 16 queries the gain disappears in the noise, and a mask would have to be repeated for each head of the group.
+    Beyond 16 queries the gain is smaller than the noise, and a mask would have to be repeated for each query head.
     """
     seq, heads = q.shape[1], q.shape[2]
     if heads != kv_heads:
@@ -182,9 +184,10 @@ def _is_at_most(seq: int, limit: int) -> bool:
 
 
 def _attend_folded(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
-    """Attend with the queries of a group as rows of their key head.
+    """Attend with all queries that share a key head as rows of one head.
 
-    Without groups, each query is passed twice, because PyTorch's CPU kernel is slow for a single row in bfloat16.
+    If each key head has one query head, each query is passed twice, because PyTorch's CPU kernel is slow for a single
+    row in bfloat16.
     """
     batch, seq, heads, head_dim = q.shape
     kv_heads = k.shape[2]

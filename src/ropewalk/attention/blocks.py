@@ -1,4 +1,4 @@
-"""Allocate the blocks of a paged cache by number, and count the rows that hold each of them."""
+"""Allocate the blocks of a paged cache by number, and count the rows (requests) that hold each block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Blocks:
-    """A reference-counted pool of block numbers. Each block is free, or one or several rows hold it.
+    """A reference-counted pool of block numbers. Each block is either free or held by one or more rows.
 
     Args:
         count: number of blocks. They are numbered from 0, and all are free at first.
@@ -27,7 +27,7 @@ class Blocks:
         return self._holders[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate free blocks, each with one holder. The caller has checked that there are enough."""
+        """Allocate `count` blocks with one holder each. The caller must check that enough blocks are free."""
         allocated = [self._free.pop() for _ in range(count)]
         self.add_holder(allocated)
         return allocated
@@ -45,5 +45,5 @@ class Blocks:
                 self._free.append(block)
 
     def freed_by(self, released: Counter[int]) -> int:
-        """Return the number of blocks that would become free if each lost the given number of holders."""
+        """Return how many blocks would become free if each lost as many holders as `released` counts for it."""
         return sum(self._holders[block] == times for block, times in released.items())

@@ -12,7 +12,7 @@ from ropewalk.rope import Rope
 
 
 def check_size(who: str, capacity: int | None, window: int | None, sinks: int) -> None:
-    """Raise unless exactly one of capacity and window is set, and sinks only with window."""
+    """Raise unless exactly one of capacity and window is given. Raise also if sinks are given without window."""
     if (capacity is None) == (window is None) or (window is None and sinks):
         raise _checks.error(
             who,
@@ -23,14 +23,14 @@ def check_size(who: str, capacity: int | None, window: int | None, sinks: int) -
 
 
 def check_dtype(who: str, value: object) -> None:
-    """Raise unless keys and values can have this dtype."""
+    """Raise unless a cache can store keys and values in this dtype."""
     if value not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         must = "dtype must be float16, bfloat16, float32 or float64"
         raise _checks.error(who, must, str(value), "Pass the dtype of the model, or of autocast.")
 
 
 def real_tokens(seq: int, attention_mask: Tensor | None, length: Tensor, who: str = "KVCache.step") -> Tensor:
-    """Return which new tokens of `KVCache.step` are not padding, bool `[batch, seq]`."""
+    """Check `seq` and `attention_mask` of `KVCache.step`. Return which tokens are not padding, bool `[batch, seq]`."""
     shape = (length.shape[0], seq)
     if not isinstance(seq, torch.SymInt):
         _checks.integer(who, "seq", seq, at_least=1)
@@ -81,7 +81,11 @@ def new_positions(value: Tensor, real: Tensor, sinks: int, who: str = "KVCache.s
 
 
 def read_range(lengths: Tensor) -> tuple[int, int] | None:
-    """Return the smallest and largest of lengths `[batch]`, or None if reading would synchronize or break a graph."""
+    """Return the smallest and the largest length, or None if reading them would synchronize or break a graph.
+
+    Args:
+        lengths: integers of any shape, at least one, such as `[batch]`.
+    """
     if torch.compiler.is_compiling() or lengths.device.type != "cpu":
         return None
     smallest, largest = torch.aminmax(lengths)
@@ -89,7 +93,12 @@ def read_range(lengths: Tensor) -> tuple[int, int] | None:
 
 
 def check_capacity(capacity: int | None, total: tuple[int, int] | None) -> None:
-    """Raise if the longest row exceeds the capacity. total is the smallest and largest length, None if unknown."""
+    """Raise if the longest row exceeds the capacity.
+
+    Args:
+        capacity: None in a cache with a window.
+        total: the lengths of the shortest and the longest row, or None if they are unknown.
+    """
     if capacity is None or total is None:
         return
     longest = total[1]
@@ -103,7 +112,7 @@ def check_capacity(capacity: int | None, total: tuple[int, int] | None) -> None:
 
 
 def check_per_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
-    """Raise unless value is int64 `[batch]`."""
+    """Raise unless value is an int64 tensor `[batch]`, as `length` is."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:
         must = f"{name} must be an int64 tensor [batch] = {list(length.shape)}"
         raise _checks.error(who, must, _checks.describe(value), "Pass one number for each row.")

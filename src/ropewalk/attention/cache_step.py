@@ -33,7 +33,7 @@ class Store(Protocol):
 
 
 class LayerProgress:
-    """Whether one layer has stored its keys and values."""
+    """A record of whether one layer has stored its keys and values."""
 
     __slots__ = ("stored",)
 
@@ -44,15 +44,15 @@ class LayerProgress:
 class Progress:
     """The state of one forward pass, in plain Python. Nothing here is read from a device.
 
-    The cache and the step share it. It refers to neither, so no reference cycle keeps their memory alive. Each layer
-    has its own object: a layer that is compiled separately is then compiled once, and not once for each index.
+    The cache and the step share this object. It refers to neither, so no reference cycle keeps their memory alive. Each
+    layer has its own `LayerProgress`, so code that was compiled for one layer serves every layer.
 
     Args:
         num_layers: layers of the cache.
         overwrites: whether storing overwrites keys that were visible before this pass.
-        advances: whether every row is longer afterwards.
-        stale: references to cos of the rotations of the previous pass, if every row has advanced since then. Such a
-            rotation must not be used again, because it has the positions of other tokens.
+        advances: whether every row is longer after this pass than before it.
+        stale: weak references to cos of the rotations of the previous pass, if every row has advanced since then. These
+            rotations must not be used again, because they have the positions of other tokens.
     """
 
     def __init__(
@@ -102,11 +102,12 @@ class CacheStep:
 
     Attributes:
         positions: positions of the new tokens, to which they are rotated: int64 `[batch, seq]`, or `[axes, batch, seq]`
-            if such positions were passed. Padding has the position of the token before it, or the one passed for it.
+            if such positions were passed. Padding has the position that was passed for it, or that of the token before
+            it. Padding in front of the first token has the position of that token.
         order: indices of the new tokens in their rows, from 0, int64 `[batch, seq]`. Padding has the index of the token
-            before it.
+            before it, or of the first token.
         key_positions: positions of all keys, int64 `[batch, keys]`, in the order of the cache's slots, and 2⁶² for
-            empty slots. A token with several axes has the largest of its positions.
+            empty slots. For a token with a position on each of several axes, it is the largest of them.
         causal: True if the mask is known to be a plain causal mask over the filled slots.
     """
 
@@ -149,7 +150,10 @@ class CacheStep:
 
     @property
     def mask(self) -> Tensor:
-        """Attention mask, bool `[batch, 1, seq, keys]`: True where a token attends to a key. Padding attends to all."""
+        """Attention mask, bool `[batch, 1, seq, keys]`: True where a token attends to a key.
+
+        Padding attends to every key.
+        """
         if self._mask is None:
             slots, order = self._cache._slots, self.order[:, :, None]
             if self._key_order is None:  # token n is in slot n, or a single new token attends to the whole ring
@@ -169,10 +173,11 @@ class CacheStep:
         return self._mask
 
     def within(self, window: int) -> Tensor | None:
-        """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`: True for the last `window` tokens.
+        """Return the mask of a layer's window, bool `[batch, 1, seq, keys]`, to combine with the causal `mask`.
 
-        It is for a layer with a window in a cache that keeps more tokens. The result is None if the cache has the same
-        window, because `mask` then suffices.
+        The mask is False for keys that are `window` or more tokens before the query. It is for a layer with a window in
+        a cache that keeps more tokens. If the window of the cache equals that of the layer, the result is None, because
+        `mask` suffices.
 
         Args:
             window: number of tokens that each token attends to, itself included.
@@ -196,13 +201,14 @@ class CacheStep:
         """Compute `rope.at(positions)`. In a cache with sinks, distances to the sinks are counted inside the cache.
 
         The distance from the n-th token of a row (n from 0) to a sink at position j is min(n, sinks + window − 1) − j,
-        as in StreamingLLM, so no distance is longer than the cache. For true distances use `rope.at(positions)`.
+        as in StreamingLLM, so no distance exceeds the number of slots. For true distances use `rope.at(positions)`.
 
         If rope has several axes and the positions of the step have none, the positions are those of text: the same on
         every axis.
 
         Raises:
-            RopeError: rope is not a Rope, or has another number of axes than the positions.
+            RopeError: rope is not a Rope, or the number of its axes differs from that of the positions; or the step is
+                no longer the newest of its cache.
         """
         if not isinstance(rope, Rope):
             fix = "For a LearnedRope call learned(step.positions), for SelfExtend its at(positions, key_positions)."
@@ -237,8 +243,8 @@ class CacheStep:
     def _check_rotation(self, rotation: Rotation | TwoPass) -> None:
         """Raise if rotation cannot belong to these tokens. No tensor is read for this.
 
-        It must have been computed for positions `[batch, seq]` and, in two passes, for all keys. A rotation that was
-        used in the previous step is wrong, because all tokens have advanced.
+        A rotation must have been computed for positions `[batch, seq]`, and a `TwoPass` for all keys as well. A
+        rotation of the previous step is wrong if every row has advanced since then.
         """
         who = self._who
         compiling = torch.compiler.is_compiling()

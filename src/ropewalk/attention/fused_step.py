@@ -31,17 +31,17 @@ def rotate_and_store(
 ) -> Tensor:
     """Normalize and rotate q and k, write k and v to their slots of a cache, and return q.
 
-    It is for servers with their own cache. With a `KVCache` it is not needed, because its layers do the same. The
-    result is bitwise equal to separate calls: `norm(q, k)`, `rotation(q, k)`, and a copy to each slot.
+    This function is for servers with their own cache. The layers of a `KVCache` do the same without it. The result is
+    bitwise equal to separate calls: `norm(q, k)`, `rotation(q, k)`, and a copy to each slot.
 
     Args:
         q, k, v: queries, keys and values of the new tokens, `[batch, seq, heads, head_dim]` with the axes in the order
-            of `layout`; float16, bfloat16, float32 or float64. v has the heads of k, and any number of channels. Any
-            strides are allowed, such as those of slices of a fused projection. The tensors are not modified.
-        rotation: the rotation of these tokens.
-        k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, with any strides. If heads are
-            stored first, `[blocks, kv_heads, block_size, head_dim]`, pass `transpose(1, 2)`. In a contiguous cache,
-            each row of the batch is one block.
+            of `layout`; float16, bfloat16, float32 or float64. v has as many heads as k, and any number of channels.
+            Any strides are allowed, such as those of slices of a fused projection. The tensors are not modified.
+        rotation: the rotation of the new tokens.
+        k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, with any strides. If heads
+            come before tokens, `[blocks, kv_heads, block_size, head_dim]`, pass `transpose(1, 2)`. In a cache without
+            pages, each sequence of the batch is one block.
         slot_mapping: the slot of each token, block · block_size + offset in the block, or −1 to store nothing, as in
             vLLM. int64 `[batch, seq]`, or `[tokens]` in layout "thd". No two tokens may share a slot.
         norm: norm of q and k, applied before rotation. None disables it.
@@ -50,7 +50,7 @@ def rotate_and_store(
         q after norm and rotation: a new tensor of the same shape and dtype.
 
     Raises:
-        RopeError: a shape, dtype or device does not match, gradients are required, or, on the CPU outside of
+        RopeError: a shape, dtype or device does not match, an input requires gradients, or, on the CPU outside of
             torch.compile, a slot is outside of the cache. Nothing has been written then. On other devices, slots are
             not read back for checks, and a token with a slot outside of the cache is not stored.
     """
@@ -91,7 +91,7 @@ def _write(k: Tensor, store: Store, layout: Layout) -> None:
 
 
 def _tokens_first(x: Tensor, layout: Layout) -> Tensor:
-    """Reshape x to `[batch · seq, heads, head_dim]`."""
+    """Reshape x from `layout` to `[batch · seq, heads, head_dim]`."""
     batch, tokens, heads, _ = AXES[layout]
     if batch is None:
         return x.movedim((tokens, heads), (0, 1))

@@ -19,8 +19,8 @@ def split_heads(
         num_heads, num_kv_heads: numbers of heads of the whole model.
 
     Raises:
-        RopeError: a width is no multiple of head_dim, k and v have different widths, or the ratio of query heads to key
-            heads differs from that of the model.
+        RopeError: a width is not a multiple of head_dim, k and v have different widths, or the ratio of query heads to
+            key heads differs from that of the model.
     """
     fix = "Shard whole heads, e.g. with ropewalk.parallel.HeadwiseParallel."
     for name, x in (("q", q), ("k", k), ("v", v)):

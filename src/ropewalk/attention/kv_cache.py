@@ -33,7 +33,7 @@ from ropewalk.rotation.api import Rotation
 
 
 class KVCache:
-    """Keys and values of the tokens so far, for all layers of one kind.
+    """Keys and values of the tokens so far, for layers with equal num_kv_heads and head_dim.
 
     In each forward pass, `step` plans the positions and the mask of the new tokens, and every layer gets its part:
 
@@ -42,26 +42,26 @@ class KVCache:
         for i, layer in enumerate(layers):
             x = layer(x, rotation, cache=step.layer(i))
 
-    No gradients pass through it. If layers differ (in Gemma, some have a window), use one cache for each kind.
+    No gradients pass through the cache. If only some layers have a window (Gemma), give them a separate cache.
 
     Args:
         num_layers: number of layers of the model. Each has its own keys and values.
-        batch: number of rows. Each has its own length.
+        batch: number of rows, which are independent sequences. Each has its own length.
         num_kv_heads: heads of keys and values.
         head_dim: channels of a head.
         capacity: maximum number of tokens in each row. All of them are kept.
         window: sliding window, instead of capacity. Each token attends to itself and the previous window − 1 tokens;
             older tokens are evicted.
         sinks: with window, tokens at the start of a row that are never evicted and always attended to, as in
-            StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). `CacheStep.rotation` counts their distances.
+            StreamingLLM (Xiao et al., https://arxiv.org/abs/2309.17453). See `CacheStep.rotation`.
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
 
     Attributes:
         length: tokens in each row that all layers have stored, int64 `[batch]`.
-        position: position of the next token of each row, int64 `[batch]`. It equals length unless `shift`, `at` or
-            `positions` has changed it.
-        keys, values: tensors of each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
+        position: position of the next token of each row, int64 `[batch]`. It equals length unless `shift`, or `at`
+            or `positions` of `step`, has changed it.
+        keys, values: lists with one tensor for each layer, `[batch, slots + 1, num_kv_heads, head_dim]`.
 
     Raises:
         RopeError: a number is out of range, or not exactly one of capacity and window is given.
@@ -147,8 +147,8 @@ class KVCache:
         Raises:
             RopeError: a shape or dtype does not match; at is combined with a window, or positions with sinks; only some
                 layers appended in the previous step (see `rollback`); or the cache is full. A full cache is detected
-                only on the CPU outside torch.compile, because reading lengths would synchronize other devices. There,
-                tokens beyond capacity are not kept and their outputs are wrong; check
+                only on the CPU outside torch.compile, because reading lengths would synchronize other devices. Where it
+                is not detected, tokens beyond capacity are not kept and their outputs are wrong; check
                 `(cache.length > cache.capacity).any()`.
         """
         previous = self._check_finished("KVCache.step")
@@ -214,7 +214,7 @@ class KVCache:
                 row. With `SelfExtend` pass a multiple of its group; otherwise tokens would change groups.
 
         Raises:
-            RopeError: rope or delta has a wrong type, shape or value.
+            RopeError: an argument has a wrong type, shape or value, or only some layers have appended (see `rollback`).
         """
         self._check_finished("KVCache.shift")
         ropes = cache_checks.rope_of_each_layer(rope, self.num_layers, self.keys[0].shape[-1])
@@ -249,7 +249,7 @@ class KVCache:
                 for the rows to clear. None clears all rows.
 
         Raises:
-            RopeError: rows has another type or shape, or a row number is out of range (for tensors, detected only on
+            RopeError: rows has a wrong type or shape, or a row number is out of range (for tensors, detected only on
                 the CPU outside torch.compile); or rows is not None and only some layers appended in the previous step
                 (see `rollback`).
         """
@@ -276,7 +276,7 @@ class KVCache:
             rows: int64 `[batch]`, row numbers on the device of the cache.
 
         Raises:
-            RopeError: rows has another type or shape, or a row number is out of range (detected only on the CPU outside
+            RopeError: rows has a wrong type or shape, or a row number is out of range (detected only on the CPU outside
                 torch.compile); or only some layers appended in the previous step (see `rollback`).
         """
         self._check_finished("KVCache.reorder")
@@ -295,8 +295,8 @@ class KVCache:
         a step that is still open. Tokens dropped through `at` are not restored.
 
         Raises:
-            RopeError: the cache has a window, and the step had several tokens. The layers that have appended have then
-                overwritten keys of older tokens.
+            RopeError: the cache has a window, the step had several tokens, and some but not all layers have appended.
+                Those layers have overwritten keys of older tokens.
         """
         pending = self._pending
         stopped = pending is not None and 0 < pending.stored_count() < self.num_layers
@@ -312,7 +312,7 @@ class KVCache:
         self._invalidate_step()
 
     def _check_finished(self, who: str) -> Progress | None:
-        """Return the newest step if all layers have stored it, None if none has; raise if only some have.
+        """Return the progress of the newest step, or None if no layer has stored it. Raise if only some layers have.
 
         Under torch.compile the result is None: reading the state would compile the forward pass once for each state.
         """
@@ -328,7 +328,7 @@ class KVCache:
         self._pending = None
 
     def _truncate(self, at: Tensor, added: Tensor) -> None:
-        """Drop the tokens from position `at` on, after checking that the added tokens fit."""
+        """Drop the first token at position `at` or later and all tokens stored after it, if the added tokens fit."""
         if self.window is not None:
             raise _checks.error(
                 "KVCache.step",

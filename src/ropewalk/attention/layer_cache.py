@@ -79,8 +79,8 @@ class LayerCache:
             q: queries of the new tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
             k, v: keys and values of the new tokens, `[batch, seq, kv_heads, head_dim]`.
             rotation: `step.rotation(rope)`, `rope.at(step.positions)`, or
-                `SelfExtend.at(step.positions, step.key_positions)`. None leaves q and k unchanged, if they are already
-                rotated or the layer does not rotate.
+                `SelfExtend.at(step.positions, step.key_positions)`. None leaves q and k unchanged. Pass None if they
+                are already rotated or the layer does not rotate.
             mask: tensor `[batch, heads, seq, keys]`, each axis of full size or 1, for the keys of `step.key_positions`:
                 bool (True: the query attends to the key) or additive in the dtype of q. It is combined with
                 `step.mask`. None means `step.mask` alone.
@@ -126,7 +126,7 @@ class LayerCache:
         )
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of the new tokens, once, and return all that are visible to these tokens.
+        """Store the keys and values of the new tokens, once, and return the keys and values to attend over.
 
         Use it with your own attention; `attend` calls it as well. The last layer must append last: the cache then
         counts the tokens.
@@ -136,18 +136,18 @@ class LayerCache:
             v: values of the same shape.
 
         Returns:
-            Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `CacheStep.key_positions`: views of the
-            cache, or new tensors.
+            Keys and values `[batch, keys, kv_heads, head_dim]`, in the order of `CacheStep.key_positions`, with
+            empty slots, which `CacheStep.mask` hides: views of the cache, or new tensors.
 
         Raises:
-            RopeError: shape, dtype or device differs from that of the cache and this step; gradients are required; this
-                layer has already appended; the step is not the newest of its cache; or this is the last layer and
+            RopeError: shape, dtype or device differs from that of the cache and this step; k or v requires gradients;
+                this layer has already appended; the step is not the newest of its cache; or this is the last layer and
                 another one has not appended. Nothing has been stored then.
         """
         return self._append(k, v, slice(None))
 
     def _append(self, k: Tensor, v: Tensor, filled: slice) -> tuple[Tensor, Tensor]:
-        """Store keys and values as `append` does, and return the slice `filled` of what `append` returns."""
+        """Store keys and values as `append` does, but return only those in the slice `filled`."""
         self._check_new(k, v)
         self._check_may_append()
         kept = self._cached(filled)
@@ -163,7 +163,7 @@ class LayerCache:
         return kept
 
     def _slots(self) -> Tensor:
-        """Return the slots of the new tokens for the fused kernel, int64 `[batch, seq]`."""
+        """Return the slots of the new tokens for the fused kernel, as indices over all rows, int64 `[batch, seq]`."""
         return self.step._flat_slot
 
     def _cached(self, filled: slice) -> tuple[Tensor, Tensor]:
@@ -212,7 +212,7 @@ class LayerCache:
             )
 
     def _check_may_append(self) -> None:
-        """Raise unless this layer may append now: once in a step, in the newest step, the last layer last."""
+        """Raise if this layer has appended, the step is outdated, or another layer must append before this one."""
         progress = self.step._progress
         if self._progress.stored:
             raise _checks.error(

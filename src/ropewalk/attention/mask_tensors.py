@@ -11,12 +11,12 @@ from ropewalk import _checks
 
 
 def causal(seq: int, keys: int, device: torch.device) -> Tensor:
-    """Return the causal mask, bool `[1, 1, seq, keys]`. The last query belongs to the last key."""
+    """Return the causal mask, bool `[1, 1, seq, keys]`. The last query and the last key belong to the same token."""
     return torch.ones(1, 1, seq, keys, dtype=torch.bool, device=device).tril(keys - seq)
 
 
 def restrict(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """Mask out the keys that are not visible: combine the user's mask, bool or additive, with the bool one."""
+    """Combine the user's mask, bool or additive, with `visible`, a bool mask that is False for keys to hide."""
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else torch.where(visible, mask, -math.inf)
@@ -31,7 +31,7 @@ _FIXES = {
 
 
 def check_mask(who: str, mask: Tensor, q: Tensor, keys: int) -> None:
-    """Raise unless mask is bool or of the dtype of q, with the axes `[batch, heads, seq, keys]`, each full or 1.
+    """Raise unless mask is bool or of the dtype of q, with axes `[batch, heads, seq, keys]` of full size or 1.
 
     Args:
         who: name of the caller in the message.

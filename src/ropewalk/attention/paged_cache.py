@@ -1,8 +1,8 @@
 """A paged key-value cache for requests that start and end independently: block tables, prefix sharing, shift.
 
-A row allocates a block when its tokens need one, so the blocks in use grow with the number of tokens. Keys are cached
-after rotation, as in `KVCache`. Rows with a common prefix may share blocks. A row copies a shared block before writing
-to it or shifting its keys (copy on write).
+Each request is a row of the cache. A row allocates a block when its tokens need one, so the number of blocks in use
+grows with the number of tokens. Keys are cached after rotation, as in `KVCache`. Rows with a common prefix may share
+blocks. A row copies a shared block before writing to it or shifting its keys (copy on write).
 
 Block tables, lengths and positions are planned on the host, in plain Python and CPU tensors. Nothing synchronizes with
 a GPU if the arguments of `step` are on the CPU.
@@ -27,7 +27,7 @@ _NAME = "PagedKVCache"
 
 
 class PagedKVCache:
-    """Keys and values of many requests in blocks of a fixed number of tokens, for all layers of one kind.
+    """Keys and values of many requests in blocks of a fixed number of tokens, for layers with equal heads and head_dim.
 
     Each request is a row. `admit` starts a row and `free` ends it, while others continue. In each forward pass, `step`
     selects rows and plans the positions, slots and mask of their new tokens, and every layer gets its part:
@@ -38,7 +38,7 @@ class PagedKVCache:
         for i, layer in enumerate(layers):
             x = layer(x, rotation, cache=step.layer(i))
 
-    No gradients pass through it. If layers differ (in Gemma, some have a window), use one cache for each kind.
+    No gradients pass through the cache. If only some layers have a window (Gemma), give them a separate cache.
 
     Args:
         num_layers: number of layers of the model. Each has its own keys and values.
@@ -46,17 +46,17 @@ class PagedKVCache:
         head_dim: channels of a head.
         blocks: number of blocks for all rows together.
         block_size: tokens in a block.
-        layout: memory layout of a block: "NHD" (tokens before heads) or "HND". `keys` and `values` have the same axes
-            with both.
+        layout: memory layout of a block: "NHD" (tokens before heads) or "HND". The axes of `keys` and `values`
+            are the same in both layouts.
         window: each token attends to itself and the previous window − 1 tokens. A block becomes free when no later
             token can attend to it. Attention sinks need a `KVCache`.
-        flex: whether compiled layers attend with FlexAttention directly over the blocks. Eager layers gather the blocks
-            of their rows, and so do all layers without flex. It needs "NHD".
+        flex: whether compiled layers attend with FlexAttention directly over the blocks. Eager layers, and all layers
+            if flex is False, first gather the blocks of the rows. flex requires the layout "NHD".
         dtype: dtype of keys and values. Pass the dtype of the model, or of autocast if it is active.
         device: device of keys and values.
 
     Attributes:
-        keys, values: tensors of each layer, `[blocks, block_size, num_kv_heads, head_dim]`.
+        keys, values: lists with one tensor for each layer, `[blocks, block_size, num_kv_heads, head_dim]`.
 
     Raises:
         RopeError: a number is out of range, or flex is combined with "HND".
@@ -120,7 +120,7 @@ class PagedKVCache:
     def from_pools(
         cls, k_cache: Sequence[Tensor], v_cache: Sequence[Tensor], *, window: int | None = None, flex: bool = False
     ) -> PagedKVCache:
-        """Build a cache in existing memory, such as that of an engine. Its content is overwritten.
+        """Build a cache in existing memory, such as that of an engine. The content of the memory is overwritten.
 
         Args:
             k_cache, v_cache: a tensor for each layer, `[blocks, block_size, num_kv_heads, head_dim]`, float16,
@@ -129,8 +129,8 @@ class PagedKVCache:
             window, flex: as in `PagedKVCache`.
 
         Raises:
-            RopeError: a pool has a wrong type, shape, dtype or stride, the pools differ in more than their strides, or
-                window or flex has a wrong value.
+            RopeError: a pool has a wrong type, shape, dtype or stride, the pools overlap or differ in more than their
+                strides, or window or flex has a wrong value.
         """
         who = f"{_NAME}.from_pools"
         paged_checks.check_pools(who, k_cache, v_cache)
@@ -153,14 +153,14 @@ class PagedKVCache:
 
     @property
     def length(self) -> Tensor:
-        """Tokens in each of `rows` that all layers have stored, int64 `[rows]`, on the CPU."""
+        """Number of tokens that all layers have stored, for each row in `rows`, int64 `[rows]`, on the CPU."""
         return torch.tensor([row.length for row in self._rows.current()], dtype=torch.int64)
 
     @property
     def position(self) -> Tensor:
-        """Position of the next token of each of `rows`, int64 `[rows]`, on the CPU.
+        """Position of the next token, for each row in `rows`, int64 `[rows]`, on the CPU.
 
-        It equals length unless `shift`, or `at` or `positions` of a step, has changed it.
+        It equals length unless `shift`, or `at` or `positions` of `step`, has changed it.
         """
         return torch.tensor([row.position for row in self._rows.current()], dtype=torch.int64)
 
@@ -182,7 +182,7 @@ class PagedKVCache:
         Args:
             row: the other row, which remains unchanged.
             length: number of tokens of the other row with which the new row starts. None means all of them, and the
-                next position is that of the other row. Otherwise, it is 1 + the largest position of these tokens.
+                next position is that of the other row. With a number, it is 1 + the largest position of these tokens.
 
         Raises:
             RopeError: there is no such row, or it has fewer tokens than length; length is combined with a window, which
@@ -259,9 +259,9 @@ class PagedKVCache:
             at: as in `KVCache.step`. Not supported with a window, which has evicted keys that would become visible.
 
         Raises:
-            RopeError: there is no such row, a shape or dtype does not match, or at is combined with a window; only some
-                layers appended in the previous step (see `rollback`); or there are not enough free blocks. Nothing has
-                changed then. All of these are detected on every device.
+            RopeError: there is no such row, or no row at all; a shape or dtype does not match, or at is combined with a
+                window; only some layers appended in the previous step (see `rollback`); or there are not enough free
+                blocks. Nothing has changed then. All of these are detected on every device.
         """
         who = f"{_NAME}.step"
         numbers = self._rows.select(who, rows)

@@ -61,9 +61,9 @@ def row_numbers(
 
     Args:
         who: name of the caller in the message.
-        value: the argument of the caller.
+        value: the row numbers that were passed to the caller.
         existing: the existing rows by number.
-        next_row: number of the next row to be created. Smaller numbers have been used.
+        next_row: number of the next row to be created. A smaller number that no longer exists belongs to a freed row.
     """
     if value is None:
         return list(existing)

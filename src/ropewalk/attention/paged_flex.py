@@ -1,4 +1,4 @@
-"""Prepare FlexAttention directly over the blocks of a paged cache: check the pools, flatten them, build the mask."""
+"""Let FlexAttention read the blocks of a paged cache directly: check the pools, flatten them, and build the mask."""
 
 from __future__ import annotations
 

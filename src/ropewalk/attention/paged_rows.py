@@ -1,4 +1,4 @@
-"""The rows of a paged cache: their blocks, the changes that the newest step plans, and copies on write."""
+"""The rows (requests) of a paged cache: their blocks, the changes that the newest step plans, and copies on write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ropewalk.attention.cache_step import Progress
 
 @dataclass
 class Row:
-    """The tokens of one row.
+    """The cached tokens of one row.
 
     Attributes:
         blocks: numbers of the blocks with its tokens, in order.
@@ -43,13 +43,13 @@ class PlannedRow:
 
 @dataclass
 class Plan:
-    """The changes of the newest step.
+    """The changes that the newest step makes once all layers have stored its tokens.
 
     Attributes:
-        numbers: numbers of its rows.
-        progress: state of its forward pass.
+        numbers: numbers of the rows of the step.
+        progress: state of the forward pass.
         rows: state of these rows after the step.
-        allocated: blocks allocated for it.
+        allocated: blocks allocated for the step.
         replaced: shared blocks that were copied for a row. Each loses a holder once the tokens are counted.
         counted: whether the tokens have been counted.
     """
@@ -63,7 +63,7 @@ class Plan:
 
 
 class Rows:
-    """All rows by number, on the host.
+    """All rows of a paged cache. Their state is in plain Python and CPU tensors.
 
     Args:
         pools: keys and values of all layers, `[blocks, block_size, ...]`.
@@ -74,7 +74,7 @@ class Rows:
         by_number: existing rows, in the order of their creation.
         next_number: number of the next row.
         key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including the newest step.
-        plan: changes of the newest step, or None if it is outdated.
+        plan: changes of the newest step. None if there is no step or the newest one is outdated.
     """
 
     def __init__(self, pools: list[Tensor], window: int | None) -> None:
@@ -96,7 +96,7 @@ class Rows:
         return [self.by_number[number] for number in numbers]
 
     def add(self, row: Row) -> int:
-        """Add a row and return its number. The caller has counted it as a holder of its blocks."""
+        """Add a row and return its number. The caller must already have counted the row as a holder of its blocks."""
         number, self.next_number = self.next_number, self.next_number + 1
         self.by_number[number] = row
         return number
@@ -107,7 +107,7 @@ class Rows:
         return list(self.by_number.values())
 
     def block_count(self, length: int) -> int:
-        """Return the number of blocks that length tokens need."""
+        """Return the number of blocks that `length` tokens need."""
         return -(-length // self.block_size)
 
     def cached_positions(self, row: Row) -> Tensor:
@@ -127,7 +127,7 @@ class Rows:
     def settle(self) -> None:
         """Count the tokens of the newest step if all layers have stored them.
 
-        The last layer cannot do this: under torch.compile it must not change Python state.
+        The last layer does not do this, because it may be compiled, and the state of the rows is plain Python.
         """
         plan = self.plan
         if plan is None or plan.counted or plan.progress.stored_count() < len(plan.progress.layers):
@@ -143,7 +143,7 @@ class Rows:
         self.blocks.release(plan.replaced)
 
     def check_finished(self, who: str) -> Plan | None:
-        """Return the newest step if all layers have stored it, None if none has; raise if only some have."""
+        """Return the plan of the newest step, or None if no layer has stored it. Raise if only some layers have."""
         self.settle()
         if self.plan is None:
             return None
@@ -163,8 +163,6 @@ class Rows:
     ) -> tuple[list[PlannedRow], list[int], list[int]]:
         """Truncate rows immediately, and allocate the blocks for their new tokens. The previous step is dropped.
 
-        If there are not enough free blocks, it raises and changes nothing.
-
         Args:
             who: name of the caller in the message.
             rows: the rows.
@@ -172,8 +170,11 @@ class Rows:
             added: number of new tokens of each row.
 
         Returns:
-            The planned state of the rows, whose position the caller must set; the allocated blocks; and the shared
-            blocks that were copied.
+            Three lists: the planned state of each row, in which the caller must set the position; the allocated blocks;
+            and the shared blocks that were copied.
+
+        Raises:
+            RopeError: there are not enough free blocks. Nothing has changed then.
         """
         kept = [row.blocks[: self.block_count(n) - row.skipped] for row, n in zip(rows, lengths, strict=True)]
         dropped = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
@@ -203,7 +204,7 @@ class Rows:
         return planned, allocated, replaced
 
     def copy(self, old: list[int], new: list[int]) -> None:
-        """Copy whole blocks in all pools."""
+        """Copy each block in `old` to the block at the same index in `new`, in all pools."""
         if not old:
             return
         for pool in self._pools:

@@ -16,7 +16,7 @@ from ropewalk.rotation.api import Rotation
 
 @dataclass
 class Move:
-    """A block whose keys move by delta positions for these rows, in place or in a copy."""
+    """A block whose keys move by `delta` positions for `rows`, in a copy if `copied` is True, otherwise in place."""
 
     block: int
     delta: int
@@ -87,7 +87,7 @@ def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
 
 
 def _copy_shared(rows: Rows, moves: list[Move]) -> None:
-    """Copy the blocks of the moves marked as copied, and replace them in the rows of the move."""
+    """Copy the block of each move that is marked `copied`, and replace it by the copy in the rows of the move."""
     copied = [move for move in moves if move.copied]
     new = rows.blocks.allocate(len(copied))
     rows.copy([move.block for move in copied], new)

@@ -39,15 +39,15 @@ class Pools(Protocol):
 class Scratch:
     """Memory for the gathered keys or values of one layer, reused by the next layer and the next step.
 
-    The system maps new memory of that size page by page, which takes 7 times as long as the copy (measured for 8 rows
-    of 1,024 keys in float32).
+    The system maps new memory of this size page by page, which takes 7 times as long as gathering the blocks (measured
+    for 8 rows of 1,024 keys in float32).
     """
 
     def __init__(self) -> None:
         self._blocks: Tensor | None = None
 
     def get(self, pool: Tensor, count: int) -> Tensor:
-        """Return memory for count blocks of a pool, `[count, block_size, kv_heads, head_dim]`."""
+        """Return memory for `count` blocks of a pool, `[count, block_size, kv_heads, head_dim]`."""
         kept = self._blocks
         if kept is None or len(kept) < count:
             more = count if kept is None else max(count, 2 * len(kept))
@@ -62,19 +62,20 @@ class Scratch:
 class PagedStep(CacheStep):
     """One forward pass with a `PagedKVCache`, created by `PagedKVCache.step` for `RotaryAttention` or another kernel.
 
-    Pass a paged attention kernel `cache.keys[i]`, `cache.values[i]` and the tables below. `PagedLayer.write` stores the
-    new keys and values, or the kernel stores them itself at `slot_mapping`. All tables include the tokens of this step.
-    Tables that only some kernels need are built on first use.
+    To use a paged attention kernel, pass it `cache.keys[i]`, `cache.values[i]` and the tables below. Store the new keys
+    and values with `PagedLayer.write`, or let the kernel store them at `slot_mapping`. All tables include the tokens of
+    this step. Tables that only some kernels need are built on first use.
 
     Attributes:
         rows: numbers of the rows, in the order of the batch.
         positions, order, key_positions, key_order, mask: as in `CacheStep`. The keys are those of whole blocks, and
-            every row has as many as the longest row of this step. Shapes thus change rarely, which saves recompilation.
+            every row has as many keys as the row with the most blocks in this step. Shapes thus change rarely, which
+            saves recompilation.
         slot_mapping: slot of each new token, block · block_size + offset in the block, and −1 for padding: int64
             `[batch · seq]`, row by row.
         block_table: blocks of each row, int32 `[batch, blocks of the longest row]`, padded with the last block of the
             row. With a window, it omits blocks that no token of this step attends to.
-        seq_lens: number of tokens in these blocks, int32 `[batch]`.
+        seq_lens: number of tokens that each row has in the blocks of `block_table`, int32 `[batch]`.
         block_mask: mask for FlexAttention over the flattened blocks of the pool. None in a cache without `flex`.
     """
 
@@ -171,7 +172,7 @@ class PagedStep(CacheStep):
 
     @property
     def kv_indptr(self) -> Tensor:
-        """Index of the first block of each row in `kv_indices`, then the number of blocks: int32 `[batch + 1]`.
+        """Index of the first block of each row in `kv_indices`, then the number of all blocks: int32 `[batch + 1]`.
 
         The name is FlashInfer's.
         """
@@ -190,7 +191,7 @@ class PagedStep(CacheStep):
 
     @property
     def qo_indptr(self) -> Tensor:
-        """Index of each row's first token among the new tokens without padding, then their number: int32 `[batch + 1]`.
+        """Index of each row's first new token, not counting padding, then the number of all: int32 `[batch + 1]`.
 
         The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
         without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.
@@ -278,8 +279,8 @@ class PagedLayer(LayerCache):
     ) -> Tensor:
         """Rotate q and k, store k and v, and attend over all keys that are visible to the new tokens.
 
-        In a cache with `flex`, under torch.compile, it uses FlexAttention directly over the blocks if mask is None and
-        rotation is not a `TwoPass`. Otherwise it gathers keys and values from the blocks.
+        In a cache with `flex`, under torch.compile, FlexAttention reads the blocks directly if mask is None and
+        rotation is not a `TwoPass`. Otherwise keys and values are gathered from the blocks first.
 
         Args:
             q, k, v, rotation, mask, scale, norm: as in `LayerCache.attend`.

@@ -26,7 +26,7 @@ class SelfExtend:
     section 3. The authors' code (`datamllab/LongLM`) has the same rule, but some of its files do not round window / G.
 
     Pass the result of `at` to `RotaryAttention` instead of a `Rotation`. Attention then runs in plain PyTorch in two
-    passes that are merged before the softmax. It computes twice the scores and keeps all of them in memory.
+    passes that are merged before the softmax. Each score is computed twice, and all scores are kept in memory.
 
     Args:
         rope: the rope of the model. It must be static and have one axis.
@@ -69,7 +69,7 @@ class SelfExtend:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> TwoPass:
-        """Return both rotations of the tokens and the mask of far pairs. Call this once per forward pass.
+        """Return the rotations for near and for far pairs, and the mask of far pairs. Call this once per forward pass.
 
         Args:
             positions: positions of the new tokens, int32 or int64, `[seq]` or `[batch, seq]`.
@@ -82,7 +82,7 @@ class SelfExtend:
             not applied twice.
 
         Raises:
-            RopeError: positions or key_positions has another dtype or shape.
+            RopeError: positions or key_positions has a wrong dtype or shape.
         """
         near = self.rope.at(positions, device=device, dtype=dtype)
         keys = positions if key_positions is None else key_positions

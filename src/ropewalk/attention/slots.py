@@ -21,8 +21,9 @@ EMPTY = 2**62
 class Slots:
     """The slots of a row, which are the same in every row and layer.
 
-    The first tokens of a row stay in the sink slots. The others fill the ring, slot after slot. With a window, the ring
-    wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not fit are discarded.
+    The first tokens of a row stay in the sink slots. The others fill the remaining slots, the ring, in their order.
+    With a window, the ring wraps around, and each new token evicts the oldest one. With a capacity, tokens that do not
+    fit are discarded.
 
     Args:
         capacity: number of slots in a cache that keeps every token. None with a window.
@@ -72,7 +73,7 @@ class Slots:
         return torch.where(slot < self.sinks, torch.where(slot <= last, slot, EMPTY), in_ring)
 
     def filled(self, lengths: tuple[int, int] | None, *, concatenates: bool) -> slice:
-        """Return the slice of keys that are visible to some row, or all keys if this is not known.
+        """Return a slice that contains every key visible to some row, or all keys if the lengths are unknown.
 
         Args:
             lengths: smallest and largest number of tokens in a row, or None if unknown. The new tokens are included,
@@ -87,7 +88,7 @@ class Slots:
     def is_causal(self, seq: int, lengths: tuple[int, int] | None, *, concatenates: bool) -> bool:
         """Return whether the mask is a plain causal mask over the filled slots, provided that no new token is padding.
 
-        It is one for a single token if all rows have equal lengths, and for the first tokens of all rows.
+        That is so for a single new token if all rows have equal lengths, and for the first tokens of all rows.
 
         Args:
             seq: number of new tokens in each row.

@@ -21,7 +21,7 @@ class TwoPass:
                 near(q) · near(k)                    for near pairs
 
     Args:
-        near: rotates the new queries and keys. Cached keys are rotated by it.
+        near: rotates the new queries and keys. Cached keys have been rotated in the same way.
         far_queries: rotates the new queries for the far pass.
         far_keys: rotates all keys, already rotated by near, again for the far pass. None leaves them unchanged.
         far: bool, broadcastable to `[batch, heads, seq, keys]`: True for far pairs.
@@ -58,7 +58,7 @@ class TwoPass:
             `[batch, seq, heads, head_dim]`, with 0 for a query whose keys are all masked, as in PyTorch's attention.
 
         Raises:
-            RopeError: mask has another dtype or shape.
+            RopeError: mask has a wrong dtype or shape.
         """
         check_mask("TwoPass.attend", mask, q, k.shape[1])
         if self.far_keys is None:  # both passes use the same keys, so read them once
