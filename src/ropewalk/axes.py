@@ -270,7 +270,7 @@ def frequencies(
 ) -> tuple[tuple[float, ...], float] | None:
     """Return inv_freq of each pair and the attention factor, or None if they depend on the length of the text.
 
-    With axes, the scheme is applied to each progression as to a rope with one axis and the same number of channels.
+    With axes, the scheme is applied to each progression as to a rope with one axis and the channels of the progression.
 
     Raises:
         RopeError: as raised by the scheme; or the scheme applies only to one progression over the whole head.

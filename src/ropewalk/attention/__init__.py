@@ -1,1 +1,1 @@
-"""Attention around the rotation: masks, the kernels of PyTorch, a KV cache and Self-Extend."""
+"""Attention over rotated queries and keys: masks, PyTorch's kernels, KV caches and Self-Extend."""

@@ -232,7 +232,7 @@ class CacheStep:
         return TwoPass(near, far_queries, None, is_sink[:, None, None])
 
     def layer(self, index: int) -> LayerCache:
-        """Return the cache of one layer for `RotaryAttention`, 0 ≤ index < num_layers.
+        """Return the cache of layer `index`, counted from 0, to pass to `RotaryAttention`.
 
         Raises:
             RopeError: index is out of range.

@@ -171,7 +171,7 @@ class PagedKVCache:
         return self._rows.blocks.free
 
     def admit(self) -> int:
-        """Start an empty row and return its number. Numbers are never reused. Blocks are allocated with the tokens."""
+        """Start an empty row and return its number. Numbers are never reused. `step` allocates the blocks."""
         return self._rows.add(Row())
 
     def fork(self, row: int, length: int | None = None) -> int:

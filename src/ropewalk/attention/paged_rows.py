@@ -73,7 +73,8 @@ class Rows:
         blocks: the allocator of blocks.
         by_number: existing rows, in the order of their creation.
         next_number: number of the next row.
-        key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including the newest step.
+        key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including tokens of the newest
+            step.
         plan: changes of the newest step. None if there is no step or the newest one is outdated.
     """
 

@@ -63,8 +63,8 @@ class PagedStep(CacheStep):
     """One forward pass with a `PagedKVCache`, created by `PagedKVCache.step` for `RotaryAttention` or another kernel.
 
     To use a paged attention kernel, pass it `cache.keys[i]`, `cache.values[i]` and the tables below. Store the new keys
-    and values with `PagedLayer.write`, or let the kernel store them at `slot_mapping`. All tables include the tokens of
-    this step. Tables that only some kernels need are built on first use.
+    and values with `PagedLayer.write`, or let the kernel store them at `slot_mapping` and call `mark_written`. All
+    tables include the tokens of this step. Tables that only some kernels need are built on first use.
 
     Attributes:
         rows: numbers of the rows, in the order of the batch.
@@ -153,7 +153,7 @@ class PagedStep(CacheStep):
 
     @property
     def key_positions(self) -> Tensor:  # type: ignore[override]
-        """Positions of all keys as in `CacheStep`, int64 `[batch, keys]`. The first read must precede the next step.
+        """Positions of all keys as in `CacheStep`, int64 `[batch, keys]`. Read it before the cache changes.
 
         Raises:
             RopeError: on first use, if the step is no longer the newest of its cache.
@@ -199,7 +199,7 @@ class PagedStep(CacheStep):
         return _on_device([0, *accumulate(self._added)], self.order.device)
 
     def layer(self, index: int) -> PagedLayer:
-        """Return the cache of one layer for `RotaryAttention`, 0 ≤ index < num_layers.
+        """Return the cache of layer `index`, counted from 0, to pass to `RotaryAttention`.
 
         Raises:
             RopeError: index is out of range.

@@ -21,9 +21,10 @@ class SelfExtend:
         m − n                              if m − n < window
         ⌊m/G⌋ − ⌊n/G⌋ + window − ⌊window/G⌋   otherwise, with G = group
 
-    so beyond the window it grows by 1 for every G tokens. A model trained on L tokens meets no new distance in texts of
-    up to (L − window) · G + window tokens. Source: Jin et al., "LLM Maybe LongLM", https://arxiv.org/abs/2401.01325,
-    section 3. The authors' code (`datamllab/LongLM`) has the same rule, but some of its files do not round window / G.
+    so beyond the window the distance grows by 1 for every G tokens. A model trained on L tokens meets no new distance
+    in texts of up to (L − window) · G + window tokens. Source: Jin et al., "LLM Maybe LongLM",
+    https://arxiv.org/abs/2401.01325, section 3. The authors' code (`datamllab/LongLM`) has the same rule, but some of
+    its files do not round window / G.
 
     Pass the result of `at` to `RotaryAttention` instead of a `Rotation`. Attention then runs in plain PyTorch in two
     passes that are merged before the softmax. Each score is computed twice, and all scores are kept in memory.
