@@ -80,7 +80,7 @@ def _fix_for_shape(positions: Tensor, axes: int) -> str:
 
 
 def delta_tensor(delta: int | tuple[int, ...] | Tensor, device: torch.device | str | None, axes: int | None) -> Tensor:
-    """Check a shift and return it as an integer tensor: `[]` for an int, `[axes]` for a tuple, a tensor unchanged."""
+    """Check a shift and return it as an integer tensor: a tensor unchanged, an int as `[]`, a tuple as `[axes]`."""
     who = "Rope.shift"
     if isinstance(delta, Tensor):
         fits = delta.ndim <= 2 if axes is None else 1 <= delta.ndim <= 3 and delta.shape[0] == axes

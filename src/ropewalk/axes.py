@@ -1,4 +1,4 @@
-"""Axes: which coordinate of a token each pair of channels uses, and at which frequency.
+"""Axes: the coordinate of a token that each pair of channels uses, and the frequency of the pair.
 
 A patch of an image has a row and a column; a patch of a video also has a frame. Each pair of channels rotates by one of
 these positions: its angle is its frequency times the position on its axis. The frequencies form geometric progressions.
@@ -128,7 +128,7 @@ class Axes:
         """Create M-RoPE with time at the lowest frequencies: the pairs use h, w, h, w, ..., and the last ones use t.
 
         One progression runs over all pairs. Source: Ernie 4.5 VL in transformers 5.23, whose `mrope_section` [22, 22,
-        20] is in the order h, w, t; Bailing (Ling-omni) in vLLM, whose sections are in the order t, h, w.
+        20] is in the order h, w, t. Bailing (Ling-omni) in vLLM uses this pattern with sections in the order t, h, w.
 
         Args:
             sections: number of pairs of t, h and w, in this order: (20, 22, 22) for Ernie 4.5 VL. Those of h and w must

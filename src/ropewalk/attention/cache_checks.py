@@ -112,7 +112,7 @@ def check_capacity(capacity: int | None, total: tuple[int, int] | None) -> None:
 
 
 def check_per_row(who: str, name: str, value: Tensor, length: Tensor) -> None:
-    """Raise unless value is an int64 tensor `[batch]`, as `length` is."""
+    """Raise unless value is an int64 tensor of the shape of `length`, `[batch]`."""
     if not isinstance(value, Tensor) or value.dtype != torch.int64 or value.shape != length.shape:
         must = f"{name} must be an int64 tensor [batch] = {list(length.shape)}"
         raise _checks.error(who, must, _checks.describe(value), "Pass one number for each row.")

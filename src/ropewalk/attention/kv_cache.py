@@ -312,7 +312,7 @@ class KVCache:
         self._invalidate_step()
 
     def _check_finished(self, who: str) -> Progress | None:
-        """Return the progress of the newest step, or None if no layer has stored it. Raise if only some layers have.
+        """Return the progress of the newest step, or None if no layer has stored tokens. Raise if only some have.
 
         Under torch.compile the result is None: reading the state would compile the forward pass once for each state.
         """

@@ -144,7 +144,7 @@ class Rows:
         self.blocks.release(plan.replaced)
 
     def check_finished(self, who: str) -> Plan | None:
-        """Return the plan of the newest step, or None if no layer has stored it. Raise if only some layers have."""
+        """Return the plan of the newest step, or None if no layer has stored tokens. Raise if only some have."""
         self.settle()
         if self.plan is None:
             return None

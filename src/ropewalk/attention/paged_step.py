@@ -191,7 +191,7 @@ class PagedStep(CacheStep):
 
     @property
     def qo_indptr(self) -> Tensor:
-        """Index of each row's first new token, not counting padding, then the number of all: int32 `[batch + 1]`.
+        """Index of each row's first new token, then the number of new tokens, without padding: int32 `[batch + 1]`.
 
         The name is FlashInfer's; vLLM calls it `query_start_loc`, and FlashAttention `cu_seqlens_q`. To get the queries
         without padding, use `q.flatten(0, 1)[step.slot_mapping >= 0]`.

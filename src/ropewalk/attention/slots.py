@@ -1,8 +1,8 @@
 """Map tokens to the slots of a cache, and slots to the tokens that they hold.
 
-Everything here depends on the order of a token: its index in its row, from 0. A token also has a position, which
-decides its rotation but does not affect masks. Several tokens may have the same position, and `KVCache.shift` changes
-positions.
+The functions of this module depend only on the order of a token: its index in its row, from 0. A token also has a
+position, which decides its rotation but does not affect masks. Several tokens may have the same position, and
+`KVCache.shift` changes positions.
 """
 
 from __future__ import annotations
