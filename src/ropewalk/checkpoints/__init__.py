@@ -1,4 +1,4 @@
-"""Convert checkpoints between pairings and formats: `ropewalk convert`.
+"""Convert checkpoints between pairings and formats, for the command `ropewalk convert`.
 
     folder ──► read ──► Checkpoint ──► plan ──► Plan ──► write ──► folder
                model.py                plan.py           write.py

@@ -40,7 +40,7 @@ class Part:
 
 
 def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
-    """Return the permutation that converts the rotated channels of a head to the pairing `to`.
+    """Return the permutation that converts the rotated channels of a head from the other pairing to `to`.
 
     The result has shape `[rotary_dim]`. Channel c of the converted head is channel `result[c]` of the original.
     """
@@ -49,9 +49,10 @@ def channels(rotary_dim: int, to: Pairing) -> npt.NDArray[np.int64]:
 
 
 def row_order(rows: int, parts: Iterable[Part], to: Pairing) -> npt.NDArray[np.int64]:
-    """Return the permutation that converts the rows of a tensor to the pairing `to`. Unrotated rows stay in place.
+    """Return the permutation that converts the rows of a tensor from the other pairing to `to`.
 
-    The result has shape `[rows]`. Row r of the converted tensor is row `result[r]` of the original.
+    Unrotated rows stay in place. The result has shape `[rows]`. Row r of the converted tensor is row `result[r]` of
+    the original.
     """
     result = np.arange(rows)
     for part in parts:
@@ -102,19 +103,19 @@ _UNCHANGED_PARAMETERS = frozenset({"lora_A.weight"})
 
 
 def _starts_by_role(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Return the first row of each head if a tensor has all heads of q, then of k, then of v (Phi-3, ModernBERT)."""
+    """Return the first row of each head in a tensor with all heads of q, then of k, then of v (Phi-3, ModernBERT)."""
     return {"q": [i * head for i in range(queries)], "k": [(queries + i) * head for i in range(keys)]}
 
 
 def _starts_by_head(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Return the first row of each head if a tensor has the q, k and v of one head after another (GPT-NeoX)."""
+    """Return the first row of each head in a tensor that holds q, k and v of head 0, then of head 1, ... (GPT-NeoX)."""
     return {"q": [3 * i * head for i in range(queries)], "k": [(3 * i + 1) * head for i in range(queries)]}
 
 
 def _starts_by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Return the first row of each head if a tensor has one group after another (Falcon's new decoder).
+    """Return the first row of each head in a tensor that consists of groups (Falcon's new decoder).
 
-    A group is the heads of q that share a head of k, then that head of k, then its head of v.
+    A group holds the heads of q that share a head of k, then that head of k, then its head of v.
     """
     group_size = queries // keys
     group = [(i * (group_size + 2)) * head for i in range(keys)]
@@ -122,7 +123,7 @@ def _starts_by_group(queries: int, keys: int, head: int) -> dict[Role, list[int]
 
 
 def _starts_of_codegen(queries: int, keys: int, head: int) -> dict[Role, list[int]]:
-    """Return the first row of each head if a tensor has four blocks of a quarter of q, of v and of k (CodeGen)."""
+    """Return the first row of each head in a tensor of four blocks, each a quarter of q, of v and of k (CodeGen)."""
     quarter = queries // 4
     starts = [block * 3 * quarter + i for block in range(4) for i in range(quarter)]
     return {"q": [s * head for s in starts], "k": [(s + 2 * quarter) * head for s in starts]}
@@ -158,9 +159,9 @@ class Location:
     """The location of a tensor in a model.
 
     Args:
-        stack: the part of its name before the layers, e.g. "model.".
-        layer: the index of its layer.
-        name: its name inside the attention module, e.g. "q_proj.weight"; None if it is in another module.
+        stack: the part of the tensor's name before the layers, e.g. "model.".
+        layer: the index of the tensor's layer.
+        name: the tensor's name inside the attention module, e.g. "q_proj.weight"; None if it is in another module.
     """
 
     stack: str
@@ -194,7 +195,7 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
 
     Args:
         name, shape: the name and shape of the tensor.
-        at: its location.
+        at: the location of the tensor.
         heads: the sizes of the attention module.
         config: the config of the model.
 
@@ -247,7 +248,10 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
 
 
 def _norm(name: str, shape: tuple[int, ...], layer: int, role: Role, parameter: str, heads: Heads) -> list[Part]:
-    """Return the rotated rows of a norm, which may be shared by all heads, one for each head, or one over all heads."""
+    """Return the rotated rows of the weight or bias of a norm of q or k.
+
+    The tensor has head_dim numbers that all heads share, or head_dim numbers for each head.
+    """
     rope, numbers = heads.rope, int(np.prod(shape, dtype=object))
     if match := re.fullmatch(r"norms\.\d+\.(weight|bias)", parameter):  # StableLM has a norm for each head
         parameter = match[1]

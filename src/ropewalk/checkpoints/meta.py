@@ -1,4 +1,4 @@
-"""Convert the names of tensors, and params.json or config.json, between Meta's and Hugging Face's Llama.
+"""Convert the names of tensors and the config between Meta's format of Llama and Hugging Face's.
 
 Source: meta-llama/llama-models at a9c89c47, models/llama3/model.py and args.py.
 """
@@ -83,7 +83,7 @@ def to_hugging_face(
         max_positions: `max_position_embeddings` in tokens, which Meta's format does not contain.
 
     Raises:
-        RopeError: a size or max_positions is missing.
+        RopeError: max_positions, a size or a tensor is missing or invalid.
     """
     who = "convert"
     if max_positions is None:
@@ -175,7 +175,8 @@ def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:
 def _feed_forward(dim: int, inner: int) -> tuple[int, float | None]:
     """Return a `multiple_of` and a `ffn_dim_multiplier` from which Meta's code computes the width `inner`.
 
-    Meta's formula is two thirds of 4 · dim, times the multiplier, rounded up to a multiple of `multiple_of`.
+    Meta's formula is two thirds of 4 · dim, times the multiplier, rounded up to a multiple of `multiple_of`. The
+    multiplier is None if the formula gives `inner` without one.
     """
     usual = int(2 * (4 * dim) / 3)
     multiple = math.gcd(inner, 4096)

@@ -29,11 +29,12 @@ class Checkpoint:
         folder: the folder.
         form: the format of the files: "hf", "meta" or "adapter" (a LoRA adapter of PEFT).
         config: the config of the model in Hugging Face's schema. For an adapter, the config of its base model.
-        own_config: the config next to the weights: `config`, or for an adapter the content of adapter_config.json.
+        own_config: the content of adapter_config.json for an adapter; the same as `config` for other checkpoints.
         ropes: the ropes of the config.
         pairing: the pairing of these weights.
         native_pairing: the pairing with which the code of this model_type rotates.
-        files: maps each file to its tensors by Hugging Face's names, in the order of their bytes.
+        files: maps each file to its tensors by Hugging Face's names, in the order of their bytes. The files of Meta's
+            format are joined, so that the first one has all tensors.
         metadata: maps each file to its safetensors metadata.
         companion_files: the names of other files in the folder that belong to the model, such as its tokenizer.
         unread_weights: the names of other files with weights in the folder, which were not read.
@@ -219,7 +220,10 @@ def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Chec
 
 
 def _other_files(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the files in a folder that are not in `read`: those without and those with weights."""
+    """Return the names of the files in a folder that are not in `read`: first those without, then those with weights.
+
+    The index of the weights is in neither of the two tuples.
+    """
     others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
     unread_weights = [name for name in others if name.endswith(_WEIGHTS)]
     return tuple(name for name in others if name not in unread_weights), tuple(unread_weights)
@@ -229,7 +233,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a file that contains a JSON object. Its keys keep their order.
 
     Raises:
-        RopeError: the file cannot be read, or contains something else.
+        RopeError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Plan a conversion from headers and configs, before anything is written."""
+"""Plan a conversion before anything is written, from the headers of the weights and the config."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def plan(source: Checkpoint, to: Pairing, form: str) -> Plan:
     Args:
         source: the checkpoint to convert.
         to: the pairing to write.
-        form: the format to write: "hf" or "meta". An adapter keeps its own format, for which this must be "hf".
+        form: the format to write: "hf" or "meta". For an adapter, which keeps its own format, this must be "hf".
 
     Raises:
         RopeError: there is nothing to convert, or ropewalk cannot convert the checkpoint.
@@ -140,7 +140,10 @@ def _find_parts(source: Checkpoint) -> dict[str, list[Part]]:
 
 
 def _rope_of(source: Checkpoint, layer: int, name: str) -> Any:
-    """Return the rope of a layer. Layers that predict further tokens come after the last one and have its rope."""
+    """Return the rope of a layer.
+
+    Layers that only predict further tokens follow the last layer of the model and have the same rope as that layer.
+    """
     ropes = source.ropes.layers
     if layer < len(ropes):
         return ropes[layer]
@@ -208,7 +211,7 @@ def _refuse_quantised(came: str) -> None:
 
 
 def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
-    """Raise a RopeError if an FP8 row would leave its block of rows, because the rows of a block share a scale."""
+    """Raise a RopeError if an FP8 row would move to another block of rows, because each block has its own scale."""
     quantisation = source.config.get("quantization_config")
     size = quantisation.get("weight_block_size") if isinstance(quantisation, Mapping) else None
     tensors = source.tensors
@@ -229,7 +232,7 @@ def _check_blocks(source: Checkpoint, found: Mapping[str, list[Part]]) -> None:
 
 
 def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the JSON files to write, and notes about the result for the user."""
+    """Return the JSON files to write, except the index, and notes about the result for the user."""
     if form == "adapter":
         return {model.ADAPTER_CONFIG: source.own_config}, [
             f"The adapter now fits a model whose q and k are {to}. Convert its model in the same way."
@@ -260,7 +263,7 @@ def _texts(source: Checkpoint, to: Pairing, form: str) -> tuple[dict[str, Any], 
 def _files(
     source: Checkpoint, tensors: Mapping[str, Tensor], form: str, to: Pairing
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, str]], dict[str, Any]]:
-    """Return the tensors of each file, the metadata of each file, and the index file if there are several."""
+    """Return the tensors of each file, the metadata of each file, and the index of the files if they need one."""
     if form == "meta":
         ordered = sorted(tensors.items(), key=lambda item: _sort_key(item[0]))
         named = {meta.meta_name(name): tensor for name, tensor in ordered}

@@ -32,10 +32,10 @@ _BY_COLUMNS = ("wo", "w2")
 
 
 def pieces(folder: Path) -> list[Path]:
-    """Return the files of a model, in order.
+    """Return the files consolidated.00.pth, consolidated.01.pth, ... of a folder, in order.
 
     Raises:
-        RopeError: there are no files, or one is missing.
+        RopeError: there are no such files, or one is missing.
     """
     paths = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name))
     numbers = [int(NAME.fullmatch(path.name)[1]) for path in paths]  # type: ignore[index]
@@ -84,7 +84,7 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
 
 
 def _members(file: Path) -> list[int]:
-    """Return the offsets of the storages in an archive of PyTorch, in bytes and in order, or [] if it is big-endian."""
+    """Return the sorted offsets in bytes of the storages in an archive of PyTorch, or [] if it is big-endian."""
     with zipfile.ZipFile(file) as archive, file.open("rb") as content:
         begins = []
         for member in archive.infolist():

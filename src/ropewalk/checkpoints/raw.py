@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Tensor(Protocol):
-    """The interface of a tensor that is read as rows of bytes. Its dtype is named as in safetensors: "BF16"."""
+    """The interface of a tensor that is read as rows of bytes. Its dtype is named as in safetensors, e.g. "BF16"."""
 
     @property
     def dtype(self) -> str: ...
@@ -127,7 +127,10 @@ class ReorderedTensor:
         return self.tensor.rows
 
     def read(self, first: int, last: int) -> Bytes:
-        """Read rows, as in `Tensor`. The rows of a head are close together, so the span that contains them is read."""
+        """Read rows, as in `Tensor`, by reading the span of `tensor` that contains all of them.
+
+        Rows only move within a head, so the span is hardly longer than the rows.
+        """
         wanted = self.order[first:last]
         if not len(wanted):
             return self.tensor.read(0, 0)
@@ -138,15 +141,15 @@ class ReorderedTensor:
 def tensor_in_file(file: Path, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> StoredTensor:
     """Return the tensor of this shape that is stored at an offset in a file.
 
-    A row is everything with the same first index. A tensor without axes, or whose bytes its first axis does not divide,
-    is one row.
+    A row consists of all elements with the same first index. The whole tensor is one row if it has no axes, or if its
+    number of bytes is not a multiple of the length of its first axis.
     """
     whole = not shape or (shape[0] > 0 and nbytes % shape[0] != 0)
     return StoredTensor(file, offset, nbytes, dtype, shape, 1 if whole else shape[0])
 
 
 def as_column(tensor: StoredTensor) -> StoredTensor:
-    """Return the same tensor as a column, with one number in each row. Norms have weights of different shapes."""
+    """Return the weight or bias of a norm, which may have any shape, as a column with one number in each row."""
     return replace(tensor, rows=math.prod(tensor.shape))
 
 
@@ -156,7 +159,7 @@ def row_bytes(tensor: Tensor) -> int:
 
 
 def chunks(tensor: Tensor) -> Iterator[Bytes]:
-    """Yield all rows in order, in chunks of at most `CHUNK` bytes or of one row."""
+    """Yield all rows in order, in chunks of at most `CHUNK` bytes, or of a single row that is longer."""
     total = tensor.rows
     step = max(1, CHUNK // max(1, row_bytes(tensor)))
     for first in range(0, total, step):

@@ -56,10 +56,11 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
     """Find the files of the weights in a folder.
 
     Returns:
-        A dict from each file to the names of the tensors that the index lists for it, or to None without an index.
+        A dict from each file to the names of the tensors that the index lists for it, or to None if there is no index.
 
     Raises:
-        RopeError: there is neither a file of weights nor an index, or both, or the index names other files.
+        RopeError: the folder has neither model.safetensors nor an index, or has both, or the index is invalid or names
+            anything other than safetensors files in the folder.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.exists() and index.exists():

@@ -1,4 +1,4 @@
-"""Verify a conversion: both checkpoints must give the same attention scores, each rotated with its own pairing.
+"""Verify a conversion: the source and the result, each rotated with its own pairing, must give the same scores.
 
 The plan says which rows belong to which head. This module reads the written files and checks that these rows are in the
 right order, and that no other byte has changed.
@@ -33,7 +33,9 @@ causes differences of about 1e-13 in the widest model."""
 
 
 def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
-    """Compare the scores of q and k before and after, in every layer and head, for random input at random positions.
+    """Compare the scores of q and k before and after the conversion, for random input at random positions.
+
+    Every head of every layer that rotates is compared.
 
     Args:
         plan: the conversion.
@@ -41,7 +43,7 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
         say: a function that is called with one line of text for each layer.
 
     Raises:
-        RopeError: the scores differ, or a row that is not rotated has changed.
+        RopeError: the scores differ, a row that is not rotated has changed, or a tensor is missing.
     """
     after = _written_tensors(plan, written)
     before = plan.source.tensors
@@ -63,7 +65,7 @@ def verify(plan: Plan, written: Path, say: Callable[[str], None]) -> None:
 
 
 def _written_tensors(plan: Plan, folder: Path) -> dict[str, Tensor]:
-    """Read the headers of the written files. Return their tensors by the names of the source."""
+    """Read the headers of the written files. Return each tensor by the name that it has in the source."""
     if plan.form != "meta":
         found: dict[str, Tensor] = {}
         for file in plan.files:
@@ -111,7 +113,7 @@ def _compare_layer(
     """Compare the scores of all heads of a layer. Return their largest difference, divided by the largest score.
 
     Raises:
-        RopeError: this difference is more than `_TOLERANCE`.
+        RopeError: the quotient is more than `_TOLERANCE`.
     """
     positions = torch.randint(0, _FARTHEST, (_TOKENS,), generator=generator)
     inputs: dict[int, torch.Tensor] = {}
@@ -134,7 +136,7 @@ def _compare_layer(
 
 
 def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation:
-    """Return the float64 rotation at these positions of a head that has only the rotated channels."""
+    """Return the float64 rotation, at these positions, of heads that consist of the rotated channels alone."""
     static = rope if rope.is_static else rope.at_length(_FARTHEST)
     width = static.rotary_dim
     alone = replace(static, head_dim=width, rotary_dim=width, rotary_offset=0, pairing=pairing, axes=None)
@@ -142,7 +144,7 @@ def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation
 
 
 def _scores(q: torch.Tensor | None, k: torch.Tensor | None) -> torch.Tensor:
-    """Return the scores of each head of q with its head of k, `[q heads, tokens, tokens]`."""
+    """Return the scores of each head of q with the head of k that it attends to, `[q heads, tokens, tokens]`."""
     if q is None or k is None:
         return torch.zeros(1, dtype=torch.float64)
     group_size = max(1, q.shape[1] // k.shape[1])
@@ -157,13 +159,14 @@ def _vectors(
 ) -> torch.Tensor | None:
     """Compute the rotated channels of q or k for random input.
 
-    The input is multiplied by the projection and its bias is added. Then it is multiplied by the weight of a norm, and
-    the bias of the norm is added.
+    The input is multiplied by the weight of the projection, and the projection's bias is added. If a norm follows, the
+    sum is multiplied by the weight of the norm, and the norm's bias is added.
 
     Args:
         parts: the names of the tensors of q or k in one layer, with their rotated rows.
         tensors: all tensors by name.
-        inputs: the random input for each width. A missing one is drawn from `generator` and added.
+        inputs: maps the number of channels of an input to that input. A missing input is drawn from `generator` and
+            added to the dict.
         generator: the source of randomness.
 
     Returns:

@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def check_target(plan: Plan, folder: Path) -> None:
-    """Raise a RopeError if the folder is not empty, overlaps the source, or has too little free space."""
+    """Raise a RopeError if the target is not a new or empty folder, overlaps the source, or lacks free space."""
     target, origin = folder.resolve(), plan.source.folder.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
         must, came = "DST must be a folder outside of SRC that does not contain SRC", "folders that overlap"
@@ -46,12 +46,13 @@ def write(plan: Plan, folder: Path, progress: Progress, check: Check | None = No
     Args:
         plan: the plan.
         folder: a new or empty folder. It appears at the end, with all files.
-        progress: a function that is called after each chunk.
+        progress: a function that is called after each chunk, with the arguments that `Progress` describes.
         check: a function that is called with the hidden folder after the weights have been written. If it raises a
             RopeError, the hidden folder is deleted.
 
     Raises:
-        RopeError: the folder is not empty, another process writes it, the disk is full, or `check` raises an error.
+        RopeError: as in `check_target`, or another process is writing to the folder, the folder cannot be written
+            (e.g. because the disk is full), or `check` raises an error.
     """
     check_target(plan, folder)
     target = folder.resolve()
@@ -87,12 +88,15 @@ def _hidden_folder(folder: Path) -> Path:
 
 
 def _written_bytes(unfinished: Path) -> int:
-    """Return the number of bytes of an earlier run. They count as free space, because they are kept or deleted."""
+    """Return the number of bytes that an earlier run has written.
+
+    They count as free space, because this run keeps them or deletes them.
+    """
     return sum(path.stat().st_size for path in unfinished.glob("*") if path.is_file())
 
 
 def _state(plan: Plan) -> str:
-    """Return a hash of the plan and the files of the source. A run only continues an earlier one with the same hash."""
+    """Return a hash of the plan and of the source's files. A run continues an earlier run only if the hashes agree."""
     plan_values = [
         plan.to,
         plan.form,
@@ -108,7 +112,7 @@ def _state(plan: Plan) -> str:
 
 
 def _prepare(unfinished: Path, state: str) -> None:
-    """Keep the complete files of an earlier run of the same conversion, and delete all others."""
+    """Prepare the hidden folder: keep the complete files of an earlier run of the same conversion, and no others."""
     kept = unfinished / _STATE
     if not kept.is_file() or kept.read_text() != state:
         if unfinished.exists():
