@@ -1,4 +1,4 @@
-"""Read model configs: `from_config` returns a `Rope` for each layer, or raises an error that names what is missing.
+"""Read model configs: `from_config` returns the `Rope` of each layer, or raises an error that names what is missing.
 
 This package needs neither torch nor transformers.
 """

@@ -1,7 +1,8 @@
 """`Architecture`: what a model_type of Hugging Face implies about rotation, and the methods that read its config.
 
 `models.py` has one `Architecture` for each model_type, which is called its row. A model that needs other code has a
-subclass in `families/`, which overrides one method. Layers of the same kind, such as "sliding_attention", share a rope.
+subclass in `families/`, which overrides some methods. Layers of the same kind, such as "sliding_attention", share a
+rope.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Architecture:
             key is an error.
         hidden, heads, layers: keys of the width, the number of heads and the number of layers.
         partial_keys: top-level keys of the fraction of the head that rotates.
-        partial: that fraction if the config has no key for it. None means that the whole head always rotates.
+        partial: the rotated fraction if the config has no key for it. None means that the whole head always rotates.
         dim_key: key of the number of channels that rotate, for models that state it instead of a fraction.
         kinds: maps the name of each kind of layer to a `Kind`, or to None if layers of this kind do not rotate.
         pattern: assigns a kind to each layer if the config has no `layer_types`.
@@ -62,7 +63,7 @@ class Architecture:
         null_window: the kind of every layer if `sliding_window` is null; "" if a null has no effect.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
         query_beta: whether the key `llama_4_scaling_beta` makes the model scale q by its position.
-        axes: which axis of the positions each pair uses, if tokens have several positions (M-RoPE); else None.
+        axes: the rule that assigns the pairs to the axes of the positions (M-RoPE); None if tokens have one position.
         keys_without_effect: maps keys that seem to be about rotation, but have no effect in the model's code, to the
             reason.
         fixed: maps a key to the only supported value, and to a description of what other values mean.
@@ -162,12 +163,12 @@ class Architecture:
             c.warnings.append(self.axes.warning)
 
     def other_keys(self) -> frozenset[str]:
-        """Return the keys in `rope_scaling` and `rope_parameters` that are not parameters of the scheme."""
+        """Return the valid keys in `rope_scaling` and `rope_parameters` that are not parameters of a scheme."""
         beta = frozenset({"llama_4_scaling_beta"}) if self.query_beta else frozenset()
         return beta | (frozenset() if self.axes is None else self.axes.other_keys)
 
     def axes_of(self, c: Reader, rope_keys: dict[str, ConfigValue], rotary_dim: int) -> Axes | None:
-        """Return the axis of each pair of a kind of layer, or None if tokens have one position."""
+        """Return the axis of each pair, or None if tokens have one position or the caller passed `text_only`."""
         if self.axes is None or c.text_only:
             return None
         axes, where = self.axes.read(c.fields, rope_keys, rotary_dim // 2, self.name_and_source(c))
@@ -215,16 +216,16 @@ class Architecture:
         return kinds
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Collect the keys that define the rope of a kind of layer, from the top level and from the sections.
+        """Collect the keys that define the rope of a kind of layer, from the top level and from nested objects.
 
         Args:
             c: the reader of the config.
             name: the name of the kind in `kinds`.
-            kind: the value for this name.
+            kind: the `Kind` of this name.
             layers: the name of the kind of each layer of the model.
 
         Returns:
-            A dict from the names in transformers 5 (`rope_theta`, `rope_type`, ...) to the values.
+            A dict from the names that transformers 5 uses for the keys (`rope_theta`, `rope_type`, ...) to the values.
 
         Raises:
             RopeError: two keys state different values for the same parameter.
@@ -239,7 +240,7 @@ class Architecture:
         return rope_keys
 
     def add_sections(self, c: Reader, rope_keys: dict[str, ConfigValue], name: str, kind: Kind) -> None:
-        """Add the keys of `rope_scaling` and `rope_parameters` for a kind of layer."""
+        """Add the keys of `rope_scaling` and `rope_parameters` that apply to a kind of layer to `rope_keys`."""
         for section in c.sections:
             if section == "rope_parameters" and c.nested:
                 sections = [(k.section if k is not None else "") or other for other, k in self.kinds.items()]
@@ -248,7 +249,7 @@ class Architecture:
                 c.add_flat(rope_keys, section, scaled=kind.scaled, with_base="rope_theta" in kind.bases)
 
     def base(self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue]) -> float:
-        """Return the base of a kind of layer, stated by the config, passed by the caller, or implied."""
+        """Return the base of a kind of layer: stated by the config, passed by the caller, or implied by the model."""
         implied = None if kind.implied_base is None else (kind.implied_base, self.name_and_source(c))
         if kind.bases:
             key = kind.bases[0]
@@ -285,7 +286,7 @@ class Architecture:
         return c.head_dim(keys, self.hidden, self.heads, needed=needed)
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return the ropes that a kind of layer has in addition to that of q and k, by name."""
+        """Return the ropes, by name, that a kind of layer has in addition to the rope of q and k."""
         return {}
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
@@ -333,7 +334,7 @@ class Architecture:
         return {}
 
     def why_unwritable(self, version: int) -> str:
-        """Return why the model's code cannot read a config in the schema of transformers 4 or 5; "" if it can."""
+        """Return why the model's code cannot read the schema of transformers `version`, 4 or 5; "" if it can."""
         if not self.in_transformers and version == 5:
             return "Pass version=4: the model's own code reads those keys only."
         return ""

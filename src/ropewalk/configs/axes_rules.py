@@ -22,7 +22,7 @@ TEXT_ONLY = "text only: the several axes of the positions of images and video ar
 
 
 def interleaved_axes(sections: tuple[int, ...], pairs: int) -> Axes:
-    """Return `Axes.interleaved`. Pairs beyond the sum of the sections (only with class defaults) use the first axis."""
+    """Return `Axes.interleaved` of the sections. Any pairs beyond the sum of the sections use the first axis."""
     if sum(sections) == pairs:
         return Axes.interleaved(sections)
     n = len(sections)
@@ -46,9 +46,10 @@ class AxesRule:
 
     Args:
         default: the sections of the model's class, for configs that state none. None makes them required.
-        names: the names of the axes, in the order of the positions. A config with fewer sections uses the last ones.
+        names: the names of the axes, in the order of the positions. A config with fewer sections uses the last names.
         pattern: a function from the sections and the number of pairs to `Axes`.
-        is_interleaved: whether the axes alternate. The key `mrope_interleaved` must have this value, if present.
+        is_interleaved: whether the axes alternate. The keys `mrope_interleaved` and `interleaved` must have this value
+            if they are present.
         order: the index of the axis of each section; () if the sections are in the order of the axes.
         min_sections: the minimum number of sections. None means one for each of `names`.
         keys: config keys of the sections; () if the number of pairs determines them.
@@ -70,13 +71,13 @@ class AxesRule:
         return frozenset((*self.keys, *_FLAGS))
 
     def read(self, fields: Fields, rope_keys: Mapping[str, ConfigValue], pairs: int, source: str) -> tuple[Axes, str]:
-        """Return the axes of a kind of layer, and the key that they came from.
+        """Return the `Axes` of a kind of layer, and a text that names the key or model_type that they came from.
 
         Args:
             fields: the config, for messages.
-            rope_keys: the rope keys of this kind of layer.
+            rope_keys: the keys that define the rope of this kind of layer.
             pairs: the number of pairs that rotate.
-            source: model_type and source of the row.
+            source: the model_type and the code that the rule was taken from, for messages.
 
         Raises:
             RopeError: the sections are missing or invalid, or their sum is not the number of pairs.

@@ -1,4 +1,4 @@
-"""Read configs of diffusers' transformers, which denoise images and video. `_class_name` identifies their class.
+"""Read configs of diffusers' transformers, which denoise images and video. The key `_class_name` names the class.
 
 Their heads have one block of channels for each axis of the positions. The pairs are interleaved, and each block has its
 own progression of frequencies.
@@ -28,7 +28,7 @@ _GRID = "integers: frame, row and column of each patch, from 0; text is not rota
 
 @dataclass(frozen=True)
 class Denoiser:
-    """The row of a transformer class of diffusers: what the class implies about rotation.
+    """The facts that a transformer class of diffusers implies about rotation.
 
     Args:
         axis_names: the names of the axes of the positions.
@@ -36,12 +36,12 @@ class Denoiser:
         channels: the number of channels of each axis for configs that do not state it, or a function that computes
             these numbers from head_dim.
         key: config key of the number of channels of each axis; "" if head_dim determines it.
-        head: maps config keys to the defaults of the class: either the key of head_dim, or first the key of the width
-            of the model and then that of its number of heads.
-        base: the default of the class, and the config key of the base or "".
-        layers: maps the config keys of the numbers of layers, which are added, to the defaults of the class.
-        switch: config key that must be true, because otherwise nothing rotates; "" if there is none.
-        position_keys: other keys about rotation, which do not change the rope but only the positions.
+        head: maps config keys to the defaults of the class. There is one key, that of head_dim, or there are two: that
+            of the width of the model and that of the number of heads.
+        base: the default base of the class, and the config key of the base; "" if there is no such key.
+        layers: maps config keys to the defaults of the class. The number of layers is the sum of their values.
+        switch: config key that enables the rotation. Nothing rotates unless its value is true. "" if there is none.
+        position_keys: other keys about rotation, which change only the positions and not the rope.
     """
 
     axis_names: tuple[str, ...]
@@ -56,13 +56,16 @@ class Denoiser:
 
 
 def _wan(head_dim: int) -> tuple[int, ...]:
-    """Return the channels of time, height and width. Height and width have a third each, rounded down to even."""
+    """Return the numbers of channels of time, height and width.
+
+    Height and width each have a third of the head, rounded down to an even number. Time has the other channels.
+    """
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 def _cogvideox(head_dim: int) -> tuple[int, ...]:
-    """Return the channels of time, height and width: a quarter for time, and three eighths for each of the others."""
+    """Return the numbers of channels of time (a quarter), height (three eighths) and width (three eighths)."""
     return head_dim // 4, head_dim // 8 * 3, head_dim // 8 * 3
 
 
@@ -219,7 +222,10 @@ def read(values: Mapping[str, Any], source: str) -> ModelRopes:
 
 
 def _hint(name: str, values: Mapping[str, Any]) -> str:
-    """Return a fix for an unknown class: what to pass instead of a pipeline, or a known class with a similar name."""
+    """Return a fix for the error about an unknown class.
+
+    The fix names what to pass instead of a pipeline, or a known class with a similar name.
+    """
     if name.endswith("Pipeline") or "transformer" in values:
         return "It is a pipeline: pass the folder of its transformer, transformer/ next to model_index.json."
     stem = _stem(name)
@@ -228,7 +234,7 @@ def _hint(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _stem(name: str) -> str:
-    """Return the name without its suffix, e.g. "flux" for FluxTransformer2DModel."""
+    """Return the name of a class in lower case and without its suffix, e.g. "flux" for FluxTransformer2DModel."""
     return re.sub(r"trans\w*$", "", name.lower())
 
 
@@ -237,7 +243,7 @@ def _digits(name: str) -> str:
 
 
 def _head(fields: Fields, row: Denoiser) -> tuple[int, str]:
-    """Return head_dim, and the keys that it came from, as text."""
+    """Return head_dim, and a text that names the keys that it came from."""
     sizes = {key: fields.size(key) if fields.has(key) else default for key, default in row.head.items()}
     if len(sizes) == 1:
         ((key, size),) = sizes.items()

@@ -22,7 +22,7 @@ _LENGTH_NOTES = {
 
 
 def find_engine_keys(values: Mapping[str, Any], path: str = "", depth: int = 0) -> dict[str, Any]:
-    """Find the keys in `rope_scaling` and `rope_parameters` that only engines read, also in nested configs.
+    """Find the keys that only inference engines read in `rope_scaling` and `rope_parameters`, also in nested configs.
 
     Args:
         values: the config, or an object in it.
@@ -72,7 +72,10 @@ def _section_name(model_type: str, kind: str) -> str:
 
 
 def _section_keys(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
-    """Return the rope keys of a kind of layer, and whether the config has an object for this kind."""
+    """Return the keys of `rope_scaling` and `rope_parameters` that apply to a kind of layer.
+
+    Also return whether one of these two objects contains an object for this kind.
+    """
     keys: dict[str, Any] = {}
     nested = False
     for name in SECTIONS:

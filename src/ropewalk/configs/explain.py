@@ -86,7 +86,10 @@ def _axes_facts(axes: Axes) -> dict[str, Any]:
 
 
 def _ratio(before: float, after: float) -> float | None:
-    """Return the factor by which a scheme slows a pair. None if the pair does not rotate or the factor is infinite."""
+    """Return the factor by which a scheme slows a pair, from its frequencies before and after scaling.
+
+    Return None if the factor is infinite, because the scheme stops the pair.
+    """
     ratio = before / after if after else math.inf
     return ratio if math.isfinite(ratio) else None
 
@@ -184,7 +187,7 @@ def _format_axes(axes: dict[str, Any], names: list[str]) -> str:
 
 
 def _format_pairs(rows: list[int]) -> str:
-    """Format indices of pairs: "every third pair from 0 to 57, and 60-63" for a run in equal steps and other pairs."""
+    """Format indices of pairs, e.g. "every third pair from 0 to 57, and 60-63" for equal steps and other indices."""
     step = rows[1] - rows[0] if len(rows) > 1 else 1
     run = next((i for i, (a, b) in enumerate(pairwise(rows), 1) if b - a != step), len(rows))
     if run < 4 or step == 1:
@@ -204,7 +207,7 @@ def _format_wavelengths(rotating: list[float], of_text: bool) -> str:
 
 
 def _format_parameter(value: Any) -> str:
-    """Format a parameter of a scheme: a list as its first value, its last value and its length."""
+    """Format a parameter of a scheme. For a list, show only its first value, its last value and its length."""
     if isinstance(value, list | tuple) and value:
         first, last = (math.inf if value[i] is None else value[i] for i in (0, -1))
         return f"{first:g} … {last:g} ({len(value)})"

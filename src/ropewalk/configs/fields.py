@@ -26,8 +26,8 @@ class ConfigValue:
     Attributes:
         value: the value.
         where: the key with its section, e.g. "rope_scaling.factor".
-        own: False for a flat key of `rope_parameters` next to nested objects for kinds of layers. Such a key applies to
-            every kind whose scheme reads it, and is no error for the others.
+        own: False if `rope_parameters` has objects for kinds of layers and the key is next to these objects. Such a key
+            applies to every kind whose scheme reads it. For the other kinds it has no effect, and is not an error.
     """
 
     value: Any
@@ -54,7 +54,7 @@ class Fields:
         self.read_keys: set[str] = set()
 
     def error(self, key: str, must: str, got: str, fix: str) -> RopeError:
-        """Return an error about a key. `must` is what its value must fulfil, e.g. "must be an object"."""
+        """Return an error about a key. `must` is the requirement on its value, e.g. "must be an object"."""
         return error(self.source, f"{key} {must}", got, fix)
 
     def has(self, key: str) -> bool:
@@ -142,7 +142,8 @@ class Fields:
     def layer_list(self, key: str, length: int) -> list[Any] | None:
         """Return the value of the key as a list with one entry for each of `length` layers, or None if it is missing.
 
-        Entries for the `num_nextn_predict_layers` layers after them, which predict further tokens, are dropped.
+        If the list also has entries for the `num_nextn_predict_layers` layers that predict further tokens and follow
+        the others, these entries are dropped.
         """
         value = self.get(key)
         if value is None:

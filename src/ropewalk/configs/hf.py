@@ -1,6 +1,7 @@
 """Read Hugging Face's config.json in the schemas of transformers 4 (`rope_scaling`) and 5 (`rope_parameters`).
 
-The row of the model_type in `models.py` reads the config. Then any key about rotation that was not read is an error.
+The `Architecture` of the model_type, from `models.py`, reads the config. Then any key about rotation that was not read
+is an error.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def _read_text(fields: Fields, *, pairing: str | None, base: float | None, text_
 
 
 def _find_row(c: Reader) -> Architecture:
-    """Look up the row of the config's model_type. If the caller passed a pairing, an unknown one gets a general row."""
+    """Return the `Architecture` of the config's model_type.
+
+    If the model_type is unknown and the caller passed a pairing, build a general `Architecture`.
+    """
     model_type = c.fields.get("model_type")
     if not isinstance(model_type, str):
         fix = "Pass a model's config.json as transformers writes it; other programs use other keys."

@@ -26,7 +26,7 @@ def read(
 
     Args:
         fields: the config, for messages.
-        rope_keys: the rope keys of this kind of layer.
+        rope_keys: the keys that define the rope of this kind of layer.
         longest: max_position_embeddings, in tokens, or None.
         origins: extended by the key that each parameter came from.
         warnings: extended by a sentence for each key without an effect.
@@ -69,10 +69,10 @@ def _parameters(
     warnings: list[str],
     other_keys: frozenset[str],
 ) -> dict[str, ConfigValue]:
-    """Return the keys that the scheme reads.
+    """Return the entries of `rope_keys` that the scheme reads. Add a warning for each key without an effect.
 
     Raises:
-        RopeError: another key in a section has no known meaning.
+        RopeError: a key of `rope_scaling` or `rope_parameters` has no known meaning.
     """
     known = {f.name for f in dataclasses.fields(cast(Any, scheme))} if scheme is not None else set()
     without_effect = {} if scheme is None else scheme.keys_without_effect

@@ -52,7 +52,8 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
 def _nested(row: Architecture) -> bool:
     """Whether `rope_parameters` must have an object for each kind of layer.
 
-    This is the case if several kinds rotate, or if no top-level key states the base of the only one that does.
+    This is the case if the layers differ, `row.flat` is False, and either several kinds rotate or no top-level key
+    states the base of the only kind that rotates.
     """
     rotating = [kind for kind in row.kinds.values() if kind is not None]
     return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)

@@ -10,14 +10,14 @@ from ropewalk.rope import Pairing, Rope
 
 
 def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, source: str) -> dict[str, Rope]:
-    """Return the rope of the indexer, a second attention in each layer of DeepSeek-V3.2.
+    """Return the rope of the indexer, a second attention in each layer of DeepSeek-V3.2 and later models.
 
     Args:
         c: the reader of the config.
-        rope: the rope of the layer. The indexer rotates as many channels, at the same frequencies.
+        rope: the rope of the layer's q and k. The indexer rotates the same number of channels at the same frequencies.
         pairing: the indexer's pairing in the model's own code. The key `indexer_rope_interleave` overrides it.
         rotates_tail: whether the last channels of the indexer's head rotate instead of the first.
-        source: model_type and source of the architecture.
+        source: the model_type and the code that defines its indexer, for messages.
 
     Returns:
         {"indexer": rope}, or an empty dict if the config has no index_head_dim.

@@ -15,13 +15,14 @@ from ropewalk.rope import Rope
 class QueryScale:
     """A factor that an architecture applies to q in addition to the rotation, dimensionless.
 
-    constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings)))
+    The factor is constant · (1 + beta · ln(1 + floor(position / original_max_position_embeddings))).
 
     Args:
-        constant: factor at every position (ESM: head_dim^-0.5).
-        scales_keys: whether k is multiplied by the constant too.
-        beta: growth with the position (Ministral 3: `llama_4_scaling_beta`).
-        original_max_position_embeddings: in tokens; has an effect only if beta is not 0.
+        constant: the part of the factor that is the same at every position (ESM: head_dim^-0.5).
+        scales_keys: whether the model also multiplies k by `constant`.
+        beta: how strongly the factor grows with the position (Ministral 3: `llama_4_scaling_beta`).
+        original_max_position_embeddings: the number of tokens after which the factor first grows. It has an effect only
+            if beta is not 0.
     """
 
     constant: float = 1.0
@@ -36,7 +37,7 @@ class QueryScale:
 
 @dataclass(frozen=True)
 class VisionRopes:
-    """The ropes of a vision tower, which all its layers share.
+    """The ropes of a vision tower, the part of a model that encodes images. All layers of the tower share them.
 
     Args:
         ropes: the ropes that are applied to q and k one after another, at the same positions. There is one, except in

@@ -1,6 +1,6 @@
-"""Patterns, which decide from a config which layers are of which kind. All layers of a kind share one rope.
+"""Patterns: rules that assign a kind, such as "sliding_attention", to each layer of a config.
 
-A pattern that only one model uses is in the model's file in `families/`.
+All layers of a kind share one rope. A pattern that only one model uses is in the model's file in `families/`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Every:
         return {self.key} - {""}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kind of each layer."""
+        """Return the kind of each of `count` layers, `kind` or `rest`."""
         has_key = bool(self.key) and fields.has(self.key)
         n = fields.size(self.key) if has_key else self.n
         which = "first" if self.first else "last"
@@ -71,9 +71,9 @@ class NoRopeLayers:
 
     Args:
         key: key of the list.
-        interval_key: key of an interval that applies if the list is missing: the last of every so many layers does not
+        interval_key: key of the interval n that applies if the list is missing: the last of every n layers does not
             rotate. "" makes the list required.
-        interval: the interval if neither key has a value.
+        interval: the value of n if neither key has a value.
         overrides_layer_types: as in `Pattern`.
     """
 
@@ -87,7 +87,7 @@ class NoRopeLayers:
         return {self.key, self.interval_key} - {""}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kind of each layer."""
+        """Return `ALL` for each layer that rotates, and `NO_ROPE` for each layer that does not."""
         flags = fields.layer_list(self.key, count) if fields.get(self.key) != [] else None
         if flags is not None:
             for flag in flags:
@@ -117,7 +117,8 @@ class LayerIndices:
     Args:
         key: key of the list.
         kind, rest: the kinds.
-        if_missing: what a missing list means: "kind" or "rest" for the kind of all layers, or None if it is not known.
+        if_missing: the meaning of a missing list. With "kind" or "rest", all layers are of that kind. None means that
+            the kinds are not known.
         overrides_layer_types: as in `Pattern`.
     """
 
@@ -132,7 +133,7 @@ class LayerIndices:
         return {self.key}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str] | None:
-        """Return the kind of each layer."""
+        """Return the kind of each of `count` layers, or None if the list is missing and `if_missing` is None."""
         if not fields.has(self.key) and self.if_missing != "rest":
             return None if self.if_missing is None else [self.kind] * count
         indices = fields.get(self.key) or []
@@ -190,7 +191,7 @@ class LayerNames:
         return {self.key}
 
     def kinds(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
-        """Return the kind of each layer."""
+        """Return the kinds in the list, one for each of `count` layers."""
         names = read_kinds(fields, self.key, dict.fromkeys(self.known), count, origins)
         if names is None:
             fix = "Add a list with one entry for each layer."
@@ -204,7 +205,7 @@ def read_kinds(
     """Return the value of `key` as a list with the kind of each layer, or None if it is missing.
 
     Raises:
-        RopeError: the list has another length than `count`, or a kind is not in `known`.
+        RopeError: the length of the list is not `count`, or a kind is not in `known`.
     """
     names = fields.layer_list(key, count)
     return None if names is None else check_kinds(fields, key, names, known, origins)

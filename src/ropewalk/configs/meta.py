@@ -1,4 +1,7 @@
-"""Read Meta's params.json (Llama 1 to 3.2). Pairs are interleaved, and the caller passes the factor of the scaling."""
+"""Read Meta's params.json (Llama 1 to 3.2). Pairs are interleaved.
+
+The format does not contain the factor of the scaling. The caller passes it, or adds `rope_scaling_factor` to the file.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Models that need other code than `Architecture`. Each file has a subclass that overrides some of its methods."""
+"""Models that need other code than `Architecture`. Each file has subclasses that override methods of `Architecture`."""

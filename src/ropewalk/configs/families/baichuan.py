@@ -15,7 +15,7 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class Baichuan(Architecture):
-    """The row of Baichuan, which refuses the 13B."""
+    """The `Architecture` of Baichuan, which refuses the configs of the 13B."""
 
     def check(self, c: Reader) -> None:
         """Raise a RopeError if the hidden size is not that of the 7B, 4096."""

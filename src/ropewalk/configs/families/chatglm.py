@@ -18,10 +18,10 @@ _BASE = 10_000.0
 
 @dataclass(frozen=True)
 class ChatGLM(Architecture):
-    """The row of "chatglm": `rope_ratio` multiplies the base, and `original_rope` selects the pairing."""
+    """The `Architecture` of "chatglm": `rope_ratio` multiplies the base, and `original_rope` selects the pairing."""
 
     def pairing_of(self, c: Reader) -> str:
-        """Return "half" if original_rope is false, else the pairing of the row."""
+        """Return "half" if original_rope is false, else the field `pairing`."""
         return self.pairing if c.fields.boolean("original_rope", True) else "half"
 
     def base(self, c: Reader, name: str, kind: Kind, rope_keys: dict[str, ConfigValue]) -> float:
@@ -36,7 +36,10 @@ class ChatGLM(Architecture):
         return c.fields.base(key, _BASE * factor, c.passed_base)
 
     def _check_meaning(self, c: Reader, key: str) -> None:
-        """Raise a RopeError if the config is that of ChatGLM2-32K, which divides positions by rope_ratio, else warn."""
+        """Raise a RopeError if the config names ChatGLM2, whose 32K version divides positions by rope_ratio.
+
+        Otherwise add a warning.
+        """
         name = c.fields.get("_name_or_path")
         if isinstance(name, str) and "chatglm2" in name.lower():
             must = "must multiply the base, as in ChatGLM3 and GLM-4"
@@ -45,7 +48,7 @@ class ChatGLM(Architecture):
         c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
 
     def why_unwritable(self, version: int) -> str:
-        """Return the reason, which is that no key of the schemas states the base."""
+        """Return the reason, which is that only the model's own code reads this model_type."""
         return "Keep its own config.json: only its own code reads this model_type."
 
 

@@ -1,7 +1,8 @@
-"""Cohere 2 MoE: layers with a sliding window rotate, and layers with full attention rotate if their MLP is dense.
+"""Cohere 2 MoE: layers with a sliding window rotate. Some layers with full attention and a dense MLP rotate as well.
 
-The first `first_k_dense_replace` layers have dense MLPs. `prefix_dense_sliding_window_pattern` says which of them have
-a sliding window: if it is 1, none has, and if it is not 1, no layer with full attention rotates.
+The first `first_k_dense_replace` layers have dense MLPs. Of these layers, the last of every
+`prefix_dense_sliding_window_pattern` has full attention, and the others have a sliding window. If the pattern is 1,
+layers with full attention and a dense MLP rotate. If it is not 1, no layer with full attention rotates.
 
 Source: transformers 5.23 models/cohere2_moe.
 """
@@ -19,10 +20,14 @@ _FULL, _SLIDING, _DENSE_FULL = "full_attention", "sliding_attention", "dense ful
 
 @dataclass(frozen=True)
 class Cohere2MoE(Architecture):
-    """The row of Cohere 2 MoE, in which the attention and the MLP of a layer decide whether it rotates."""
+    """The `Architecture` of Cohere 2 MoE, in which a layer's attention and MLP decide whether the layer rotates."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer, from `layer_types` and `mlp_layer_types` or from the three numbers."""
+        """Return the kind of each layer, from the lists `layer_types` and `mlp_layer_types`.
+
+        A missing list is computed from `first_k_dense_replace`, and `layer_types` also from
+        `prefix_dense_sliding_window_pattern` and `sliding_window_pattern`, which applies to the remaining layers.
+        """
         fields, count = c.fields, self.number_of_layers(c)
         prefix = "prefix_dense_sliding_window_pattern"
         own = fields.size(prefix) if fields.has(prefix) else 1

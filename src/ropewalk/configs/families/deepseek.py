@@ -22,15 +22,18 @@ _COMPRESSED = Kind(bases=("compress_rope_theta",), section="compress")
 
 @dataclass(frozen=True)
 class DeepSeekV4(Architecture):
-    """The row of DeepSeek-V4, in which the last channels of a head rotate.
+    """The `Architecture` of DeepSeek-V4, in which the last channels of a head rotate.
 
-    If `rope_parameters` is flat, the attention factor of YaRN is 1.
+    If `rope_parameters` has no objects for kinds of layers, the attention factor of YaRN is 1 by default.
     """
 
     rotates_values = True
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Collect the rope keys. Those of compressed layers may be in a section that llm-compressor writes."""
+        """Collect the keys that define the rope of a kind of layer.
+
+        For layers with compressed attention, llm-compressor writes these keys to `compress_rope_parameters`.
+        """
         if kind is _COMPRESSED and c.fields.has(_OWN_SECTION):
             rope_keys: dict[str, ConfigValue] = {}
             c.add(rope_keys, "rope_theta", c.fields.get("compress_rope_theta"), "compress_rope_theta")

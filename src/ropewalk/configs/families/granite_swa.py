@@ -17,7 +17,7 @@ _KEY = "layer_rope_theta"
 
 @dataclass(frozen=True)
 class BaseOfEachLayer(NoRopeLayers):
-    """The pattern of a list of bases, in which 0 marks the layers that do not rotate."""
+    """A config key with a list of bases, in which 0 marks the layers that do not rotate."""
 
     def without_list(self, fields: Fields, count: int, origins: dict[str, str]) -> list[str]:
         """Return the same kind for all layers: without the list, all of them rotate."""
@@ -26,10 +26,10 @@ class BaseOfEachLayer(NoRopeLayers):
 
 @dataclass(frozen=True)
 class GraniteSWA(Architecture):
-    """The row of a Granite whose list of bases must contain the same base in all layers that rotate."""
+    """The `Architecture` of a Granite whose list of bases must have the same base for all layers that rotate."""
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Collect the rope keys, including the bases in the list."""
+        """Collect the keys that define the rope, including the bases in the list `layer_rope_theta`."""
         rope_keys = super().collect(c, name, kind, layers)
         bases = c.fields.get(_KEY)
         for i, base in enumerate(bases if isinstance(bases, list) else []):

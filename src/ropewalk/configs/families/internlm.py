@@ -1,4 +1,4 @@
-"""InternLM (version 1): some of its files have the base and the scaling in an object with the key `rotary`.
+"""InternLM (version 1): some of its configs have the base and the scaling in an object with the key `rotary`.
 
 Source: modeling_internlm.py of internlm-chat-7b and internlm-20b.
 """
@@ -19,10 +19,13 @@ _KEYS = {"base": "rope_theta", "type": "rope_type", "scaling_factor": "factor"}
 
 @dataclass(frozen=True)
 class InternLM(Architecture):
-    """The row of InternLM. `rotary.type` is "origin" (no scaling) or "dynamic", whose factor is 1 by default."""
+    """The `Architecture` of InternLM.
+
+    `rotary.type` is "origin" (no scaling) or "dynamic", whose factor is 1 by default.
+    """
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Collect the rope keys, including those in `rotary`."""
+        """Collect the keys that define the rope, including those in `rotary`."""
         rope_keys = super().collect(c, name, kind, layers)
         rotary = c.fields.get("rotary")
         if rotary is None:

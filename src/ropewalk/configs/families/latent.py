@@ -19,7 +19,9 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Latent(Architecture):
-    """The row of a model with MLA. A head has qk_nope_head_dim unrotated and then qk_rope_head_dim rotated channels.
+    """The `Architecture` of a model with MLA.
+
+    A head has qk_nope_head_dim unrotated channels, and then qk_rope_head_dim rotated channels.
 
     Args:
         indexer: the pairing of the indexer, a second attention in each layer (DeepSeek-V3.2); None if there is none.
@@ -30,7 +32,7 @@ class Latent(Architecture):
     prefixes: Mapping[str, str] = field(default_factory=dict)
 
     def pairing_of(self, c: Reader) -> str:
-        """Return "half" if rope_interleave is false, else the pairing of the row."""
+        """Return "half" if rope_interleave is false, else the field `pairing`."""
         return self.pairing if c.fields.boolean("rope_interleave", True) else "half"
 
     def shape(
@@ -63,19 +65,22 @@ class Latent(Architecture):
         return False
 
     def keys(self) -> set[str]:
-        """Return the keys of the base class, and the keys of head sizes with each prefix."""
+        """Return the keys of the base class, `rope_interleave`, and the keys of head sizes with and without prefix."""
         names = ("v_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "head_dim")
         sizes = {prefix + name for prefix in ("", *self.prefixes.values()) for name in names}
         return super().keys() | sizes | {"rope_interleave"}
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return the rope of the indexer. Kinds of layers with a prefix have none."""
+        """Return the rope of the indexer, or an empty dict for kinds of layers that have a prefix."""
         if self.indexer is None or name in self.prefixes:
             return {}
         return read_indexer(c, rope, self.indexer, rotates_tail=False, source=self.name_and_source(c))
 
     def softmax_factor(self, c: Reader, schemes: list[Scaling]) -> float:
-        """Return the square of YaRN's magnitude for mscale_all_dim (`Scaling.softmax_factor`), or 1 without YaRN."""
+        """Return the square of the magnitude that YaRN has for mscale_all_dim, or 1 without YaRN.
+
+        See `Scaling.softmax_factor`.
+        """
         factor = max((scheme.softmax_factor for scheme in schemes), default=1.0)
         if not math.isfinite(factor):
             fix = "Released models have 0.1 to 1."

@@ -15,10 +15,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class LongCat(Latent):
-    """The row of LongCat Flash. In `ModelRopes`, each attention module counts as a layer."""
+    """The `Architecture` of LongCat Flash. In `ModelRopes`, each attention module counts as a layer."""
 
     def number_of_layers(self, c: Reader) -> int:
-        """Return twice the number of layers in the config."""
+        """Return the number of attention modules, which is twice the number of layers in the config."""
         return 2 * super().number_of_layers(c)
 
     def query_scale(self, c: Reader) -> QueryScale:

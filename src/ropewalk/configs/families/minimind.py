@@ -13,7 +13,7 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class MiniMind(Architecture):
-    """The row of MiniMind, in which the name of the key of the width decides the pairing."""
+    """The `Architecture` of MiniMind. The key with which a config states the model's width decides the pairing."""
 
     def pairing_of(self, c: Reader) -> str:
         """Return "interleaved" if the config has Meta's key `dim`, else "half"."""

@@ -17,10 +17,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class NemotronNAS(Architecture):
-    """The row of Nemotron-NAS, in which `block_configs` describes the attention of each layer."""
+    """The `Architecture` of Nemotron-NAS, in which `block_configs` describes the attention of each layer."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer. It rotates unless its attention is removed or replaced by a linear layer."""
+        """Return the kind of each layer. Layers whose attention is removed, or is a linear layer, do not rotate."""
         key, count = "block_configs", self.number_of_layers(c)
         kinds = []
         for block in c.fields.layer_list(key, count) or []:
@@ -39,10 +39,10 @@ class NemotronNAS(Architecture):
 
 @dataclass(frozen=True)
 class NemotronH(Architecture):
-    """The row of Nemotron-H, whose config may state the number of layers only by the length of a list."""
+    """The `Architecture` of Nemotron-H, whose config may state the number of layers only by the length of a list."""
 
     def number_of_layers(self, c: Reader) -> int:
-        """Return num_hidden_layers, or the length of layers_block_type."""
+        """Return num_hidden_layers, or the length of layers_block_type if that key is missing."""
         key = "layers_block_type"
         layer_kinds = c.fields.get(key)
         if c.fields.has("num_hidden_layers") or not isinstance(layer_kinds, list) or not layer_kinds:

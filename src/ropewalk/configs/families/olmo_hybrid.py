@@ -16,7 +16,7 @@ _FULL, _LINEAR = "full_attention", "linear_attention"
 
 @dataclass(frozen=True)
 class OlmoHybrid(Architecture):
-    """The row of OLMo Hybrid, in which a base of null means that no layer rotates."""
+    """The `Architecture` of OLMo Hybrid, in which a base of null means that no layer rotates."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
         """Return the kind of each layer. If the base is null, no layer rotates."""
@@ -26,7 +26,7 @@ class OlmoHybrid(Architecture):
         return super().kinds_of_layers(c)
 
     def keys_without_ropes(self, version: int) -> dict[str, object]:
-        """Return a base of null, with which a config says that no layer rotates."""
+        """Return the key of the base with the value null, which means that no layer rotates."""
         return {"rope_theta": None} if version == 4 else {"rope_parameters": {"rope_theta": None}}
 
 

@@ -1,4 +1,4 @@
-"""Qwen (version 1): it has other keys for the base and for the fraction that rotates, and a dynamic scaling of its own.
+"""Qwen (version 1): it has its own keys for the base and the rotated fraction, and its own dynamic scaling.
 
 Source: modeling_qwen.py of Qwen-7B; vLLM up to 0.23 model_executor/models/qwen.py.
 """
@@ -16,7 +16,7 @@ from ropewalk.schemes import Scaling
 
 @dataclass(frozen=True)
 class Qwen(Architecture):
-    """The row of Qwen, in which the trained length is seq_length and not max_position_embeddings."""
+    """The `Architecture` of Qwen, which was trained on seq_length tokens, not on max_position_embeddings."""
 
     def check(self, c: Reader) -> None:
         """Add a warning if the config enables Qwen's dynamic scaling, which no scheme describes."""
@@ -29,7 +29,7 @@ class Qwen(Architecture):
             )
 
     def trained_length(self, c: Reader, schemes: list[Scaling]) -> int | None:
-        """Return seq_length, in tokens."""
+        """Return seq_length, or max_position_embeddings if the config has no seq_length, in tokens."""
         return self._sequence_length(c)
 
     def _sequence_length(self, c: Reader) -> int | None:

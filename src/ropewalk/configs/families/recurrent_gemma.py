@@ -15,10 +15,10 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class RecurrentGemma(Architecture):
-    """The row of RecurrentGemma, in which `block_types` repeats over the layers."""
+    """The `Architecture` of RecurrentGemma, in which `block_types` repeats over the layers."""
 
     def kinds_of_layers(self, c: Reader) -> list[str]:
-        """Return the kind of each layer, by repeating `block_types`."""
+        """Return the kind of each layer, "attention" or "recurrent", by repeating `block_types`."""
         key, count = "block_types", self.number_of_layers(c)
         block_types = c.fields.get(key)
         if not isinstance(block_types, list) or not block_types:

@@ -1,4 +1,4 @@
-"""The row of models that no `Rope` describes, which raises an error when it reads a config."""
+"""`Refused`: the `Architecture` of models that no `Rope` describes. Reading their configs raises an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class Refused(Architecture):
-    """The row of a model_type that no `Rope` describes.
+    """The `Architecture` of a model_type that no `Rope` describes.
 
     Args:
         why: the reason, in whole sentences, with an alternative if there is one.

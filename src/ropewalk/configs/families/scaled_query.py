@@ -18,7 +18,7 @@ from ropewalk.configs.reader import Reader
 
 @dataclass(frozen=True)
 class ScaledByHeadDim(Architecture):
-    """The row of a model that multiplies q by head_dim^power.
+    """The `Architecture` of a model that multiplies q by head_dim^power.
 
     Args:
         power: the exponent.
@@ -35,7 +35,7 @@ class ScaledByHeadDim(Architecture):
 
 @dataclass(frozen=True)
 class ScaledByKey(Architecture):
-    """The row of a model that multiplies q by the value of the config key `key`."""
+    """The `Architecture` of a model that multiplies q by the value of the config key `key`."""
 
     key: str = "qk_scale_factor"
 

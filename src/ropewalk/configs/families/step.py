@@ -20,10 +20,13 @@ _LISTED = {
 
 @dataclass(frozen=True)
 class Step(Architecture):
-    """The row of Step 3.5. Its keys have one value for all layers, or a list with a value for each layer."""
+    """The `Architecture` of Step 3.5.
+
+    The base and the rotated fraction each have one value for all layers, or a list with a value for each layer.
+    """
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Collect the rope keys from the lists, and then from the sections."""
+        """Collect the keys that define the rope of a kind of layer, including the entries of its layers in lists."""
         rope_keys: dict[str, ConfigValue] = {}
         for key, config_keys in _LISTED.items():
             for config_key in config_keys:

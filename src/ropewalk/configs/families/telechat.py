@@ -18,10 +18,10 @@ _BASE_LENGTH = 8192  # the default of the class for base_seqlen
 
 @dataclass(frozen=True)
 class TeleChat(Architecture):
-    """The row of TeleChat, with NTK of alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
+    """The `Architecture` of TeleChat, with NTK of alpha = 2^ceil(log2(training_seqlen / base_seqlen) + 1) - 1."""
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
-        """Collect the rope keys, and add the NTK scaling (rope_type "dynamic" with alpha) if alpha is more than 1."""
+        """Collect the keys that define the rope. Add rope_type "dynamic" and alpha if alpha is more than 1."""
         rope_keys = super().collect(c, name, kind, layers)
         trained = c.fields.size("training_seqlen") if c.fields.has("training_seqlen") else _BASE_LENGTH
         base_length = c.fields.size("base_seqlen") if c.fields.has("base_seqlen") else _BASE_LENGTH
@@ -34,7 +34,7 @@ class TeleChat(Architecture):
         return rope_keys
 
     def why_unwritable(self, version: int) -> str:
-        """Return the reason, which is that no key states the base."""
+        """Return the reason, which is that only the model's own code reads this model_type."""
         return "Keep its own config.json: only its own code reads this model_type."
 
 

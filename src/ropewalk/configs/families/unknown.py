@@ -1,6 +1,7 @@
-"""The row of an unknown model_type, for which the caller passed the pairing. All layers must be alike, as in Llama.
+"""The `Architecture` of an unknown model_type, for which the caller passed the pairing.
 
-The sizes, the base and the rotated fraction may have any of the keys that known models have for them.
+All layers must be alike, as in Llama. The sizes, the base and the rotated fraction are read from any of the keys that
+are common among known models.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NAMES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Unknown(Architecture):
-    """The row of an unknown model."""
+    """The `Architecture` of an unknown model."""
 
     known = False
 
@@ -40,7 +41,7 @@ class Unknown(Architecture):
 
 @dataclass(frozen=True)
 class UnknownLatent(Latent):
-    """The row of an unknown model with latent attention, which is read like DeepSeek-V3."""
+    """The `Architecture` of an unknown model with latent attention, whose config is read like that of DeepSeek-V3."""
 
     known = False
 
@@ -55,7 +56,7 @@ class UnknownLatent(Latent):
 
 
 def architecture(c: Reader, pairing: str) -> Architecture:
-    """Build the row of an unknown model_type. A config with qk_rope_head_dim has latent attention."""
+    """Build the `Architecture` of an unknown model_type. Latent attention is assumed if there is a qk_rope_head_dim."""
     if c.fields.get("qk_rope_head_dim") not in (None, 0):
         order = "half" if pairing == "interleaved" else None
         return UnknownLatent(**{**_NAMES, "dim_key": ""}, pairing=pairing, output_order=order)

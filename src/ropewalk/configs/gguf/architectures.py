@@ -60,7 +60,8 @@ def _windows(
     """Build the layers of an architecture in which some layers have a sliding window and the others full attention.
 
     Args:
-        full, local: the kind of the full and of the sliding layers; None if they do not rotate.
+        full, local: the `Kind` of the layers with full attention and of those with a sliding window. `full` is None if
+            layers with full attention do not rotate.
         default, alike_without_window, count: as in `Layers`.
     """
     kinds = {_FULL: full, _SLIDING: local}
@@ -76,7 +77,10 @@ def _windows(
 
 
 def _unrotated_fourth(default: Every, *, alike_without_window: bool = False, zero_window_refusal: str = "") -> Layers:
-    """Build layers of which every fourth does not rotate in any file. The others may have their own base."""
+    """Build the layers of an architecture in which one of every four does not rotate, as `default` determines.
+
+    A list in the file cannot change that. The other layers may have a base of their own, rope.freq_base_swa.
+    """
     return replace(
         _windows(None, _LOCAL, default, alike_without_window=alike_without_window),
         ignores_list=True,
@@ -85,13 +89,19 @@ def _unrotated_fourth(default: Every, *, alike_without_window: bool = False, zer
 
 
 def _linear(interval: int) -> Layers:
-    """Build layers of which the last of every `interval` rotates. The others have linear attention."""
+    """Build the layers of an architecture in which the last of every `interval` layers rotates.
+
+    The other layers have linear attention.
+    """
     pattern = Every(interval, _FULL, _LINEAR, key="full_attention_interval")
     return Layers({_FULL: _MODEL_KIND, _LINEAR: None}, pattern, _RECURRENT, _LINEAR, _FULL)
 
 
 def _kv_heads(other: str) -> Layers:
-    """Build layers that rotate if they have key heads, and are of kind `other` if they have none."""
+    """Build the layers of an architecture in which a layer rotates if it has heads of k.
+
+    A layer without heads of k is of kind `other`.
+    """
     return Layers({_FULL: _MODEL_KIND, other: None}, _FULL, KV_HEADS, _FULL, other)
 
 
@@ -279,11 +289,11 @@ UNKNOWN = GgufRow(None, freqs="read", longrope="by type")
 
 
 def register(architecture: str, row: GgufRow) -> None:
-    """Register a row for an architecture in this process, replacing any existing one.
+    """Register the `GgufRow` of an architecture in this process, replacing any existing one.
 
     Args:
         architecture: the value of general.architecture in its files.
-        row: what it implies about rotation.
+        row: what the architecture implies about rotation.
 
     Raises:
         RopeError: architecture is not a non-empty string, or row is not a `GgufRow`.

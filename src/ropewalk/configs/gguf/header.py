@@ -99,7 +99,8 @@ class _HeaderParser:
         limit: the position in bytes up to which it may be read.
         source: the name of the file for messages.
         position: the current position in bytes.
-        items, arrays: the number of strings, keys and tensors, and of nested arrays, that have been read.
+        items: the number of keys, tensors, strings and array entries that have been read or skipped so far.
+        arrays: the number of nested arrays that have been skipped so far.
         where: the part of the header that is being read, for messages.
     """
 
@@ -182,7 +183,7 @@ class _HeaderParser:
         return tensors, self._count("the number of keys", _MAX_KEYS, 13)
 
     def values(self, count: int) -> dict[str, Any]:
-        """Read `count` keys. Return a dict with their values, or a `_SkippedValue` for long values."""
+        """Read `count` keys. Return a dict from each key to its value, or to a `_SkippedValue`."""
         values: dict[str, Any] = {}
         for i in range(count):
             self.where = f"key {i} of {count}"
@@ -211,7 +212,7 @@ class _HeaderParser:
         return _SkippedValue(f"a string of {count} bytes")
 
     def _array(self, depth: int) -> tuple[Any, ...] | _SkippedValue:
-        """Read an array. Return its values if it is a short array of numbers, and skip it otherwise."""
+        """Return the values of an array if it is a short array of numbers. Otherwise skip the array."""
         if depth >= _MAX_NESTING:
             raise self.error(f"arrays must be nested at most {_MAX_NESTING} deep", "more", _BROKEN)
         kind: int = self._number(_U32)
@@ -238,7 +239,7 @@ class _HeaderParser:
         return _SkippedValue(f"an array of {count}")
 
     def _skip_strings(self, count: int) -> None:
-        """Skip `count` strings by reading blocks of the file. A vocabulary has hundreds of thousands of strings."""
+        """Skip `count` strings, such as the hundreds of thousands of a vocabulary, by reading the file in blocks."""
         length = _U64.unpack_from
         while count:
             self._check_remaining(_U64.size)

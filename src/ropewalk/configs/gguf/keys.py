@@ -57,14 +57,14 @@ _ROPE_NAMES = frozenset({"attn_factor", "dimension_count", "freq_base", "origina
 
 
 class Keys:
-    """The keys of one file. The methods take key names without the architecture prefix: "rope.freq_base".
+    """The keys of one file. The methods take key names without the architecture prefix, e.g. "rope.freq_base".
 
     Attributes:
-        fields: the keys and values, with full names: "llama.rope.freq_base".
+        fields: the keys and values, with full names, e.g. "llama.rope.freq_base".
         origins: maps the name of a value, such as "base", to the key that it came from.
         warnings: sentences for the user.
         architecture: the name of the architecture.
-        row: its row in the table of architectures.
+        row: the `GgufRow` of the architecture.
         used: the full names of the keys that have been read.
         original: rope.scaling.original_context_length, in tokens, or None.
         longest: context_length, in tokens, or None.
@@ -113,7 +113,7 @@ class Keys:
         return value
 
     def refuse_unsupported(self) -> None:
-        """Raise a RopeError if the file has a key that llama.cpp does not read for this architecture."""
+        """Raise a RopeError if the file has a key that llama.cpp reads only for other architectures."""
         specific_keys = self.row.specific_keys()
         self.used |= {self.key(name) for name in specific_keys}
         for name, why in _SOMETIMES_READ.items():
@@ -155,7 +155,7 @@ class Keys:
 
 
 def _architecture(fields: Fields) -> tuple[str, GgufRow]:
-    """Return the name of the architecture and its row."""
+    """Return the name of the architecture and its `GgufRow`."""
     name = fields.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise fields.error(

@@ -36,7 +36,7 @@ def kinds_of_layers(keys: Keys) -> list[str]:
 
 
 def _draft_blocks(keys: Keys, blocks: int) -> int:
-    """Return the number of the last blocks that only predict further tokens, and so are not layers of the model."""
+    """Return the number of blocks at the end that only predict further tokens and are not layers of the model."""
     key = keys.key("nextn_predict_layers")
     keys.origins["layers"] = keys.key("block_count")
     if keys.fields.get(key) in (None, 0):
@@ -66,13 +66,14 @@ def _are_alike(keys: Keys, layers: Layers, count: int) -> bool:
 
 
 def _kinds_by_list(keys: Keys, layers: Layers, count: int, blocks: int) -> list[str] | None:
-    """Return the kinds that a list in the file gives, or None if it has no list.
+    """Return the kind of each layer from a list in the file, or None if the file has no such list.
 
     Args:
         keys: the keys of the file.
         layers: the `Layers` of its architecture.
         count: the number of layers.
-        blocks: the number of layers and of blocks that predict further tokens, for which the list may have entries.
+        blocks: the number of layers plus that of the blocks that predict further tokens. The list may have an entry
+            for each of these blocks, too.
     """
     key, fields = keys.key(layers.key), keys.fields
     value = fields.get(key)
@@ -109,7 +110,7 @@ def _kinds_by_pattern(keys: Keys, layers: Layers, count: int) -> list[str]:
 
 
 def _repeat(pattern: Every, n: int, count: int) -> tuple[list[str], str]:
-    """Return the kinds of `count` layers by a pattern that repeats every n layers, and a description of the pattern."""
+    """Return the kind of each of `count` layers, and a description of the pattern, which repeats every n layers."""
     at = 0 if pattern.first else n - 1
     kinds = [pattern.kind if i % n == at else pattern.rest for i in range(count)]
     return kinds, f"the {'first' if pattern.first else 'last'} of every {n} is {pattern.kind}"

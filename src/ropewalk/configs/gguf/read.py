@@ -136,7 +136,10 @@ class _Reader:
         return value
 
     def _axes(self, rotary_dim: int) -> Axes | None:
-        """Return the axis of each pair. Add a warning if ggml uses its fourth axis, on which all positions are 0."""
+        """Return the axis of each pair, or None if tokens have one position.
+
+        Add warnings if the sections do not cover exactly the rotated pairs, or leave pairs to the fourth axis of ggml.
+        """
         if self.sections is None:
             return None
         pairs, covered = rotary_dim // 2, sum(self.sections)
@@ -195,7 +198,7 @@ class _Reader:
         return pairing
 
     def _shape(self, kind: Kind) -> tuple[int, int, int]:
-        """Return head_dim, rotary_dim and rotary_offset, in channels."""
+        """Return head_dim, rotary_dim and rotary_offset of a kind of layer, in channels."""
         head_dim = self._head_dim(kind)
         rotary_dim = self._rotary_dim(kind, head_dim)
         if not self.row.latent:
@@ -240,7 +243,7 @@ class _Reader:
         return rotary_dim
 
     def _base(self, kind: Kind) -> float:
-        """Return the base of a kind of layer: the first of its keys that has a value, or the implied base."""
+        """Return the base of a kind of layer, from the first key in `bases` that has a value, or the implied base."""
         keys = {name: self.keys.key(name) for name in kind.bases}
         name = next((name for name, key in keys.items() if self.keys.fields.has(key)), BASE if BASE in keys else "")
         if name == BASE:

@@ -31,10 +31,10 @@ class Kind:
     Args:
         bases: keys of the base. The first one with a value is used. rope.freq_base is the base of the model. If it is
             missing, the argument base of from_config or `GgufRow.implied_base` replaces it.
-        implied_base: the base if `bases` does not contain rope.freq_base and none of its keys has a value. None makes
-            that an error.
+        implied_base: the base if none of the keys in `bases` has a value and rope.freq_base is not one of them. None
+            makes a missing base an error.
         scaled: whether the scaling of the model applies to this kind of layer.
-        own_head: whether attention.key_length_swa and rope.dimension_count_swa state the sizes of its heads.
+        own_head: whether attention.key_length_swa and rope.dimension_count_swa state the head sizes of this kind.
     """
 
     bases: tuple[str, ...] = (BASE,)
@@ -73,7 +73,7 @@ class Layers:
             false or 0.
         alike_without_window: whether all layers rotate alike if attention.sliding_window is 0 or missing.
         ignores_list: whether `default` applies even if the file has a list, which must then agree with it.
-        count: the only number of layers with which the layers of a model differ; None if they differ with any number.
+        count: the number of layers that a model must have for its layers to differ. None means any number.
         zero_window_refusal: the reason why attention.sliding_window must not be 0; "" if it may be 0.
     """
 
@@ -149,11 +149,11 @@ class GgufRow:
     temperature_length: str = ""
 
     def kinds(self) -> dict[str, Kind | None]:
-        """Return a dict from the name of each kind of layer to its `Kind`, or to None if it does not rotate."""
+        """Return a dict from the name of each kind of layer to its `Kind`, or to None if such layers do not rotate."""
         return {ALL: Kind(), NO_ROPE: None} | dict(self.layers.kinds if self.layers is not None else {})
 
     def specific_keys(self) -> frozenset[str]:
-        """Return the keys that llama.cpp reads for this architecture, but not for all others."""
+        """Return the keys that llama.cpp reads for this architecture but not for every architecture."""
         names = {HEAD_MLA} if self.latent else set()
         names |= set() if self.axes == "one" else {SECTIONS}
         if self.layers is not None:

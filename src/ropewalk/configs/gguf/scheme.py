@@ -115,7 +115,7 @@ class SchemeReader:
             )
 
     def _factor(self) -> float | None:
-        """Return the factor of the scaling from its key or from the former name of that key, or None."""
+        """Return the factor of the scaling from its key or that key's former name, or None if both are missing."""
         new, old = (
             self.keys.number(_FACTOR, at_least=0.0),
             self.keys.number(_OLD_FACTOR, at_least=0.0),
@@ -182,7 +182,10 @@ class SchemeReader:
         return scheme
 
     def _mscale(self) -> dict[str, float]:
-        """Return mscale and mscale_all_dim, which DeepSeek's YaRN has, or an empty dict if the file has neither."""
+        """Return mscale and mscale_all_dim of DeepSeek's YaRN, computed from yarn_log_multiplier.
+
+        The dict is empty if this key is missing or 0.
+        """
         key = YaRN.gguf["mscale_all_dim"]
         weight = self.keys.number(key, at_least=0.0)
         if not weight:
