@@ -71,7 +71,7 @@ class Latent(Architecture):
         return super().keys() | sizes | {"rope_interleave"}
 
     def extra_ropes(self, c: Reader, name: str, rope: Rope) -> dict[str, Rope]:
-        """Return the rope of the indexer, or an empty dict for kinds of layers that have a prefix."""
+        """Return the rope of the indexer. Without an indexer, and for the kinds in `prefixes`, the dict is empty."""
         if self.indexer is None or name in self.prefixes:
             return {}
         return read_indexer(c, rope, self.indexer, rotates_tail=False, source=self.name_and_source(c))

@@ -99,7 +99,8 @@ class _HeaderParser:
         limit: the position in bytes up to which it may be read.
         source: the name of the file for messages.
         position: the current position in bytes.
-        items: the number of keys, tensors, strings and array entries that have been read or skipped so far.
+        items: the number of keys, tensors, strings and array entries so far, without the entries of skipped arrays of
+            numbers.
         arrays: the number of nested arrays that have been skipped so far.
         where: the part of the header that is being read, for messages.
     """
