@@ -27,7 +27,7 @@ class Kind:
     """The facts that a model_type implies about one kind of layer that rotates.
 
     Args:
-        bases: top-level keys of the base. If a config has several of them, their values must be equal.
+        bases: top-level keys that state the base. If a config has several of them, their values must be equal.
         implied_base: the base if the config has none of these keys. None means that a missing base is an error.
         scaled: whether the scaling of the model applies to this kind of layer.
         head_dim_key: key of the head size of this kind, which is looked up before `Architecture.head_dim_keys`; "" if
@@ -152,7 +152,7 @@ class Architecture:
         )
 
     def check(self, c: Reader) -> None:
-        """Raise a RopeError if a key in `fixed` has an unsupported value, and add the warnings about several axes."""
+        """Raise a RopeError if a key in `fixed` has an unsupported value. Add any warning about several axes."""
         for key, (value, other_meaning) in self.fixed.items():
             if c.fields.has(key) and c.fields.get(key) != value:
                 received = shown(c.fields.get(key))

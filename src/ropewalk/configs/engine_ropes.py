@@ -90,7 +90,7 @@ def _section_keys(ropes: ModelRopes, kind: str) -> tuple[dict[str, Any], bool]:
 
 
 def apply_engine(engine: Engine, ropes: ModelRopes, engine_keys: Mapping[str, Any]) -> ModelRopes:
-    """Replace the ropes by those that the engine computes, and add its notes to the warnings.
+    """Return a copy of `ropes` with the ropes that the engine computes, and with its notes as further warnings.
 
     Raises:
         RopeError: the engine cannot run the config.

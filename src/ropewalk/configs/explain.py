@@ -95,7 +95,7 @@ def _ratio(before: float, after: float) -> float | None:
 
 
 def text(info: dict[str, Any]) -> str:
-    """Format the facts as lines for a terminal."""
+    """Format the result of `facts` as lines for a terminal."""
     lines = [f"{info['source']} (model_type {info['model_type']})"]
     for group in info["ropes"]:
         lines += ["", f"layers {ranges(group['layers'])} of {info['layers']}"]

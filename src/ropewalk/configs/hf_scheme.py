@@ -1,4 +1,4 @@
-"""Build a scheme from the rope keys of a config. The dataclass fields of a scheme name the keys that it reads."""
+"""Build a scheme from the keys about rotation in a config. The dataclass fields of a scheme name the keys it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`to_hf_config`: write the rope keys of a Hugging Face config in the schema of transformers 4 or 5."""
+"""`to_hf_config`: write the keys about rotation of a Hugging Face config in the schema of transformers 4 or 5."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def write(ropes: LayerRopes, version: int) -> dict[str, Any]:
 def _nested(row: Architecture) -> bool:
     """Whether `rope_parameters` must have an object for each kind of layer.
 
-    This is the case if the layers differ, `row.flat` is False, and either several kinds rotate or no top-level key
-    states the base of the only kind that rotates.
+    This is the case if the layers differ, `Architecture.flat` is False, and either several kinds rotate or no top-level
+    key states the base of the only kind that rotates.
     """
     rotating = [kind for kind in row.kinds.values() if kind is not None]
     return len(row.kinds) > 1 and not row.flat and (len(rotating) > 1 or not rotating[0].bases)
@@ -106,7 +106,7 @@ def _fraction(rope: Rope, row: Architecture, ropes: LayerRopes) -> float | None:
 
 
 def _version_4(rotating: dict[str, tuple[Kind, Rope]], row: Architecture, ropes: LayerRopes) -> dict[str, Any]:
-    """Return the rope keys in the schema of transformers 4: top-level keys and one `rope_scaling`.
+    """Return the keys about rotation in the schema of transformers 4: top-level keys and one `rope_scaling`.
 
     Raises:
         RopeError: the layers differ in a way that this schema cannot express.

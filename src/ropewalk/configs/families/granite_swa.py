@@ -26,7 +26,7 @@ class BaseOfEachLayer(NoRopeLayers):
 
 @dataclass(frozen=True)
 class GraniteSWA(Architecture):
-    """The `Architecture` of a Granite whose list of bases must have the same base for all layers that rotate."""
+    """The `Architecture` of Granite with sliding windows. All layers that rotate must have the same base."""
 
     def collect(self, c: Reader, name: str, kind: Kind, layers: list[str]) -> dict[str, ConfigValue]:
         """Collect the keys that define the rope, including the bases in the list `layer_rope_theta`."""

@@ -73,7 +73,7 @@ def _kinds_by_list(keys: Keys, layers: Layers, count: int, blocks: int) -> list[
         layers: the `Layers` of its architecture.
         count: the number of layers.
         blocks: the number of layers plus that of the blocks that predict further tokens. The list may have an entry
-            for each of these blocks, too.
+            for each of these blocks as well.
     """
     key, fields = keys.key(layers.key), keys.fields
     value = fields.get(key)
