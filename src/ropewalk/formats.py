@@ -47,7 +47,7 @@ def from_full_width(
         pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
-        RopeError: a row does not repeat its values in this way; or as raised by `Rotation`.
+        RopeError: a row does not repeat its values as `repeated` states; or as raised by `Rotation`.
 
     Example:
         >>> from ropewalk import Rope
@@ -164,8 +164,8 @@ def from_cache(
         head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
-        RopeError: cache has another shape or dtype. vLLM stores its cache in the dtype of the model, but 16 bits are
-            too few for accurate angles.
+        RopeError: cache does not have this shape and one of these dtypes; or as raised by `Rotation`. vLLM stores its
+            cache in the dtype of the model, but 16 bits are too few for accurate angles.
 
     Example:
         >>> from ropewalk import Rope
@@ -195,7 +195,7 @@ def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
         dtype: dtype of the result. None means the dtype of the rotation. FlashInfer requires float32.
 
     Raises:
-        RopeError: the tables are not `[rows, pairs]`.
+        RopeError: rotation is not a `Rotation`, or its tables are not `[rows, pairs]`.
     """
     _check_rotation("formats.to_cache", rotation)
     if rotation.cos.ndim != 2:

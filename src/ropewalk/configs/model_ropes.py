@@ -23,18 +23,18 @@ class ModelRopes(LayerRopes):
         source: the file or object that was read.
         trained_length: the length in tokens that the model was trained on before scaling; None if it is not known.
         max_position_embeddings: the length in tokens that the config states, or None.
-        extra_ropes: the ropes that layers have in addition, by name (DeepSeek-V3.2's "indexer").
+        extra_ropes: maps a name to a rope that layers have besides their own (DeepSeek-V3.2's "indexer").
         softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
-            None if it writes them where it read them.
+            None if it writes each value to the channel that it was read from.
         rotates_values: whether the model rotates the values like the keys, and the attention's output by the inverse
             rotation of the query (DeepSeek-V4, in which keys and values are the same).
         layer_kinds: the kind of each layer as the config names it ("sliding_attention"); () if all layers are alike.
         axis_names: the names of the axes of the positions ("time", "height", "width"), in the order that `Rope.at`
             expects; () if tokens have one position. A text token has the same position on every axis.
-        vision: the ropes of the vision tower; None if there is none or ropewalk does not know it. If the config is only
-            that of a tower, `layers` is ().
+        vision: the ropes of the vision tower; None if the model has no tower or ropewalk does not know it. If the
+            config describes only a tower, `layers` is ().
         config: the config that was read, for `to_hf_config`. It is ignored in comparisons.
         origins: maps the name of a value, such as "base", to where it came from, in words.
         warnings: sentences for the user.
@@ -45,7 +45,8 @@ class ModelRopes(LayerRopes):
         """The rope that all layers share.
 
         Raises:
-            RopeError: the layers differ. The message lists them; use `layers` instead.
+            RopeError: the layers differ, or there are none because the config describes only a vision tower. The
+                message names the attribute to use instead.
         """
         distinct = set(self.layers)
         if len(distinct) == 1 and (rope := self.layers[0]) is not None:

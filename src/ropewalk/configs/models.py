@@ -1,8 +1,8 @@
 """The table of models: `ARCHITECTURES` maps a model_type to its row, an `Architecture`.
 
-A row states facts about deployed code and names its source. The rows of transformers 5.23 were checked by running that
-code: the frequencies of its rotary classes, and the channels that its attention pairs. The rows of models that need
-other code than `Architecture` are in `families/`.
+A row states facts about deployed code and names its source. The rows of models of transformers 5.23 were checked by
+running their code there: the frequencies of the rotary classes, and the channels that the attention pairs. Models whose
+configs `Architecture` itself cannot read have subclasses of it in `families/`.
 """
 
 from __future__ import annotations
@@ -310,11 +310,11 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def register(model_type: str, row: Architecture) -> None:
-    """Register a row for a model_type in this process, replacing any existing one.
+    """Register the `Architecture` of a model_type in this process, replacing any existing one.
 
     Args:
         model_type: the value of `model_type` in configs.
-        row: what it implies about rotation.
+        row: the facts that this model_type implies about rotation.
 
     Raises:
         RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
@@ -325,7 +325,7 @@ def register(model_type: str, row: Architecture) -> None:
 
 @cache
 def vocabulary() -> frozenset[str]:
-    """Return all keys about rotation that are valid for at least one model."""
+    """Return all config keys about rotation that are valid for at least one model."""
     keys: set[str] = set()
     for model in ARCHITECTURES.values():
         keys |= model.keys() | model.keys_without_effect.keys()

@@ -1,4 +1,4 @@
-"""The rows of models that no `Rope` describes, with the reason, and of models that rotate nothing despite rope keys."""
+"""Rows of the table of models for those that no `Rope` describes, and those that rotate nothing despite rope keys."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def ropes_for_engines(
 def _read_for_engines(
     config: Any, pairing: str | None, base: float | None, text_only: bool, ignore: tuple[str, ...], download: bool
 ) -> tuple[ModelRopes, dict[str, Any]]:
-    """Read the ropes of a config without the keys that only engines read. Return the ropes and these keys."""
+    """Read the ropes of a config without the keys that only engines read. Return both."""
     who, must = "from_config", "engine needs a Hugging Face config"
     if source.gguf_path(config) is not None:
         raise error(who, must, "a GGUF file", "Pass the config.json that it was converted from.")

@@ -64,7 +64,7 @@ class Reader:
         return values
 
     def record_origin(self, name: str, where: str) -> None:
-        """Record the key that a value came from. If kinds of layers have different origins, "and" joins them."""
+        """Record the key that a value came from. If layers read the value from different keys, "and" joins the keys."""
         previous = self.origins.get(name)
         known = previous is not None and where in previous.split(" and ")
         self.origins[name] = where if previous is None else previous if known else f"{previous} and {where}"
@@ -72,14 +72,14 @@ class Reader:
     # pairing
 
     def pairing(self, implied: str, source: str | None) -> Pairing:
-        """Return the pairing of the weights: the implied one, unless `ropewalk convert` has written another.
+        """Return the pairing of the weights: `implied`, unless `ropewalk convert` has written another into the config.
 
         Args:
             implied: the pairing of the architecture, "half" or "interleaved".
-            source: the code from which it was taken, or None if the caller passed the pairing.
+            source: the code from which `implied` was taken, or None if the caller passed it.
 
         Raises:
-            RopeError: the config or the caller states another pairing.
+            RopeError: the config or the caller contradicts the pairing.
         """
         # No engine reads rope_interleaved, which is in SmolLM2's files. Rows that use rope_interleave read it earlier.
         for key in ("rope_interleaved", "rope_interleave"):
@@ -118,7 +118,7 @@ class Reader:
             rope_keys: the keys collected so far, which this method extends.
             key: the name of the key in transformers 4 or 5.
             value: its value.
-            where: the key with its section, for messages.
+            where: the path of the key in the config, such as "rope_scaling.factor", for messages.
         """
         if value is None:
             return
@@ -141,13 +141,13 @@ class Reader:
         return self.fields.error(where, "must not be an object for this model_type", "an object", fix)
 
     def add_flat(self, rope_keys: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
-        """Add the flat keys of a section.
+        """Add the keys of `rope_scaling`, or of `rope_parameters` that are not nested.
 
         Args:
             rope_keys: the keys collected so far, which this method extends.
             section: "rope_scaling" or "rope_parameters".
-            scaled: whether its scaling applies to this kind of layer.
-            with_base: whether its base applies to this kind of layer, even if its scaling does not.
+            scaled: whether the scaling in this object applies to the kind of layer that is being read.
+            with_base: whether the base in this object applies to that kind of layer even if the scaling does not.
         """
         for key, value in self.sections[section].items():
             where = f"{section}.{short_key(key)}"
@@ -162,7 +162,7 @@ class Reader:
         Args:
             rope_keys: the keys collected so far, which this method extends.
             name: the key of this kind in `rope_parameters`.
-            names: the keys of all kinds.
+            names: the keys of all kinds of layers of the model.
         """
         names = list(dict.fromkeys(names))
         values = self.sections["rope_parameters"]
@@ -229,7 +229,7 @@ class Reader:
     def head_dim(
         self, keys: tuple[str, ...], hidden: tuple[str, ...], heads: tuple[str, ...], *, needed: str = ""
     ) -> int:
-        """Return the number of channels of a head: the value of one of its keys, or width / number of heads.
+        """Return the number of channels of a head: the value of one of `keys`, or width / number of heads.
 
         Args:
             keys: keys of the head size. The first one with a value is used.
@@ -337,7 +337,10 @@ class Reader:
         return scheme
 
     def section_value(self, key: str) -> tuple[str, Any] | None:
-        """Return the name of the first section that has the key, and its value. Return None if no section has it."""
+        """Look up a key in `rope_scaling` and `rope_parameters`.
+
+        Return the name of the first of these objects that has the key, and the value; or None if neither has it.
+        """
         for section, values in self.sections.items():
             if values.get(key) is not None:
                 return section, values[key]

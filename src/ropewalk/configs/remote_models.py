@@ -1,6 +1,7 @@
-"""The rows of models whose code is not in transformers but comes with the checkpoint or with an inference engine.
+"""Rows of the table of models for those whose code is not in transformers.
 
-Models that need other code than `Architecture` are in `families/` instead.
+The code comes with the checkpoint or with an inference engine. Models whose configs `Architecture` itself cannot read
+have subclasses of it in `families/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that build common rows of the table of models, in `models.py` and the files that it imports."""
+"""Functions that build rows of the table of models, for `models.py` and the files that contain its other parts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def check_row(model_type: object, row: object) -> Architecture:
 
 
 def source(folder: str) -> str:
-    """Return the source of a row: a folder of models in transformers."""
+    """Return the source that a row names: the folder of the model in transformers."""
     return f"transformers 5.23 models/{folder}"
 
 
 def row(folder: str, **fields: Any) -> Architecture:
-    """Build the row of a model of transformers. `fields` are the fields of `Architecture` that differ from Llama."""
+    """Build the row of a model of transformers. `fields` are the fields of `Architecture` that differ from Llama's."""
     return Architecture(source=source(folder), **fields)
 
 
@@ -43,7 +43,8 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
     """Build the rows of models of transformers in which the whole head of every layer rotates, as in Llama.
 
     Args:
-        names: the model_types, separated by spaces. `model_type@folder` names the folder if it is not the model_type.
+        names: the model_types, separated by spaces. `model_type@folder` names the folder of the model in transformers,
+            if its name is not the model_type.
         head_dim_divides: as in `Architecture`.
         pairing: as in `Architecture`.
 
@@ -84,7 +85,7 @@ def hybrid(
     Args:
         folder: the folder of the model in transformers.
         attention: the kind of layer that rotates.
-        unrotated: the other kinds, which have no attention or attention without a rope.
+        unrotated: the other kinds of layers, which have no attention, or attention without a rope.
         pattern: as in `Architecture`.
         fields: other fields of `Architecture`.
     """

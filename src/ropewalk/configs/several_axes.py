@@ -1,4 +1,4 @@
-"""The rows of text models whose tokens have several positions, e.g. time, height and width in images and video."""
+"""Rows of the table of models for text models whose tokens have several positions, such as time, height and width."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _CONFIG_NAMES = (
 
 
 def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
-    """Load a config. Return it as a dict, with its name for messages.
+    """Load a config. Return it as a dict, and the name by which messages refer to it.
 
     Args:
         source: a dict, an object with `to_dict()` (a transformers config), a path to a JSON file, a path to a folder
@@ -87,7 +87,7 @@ def gguf_path(source: Any) -> Path | None:
 def to_plain(value: Any, name: str) -> Any:
     """Copy a value of a config, with mappings as dicts, and tuples, arrays and tensors as lists.
 
-    Values of other types are kept as they are, since a config may have some that do not affect rotation.
+    Values of other types are kept unchanged, since a config may have them under keys that do not affect rotation.
 
     Raises:
         RopeError: the value is nested too deep, holds too many values, or has a key that JSON does not allow.
@@ -118,7 +118,7 @@ def without_keys(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) 
     """Return a copy of a config without the keys in `ignore`. "a.b" is the key b inside a, unless there is a key "a.b".
 
     Raises:
-        RopeError: the config does not have one of the keys.
+        RopeError: a key in `ignore` is not in the config.
     """
     result = dict(config)
     for path in ignore:
@@ -138,7 +138,7 @@ def without_keys(config: Mapping[str, Any], ignore: tuple[str, ...], name: str) 
 
 
 def _section_hint(key: str, config: Mapping[str, Any]) -> str:
-    """Return a hint if an object in the config has the key, else ""."""
+    """Return a hint that names the path of the key if it is inside an object of the config, else ""."""
     places = [f"{name}.{key}" for name, values in config.items() if isinstance(values, Mapping) and key in values]
     return f" Did you mean {shown(places[0])}?" if places else ""
 
@@ -153,7 +153,10 @@ def _to_list(value: Any, name: str) -> Any:
 def _check_key(key: object, name: str) -> object:
     """Return the key if it is a string, a number or None.
 
-    Numbers are keys of `id2label`, for example. json.dump writes them as strings.
+    For example, the keys of `id2label` are numbers, which json.dump writes as strings.
+
+    Raises:
+        RopeError: the key has another type, or is an integer of more than 64 bits.
     """
     if isinstance(key, str | float) or key is None or (isinstance(key, int) and key.bit_length() <= 64):
         return key

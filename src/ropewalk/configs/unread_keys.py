@@ -60,7 +60,7 @@ def refuse_misspelt(fields: Fields, known: Iterable[str]) -> None:
 
     Args:
         fields: the config.
-        known: keys that some model reads, which are never reported as misspelt.
+        known: keys that at least one model reads. They are never reported as misspelt.
     """
     valid = {*known, *_SIZES, *_LIKELY}
     for key, value in fields.config.items():

@@ -1,4 +1,4 @@
-"""Find the vision tower in a config, and read its ropes as its row in `vision_towers.py` says."""
+"""Find the vision tower in a config, and read its ropes by the facts that `vision_towers.py` states about it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES = ("axial", "default", None)
 
 
 def standalone_tower(fields: Fields) -> VisionRopes | None:
-    """Read the ropes of the config of a vision tower. Return None if the config is that of another model."""
+    """Read the ropes of a config that describes only a vision tower. Return None if it is not that of a known tower."""
     model_type = fields.get("model_type")
     if model_type in _TOWER_ONLY:
         return nested_tower(fields)
@@ -33,7 +33,8 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
 
     Args:
         fields: the config of the whole model.
-        warnings: a list to extend by a warning for each unknown tower with keys about rotation, or None.
+        warnings: a list, to which a warning is added for each unknown tower with keys about rotation. None for no
+            warnings.
 
     Raises:
         RopeError: the config of a tower is not an object, or a known tower has keys that it does not support.
@@ -103,7 +104,10 @@ def _with_defaults(fields: Fields, more: Mapping[str, object]) -> Fields:
 
 
 def _base(fields: Fields, row: Tower, model_type: str) -> tuple[float, str]:
-    """Return the base from the config, or else from the row, and where it came from. Most towers have no key for it."""
+    """Return the base, and where it came from.
+
+    It is the base of the table of towers if the config states none, since most towers have no key for it.
+    """
     found = None
     for where in _BASES:
         if not fields.has(where):
@@ -117,7 +121,10 @@ def _base(fields: Fields, row: Tower, model_type: str) -> tuple[float, str]:
 
 
 def _check_section(fields: Fields, name: str, model_type: str) -> None:
-    """Raise a RopeError if a section has other keys than the base, because the code of towers reads no others."""
+    """Raise a RopeError if `rope_scaling` or `rope_parameters` has a key that the code of towers does not read.
+
+    That code reads only the base.
+    """
     section = fields.get(name)
     if section is None:
         return

@@ -29,7 +29,7 @@ class Tower:
         source: the code from which these facts were taken.
         ropes: a function from head_dim and the base to the ropes, which are applied one after another.
         axis_names: the names of the axes of the positions.
-        positions: what the positions on these axes are, in words.
+        positions: the meaning of the positions on these axes, in words.
         base: the base for configs that state none.
         width, heads: config keys of the width of the tower and of its number of heads.
         sizes: the defaults of the tower's class: width, number of heads, and head_dim or None. Nested configs that
@@ -67,7 +67,7 @@ def _kimi(head_dim: int, base: float) -> tuple[Rope, ...]:
 
 
 def _pixtral(head_dim: int, base: float) -> tuple[Rope, ...]:
-    """Build one rope with one progression of frequencies: the even ones for the height, the odd ones for the width."""
+    """Build one rope with one progression of frequencies, which alternate between height (the first one) and width."""
     half = head_dim // 2
     return (Rope(head_dim, base, "half", axes=Axes.strided((half, half))),)
 
@@ -102,7 +102,7 @@ def _tower(folder: str, ropes: Callable[[int, float], tuple[Rope, ...]], *sizes:
 
 
 def _memory(folder: str, *position_keys: str) -> Tower:
-    """Build the row of a tracker of SAM, which rotates q and k in its attention to earlier frames (its memory)."""
+    """Build the `Tower` of a tracker of SAM, which rotates q and k in its attention to earlier frames (its memory)."""
     ignored = ("memory_attention_rope_feat_sizes", "memory_attention_rope_dropout", *position_keys)
     return _tower(
         folder,

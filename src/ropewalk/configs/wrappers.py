@@ -1,7 +1,8 @@
 """Find the text model inside the config of a multimodal model, and add the keys that its config omits.
 
-transformers omits values that equal the defaults of a class from the config of a nested model. A missing key means the
-default in nested configs only: that of Gemma 3 4B has neither base nor head_dim, and that of LLaVA 1.5 has no sizes.
+transformers omits values that equal the defaults of a class from the config of a nested model. Only in nested configs
+does a missing key therefore mean the default. For example, the text config of Gemma 3 4B has neither base nor head_dim,
+and the text config of LLaVA 1.5 has no sizes.
 
 Source: the config classes of transformers 5.23.
 """
@@ -93,9 +94,9 @@ class TextPart:
     """The text model inside a config.
 
     Attributes:
-        config: its config.
-        source: its name, with which messages begin.
-        path: the prefix of its keys in `from_config(ignore=...)`.
+        config: the config of the text model.
+        source: the name of that config, with which messages begin.
+        path: the prefix that a key of that config needs in `from_config(ignore=...)`, such as "text_config.".
         warnings: sentences for the user.
     """
 
@@ -111,7 +112,8 @@ def text_part(fields: Fields, known: Container[str], pairing_passed: bool) -> Te
     Args:
         fields: the whole config.
         known: the model_types in the table of models.
-        pairing_passed: whether the caller passed a pairing. An unknown model_type is then that of a text model.
+        pairing_passed: whether the caller passed a pairing. A config with an unknown model_type is then treated as that
+            of a text model.
 
     Raises:
         RopeError: the config of the text model is missing or not an object.
@@ -155,7 +157,7 @@ def _has_sizes(inner: object) -> bool:
 
 
 def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> TextPart | None:
-    """Return the text model inside a config with an unknown model_type, if its own model_type is known, else None."""
+    """Return the text model inside a config with an unknown model_type, or None if no known text model is inside."""
     for key in _TEXT_KEYS:
         inner = fields.get(key)
         inner_type = inner.get("model_type") if isinstance(inner, Mapping) else None
@@ -168,7 +170,7 @@ def _part_of_unknown(fields: Fields, model_type: str, known: Container[str]) -> 
 def with_class_defaults(inner: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the config of a text model with the defaults of its class added, and the names of the added keys.
 
-    A base is added only if `rope_scaling` and `rope_parameters` have none, since the two could contradict each other.
+    No base is added if `rope_scaling` or `rope_parameters` states one, since the two bases could contradict each other.
     """
     model_type = inner.get("model_type")
     defaults = dict(zip(_KEYS, _DEFAULTS.get(model_type, ()) if isinstance(model_type, str) else (), strict=False))

@@ -49,7 +49,7 @@ def check(
         call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
             "x,positions". "_" omits a parameter.
         layer: the index of the layer of the config whose rope is expected.
-        arguments: name → value, for parameters of a class for which `check` has no value.
+        arguments: maps the names of parameters of a class to values, for parameters that `check` has no value for.
         compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
 
     Returns:
@@ -99,7 +99,7 @@ def assert_right(target: Any, **options: Any) -> Report:
 
     Args:
         target: as for `check`.
-        options: as for `check`.
+        options: any other arguments of `check`.
 
     Returns:
         The `Report`, if nothing is wrong.

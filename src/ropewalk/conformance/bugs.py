@@ -1,4 +1,4 @@
-"""The bugs that `check` can name: code, title and fix. A bug comes before those that it can cause."""
+"""The bugs that `check` can name: code, title and fix. A bug is listed before the bugs that it can cause."""
 
 from __future__ import annotations
 

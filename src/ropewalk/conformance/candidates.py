@@ -55,8 +55,8 @@ def candidates(first: Any, second: Any, arguments: Arguments | None, call: str |
 
     Args:
         first: the function, object or `TableSet` of the target.
-        second: the function that rotates, if the first one computes its tables. Otherwise None.
-        arguments: the arguments with which the first one was constructed, or None.
+        second: the function that rotates, if `first` computes cos and sin for it. Otherwise None.
+        arguments: the arguments with which `first` was constructed, or None.
         call: the roles that the user stated with --call, or None.
 
     Raises:
@@ -127,7 +127,7 @@ def _with_own_angles(function: Any, parameter_of: roles.Roles) -> Iterator[Subje
 def _with_tables(
     function: Any, parameter_of: roles.Roles, sources: list[Source], *, given_tables: bool
 ) -> Iterator[Subject]:
-    """Yield the calls of a function that is passed tables.
+    """Yield the calls of a function to which tables of cos and sin are passed.
 
     In all layouts, tables with a batch axis are tried before tables without one, because tables `[seq, channels]` could
     fit a layout with tokens before heads merely by broadcasting. Functions with a parameter unsqueeze_dim, as in
@@ -198,7 +198,8 @@ def _exact_tables(single: bool) -> list[Source]:
 def _table_sources(first: Any) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
-    Its parameters may be positions (and x), a length, or only x. In the last case, x may also be the positions.
+    The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
+    positions may also be passed as x.
     """
     if isinstance(first, TableSet):
         return [
@@ -250,7 +251,7 @@ def _tensors(returned: Any) -> Tables:
 
 
 def _rows(returned: Any, positions: Tensor) -> Tables:
-    """Add a batch axis to tables without one, and expand it, so that all rows share the tables."""
+    """Add a batch axis to tables without one, and expand it to the number of sequences, which then share the tables."""
     rows = positions.shape[0]
     formatted = tuple(t[None] if t.ndim == 2 else t for t in _tensors(returned))
     return tuple(t if t.shape[0] == rows else t.expand(rows, *t.shape[1:]) for t in formatted)

@@ -11,7 +11,7 @@ from ropewalk.conformance.report import Report
 
 
 def judge(baseline: Baseline, report: Report) -> None:
-    """Count the graph breaks of one call. Of two functions, only the one that rotates is compiled."""
+    """Count the graph breaks of one call. If the target is two functions, only the one that rotates is compiled."""
     subject = baseline.subject if baseline.subject.rebuild is None else baseline.subject.rebuild()
     positions = torch.arange(5)[None]
     q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()

@@ -29,7 +29,7 @@ class Baseline:
         structure: its pairs.
         channels: the number of channels of the heads that are passed to it.
         multipliers: the measured multiplier of each pair of q at positions 0 to 63, complex128 `[positions, pairs]`.
-        k_multipliers: the same for k. Equal to `multipliers` if the subject takes no k.
+        k_multipliers: the measured multiplier of each pair of k. Equal to `multipliers` if the subject takes no k.
     """
 
     subject: Subject
@@ -48,7 +48,7 @@ class Baseline:
         return torch.sin(0.1 + 0.7 * n + seed).reshape(rows, tokens, heads, self.channels)
 
     def errors(self, positions: Tensor, k_heads: int = HEADS) -> tuple[Tensor, Tensor]:
-        """Return the absolute errors of q and k, each with its own shape, at positions `[batch, seq]`.
+        """Return the absolute error of each element of the rotated q and k at positions `[batch, seq]`.
 
         If the subject takes no k, the errors of k are zero.
         """
@@ -165,7 +165,10 @@ def _check_fewer_key_heads(baseline: Baseline, report: Report) -> str | None:
 
 
 def _views(baseline: Baseline) -> list[tuple[str, Tensor, Tensor]]:
-    """Return (name, q, k) in the target's layout, with the memory layouts that occur in models."""
+    """Return test tensors q and k in the target's layout, for each way in which models lay them out in memory.
+
+    Each entry of the list is a description of the memory layout, then q and k.
+    """
     subject, views = baseline.subject, []
     for seed in (1, 2):
         x = baseline.tensor(1, TOKENS, HEADS, seed)

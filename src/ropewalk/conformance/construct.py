@@ -27,7 +27,8 @@ class Settings:
         length: the number of tokens, for classes with such a parameter. None keeps the default of the class, or means
             4096.
         config: the config, for classes with a parameter for it.
-        arguments: parameter name → value, as passed by the user. They take precedence over all other fields.
+        arguments: maps names of parameters to the values that the user passed. They take precedence over all other
+            fields.
     """
 
     head_dim: int = 64
@@ -45,8 +46,8 @@ class Arguments:
 
     Args:
         base: the base that is passed, or None if the constructor has no parameter for it.
-        length: the same for the number of tokens.
-        values: parameter name → value, of all arguments.
+        length: the number of tokens that is passed, or None if the constructor has no parameter for it.
+        values: maps the names of parameters to the values of all arguments.
         base_name: the name of the parameter for the base, or None.
     """
 
@@ -112,7 +113,7 @@ def is_constructor(target: Any) -> bool:
 
 
 class _Config(SimpleNamespace):
-    """A config with attributes, like those of transformers."""
+    """A config whose keys are attributes, like the config objects of transformers."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return an attribute or the default, like `dict.get`."""

@@ -200,9 +200,9 @@ def _judge_law(
 def _fitting_rope(
     subject: Subject, structure: Structure, channels: int, multipliers: Tensor, expected: Expected, report: Report
 ) -> Rope | None:
-    """Return a rope to compare with if no rope is expected.
+    """Return the rope with which measurements are compared if no rope is expected, or None if no base is found.
 
-    Its base is the expected base, the base of the constructor, or the one that fits the measured frequencies.
+    Its base is the expected base, else the base of the constructor, else one that fits the measured frequencies.
     """
     pairing = cast(Pairing | None, structure.pairing)
     if pairing is None:

@@ -18,7 +18,7 @@ PROBES = (0, 252, 300, 1_020, 2_044, 4_092)
 
 
 def judge(baseline: Baseline, law: Law, report: Report, length: int | None) -> None:
-    """Pass q and k in 16 bits, and check the dtype and the error of the results."""
+    """Pass q and k in bfloat16 and in float16, and check the dtype and the error of the results."""
     for dtype, name in NAMES.items():
         try:
             out = _rotate_once(baseline, dtype)

@@ -58,7 +58,7 @@ def find(target: Target, settings: Settings, call: str | None, layout: Layout | 
 def _construct(target: Any, settings: Settings) -> tuple[Any, Arguments | None]:
     """Construct the object, or compute its tables, and return the result with the arguments that were used.
 
-    A function that rotates is returned unchanged, with None.
+    A function that rotates is returned unchanged, with None instead of arguments.
     """
     if construct.is_constructor(target):
         arguments = construct.choose_arguments(target, settings)

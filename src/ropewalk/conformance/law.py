@@ -220,7 +220,7 @@ def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
 
 
 def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """Fit a geometric progression. Return its base and the divisor of all terms, or None for any other sequence."""
+    """Fit a geometric progression. Return its base and the divisor of all its terms, or None if no progression fits."""
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None

@@ -33,7 +33,7 @@ class Grade:
     """The result of one test.
 
     Args:
-        name: what was tried.
+        name: what was tested.
         says: the result, in words.
         right: whether the result is right. None if it is neither right nor wrong, but worth knowing.
         number: the largest error of cos and sin, if it was measured.

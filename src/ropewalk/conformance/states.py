@@ -1,4 +1,7 @@
-"""Find state that makes results wrong: a base shared by objects, effects of earlier calls, angles lost on meta."""
+"""Find state that makes results wrong.
+
+Such state is a base that objects share, an effect of earlier calls, or angles that are lost on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def _judge_rows(baseline: Baseline, report: Report) -> None:
 
 
 def _judge_meta(baseline: Baseline, report: Report) -> None:
-    """Load the module as large models are loaded: create it on meta, allocate memory, load the checkpoint."""
+    """Load the module as large models are loaded: create it on the meta device, allocate memory, load the weights."""
     if baseline.subject.rebuild is None or baseline.subject.module is None:
         return
     try:

@@ -56,7 +56,7 @@ class Structure:
         return out
 
     def predict_gradient(self, grad: Tensor, multipliers: Tensor) -> Tensor:
-        """Return the expected gradient of x for a gradient of the output, in float64."""
+        """Return the expected gradient with respect to x in float64, from the gradient with respect to the output."""
         grad = grad.to(torch.float64)
         pair = (
             torch.complex(grad[..., self.outs[:, 0]], grad[..., self.outs[:, 1]]) * multipliers.conj()[..., :, None, :]
@@ -67,7 +67,7 @@ class Structure:
 
 
 def infer(matrices: Tensor) -> Structure | None:
-    """Infer the pairs from linear maps `[tokens, out channels, in channels]`. Return None if there are none."""
+    """Infer the pairs from linear maps `[tokens, out channels, in channels]`. Return None if no two form a pair."""
     depends = (matrices.abs() > 0).any(0) | matrices.isnan().any(0)
     groups = _groups(depends)
     pairs = [(i, o) for i, o in groups if len(i) == 2 and len(o) == 2]
@@ -132,7 +132,7 @@ def _pairing(channels: Tensor) -> tuple[str | None, int, int]:
 
 
 def _complex_rows(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos + i·sin as the first row of each 2×2 block states it, and as the second row states it."""
+    """Return cos + i·sin of each 2×2 block twice: read from its first row, and read from its second row."""
     return (
         torch.complex(blocks[..., 0, 0], -blocks[..., 0, 1]),
         torch.complex(blocks[..., 1, 1], blocks[..., 1, 0]),
@@ -145,7 +145,7 @@ def _is_rotation(blocks: Tensor) -> bool:
 
 
 def _flaw(blocks: Tensor) -> str | None:
-    """Return the code of the bug of these blocks `[tokens, pairs, 2, 2]`, or None if they are rotations (or NaN)."""
+    """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations or have a NaN."""
     if bool(blocks.isnan().any()) or _is_rotation(blocks):
         return None
     first_row, second_row = _complex_rows(blocks)

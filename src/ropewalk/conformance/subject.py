@@ -98,7 +98,8 @@ class Subject:
         """Call the target with copies of q and k, and return its results, all `[batch, seq, heads, head_dim]`.
 
         Raises:
-            CallError: the target raises, or returns tensors of another shape.
+            CallError: the target raises, returns fewer tensors than expected, or returns a tensor whose shape differs
+                from that of its input.
         """
         inputs = [self.to_native(x).clone(memory_format=torch.contiguous_format) for x in (q, q if k is None else k)]
         q_out, k_out = self.call_native(inputs[0], inputs[1], positions)
@@ -122,4 +123,4 @@ class Subject:
 
 
 class CallError(Exception):
-    """The target cannot be called in this way."""
+    """The target cannot be called in the way that a `Subject` describes."""

@@ -1,4 +1,4 @@
-"""Convert cos and sin to the formats that functions expect: repeated columns, one or two tensors, different axes."""
+"""Convert cos and sin to the formats that functions expect: repeated columns, one or two tensors, additional axes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def format_tables(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tup
     """Convert cos, sin and angles, all `[..., pairs]`, to a format.
 
     Returns:
-        cos and sin, or one tensor.
+        cos and sin, or one tensor, as `width` determines.
     """
     if width in PAIRED:
         return _repeat_columns(cos, width), _repeat_columns(sin, width)
@@ -58,7 +58,7 @@ def format_tables(cos: Tensor, sin: Tensor, angles: Tensor, width: Width) -> tup
 
 
 def with_axes(table: Tensor, axes: Axes) -> Tensor:
-    """Convert a table `[batch, seq, ...]` to these axes."""
+    """Convert a table `[batch, seq, ...]` to one whose axes before the columns are `axes`."""
     if axes == "s":
         return table[0]
     if axes == "sb1":
@@ -67,7 +67,7 @@ def with_axes(table: Tensor, axes: Axes) -> Tensor:
 
 
 def _repeat_columns(t: Tensor, width: Width) -> Tensor:
-    """Repeat the columns of t `[..., pairs]` as the end of the format's name states."""
+    """Repeat the columns of t `[..., pairs]` for a format whose name ends in "halves" or "twice". Else return t."""
     if width.endswith("halves"):
         return torch.cat((t, t), dim=-1)
     return t.repeat_interleave(2, dim=-1) if width.endswith("twice") else t

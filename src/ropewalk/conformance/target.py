@@ -27,7 +27,7 @@ class Target:
     Args:
         name: the name that the user passed, or the qualified name of the object.
         objects: one callable, or two: the first computes cos and sin, the second applies them.
-        runs: the path of the file that was executed, or None.
+        runs: the path of the file that was imported or executed, or None.
         config: the default config of a model of transformers, or None.
     """
 
@@ -49,7 +49,7 @@ def load(target: Any) -> Target:
     """Load the objects of a target, which is a string such as "module:name" or the objects themselves.
 
     Raises:
-        RopeError: the file, module or name does not exist, or the import raises.
+        RopeError: the target is not of a known form, its file, module or name does not exist, or the import raises.
     """
     if not isinstance(target, str):
         objects = tuple(target) if isinstance(target, (list, tuple)) else (target,)
@@ -107,7 +107,7 @@ def _load_module(where: str) -> tuple[ModuleType, str | None]:
 
 
 def _find_attribute(module: ModuleType, where: str, dotted: str) -> Any:
-    """Look up a name in a module. `Class.method` becomes a `Method`, because the class must be constructed first."""
+    """Look up a name in a module. An instance method becomes a `Method`, since its class must be constructed first."""
     head, _, method = dotted.partition(".")
     found = getattr(module, head, None)
     if found is None or not callable(found) or (method and not callable(getattr(found, method, None))):

@@ -25,7 +25,8 @@ class ConfigDiff:
     Args:
         facts: the whole comparison as a dict of JSON values.
         ropes: for each entry of `facts["layers"]`, a dict with the static ropes "first" and "second" for sequences of
-            `entry["drawn_at"]` tokens. It is empty if the ropes rotate different channels.
+            `entry["drawn_at"]` tokens. The dict is empty if the ropes differ in rotary_dim or axes, or if only one of
+            the configs rotates these layers.
     """
 
     facts: Mapping[str, Any]
@@ -53,7 +54,7 @@ def configs(
 ) -> ConfigDiff:
     """Compare the rotation of two configs, such as those of a base model and its fine-tune.
 
-    The meaning of the keys is compared and not their names, so a config in another schema can be the same.
+    The meaning of the keys is compared, not their names, so two configs with different schemas can be the same.
 
     Args:
         first, second: as in `from_config`, including GGUF files and Meta's params.json.
@@ -68,7 +69,8 @@ def configs(
         `facts["kv_cache"]["fit"]` says whether keys that were cached with the first config can be read with the second.
 
     Raises:
-        RopeError: a config cannot be read or describes only a vision tower, or neither config states a length.
+        RopeError: a config cannot be read or describes only a vision tower, a key to ignore is in neither config, or
+            `length` is None and neither config states a length.
     """
 
     of_each = _present_keys((first, second), ignore, download)
@@ -94,7 +96,7 @@ def configs(
 
 
 def _present_keys(both: tuple[Any, Any], ignore: Collection[str], download: bool) -> list[Collection[str]]:
-    """Return which of the keys to ignore each config has, since `from_config` refuses to ignore a missing key."""
+    """Return for each config those of the keys to ignore that it has, since `from_config` rejects missing ones."""
     if not ignore or isinstance(ignore, str) or not all(isinstance(key, str) for key in ignore):
         return [ignore, ignore]  # from_config raises the error
     found: list[Collection[str]] = [tuple(key for key in ignore if _has_key(config, key, download)) for config in both]
@@ -149,7 +151,7 @@ def _compare_layers(
     """Compare the ropes of all layers.
 
     Returns:
-        A list with the facts of each distinct pair of ropes that differ, and a list with these ropes, as in
+        A list with the facts about each distinct pair of ropes that differ, and a list with these pairs, both as in
         `ConfigDiff`.
     """
     layers_of: dict[tuple[Rope | None, Rope | None], list[int]] = {}
@@ -210,14 +212,17 @@ _OTHER_PROPERTIES: dict[str, Callable[[ModelRopes], Any]] = {
 
 
 def _other_differences(a: ModelRopes, b: ModelRopes) -> list[dict[str, Any]]:
-    """Return the differences between the configs other than the rotation of q and k in the layers."""
+    """Return the differences between the configs outside the ropes of the layers, such as the softmax factor."""
     return [
         {"what": name, "first": get(a), "second": get(b)} for name, get in _OTHER_PROPERTIES.items() if get(a) != get(b)
     ]
 
 
 def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Decide whether weights of the first config fit the second, or would fit if q and k were permuted (`permute`)."""
+    """Decide whether weights of the first config fit the second.
+
+    In the result, "permute" is true if they do not fit unchanged but would fit if q and k were permuted.
+    """
     changed = {change["what"] for row in rows for change in row["changed"]}
     if len(a.layers) != len(b.layers):
         return {"fit": False, "permute": False, "why": "the number of layers differs"}
@@ -236,7 +241,10 @@ def _judge_weights(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> 
 
 
 def _judge_kv_cache(a: ModelRopes, b: ModelRopes, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Decide whether cached keys of the first config fit the second, or would fit if multiplied by `rescale`."""
+    """Decide whether cached keys of the first config fit the second.
+
+    In the result, "rescale" is the factor by which the keys would have to be multiplied to fit, or None.
+    """
     changed = {change["what"] for row in rows for change in row["changed"]}
     if len(a.layers) != len(b.layers):
         why = "the number of layers differs"

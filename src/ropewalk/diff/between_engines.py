@@ -52,14 +52,14 @@ def engines(
     """Compare how inference engines rotate for one config of Hugging Face.
 
     No engine is run. For each engine, ropewalk has rules that reproduce its functions for computing frequencies, at the
-    version that the result names. They do not say whether the engine supports the model. If tokens have several
+    version that the result names. The rules do not say whether the engine supports the model. If tokens have several
     positions (M-RoPE), the rotation of text tokens is compared.
 
     Args:
         source: as in `from_config`, except for GGUF files and Meta's params.json.
-        length: the length that the engines are configured for, in tokens. It is also that of the longest sequence
-            compared. None means the length that the config states, or twice that if the frequencies only change beyond
-            it.
+        length: the length that the engines are configured for, in tokens. It is also the length of the longest sequence
+            that is compared. None means the length that the config states, or twice that length if the frequencies
+            change only beyond it.
         names: the engines to compare: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3". An empty
             collection means all. The first one that can run the config is the reference for the others.
         pairing, base, ignore, download: as in `from_config`.
@@ -115,7 +115,7 @@ def _compare_rope(
     """Compare the engines for one rope of the config.
 
     Returns:
-        The facts, and a dict from each engine to its static rope for the shortest sequence at which the engines differ.
+        The facts, and a dict from each engine that can run the config to its static rope, as in `EngineDiff`.
     """
     ropes_compared = [answer.rope for answer in (*answers.values(), Answer(config.rope)) if answer.rope is not None]
     changing = any(not rope.is_static for rope in ropes_compared)
@@ -176,7 +176,7 @@ def _compare_at_length(
 
 
 def _query_scale(ropes: ModelRopes, chosen: Collection[Any]) -> dict[str, str]:
-    """Return a dict from each engine that does not apply the query scale of the config to the reason."""
+    """Return why engines do not apply the query scale of the config: a dict from their names to the reasons."""
     if ropes.query_scale is None or not ropes.query_scale.beta:
         return {}
     return {entry.name: entry.query_scale for entry in chosen if entry.query_scale}

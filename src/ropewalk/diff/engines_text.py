@@ -29,7 +29,7 @@ def engines_text(facts: Mapping[str, Any]) -> str:
 
 
 def layers(numbers: list[int], count: int) -> str:
-    """Format the indices of some layers: "layers 0-31 of 32"."""
+    """Format the indices of some of the layers, such as "layers 0-31 of 32"."""
     return f"layer{'' if len(numbers) == 1 else 's'} {ranges(numbers)} of {count}"
 
 

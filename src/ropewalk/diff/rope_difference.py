@@ -25,8 +25,8 @@ class RopeDifference:
     """The difference between two static ropes, which are called the first and the second.
 
     Args:
-        times: the largest ratio, over all pairs, of the larger to the smaller frequency of a pair. inf if one of them
-            is 0.
+        times: the ratio of the larger to the smaller of the two frequencies of a pair, for the pair where it is
+            largest. inf if one of the two is 0.
         pair: the index of the pair with this ratio.
         slower: whether this pair rotates slower in the second rope.
         pairs: the number of pairs whose frequencies differ.
@@ -99,7 +99,7 @@ def _scores(first: np.ndarray, second: np.ndarray, a: float, b: float, longest: 
         first, second: w and w' of each pair, in radians per token, `[pairs]`.
         a, b: the squares of the attention factors.
         longest: the largest distance m, in tokens.
-        moving: whether some frequencies differ. If not, the change is |a − b| at every distance.
+        moving: whether any frequencies differ. If none differ, the change is |a − b| at every distance.
     """
     if not moving:
         return abs(a - b), 0

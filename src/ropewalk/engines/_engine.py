@@ -1,7 +1,7 @@
 """`Engine`: an inference engine at one version, with a `Rule` for each scheme that computes the rope of the engine.
 
 The function of a rule gets a `ConfigRope`, one rope of a config with its keys. It returns an `Answer`: a `Rope` with
-the numbers of the engine, or the reason why the engine cannot run the config. It reads no files and imports no engine.
+the numbers of the engine, or the reason why the engine cannot run the config. Rules read no files and import no engine.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Rule:
 
     Args:
         source: the file of the engine from which the rule was taken.
-        reads: the keys of the scaling that the engine reads. A note says that it ignores any others in the config.
+        reads: the keys of the scaling that the engine reads. A note lists the keys in the config that it ignores.
         answer: the function that computes the rope, from a `ConfigRope` and its scheme.
         evidence: as in `Answer`.
     """
@@ -133,12 +133,12 @@ class Engine:
     """An inference engine at one version.
 
     Args:
-        name: its usual name.
+        name: the usual name of the engine.
         version: the version from which the rules were taken.
-        table: how it computes cos and sin, in whole sentences.
+        table: how the engine computes cos and sin, in whole sentences.
         rules: maps the `rope_type` of a scheme, or "default" for no scheme, to its rule.
-        unknown: why the engine cannot run a scheme without a rule.
-        query_scale: why it does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
+        unknown: why the engine cannot run a scheme that `rules` does not contain.
+        query_scale: why the engine does not apply the query scale of a config (`llama_4_scaling_beta`). "" if it does.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Engine:
 
 
 def same_as_config(config: ConfigRope, scaling: object) -> Answer:
-    """Return the rope of the config. This is the rule of engines that compute the same numbers as ropewalk."""
+    """Return the rope of the config, for a scheme for which the engine computes the same numbers as ropewalk."""
     return Answer(config.rope)
 
 
@@ -179,7 +179,7 @@ def to_finite(value: object, default: float | None = None) -> float | None:
     """Convert a value of a config, which was not checked, to a finite float.
 
     Returns:
-        The float, `default` if the value is None, or None if it is no finite number.
+        The float, `default` if the value is None, or None if the value is not a finite number.
     """
     if value is None:
         return default
@@ -213,7 +213,7 @@ def with_attention_factor(scaling: YaRN, factor: float) -> YaRN:
 
 
 def yarn_with_extrapolation(config: ConfigRope, scaling: YaRN, extrapolation: float, attention: float) -> Rope:
-    """Return the rope of YaRN with an `extrapolation_factor`, as a `PerPair` scheme because no other describes it.
+    """Return the rope of YaRN with an `extrapolation_factor`, as a `PerPair` scheme because no other scheme fits.
 
     Args:
         config: the rope of the config.
@@ -231,7 +231,10 @@ def yarn_with_extrapolation(config: ConfigRope, scaling: YaRN, extrapolation: fl
 
 
 def longrope_magnitude(longest: int | None, trained: int) -> float | None:
-    """Return LongRoPE's magnitude √(1 + ln(longest / trained) / ln trained), or None if `longest` is None."""
+    """Return LongRoPE's magnitude √(1 + ln(longest / trained) / ln trained), dimensionless.
+
+    Return 1 if `longest` is at most `trained`, and None if `longest` is None.
+    """
     if longest is None:
         return None
     return 1.0 if longest <= trained else math.sqrt(1 + math.log(longest / trained) / math.log(trained))
@@ -245,7 +248,8 @@ def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: boo
     Args:
         config: the rope of the config.
         scaling: its scheme.
-        mscales: whether the engine uses short_mscale and long_mscale instead, if the config states them.
+        mscales: whether the engine uses short_mscale and long_mscale of the config, if it states them, in place of the
+            computed attention factor.
 
     Returns:
         The scheme, or None if the config has no max_position_embeddings.
@@ -261,7 +265,7 @@ def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: boo
 
 
 def ignored_keys_note(config: ConfigRope, *keys: str) -> tuple[str, ...]:
-    """Return a note for those of the keys in the config that the engine ignores for this model, but not for others."""
+    """Return a note that lists which of `keys` the config has. The engine ignores them for this model_type only."""
     ignored = [key for key in keys if config.section.get(key) is not None]
     return (f"For {config.model_type} it ignores {', '.join(ignored)}.",) if ignored else ()
 

@@ -60,7 +60,8 @@ def _yarn(config: ConfigRope, scaling: YaRN) -> Answer:
 def _attention(config: ConfigRope, scaling: YaRN) -> float:
     """Return the attention factor that `llama-context.cpp` computes, dimensionless.
 
-    It is YaRN's magnitude, divided by that for mscale_all_dim if the converter writes this key.
+    It is YaRN's magnitude, divided by the magnitude for mscale_all_dim if the converter writes that key. For models
+    that llama.cpp runs as DeepSeek V2, both use mscale_all_dim, so the factor is 1.
     """
     bottom = scaling.mscale_all_dim or 0.0
     if not bottom or config.model_type not in _WRITES_MSCALE:

@@ -1,4 +1,4 @@
-"""The rules of SGLang, whose tables are those of vLLM. The largest position of a batch decides LongRoPE's list."""
+"""The rules of SGLang, which shares code with vLLM. In LongRoPE, the largest position of a batch decides the list."""
 
 from __future__ import annotations
 

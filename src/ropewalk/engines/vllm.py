@@ -25,14 +25,14 @@ _INTEGER = "it fails if factor is an integer (TypeError: 'int' object is not ite
 
 
 def linear(config: ConfigRope, scaling: Linear) -> Answer:
-    """Apply the rule of linear scaling, whose factor must be a float in the config. SGLang uses the same class."""
+    """Apply the rule of linear scaling in vLLM and SGLang, where the factor must be a float in the config."""
     if type(config.section.get("factor")) is int:
         return Answer(None, refusal=f"{_INTEGER}. Write {config.section['factor']}.0")
     return Answer(config.rope)
 
 
 def proportional(config: ConfigRope, scaling: Proportional) -> Answer:
-    """Apply the rule of proportional scaling, which ignores the factor. SGLang uses the same class."""
+    """Apply the rule of proportional scaling in vLLM and SGLang, which ignore the factor."""
     if scaling.factor != 1.0:
         return Answer(config.with_scaling(replace(scaling, factor=1.0)))
     return Answer(config.rope)

@@ -1,1 +1,1 @@
-"""Integrations with other libraries: transformers, vLLM and torchtitan rotate through ropewalk; a pytest fixture."""
+"""Integrations that make transformers, vLLM and torchtitan rotate through ropewalk, and a pytest fixture."""

@@ -1,6 +1,7 @@
 """The pytest fixture `assert_rope`. Enable it in conftest.py: `pytest_plugins = ["ropewalk.integrations.pytest"]`.
 
-It is not an entry point, because pytest would then import ropewalk in every project where ropewalk is installed.
+The fixture is not registered as an entry point, because pytest would then import ropewalk in every project where
+ropewalk is installed.
 """
 
 from __future__ import annotations

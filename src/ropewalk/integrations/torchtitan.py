@@ -1,12 +1,12 @@
-"""Replacements of torchtitan's rotary modules, which rotate q and k through ropewalk.
+"""Replacements for torchtitan's rotary modules that rotate q and k through ropewalk.
 
 Enable them with a flag of torchtitan:
 
     torchrun ... -m torchtitan.train ... --override.imports ropewalk.integrations.torchtitan.rope
 
-torchtitan imports this file if the flag names it, so the file can import torchtitan at the top. The fields of the
-configs are those of `torchtitan/models/common/rope.py` in torchtitan 0.3.0 (batches of sequences) and at b5bcd76
-(flattened tokens).
+torchtitan imports this file only if the flag names it, so the file can import torchtitan at the top. The supported
+configs have the fields that `torchtitan/models/common/rope.py` defines in torchtitan 0.3.0, which passes batches of
+sequences, and at commit b5bcd76, which passes flattened tokens.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _NO_EFFECT = frozenset({"max_seq_len", "max_context_length", "param_init", "shar
 
 
 class _Ropewalk:
-    """The base class of both modules. It comes before torchtitan's class in the method resolution order.
+    """The base class of both replacements. It comes before torchtitan's class in the method resolution order.
 
     Each call computes the angles of its tokens. Nothing is cached between calls, so no rotation can be out of date.
 
     Attributes:
         rope: the `Rope` of the config.
         cache: torchtitan's buffer for its table. It is empty, so that code that reads angles from it fails instead of
-            using other angles.
+            using angles that differ from those of ropewalk.
     """
 
     pairing: Pairing
@@ -63,16 +63,16 @@ class _Ropewalk:
 
         Args:
             query: `[tokens, heads, dim]`, or `[batch, seq, heads, dim]`; plain or DTensor.
-            key: the same with its own number of heads.
-            positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`, any value; plain or DTensor. If query
-                is a DTensor, plain positions may be those of all tokens or of the tokens of this rank; their size
-                decides. None means 0, 1, 2, ...
+            key: as query, but it may have another number of heads.
+            positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`; plain or DTensor. Any values are
+                allowed. If query is a DTensor, plain positions may be those of all tokens or only those of the tokens
+                of this rank, which their number shows. None means 0, 1, 2, ...
 
         Returns:
             Rotated query and key, with the shapes, dtypes, placements and SPMD types of the arguments.
 
         Raises:
-            RopeError: a shape or dtype does not fit.
+            RopeError: a shape or dtype is none of these.
         """
         if not spmd.is_type_checking():
             return self._rotate(query, key, positions)
@@ -103,7 +103,7 @@ class RopewalkComplexRoPE(_Ropewalk, ComplexRoPE):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ComplexRoPE.Config):  # type: ignore[misc]
-        """The fields of `ComplexRoPE.Config`."""
+        """The config of the replacement, with the fields of `ComplexRoPE.Config`."""
 
 
 class RopewalkCosSinRoPE(_Ropewalk, CosSinRoPE):  # type: ignore[misc]
@@ -113,7 +113,7 @@ class RopewalkCosSinRoPE(_Ropewalk, CosSinRoPE):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):  # type: ignore[misc]
-        """The fields of `CosSinRoPE.Config`."""
+        """The config of the replacement, with the fields of `CosSinRoPE.Config`."""
 
 
 _MODULES: dict[type, Any] = {ComplexRoPE.Config: RopewalkComplexRoPE, CosSinRoPE.Config: RopewalkCosSinRoPE}
@@ -127,11 +127,11 @@ def rope(config: Any) -> Any:
         config: a `ComplexRoPE.Config` or a `CosSinRoPE.Config`.
 
     Returns:
-        The config of the ropewalk module, with the same fields.
+        The config of the module that replaces it, with the same values.
 
     Raises:
-        RopeError: the config has another class, such as the `MRoPE` of Qwen 3.5, an unknown field, or a value that no
-            `Rope` supports.
+        RopeError: the config is of any other class, such as the `MRoPE` of Qwen 3.5, it has an unknown field or lacks
+            one, or no `Rope` supports one of its values.
     """
     module = _MODULES.get(type(config))
     if module is None:

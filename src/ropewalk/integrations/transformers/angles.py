@@ -1,4 +1,4 @@
-"""Modules that replace a rotary module of a model, and return a Rotation instead of cos and sin."""
+"""Modules that replace a rotary module of a model and return a Rotation instead of cos and sin."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ WHO = "accelerate"
 
 
 class Angles(nn.Module):
-    """The base class of the replacements. They keep the original module or table for `restore` and for device moves.
+    """The base class of the modules that replace rotary modules and tables.
+
+    Each keeps the original module or table, for `restore` and for device moves.
 
     Args:
-        forms: the functions that the model's code calls → how each rotates. Unpickling installs dispatchers for them.
+        forms: maps each rotating function that the model's code calls to a description of how it rotates. Unpickling
+            installs dispatchers for these functions.
         pairing: the pairing of the first of these functions.
     """
 
@@ -39,7 +42,7 @@ class Angles(nn.Module):
 
 
 class ModuleAngles(Angles):
-    """The base class of replacements of a module.
+    """The base class of the modules that replace a rotary module, not a table.
 
     A replacement has the attributes of the original module, such as `inv_freq` and `config`, and the same state_dict.
 
@@ -81,8 +84,8 @@ class RotaryAngles(ModuleAngles):
     """Replaces the rotary module of a text model, which is called with hidden states and positions.
 
     Args:
-        ropes: layer type → `Rope`. The key is None for a module that is called without a layer type. If ropes is None,
-            the angles of the original are used.
+        ropes: maps each layer type to its `Rope`. The only key is None if the module is called without a layer type. If
+            ropes is None, the angles of the original are used.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class RotaryAngles(ModuleAngles):
         Args:
             x: hidden states, of which only device and dtype matter.
             position_ids: `[batch, seq]` or `[axes, batch, seq]`.
-            layer_type: the layer type, for models with several.
+            layer_type: the layer type, for models whose rotary module has several.
         """
         if self.ropes is None:
             rotation = self._original_angles(x, position_ids, layer_type)
@@ -123,7 +126,7 @@ class RotaryAngles(ModuleAngles):
         raise error(WHO, must, shown(layer_type), "Call restore(model) to use the model's own rotation.")
 
     def _original_angles(self, x: Tensor, position_ids: Tensor, layer_type: str | None) -> Rotation:
-        """Return the Rotation by the tables that the original module computes."""
+        """Create a Rotation from the tables that the original module computes."""
         probe = x[..., :1].float()  # the original casts its tables to the dtype of x
         keywords = {} if layer_type is None else {"layer_type": layer_type}
         returned = self.original(probe, position_ids, **keywords)

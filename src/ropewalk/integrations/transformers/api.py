@@ -20,12 +20,13 @@ from ropewalk.rope import Rope
 
 @dataclass(frozen=True)
 class Accelerated:
-    """The report of `accelerate`: what was replaced. `str()` of it is the report as text.
+    """The report of `accelerate`, which lists what was replaced. `str(report)` is the report as text.
 
     Args:
         angles: "exact" or "theirs", as passed to `accelerate`.
-        ropes: the name of a replaced module → the `Rope` of its angles. If the module has several ropes, the layer type
-            or the index of the part of a head follows the name after a colon. Empty with angles="theirs".
+        ropes: maps the name of each replaced module or table to the `Rope` of its angles. If a module has several
+            ropes, each has its own entry: the name is followed by a colon and the layer type, or the index of the part
+            of a head. The dict is empty with angles="theirs".
         modules: the names of the replaced modules and tables.
         functions: the functions that now rotate through ropewalk.
         left_alone: rotary modules that keep their own rotation, each with the reason.
@@ -148,7 +149,7 @@ def _insert(model: nn.Module, old: nn.Module, new: Angles) -> None:
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module wherever it occurs. Multi-token-prediction heads share the rotary module of the base model."""
+    """Replace a module in all its owners, since multi-token-prediction heads share the base model's rotary module."""
     for owner in list(model.modules()):
         if owner is not new:
             for name, child in owner._modules.items():
