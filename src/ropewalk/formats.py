@@ -6,8 +6,8 @@
 | complex | Meta's `freqs_cis` | `[…, pairs]`, cos + i sin |
 | cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
 
-Tables include the attention factor. They do not determine which channels form a pair: that is `pairing`, which follows
-from the code that uses the table.
+Tables include the attention factor. They do not determine which channels form a pair. The argument `pairing`
+states this, and its value follows from the code that uses the table.
 """
 
 from __future__ import annotations

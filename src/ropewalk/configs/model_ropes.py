@@ -28,8 +28,8 @@ class ModelRopes(LayerRopes):
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
             None if it writes each value to the channel that it was read from.
-        rotates_values: whether the model rotates the values like the keys, and the attention's output by the inverse
-            rotation of the query (DeepSeek-V4, in which keys and values are the same).
+        rotates_values: whether the model rotates the values like the keys, and then rotates the output of the attention
+            back by the position of the query (DeepSeek-V4, in which keys and values are the same).
         layer_kinds: the kind of each layer as the config names it ("sliding_attention"); () if all layers are alike.
         axis_names: the names of the axes of the positions ("time", "height", "width"), in the order that `Rope.at`
             expects; () if tokens have one position. A text token has the same position on every axis.

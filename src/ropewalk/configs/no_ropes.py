@@ -1,4 +1,4 @@
-"""Rows of the table of models for those that no `Rope` describes, and those that rotate nothing despite rope keys."""
+"""Architectures that no `Rope` describes, each with the reason, and those that rotate nothing despite rope keys."""
 
 from __future__ import annotations
 

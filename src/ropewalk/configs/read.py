@@ -47,7 +47,7 @@ def from_config(
             Vision, 32 in 3.2 1B and 3B).
         text_only: for a model whose tokens have several positions (M-RoPE), return the rope of text tokens and omit the
             vision tower. It has no effect on a text model whose tokens have one position. It is an error for the config
-            of a vision tower or of a diffusers transformer, because they have no text tokens.
+            of a vision tower or of a diffusers transformer, because such models have no text tokens.
         ignore: keys to ignore, as if the config did not have them. Use it for a key about rotation that ropewalk does
             not know and that the model's own code does not read. "a.b" is the key b inside a. A warning names each
             ignored key.
@@ -55,8 +55,8 @@ def from_config(
         engine: the name of an inference engine: "transformers", "vllm", "sglang", "llama.cpp", "mlx-lm" or "exllamav3".
             The ropes then have the numbers that this engine computes from a Hugging Face config, even if the model's
             own code computes others, and the warnings list the keys that the engine ignores. The pairing is that of the
-            config's own weights, which llama.cpp's converter permutes for some models. With None, the ropes are those
-            of the model's own code.
+            original weights, which llama.cpp's converter permutes for some models. With None, the ropes have the
+            numbers of the model's own code.
 
     Returns:
         `ModelRopes`, with `.rope`, `.layers`, `.vision` and `.explain()`.

@@ -25,7 +25,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 
 
 class Reader:
-    """A config with the arguments of `from_config`, and the origins and warnings collected while it is read.
+    """A config, the arguments with which `from_config` reads it, and the origins and warnings collected on the way.
 
     Attributes:
         fields: the config.
@@ -33,7 +33,7 @@ class Reader:
         warnings: sentences for the user.
         longest: the value of max_position_embeddings or of an equivalent key, in tokens, or None.
         sections: the objects `rope_scaling` and `rope_parameters`, by name, if the config has them.
-        nested: whether `rope_parameters` contains an object for each kind of layer.
+        nested: whether `rope_parameters` contains an object for each kind of layer, such as "sliding_attention".
     """
 
     def __init__(
@@ -112,13 +112,16 @@ class Reader:
         return self.nested and section in parameters and parameters[section] is None
 
     def add(self, rope_keys: dict[str, ConfigValue], key: str, value: Any, where: str) -> None:
-        """Add a value to the collected rope keys, unless it is None. A value that the key already has must be equal.
+        """Add a value to the collected rope keys, unless it is None.
 
         Args:
             rope_keys: the keys collected so far, which this method extends.
             key: the name of the key in transformers 4 or 5.
             value: its value.
             where: the path of the key in the config, such as "rope_scaling.factor", for messages.
+
+        Raises:
+            RopeError: the key already has a different value, or the value is an object.
         """
         if value is None:
             return
@@ -141,7 +144,7 @@ class Reader:
         return self.fields.error(where, "must not be an object for this model_type", "an object", fix)
 
     def add_flat(self, rope_keys: dict[str, ConfigValue], section: str, *, scaled: bool, with_base: bool) -> None:
-        """Add the keys of `rope_scaling`, or of `rope_parameters` that are not nested.
+        """Add the keys of `rope_scaling`, or of flat (not nested) `rope_parameters`.
 
         Args:
             rope_keys: the keys collected so far, which this method extends.
@@ -253,7 +256,7 @@ class Reader:
         """Return the base that the config states, else the one that the caller passed, else the implied one.
 
         Args:
-            rope_keys: the rope keys of this kind of layer.
+            rope_keys: the rope keys of the kind of layer that is being read.
             implied: the base of a config that states none, and the source of this rule; None if the base is required.
             key: the name of the base in messages.
             newer: whether newer configs of this model_type state the base. An implied base then adds a warning, because
@@ -289,7 +292,7 @@ class Reader:
         """Return the number of channels of a head that rotate.
 
         Args:
-            rope_keys: the rope keys of this kind of layer.
+            rope_keys: the rope keys of the kind of layer that is being read.
             head_dim: channels of a head.
             fraction: the fraction of the head that rotates if no key states it. None means that the whole head always
                 rotates.

@@ -1,4 +1,4 @@
-"""Rows of the table of models for those whose code is not in transformers.
+"""Architectures of models whose code is not in transformers, for the table in `models.py`.
 
 The code comes with the checkpoint or with an inference engine. Models whose configs `Architecture` itself cannot read
 have subclasses of it in `families/`.

@@ -1,4 +1,4 @@
-"""Functions that build rows of the table of models, for `models.py` and the files that contain its other parts."""
+"""Functions that build the `Architecture` of a model, for the table in `models.py` and the files that it imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ropewalk.configs.layers import ALL, Pattern
 
 
 def check_row(model_type: object, row: object) -> Architecture:
-    """Check the arguments of `models.register`, and return the row.
+    """Check the arguments of `models.register`, and return `row`.
 
     Raises:
         RopeError: model_type is not a non-empty string, or row is not an `Architecture`.
@@ -30,17 +30,17 @@ def check_row(model_type: object, row: object) -> Architecture:
 
 
 def source(folder: str) -> str:
-    """Return the source that a row names: the folder of the model in transformers."""
+    """Return the `source` of an `Architecture`: the folder of the model in transformers."""
     return f"transformers 5.23 models/{folder}"
 
 
 def row(folder: str, **fields: Any) -> Architecture:
-    """Build the row of a model of transformers. `fields` are the fields of `Architecture` that differ from Llama's."""
+    """Build the `Architecture` of a model of transformers. `fields` are its fields that differ from those of Llama."""
     return Architecture(source=source(folder), **fields)
 
 
 def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "half") -> dict[str, Architecture]:
-    """Build the rows of models of transformers in which the whole head of every layer rotates, as in Llama.
+    """Build the `Architecture` of models of transformers in which the whole head of every layer rotates, as in Llama.
 
     Args:
         names: the model_types, separated by spaces. `model_type@folder` names the folder of the model in transformers,
@@ -49,7 +49,7 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
         pairing: as in `Architecture`.
 
     Returns:
-        A dict from each model_type to its row.
+        A dict from each model_type to its `Architecture`.
     """
     rows = {}
     for name in names.split():
@@ -61,26 +61,26 @@ def llama_like(names: str, *, head_dim_divides: bool = True, pairing: str = "hal
 def partial_rotation(
     folder: str, fraction: float, *, pairing: str = "half", head_dim_divides: bool = True
 ) -> Architecture:
-    """Build the row of a model in which a fraction of the head rotates in every layer."""
+    """Build the `Architecture` of a model in which a fraction of the head rotates in every layer."""
     return row(folder, pairing=pairing, partial=fraction, head_dim_divides=head_dim_divides)
 
 
 def remote(code: str, **fields: Any) -> Architecture:
-    """Build the row of a model whose code is not in transformers. `code` names the file with its code."""
+    """Build the `Architecture` of a model whose code is not in transformers. `code` names the file with its code."""
     return Architecture(source=code, in_transformers=False, **fields)
 
 
 def latent(
     folder: str, *, pairing: str = "interleaved", output_order: str | None = "half", **fields: Any
 ) -> Architecture:
-    """Build the row of a model with multi-head latent attention, in which qk_rope_head_dim channels rotate."""
+    """Build the `Architecture` of a model with multi-head latent attention. qk_rope_head_dim channels rotate."""
     return Latent(source=source(folder), pairing=pairing, output_order=output_order, **fields)
 
 
 def hybrid(
     folder: str, attention: str, unrotated: tuple[str, ...], pattern: Pattern | None, **fields: Any
 ) -> Architecture:
-    """Build the row of a model in which only one kind of layer rotates.
+    """Build the `Architecture` of a model in which only one kind of layer rotates.
 
     Args:
         folder: the folder of the model in transformers.
@@ -94,21 +94,21 @@ def hybrid(
 
 
 def local_only(folder: str, pattern: Pattern | None, **fields: Any) -> Architecture:
-    """Build the row of a model in which layers with a sliding window rotate and layers with full attention do not."""
+    """Build the `Architecture` of a model that rotates in layers with a sliding window, but not with full attention."""
     kinds = {"sliding_attention": Kind(), "full_attention": None, ALL: Kind()}
     return row(folder, kinds=kinds, pattern=pattern, flat=True, **fields)
 
 
 def several_axes(folder: str, axes: AxesRule, *, fraction: float | None = None, **fields: Any) -> Architecture:
-    """Build the row of a model whose tokens have several positions, such as time, height and width."""
+    """Build the `Architecture` of a model whose tokens have several positions, such as time, height and width."""
     return row(folder, axes=axes, partial=fraction, **fields)
 
 
 def without_rope(folder: str) -> Architecture:
-    """Build the row of a model that rotates nothing, although its config may have rope_theta."""
+    """Build the `Architecture` of a model that rotates nothing, although its config may have rope_theta."""
     return row(folder, kinds={ALL: None})
 
 
 def refused(folder: str, why: str) -> Architecture:
-    """Build the row of a model that no `Rope` describes. Reading its config raises an error with the reason `why`."""
+    """Build the `Architecture` of a model that no `Rope` describes. Reading its config raises an error with `why`."""
     return Refused(source=source(folder), why=why)

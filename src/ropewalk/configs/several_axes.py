@@ -1,4 +1,4 @@
-"""Rows of the table of models for text models whose tokens have several positions, such as time, height and width."""
+"""Architectures of text models whose tokens have several positions, such as time, height and width."""
 
 from __future__ import annotations
 

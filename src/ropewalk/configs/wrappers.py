@@ -1,7 +1,7 @@
 """Find the text model inside the config of a multimodal model, and add the keys that its config omits.
 
-transformers omits values that equal the defaults of a class from the config of a nested model. Only in nested configs
-does a missing key therefore mean the default. For example, the text config of Gemma 3 4B has neither base nor head_dim,
+transformers omits values that equal the defaults of a class from the config of a nested model. A missing key therefore
+means the default, but only in nested configs. For example, the text config of Gemma 3 4B has neither base nor head_dim,
 and the text config of LLaVA 1.5 has no sizes.
 
 Source: the config classes of transformers 5.23.

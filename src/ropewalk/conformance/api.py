@@ -41,10 +41,10 @@ def check(
         config: the config that the code should implement, as for `from_config`. Pass `layer` as well if its layers
             differ.
         rope: the `Rope` that the code should implement, instead of a config.
-        head_dim: the number of channels of a head, without config and rope. None means 64.
-        base: the expected base, without config and rope. None accepts the base that a class was constructed with, or
-            any base that fits the measured angles.
-        pairing: "half" or "interleaved", without config and rope. None accepts both.
+        head_dim: the number of channels of a head, if neither config nor rope is passed. None means 64.
+        base: the expected base, if neither config nor rope is passed. None accepts the base that a class was
+            constructed with, or any base that fits the measured angles.
+        pairing: the expected pairing, "half" or "interleaved", if neither config nor rope is passed. None accepts both.
         layout: the layout of the tensors. None tries all layouts.
         call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
             "x,positions". "_" omits a parameter.

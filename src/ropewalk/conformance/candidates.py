@@ -130,8 +130,8 @@ def _with_tables(
     """Yield the calls of a function to which tables of cos and sin are passed.
 
     In all layouts, tables with a batch axis are tried before tables without one, because tables `[seq, channels]` could
-    fit a layout with tokens before heads merely by broadcasting. Functions with a parameter unsqueeze_dim, as in
-    Hugging Face, expect heads before tokens.
+    fit a layout with tokens before heads merely by broadcasting. For functions with a parameter
+    unsqueeze_dim, as in Hugging Face, the layout bhsd is tried first, since most of them expect heads before tokens.
     """
     names = ("table",) if "table" in parameter_of else ("cos", "sin")
     by_name = roles.accept_keywords(function)

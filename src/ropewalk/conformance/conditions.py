@@ -1,4 +1,4 @@
-"""Test the calls that models make: offsets, batches, ragged rows, one token, fewer key heads, views and gradients.
+"""Test the calls that models make, such as batches, a single token, fewer key heads than query heads, and views.
 
 The first, plain call measures the multiplier (cos + i·sin) of each pair at each position. Every other call is compared
 with the prediction from these multipliers, so a bug in the plain call is reported only once.

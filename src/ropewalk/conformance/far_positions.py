@@ -44,7 +44,7 @@ def judge(subject: Subject, structure: Structure, channels: int, law: Law, repor
         subject, structure, channels: the target, its pairs, and the number of channels of a head.
         law: the law of the angles at small positions.
         report: receives the findings and grades.
-        length: the number of tokens up to which the law holds, or None for any.
+        length: the number of tokens up to which the law holds, or None if it holds for every number.
     """
     errors: dict[int, float] = {}
     table_end: str | None = None
@@ -143,7 +143,7 @@ def name_bug(z: Tensor, p: int, law: Law, subject: Subject, *, right: int = 0) -
         p: the position.
         law: the law of the angles at small positions.
         subject: the target.
-        right: the largest position known to be right.
+        right: the largest position at which the angles are known to be right.
 
     Returns:
         The code of the bug, and a description in one sentence.

@@ -19,13 +19,13 @@ CLOSE = 2e-5
 
 @dataclass(frozen=True)
 class Law:
-    """A rule for the multiplier of each pair at a position, which is cos + i·sin times the factor.
+    """A rule for the multiplier, factor · (cos + i·sin), of each pair at a position.
 
     Args:
         inv_freq: radians per token, `[pairs]`, float64.
         factor: the factor of cos and sin, dimensionless.
         shift: the number of tokens added to each position.
-        kind: "plain", "backwards" (minus the angle), or "swapped" (cos and sin).
+        kind: "plain", "backwards" (the angle is negated), or "swapped" (cos and sin are exchanged).
         rounding: what is rounded to `dtype`: "frequencies", "angles", "tables" or "positions". None means nothing.
         dtype: the dtype of the rounding.
         code: the code of the bug that this law describes, or None for a right law.
@@ -64,7 +64,10 @@ class Law:
 
 
 def largest_error(multipliers: Tensor, expected: Tensor, factor: float) -> float:
-    """Return the largest distance of the multipliers, relative to the factor. It is infinite if any is not finite."""
+    """Return the largest distance of multipliers from the expected ones, relative to `factor`.
+
+    Return inf if any of the distances is not finite.
+    """
     error = float((multipliers - expected).abs().max()) / factor
     return error if math.isfinite(error) else math.inf
 
@@ -220,7 +223,7 @@ def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
 
 
 def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """Fit a geometric progression. Return its base and the divisor of all its terms, or None if no progression fits."""
+    """Fit a geometric progression to `inv_freq`. Return its base and the divisor of all terms, or None if none fits."""
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None
@@ -232,7 +235,7 @@ def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
 
 
 def fit_scaled_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
-    """Return the base of the fast pairs and the divisor of the slowest pair, or None if no scaling explains them."""
+    """Return the base of the fast pairs and the divisor of the slowest pair, or None if no scheme fits."""
     f = inv_freq.abs().numpy()
     if len(f) < 8 or (f <= 0).any() or abs(f[0] - 1) > 1e-4:
         return None

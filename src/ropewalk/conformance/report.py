@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def severity(self) -> str:
-        """ "wrong" or "caution"."""
+        """The severity of the bug: "wrong" or "caution"."""
         return BUGS[self.code].severity
 
 
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """ "wrong" if a finding is wrong, else "right". Cautions do not count."""
+        """ "wrong" if the severity of any finding is "wrong", else "right". Cautions do not count."""
         return "wrong" if any(finding.severity == "wrong" for finding in self.findings) else "right"
 
     @property
@@ -72,7 +72,7 @@ class Report:
         return [finding.code for finding in self.findings]
 
     def add(self, code: str, says: str) -> None:
-        """Add a finding, unless the report has one with this code."""
+        """Add a finding, unless the report already has one with this code."""
         if code not in self.codes:
             self.findings.append(Finding(code, says))
             self.findings.sort(key=lambda f: (f.severity != "wrong", ORDER[f.code]))

@@ -19,7 +19,7 @@ class Structure:
         order: "same" if each pair is written where it was read, "half" if pairs are written in halves, "swapped" if the
             second channel of each pair is written where the first was read, or "other".
         lost: the channels outside the pairs that are changed, although they should be copied.
-        flaw: the code of a bug that all pairs have, or None if each pair is rotated by one angle.
+        flaw: the code of a bug in the pairs, or None if each pair is rotated by one angle.
     """
 
     ins: Tensor

@@ -31,7 +31,7 @@ class RopeDifference:
         slower: whether this pair rotates slower in the second rope.
         pairs: the number of pairs whose frequencies differ.
         attention: the attention factor of the second rope divided by that of the first.
-        score: the largest change of an attention score of q and k, if all their pairs have the same length. A score of
+        score: the largest change of an attention score of q and k, if all their pairs have the same norm. A score of
             1 is that of q with itself, without an attention factor.
         distance: the distance between q and k at which this change occurs, in tokens.
     """

@@ -73,7 +73,7 @@ class ConfigRope:
         return self.rope.axes is not None or "mrope_section" in self.section
 
     def with_scaling(self, scaling: Scaling | None) -> Rope:
-        """Return the rope with another scaling, or the rope itself if it has this scaling already."""
+        """Return the rope with `scaling` as its scheme, or the rope itself if it already has this scheme."""
         return self.rope if scaling == self.rope.scaling else replace(self.rope, scaling=scaling)
 
 
@@ -208,7 +208,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def with_attention_factor(scaling: YaRN, factor: float) -> YaRN:
-    """Return the scheme with another attention factor, or the scheme itself if it has this factor already."""
+    """Return the scheme with `factor` as its attention factor, or the scheme itself if it already has this factor."""
     return scaling if scaling.compute_attention_factor() == factor else replace(scaling, attention_factor=factor)
 
 
@@ -241,9 +241,9 @@ def longrope_magnitude(longest: int | None, trained: int) -> float | None:
 
 
 def longrope_from_lengths(config: ConfigRope, scaling: LongRoPE, *, mscales: bool) -> LongRoPE | None:
-    """Return the LongRoPE of an engine that computes the attention factor from the two lengths of the config.
+    """Return the `LongRoPE` of an engine that computes the attention factor from max_position_embeddings.
 
-    Such an engine ignores an attention factor that the config states.
+    Such an engine divides that length by the trained length and ignores an attention factor that the config states.
 
     Args:
         config: the rope of the config.

@@ -65,8 +65,8 @@ class _Ropewalk:
             query: `[tokens, heads, dim]`, or `[batch, seq, heads, dim]`; plain or DTensor.
             key: as query, but it may have another number of heads.
             positions: int32 or int64, `[tokens]`, `[batch, seq]` or `[1, seq]`; plain or DTensor. Any values are
-                allowed. If query is a DTensor, plain positions may be those of all tokens or only those of the tokens
-                of this rank, which their number shows. None means 0, 1, 2, ...
+                allowed. If query is a DTensor, plain positions may cover all tokens or only those of this rank. The
+                number of positions decides which of the two it is. None means 0, 1, 2, ...
 
         Returns:
             Rotated query and key, with the shapes, dtypes, placements and SPMD types of the arguments.
@@ -97,7 +97,7 @@ class _Ropewalk:
 
 
 class RopewalkComplexRoPE(_Ropewalk, ComplexRoPE):  # type: ignore[misc]
-    """Replaces torchtitan's `ComplexRoPE`, which pairs neighbouring channels (Llama, DeepSeek)."""
+    """The replacement for torchtitan's `ComplexRoPE`, which pairs neighbouring channels (Llama, DeepSeek)."""
 
     pairing: Pairing = "interleaved"
 
@@ -107,7 +107,7 @@ class RopewalkComplexRoPE(_Ropewalk, ComplexRoPE):  # type: ignore[misc]
 
 
 class RopewalkCosSinRoPE(_Ropewalk, CosSinRoPE):  # type: ignore[misc]
-    """Replaces torchtitan's `CosSinRoPE`, which pairs channels half a head apart (Qwen 3, gpt-oss)."""
+    """The replacement for torchtitan's `CosSinRoPE`, which pairs channels half a head apart (Qwen 3, gpt-oss)."""
 
     pairing: Pairing = "half"
 
@@ -127,7 +127,7 @@ def rope(config: Any) -> Any:
         config: a `ComplexRoPE.Config` or a `CosSinRoPE.Config`.
 
     Returns:
-        The config of the module that replaces it, with the same values.
+        The config of the replacement, with the same values.
 
     Raises:
         RopeError: the config is of any other class, such as the `MRoPE` of Qwen 3.5, it has an unknown field or lacks

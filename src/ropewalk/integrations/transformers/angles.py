@@ -81,7 +81,7 @@ class ModuleAngles(Angles):
 
 
 class RotaryAngles(ModuleAngles):
-    """Replaces the rotary module of a text model, which is called with hidden states and positions.
+    """The replacement for the rotary module of a text model, which is called with hidden states and positions.
 
     Args:
         ropes: maps each layer type to its `Rope`. The only key is None if the module is called without a layer type. If

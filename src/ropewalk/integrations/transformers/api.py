@@ -59,14 +59,14 @@ def accelerate(
 ) -> Accelerated:
     """Make a model of transformers rotate q and k through ropewalk. `restore(model)` undoes it.
 
-    The model's rotary module is replaced by one that returns a `Rotation` instead of cos and sin. The function in its
-    modeling file that rotates is replaced by one that calls the original for everything except a `Rotation`, so other
-    models of that file do not change. Weights, state_dict and config do not change either, and nothing is added to a
-    saved model. Vision towers are supported like text models. A tower that is not supported keeps its own rotation and
-    is reported with the reason.
+    The model's rotary module is replaced by one that returns a `Rotation` instead of cos and sin. The rotating
+    function in the model's modeling file is replaced by one that calls the original for everything except a `Rotation`,
+    so other models of that file do not change. Weights, state_dict and config do not change either, and nothing is
+    added to a saved model. Vision towers are supported like text models. A tower that is not supported keeps its own
+    rotation and is reported with the reason.
 
     Args:
-        model: a model of transformers 5 with loaded weights, also inside a model of PEFT.
+        model: a model of transformers 5 with loaded weights. It may be inside a model of PEFT.
         angles: "exact" uses the angles of the model's config, as computed by `Rope.at`. "theirs" uses the model's own
             float32 tables, which gives bitwise equal outputs in float32, and works for configs that `from_config`
             cannot read.
@@ -78,7 +78,8 @@ def accelerate(
 
     Raises:
         RopeError: the model is accelerated already, has no rotary module, rotates in a way that no `Rotation` describes
-            (such as the opposite direction), or has other frequencies than its config. The model is then unchanged.
+            (such as the opposite direction), or has other frequencies than its config states. The model is then
+            unchanged.
     """
     _check_model(model)
     choice(WHO, "angles", angles, ("exact", "theirs"))
