@@ -6,8 +6,8 @@
 | complex | Meta's `freqs_cis` | `[…, pairs]`, cos + i sin |
 | cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
 
-Tables include the attention factor. They do not determine which channels form a pair. The argument `pairing`
-states this, and its value follows from the code that uses the table.
+Tables include the attention factor. They do not determine which channels form a pair. The argument `pairing` states
+this, and its value follows from the code that uses the table.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def from_full_width(
 
     Args:
         cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64, with each value twice.
-        repeated: how a row repeats its values. "halves" (nearly every model): both halves of the row are equal. "each"
-            (Cohere's models): each value is repeated next to itself. This does not determine the pairing: ERNIE 4.5
-            repeats halves but rotates neighbouring channels.
+        repeated: how each row of cos and sin repeats its values. "halves" (nearly every model): both halves of the row
+            are equal. "each" (Cohere's models): each value is repeated next to itself. This does not determine the
+            pairing: ERNIE 4.5 repeats halves but rotates neighbouring channels.
         pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Raises:
@@ -86,7 +86,7 @@ _PLACES = {"halves": "once in each half of a row", "each": "side by side"}
 
 
 def to_full_width(rotation: Rotation, *, repeated: Repeated, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Return cos and sin with one value per rotated channel, for code that multiplies whole rows.
+    """Return cos and sin with one value per rotated channel, for code that multiplies all these channels by them.
 
     Args:
         repeated: "halves" or "each", see `from_full_width`.

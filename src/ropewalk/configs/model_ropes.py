@@ -24,7 +24,7 @@ class ModelRopes(LayerRopes):
         trained_length: the length in tokens that the model was trained on before scaling; None if it is not known.
         max_position_embeddings: the length in tokens that the config states, or None.
         extra_ropes: maps a name to a rope that layers have besides their own (DeepSeek-V3.2's "indexer").
-        softmax_factor: multiplies the softmax scale of the attention, dimensionless (DeepSeek: its mscale squared).
+        softmax_factor: the factor of the attention's softmax scale, dimensionless (in DeepSeek, its mscale squared).
         query_scale: the factor that q is multiplied by in addition to the rotation, or None.
         output_order: "half" if the model's code reads interleaved pairs and writes them in half order (DeepSeek-V3).
             None if it writes each value to the channel that it was read from.

@@ -1,8 +1,8 @@
 """The table of models: `ARCHITECTURES` maps a model_type to its row, an `Architecture`.
 
-A row states facts about deployed code and names its source. The rows of models of transformers 5.23 were checked by
-running their code there: the frequencies of the rotary classes, and the channels that the attention pairs. Models whose
-configs `Architecture` itself cannot read have subclasses of it in `families/`.
+A row states facts about deployed code and names its source. The rows of models in transformers 5.23 were checked by
+running the code of the models: the frequencies of their rotary classes, and the channels that their attention pairs.
+Models whose configs `Architecture` itself cannot read have subclasses of it in `families/`.
 """
 
 from __future__ import annotations

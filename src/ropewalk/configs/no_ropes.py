@@ -1,4 +1,4 @@
-"""Architectures that no `Rope` describes, each with the reason, and those that rotate nothing despite rope keys."""
+"""Architectures of models that no `Rope` describes, or that rotate nothing although their configs have rope keys."""
 
 from __future__ import annotations
 

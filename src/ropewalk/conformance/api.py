@@ -48,16 +48,17 @@ def check(
         layout: the layout of the tensors. None tries all layouts.
         call: the roles of the target's parameters, in order, if their names do not show them: "q,k,cos,sin" or
             "x,positions". "_" omits a parameter.
-        layer: the index of the layer of the config whose rope is expected.
-        arguments: maps the names of parameters of a class to values, for parameters that `check` has no value for.
+        layer: the index of the layer of `config` whose rope is expected.
+        arguments: maps names of parameters to values, for a class or a function that computes all tables. Values are
+            needed for parameters that `check` cannot choose a value for.
         compiled: whether to count graph breaks under torch.compile as well, which takes a few seconds.
 
     Returns:
         A `Report` with `verdict`, `findings`, `grades` and `to_dict()`. `str(report)` is the report as text.
 
     Raises:
-        RopeError: the target cannot be judged: it does not exist, no known way of calling it works, or the config
-            cannot be read.
+        RopeError: an argument is invalid, the config cannot be read, the target does not exist, or no known way of
+            calling it works.
     """
     if layout is not None and layout not in AXES:
         raise _checks.error(

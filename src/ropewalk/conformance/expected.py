@@ -47,8 +47,8 @@ def read(
     The arguments are those of `check`.
 
     Raises:
-        RopeError: the config cannot be read, its layers differ and no layer is chosen, or the arguments state
-            what is expected in two ways.
+        RopeError: the config cannot be read, its layers differ and no layer is chosen, the chosen layer does not
+            rotate, or the arguments are invalid or state what is expected in two ways.
     """
     if rope is not None and config is not None:
         raise _checks.error(
