@@ -1,4 +1,4 @@
-"""The GPU kernels in Triton: rotation, the gradient to its tables, and the tables. `gpu.py` launches them.
+"""The GPU kernels in Triton: rotation, gradients with respect to cos and sin, and angles. `gpu.py` launches them.
 
 All kernels are memory-bound. Each program processes a tile of tokens × heads × pairs. The three sizes of a tile are
 powers of two with a fixed product. Every thread issues several 16-byte accesses, and no element belongs to two threads,
@@ -188,7 +188,9 @@ def table_gradient(
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
     PER_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients to cos, g·a + h·b, and to sin, h·a − g·b, with (g, h) the gradient to the rotated pair.
+    """Compute the gradients with respect to cos, g·a + h·b, and sin, h·a − g·b.
+
+    (g, h) is the gradient with respect to the rotated pair (a, b).
 
     Each program sums over all heads for a block of tokens. With PER_HEAD, each program processes a block of tokens and
     heads, and sums over q and k.
@@ -225,10 +227,10 @@ def angles(
 
     The method is that of csrc/kernels.cpp.
 
-    The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t is within an eighth of a turn,
-    in units of π/4. All arithmetic is in float64, without fast sines, and spills no registers.
+    The upper two bits of a phase, rounded to nearest, are its quadrant. The residual t counts eighths of a turn, and
+    lies between −1 and 1. All arithmetic is in float64, without fast sines. The kernel spills no registers.
 
-    With AXES, positions consist of consecutive rows, and each pair reads the row of its axis.
+    With AXES, positions consist of one row for each axis, and each pair reads the row of its axis.
     """
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     pair = tl.arange(0, BLOCK_P)[None, :]

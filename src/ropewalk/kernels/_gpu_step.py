@@ -1,7 +1,8 @@
 """The fused step in Triton: normalize and rotate q and k, and store k and v in a cache. `gpu_step.py` launches it.
 
 Programs, tiles, strides and units are those of `_gpu.py`. The squares are summed in float64 by repeatedly adding the
-second half to the first, which is the order of the reference. A single `tl.sum` would add them in another order.
+second half to the first, which is the order of the plain PyTorch code. A single `tl.sum` would add them in another
+order.
 """
 
 from __future__ import annotations

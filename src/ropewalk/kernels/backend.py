@@ -1,4 +1,4 @@
-"""Choose the code that runs, and define the protocol of the kernels.
+"""Choose between the compiled kernels and plain PyTorch, and define the protocol that the kernels implement.
 
 The environment variable ROPEWALK_BACKEND is read once, at import:
 
@@ -36,7 +36,7 @@ may store its elements differently."""
 
 
 class Kernels(Protocol):
-    """The compiled kernels of one kind of device. The modules `cpu` and `gpu` implement this for checked tensors."""
+    """The compiled kernels of one kind of device: the modules `cpu` and `gpu`. Callers must check the tensors."""
 
     def unavailable(self, device: torch.device | None = None) -> str | None:
         """Return why the kernels cannot be used on a device, or None if they can.
@@ -79,11 +79,13 @@ class Kernels(Protocol):
         rotary_offset: int,
         per_head: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of `rotate` to cos and sin, summed over the tensors and over heads that share a table.
+        """Return the gradients of a rotation with respect to cos and sin.
+
+        They are summed over the tensors and over heads that share a table.
 
         Args:
             tensors: the tensors before the rotation.
-            grads: the gradients to the rotated tensors.
+            grads: the gradients with respect to the rotated tensors.
             pairs: number of rotated pairs.
             layout, interleaved, rotary_offset: as for `rotate`.
             per_head: whether each head has its own table.
@@ -121,7 +123,7 @@ FAST_PATH = _USES_CPU and cpu.FAST_PATH
 
 
 def needs_tracing() -> bool:
-    """Return whether PyTorch must trace the operators inside, for a transform, forward-mode AD or compilation."""
+    """Return whether this call runs in a transform, forward-mode AD or compilation, where kernels cannot be used."""
     return (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -182,8 +184,8 @@ def backends() -> dict[str, str]:
     """Return which implementations of the rotation can run on this machine.
 
     Returns:
-        A dict with the keys "reference", "cpu kernel" and "gpu kernel". Each value is "usable ..." or "not usable: "
-        followed by the reason, and mentions ROPEWALK_BACKEND if that disables a kernel.
+        A dict with the keys "reference", "cpu kernel" and "gpu kernel". Each value begins with "usable", or is
+        "not usable: " followed by the reason. A value says so if ROPEWALK_BACKEND disables a usable kernel.
 
     Example:
         >>> import ropewalk

@@ -110,7 +110,7 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients to cos and sin, as `Kernels.table_gradient` specifies."""
+    """Return the gradients with respect to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
     batch, tokens, heads, _ = axes = AXES[layout]
     shape = (1 if batch is None else x.shape[batch], *((x.shape[heads],) if per_head else ()), x.shape[tokens], pairs)

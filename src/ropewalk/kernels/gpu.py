@@ -1,6 +1,6 @@
 """Probe and launch the Triton kernels of `_gpu.py`, and choose their tiles. Implements `backend.Kernels`.
 
-Triton is imported, and kernels are compiled, only for the first tensor on a GPU.
+Triton is imported when the first tensor on a GPU arrives. A kernel is compiled when it is first needed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients to cos and sin, as `Kernels.table_gradient` specifies."""
+    """Return the gradients with respect to cos and sin, as `Kernels.table_gradient` specifies."""
     x = tensors[0]
     batch, tokens, heads = _counts(x.shape, layout)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32

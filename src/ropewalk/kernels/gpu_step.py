@@ -25,14 +25,15 @@ def step(
     norm: tuple[Tensor, Tensor, float, bool] | None,
     store: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
-    """Normalize and rotate q and k, and write k and v to a cache. The caller has checked all arguments.
+    """Normalize and rotate q and k, and write k and v to a cache. The caller must have checked all arguments.
 
     Args:
         tensors: q and k, in `layout`.
-        outputs: the output of q; and that of k or, with `store`, its cache `[blocks, block_size, kv_heads, head_dim]`.
+        outputs: the output for q and the output for k. With `store`, the latter is the cache of keys,
+            `[blocks, block_size, kv_heads, head_dim]`.
         cos, sin: `[pairs]`, `[seq, pairs]` or `[batch, seq, pairs]`.
         norm: the contiguous weights of q and k, ε, and whether 1 is added to the weights. None skips the norm.
-        store: v, its cache, and one int64 slot per token. None skips the cache.
+        store: v, the cache of values, and one int64 slot for each token. None writes to no cache.
     """
     launch = step_launch(tensors, outputs, cos, sin, layout, interleaved, rotary_offset, norm, store)
     gpu._launch("step", *launch, module=kernels())

@@ -48,7 +48,9 @@ def angles(
 def define_angles(
     compute: Callable[[Tensor, tuple[int, ...], float, torch.dtype, _Axis], tuple[Tensor, Tensor]],
 ) -> None:
-    """Implement the operator by a function. Call this once. The operator checks its arguments, as any code may call it.
+    """Register a function as the implementation of the operator. Call this once.
+
+    The operator checks its arguments, because any code may call it.
 
     Args:
         compute: function of positions, steps, factor, dtype and axis that returns cos and sin.

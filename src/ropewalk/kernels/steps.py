@@ -1,4 +1,4 @@
-"""Cache the steps of ropes on each device, so that each rope is copied once. Its steps take half a kilobyte."""
+"""Cache the steps of ropes on each device, so that they are copied once. The steps of 64 pairs take 512 bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _in_graphs: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 def device_copy(steps: tuple[int, ...], positions: Tensor) -> Tensor:
     """Return the steps as an int64 tensor on the device of positions.
 
-    The tensor is cached only if it and positions are ordinary tensors. A tensor that was created under FakeTensorMode
-    or functorch, or while compiling, would break later calls.
+    The tensor is cached only if both it and positions are ordinary tensors. A cached tensor that was created under
+    FakeTensorMode or functorch, or while compiling, would break later calls.
     """
     device = positions.device
     if (

@@ -21,15 +21,15 @@ NAME = "embed_positions"
 
 
 def has_table(module: nn.Module) -> bool:
-    """Return whether a module is an attention with its own table, of which each row is sin and then cos."""
+    """Return whether a module is an attention that stores its own table of sin and cos."""
     return module._buffers.get(NAME) is not None and "Attention" in type(module).__name__
 
 
 class TableAngles(Angles):
-    """Replaces the table of an attention.
+    """The replacement of the table of an attention.
 
-    The attention gathers rows (by `torch.gather` or an index) and splits them into sin and cos. Here the rows are a
-    `TableRows`, and the split returns the same Rotation twice.
+    The attention gathers rows of its table (by `torch.gather` or an index) and splits them into sin and cos. Gathering
+    rows of this object returns a `TableRows`, and splitting the `TableRows` returns the same Rotation twice.
 
     Args:
         table: the original table, `[positions, 2 · pairs]`, with sin and then cos.
@@ -50,7 +50,7 @@ class TableAngles(Angles):
         return self.table.shape  # type: ignore[return-value]
 
     def repeat(self, *_: int) -> TableAngles:
-        """Return the table itself, because a copy for each row of the batch is not needed."""
+        """Return this object itself, because the sequences of a batch can share it."""
         return self
 
     def __getitem__(self, position_ids: Tensor) -> TableRows:
@@ -79,7 +79,7 @@ class TableRows:
 
     Args:
         table: the replaced table.
-        position_ids: the rows, `[batch, seq]`.
+        position_ids: the numbers of the rows, `[batch, seq]`.
     """
 
     def __init__(self, table: TableAngles, position_ids: Tensor) -> None:
@@ -104,7 +104,7 @@ class TableRows:
 
 
 def check_table(name: str, table: Tensor, rope: Rope) -> None:
-    """Raise a RopeError unless the table has the rope's sin and cos, up to float32 drift and a cast of the table."""
+    """Raise a RopeError unless the table has the rope's sin and cos, within the error of float32 angles and casts."""
     if table.is_meta:
         raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
     pairs = table.shape[-1] // 2

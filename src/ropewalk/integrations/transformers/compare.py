@@ -33,14 +33,14 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 def kinds_of(module: nn.Module) -> list[str | None]:
-    """Return the layer types for which the module has frequencies, or [None] if it has one set for all layers."""
+    """Return the layer types for which the module has frequencies: [None] for one set that all layers share."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
     kinds = [name.removesuffix("inv_freq").removesuffix("_") or None for name in names if "original_" not in name]
     return sorted(kinds, key=str)
 
 
 def frequencies(module: nn.Module, kind: str | None) -> tuple[Tensor, Tensor]:
-    """Return the current frequencies of a layer type, and the initial ones. Dynamic NTK and LongRoPE change them."""
+    """Return the current frequencies of a layer type, which dynamic NTK and LongRoPE change, and the initial ones."""
     prefix = "" if kind is None else f"{kind}_"
     now = getattr(module, f"{prefix}inv_freq")
     return now, getattr(module, f"{prefix}original_inv_freq", now)
@@ -56,7 +56,8 @@ def width(name: str, module: nn.Module, kinds: Iterable[str | None]) -> Width:
     """Find out the format of the module's tables, by calling it with a few positions.
 
     Raises:
-        RopeError: the tables are not cos and sin of its frequencies.
+        RopeError: the tables are not cos and sin of position · frequency, layer types have tables of different
+            formats, or the module is on the meta device.
     """
     found = {_width(name, module, kind) for kind in kinds}
     if None in found or len(found) != 1:
@@ -88,14 +89,14 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
 
 
 def _table_frequencies(module: nn.Module, kind: str | None) -> Tensor:
-    """Return the current frequencies, float64, in the order of the pairs in the tables."""
+    """Return the module's current frequencies, float64, in the order of the pairs in its tables."""
     now, _ = frequencies(module, kind)
     # With axes, a module may store the frequencies in another order than in its tables (Ernie 4.5 VL).
     return now.double().sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now.double()
 
 
 def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> bool:
-    """Return whether the tables are cos and sin of these float64 angles, up to the drift of float32 products."""
+    """Return whether the tables are factor · cos and factor · sin of the angles, within the error of float32 angles."""
     cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
     drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
     return all(
@@ -108,7 +109,7 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
     """Check that each pair is rotated by the position on the axis that the rope assigns to it.
 
     Raises:
-        RopeError: the module uses another axis, or has axes that its config does not state.
+        RopeError: a pair uses the position on another axis, or the module has axes that its config does not state.
     """
     sections = getattr(module, "mrope_section", None)
     if rope.axes is None:
@@ -133,7 +134,7 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
 
 
 def distinct_positions(axes: int, device: torch.device) -> Tensor:
-    """Return small and large positions `[axes, tokens]`, which differ on each axis."""
+    """Return small and large positions `[axes, tokens]`. Those of one token differ from axis to axis."""
     rows = torch.tensor(_POSITIONS, device=device)
     return torch.stack([rows.roll(axis + 1) for axis in range(axes)])
 
@@ -149,7 +150,7 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
         width: the format of the tables.
 
     Raises:
-        RopeError: the tables have other angles, or the module has other frequencies than the rope.
+        RopeError: the angles of the tables or the frequencies of the module differ from those of the rope.
     """
     values, index = np.unique(rope.inv_freq, return_inverse=True)
     if module._buffers.get("inv_freq") is not None:  # rounded, if the tower was cast
@@ -169,7 +170,8 @@ def find_rope(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Ro
     """Find the rope of the config that has the module's frequencies and attention factor.
 
     Raises:
-        RopeError: no rope has them, or several have in the dtype of the module's buffer.
+        RopeError: no rope has them, several ropes have them after rounding to the dtype to which the model was cast, or
+            the module's current frequencies are not those with which it was built.
     """
     now, built = frequencies(module, kind)
     factor = factor_of(module, kind)
@@ -201,7 +203,7 @@ def find_rope(name: str, module: nn.Module, kind: str | None, ropes: Iterable[Ro
 
 
 def _are_frequencies_of(now: Tensor, rope: Rope, module: nn.Module, kind: str | None) -> bool:
-    """Return whether the current frequencies are those of the rope at a length for which the module computes them."""
+    """Return whether the module's current frequencies are the rope's at a length that the module may have used."""
     if rope.is_static:
         return not _describe_difference(now, rope)
     cached_length = getattr(module, "max_seq_len_cached" if kind is None else f"{kind}_max_seq_len_cached", 1)
@@ -239,7 +241,7 @@ def _describe_difference(built: Tensor, rope: Rope) -> str:
 
 
 def rounded_to(inv_freq: Tensor) -> torch.dtype:
-    """Return the narrowest dtype that stores these numbers exactly. It shows whether a model was cast and cast back."""
+    """Return the narrowest dtype that stores these numbers exactly: that of a cast, even if the model was cast back."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.equal(inv_freq.to(dtype).to(inv_freq.dtype), inv_freq):
             return dtype
@@ -252,7 +254,7 @@ def own_config(module: nn.Module, model_config: Any) -> Any:
 
 
 def check_length(length: object, ropes: Iterable[Rope]) -> None:
-    """Raise a RopeError unless a length is passed exactly if the frequencies of a rope depend on it."""
+    """Raise a RopeError if a rope needs a length and none is passed, or if one is passed and no rope needs it."""
     dynamic = [rope for rope in ropes if not rope.is_static]
     if dynamic and length is None:
         raise error(

@@ -1,7 +1,8 @@
 """Replace the rotating functions of a modeling file by dispatchers that accept a Rotation in place of cos and sin.
 
-A dispatcher calls the original function for anything else, so models that are not accelerated do not change. A Rotation
-supports no arithmetic. Code that computes with cos and sin itself therefore raises, instead of giving wrong results.
+If it gets no Rotation, a dispatcher calls the original function, so models that are not accelerated do not change. A
+Rotation supports no arithmetic. Code that computes with cos and sin itself therefore raises an error, instead of giving
+wrong results.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def install(place: Place, form: Form) -> None:
     """Replace a function by a dispatcher of this form, unless it has been replaced already.
 
     Raises:
-        RopeError: it was replaced by a dispatcher of another form.
+        RopeError: the function has been replaced by a dispatcher of another form.
     """
     module = importlib.import_module(place[0])
     function = getattr(module, place[1])
@@ -132,7 +133,7 @@ def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
 
 
 def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
-    """Return a Rotation with the same tables, the head_dim of x, and the pairing of the model's function."""
+    """Return a Rotation with the tables of `rotation`, the head_dim of x, and the pairing of the model's function."""
     head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
     if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
         return rotation

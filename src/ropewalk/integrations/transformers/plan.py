@@ -26,9 +26,9 @@ class Plan:
     """What `accelerate` is going to replace.
 
     Args:
-        replacements: the name of a module or table → the original module (for a table, the attention that has it), and
-            its replacement.
-        forms: the functions to replace → how each rotates.
+        replacements: a dict from the name of a module or table to the original module and the replacement. For a table,
+            the original module is the attention that stores it.
+        forms: a dict from each function to replace to the way in which it rotates.
         ropes, left_alone, warnings: as in `Accelerated`.
     """
 
@@ -40,9 +40,9 @@ class Plan:
 
 
 def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
-    """Compare every rotary module and table of the text model and of vision towers with the config, and plan.
+    """Plan the replacement of every rotary module and attention table. With `exact`, compare each with the config.
 
-    A tower that is not supported keeps its own rotation, and is listed with the reason.
+    A vision tower that is not supported keeps its own rotation, and `left_alone` lists it with the reason.
 
     Args:
         model: the model.
@@ -50,7 +50,8 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
         length: the longest sequence in tokens, or None.
 
     Raises:
-        RopeError: a module, table or function of the text model does not fit its config, or is not supported.
+        RopeError: a module, table or function of the text model does not fit its config or is not supported, the model
+            has nothing to replace, or `length` is missing or not needed.
     """
     result, configs, places = Plan(), _Configs(model.config), functions_of(model)
     ropes: list[Rope] = []
@@ -130,7 +131,7 @@ def _plan_table(
 
 
 def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[TowerAngles], configs: _Configs | None) -> None:
-    """Add a vision tower to the plan, or list it with the reason why it is not supported."""
+    """Add a vision tower to the plan. If it is not supported, add it to `left_alone` with the reason."""
     module = model.get_submodule(name)
     try:
         ropes = None if configs is None else configs.tower_of(module.config)
@@ -150,7 +151,7 @@ def _main_pairing(forms: Mapping[Place, Form]) -> Pairing:
 
 
 def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, Form]:
-    """Return the functions that rotate by tables of this format, and how each rotates.
+    """Return the functions that rotate by tables of the format `width`, and how each rotates.
 
     Raises:
         RopeError: no function of the model's code rotates pairs in the positive direction.
@@ -180,7 +181,7 @@ def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope
 
 
 def _ropes_of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
-    """Return the ropes of the layers of a kind, or of all layers if the config does not state that kind."""
+    """Return the ropes of a layer type. If the config does not state that type, return those of all layers."""
     layers = read.layers
     if kind in read.layer_kinds:
         layers = tuple(rope for layer_kind, rope in zip(read.layer_kinds, layers, strict=True) if layer_kind == kind)
@@ -190,7 +191,7 @@ def _ropes_of_kind(read: ModelRopes, kind: str | None) -> list[Rope]:
 
 
 class _Configs:
-    """Reads the configs inside a model, each of them once.
+    """A reader for the configs inside a model. It reads each config once.
 
     Attributes:
         text: the config of the text model.
@@ -202,7 +203,7 @@ class _Configs:
         self.read: dict[int, ModelRopes] = {}
 
     def is_text(self, config: Any) -> bool:
-        """Return whether a config is that of the text model, or of the other half of an encoder-decoder model."""
+        """Return whether a config has the class of the text model's config, as for both encoder and decoder."""
         return type(config) is type(self.text)
 
     def tower_of(self, config: Any) -> tuple[Rope, ...]:

@@ -30,9 +30,9 @@ class Form:
     Args:
         names: the names of the parameters, in order.
         at: the index of the parameter for the first table. The tensors to rotate precede it.
-        layouts: pairs of a value of `unsqueeze_dim` (None without such a parameter) and the layout of the tensors.
-            Tensors without a batch axis have the same layout without b.
-        unsqueeze_dim: the default value of that parameter.
+        layouts: pairs of a value of `unsqueeze_dim` (None if there is no such parameter) and the layout of the tensors
+            for this value. Tensors without a batch axis have the same layout without b.
+        unsqueeze_dim: the default value of the parameter `unsqueeze_dim`, or None.
         pairing: the pairing of the channels.
         order: "same" if each channel is written where it was read, or "half" if pairs are read interleaved and written
             in halves.
@@ -92,7 +92,7 @@ class _Call:
         function: the function.
         names, at: as in `Form`.
         width: the format of the tables.
-        axis: the `unsqueeze_dim` to pass, or None without such a parameter.
+        axis: the `unsqueeze_dim` to pass, or None if the function has no such parameter.
         shared: whether all rows of the batch share tables `[tokens, columns]`, as in vision towers.
         parts: as in `Form`.
     """
@@ -107,7 +107,7 @@ class _Call:
 
 
 def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, parts: int = 1) -> Form | None:
-    """Find out how a function rotates by tables of a format.
+    """Find out how a function rotates by tables of the format `width`.
 
     Args:
         function: the function.
@@ -116,7 +116,7 @@ def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, p
         parts: the number of parts of a head that it rotates separately.
 
     Returns:
-        The form, or None if the function does not rotate pairs in the positive direction.
+        The form, or None if no form describes the function, such as one that rotates in the negative direction.
     """
     signature = signature_of(function)
     if signature is None or (width == "complex") != _is_complex(signature[0]):
@@ -154,7 +154,7 @@ def _identify(call: _Call) -> tuple[Layout, Pairing, Any, Any, bool] | None:
 
 
 def _combinations(rest: int) -> Iterator[_Rotates]:
-    """Yield every combination of layout, pairing, order and, for wider heads, the rotated channels."""
+    """Yield every combination of layout, pairing, order and, for heads wider than the tables, rotated channels."""
     for layout, (pairing, order) in product(
         ("bhsd", "bshd"), (("half", "same"), ("interleaved", "same"), ("interleaved", "half"))
     ):
@@ -210,7 +210,7 @@ def with_unrotated_prefix(rotation: Rotation, tokens: int) -> Rotation:
 
 
 def reorder_channels(x: Tensor, order: str, rotation: Rotation) -> Tensor:
-    """Reorder rotated channels. "half" puts the first channels of all pairs before the second ones."""
+    """Return x, with the first channels of all rotated pairs before the second ones if `order` is "half"."""
     if order == "same":
         return x
     start, end = rotation.rotary_offset, rotation.rotary_offset + rotation.rotary_dim
@@ -223,7 +223,7 @@ def reorder_channels(x: Tensor, order: str, rotation: Rotation) -> Tensor:
 
 
 def _probe_without_k(call: _Call, layout: Layout) -> Literal["q", "pair"] | None:
-    """Return the value of `Form.alone`."""
+    """Call the function with k=None, and return the value of `Form.alone`."""
     q = _numbers(_shape(layout, _HEADS), 0)
     arguments: dict[str, Any] = {call.names[0]: q, call.names[1]: None} | _tables(call, *_angles(call))
     try:
@@ -263,7 +263,7 @@ def _angles(call: _Call) -> tuple[Tensor, Tensor]:
 
 
 def _tables(call: _Call, cos: Tensor, sin: Tensor) -> dict[str, Any]:
-    """Return the keyword arguments other than q and k."""
+    """Return the arguments of the call, by name, except q and k."""
     arguments: dict[str, Any] = {} if call.axis is None else {"unsqueeze_dim": call.axis}
     if call.width == "complex":
         return arguments | {call.names[call.at]: torch.complex(cos, sin)}
@@ -276,14 +276,14 @@ def _tables(call: _Call, cos: Tensor, sin: Tensor) -> dict[str, Any]:
 
 
 def repeat_columns(table: Tensor, width: Width) -> Tensor:
-    """Convert a table with one column for each pair to this format."""
+    """Convert a table with one column for each pair to the format `width`."""
     if width == "halves":
         return torch.cat((table, table), dim=-1)
     return table.repeat_interleave(2, dim=-1) if width == "twice" else table
 
 
 def width_of(cos: Tensor, pairs: int) -> Width | None:
-    """Find out the format of a model's table. Return None if it is unknown."""
+    """Return the format of a model's table, or None if it is unknown."""
     if cos.is_complex():
         return "complex" if cos.shape[-1] == pairs else None
     if cos.shape[-1] == pairs:
@@ -297,7 +297,7 @@ def width_of(cos: Tensor, pairs: int) -> Width | None:
 
 
 def drop_repeated_columns(table: Tensor, width: Width) -> Tensor:
-    """Convert a table of this format to one column for each pair."""
+    """Convert a table of the format `width` to a table with one column for each pair."""
     if width == "halves":
         return table[..., : table.shape[-1] // 2]
     return table[..., ::2] if width == "twice" else table

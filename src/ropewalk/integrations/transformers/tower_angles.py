@@ -1,4 +1,4 @@
-"""Modules that replace the rotary module of a vision tower: one class for each way in which it gets positions."""
+"""Replacements of the rotary modules of vision towers, one class for each way in which such a module gets positions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PERMUTE = "permute_input_for_window_attn"
 
 
 class TowerAngles(ModuleAngles):
-    """The base class of replacements in towers.
+    """The base class of the modules that replace the rotary modules of towers.
 
     Args:
-        ropes: the rope whose angles are used, or one rope for each part of a head that is rotated separately. With
-            several, a tuple of Rotations replaces cos and sin. None uses the angles of the original.
+        ropes: the ropes whose angles are used: one, or one for each part of a head that is rotated separately. With
+            several ropes, a tuple of Rotations replaces cos and sin. None uses the angles of the original module.
         in_windows: whether the tower permutes the tables into the order of its windows before it rotates.
     """
 
@@ -67,7 +67,7 @@ class TowerAngles(ModuleAngles):
         )
 
     def original_angles(self, *arguments: Any) -> Any:
-        """Return the Rotation by the tables that the original computes from these arguments."""
+        """Call the original with these arguments, and return the Rotation by the tables that it computes."""
         returned = self.original(*arguments)
         columns = 2 * self.tables(returned)[0].shape[-1]
         size = columns // self.parts
@@ -102,7 +102,7 @@ def split_parts(returned: Any, parts: int) -> list[Any]:
 
 
 class GridAngles(TowerAngles):
-    """Replaces modules that are called with the positions of patches, `[tokens, axes]`: integers, or floats (SAM 3)."""
+    """The replacement of modules that take positions of patches `[tokens, axes]`: integers, or floats in SAM 3."""
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
@@ -122,7 +122,7 @@ class GridAngles(TowerAngles):
 
 
 class BatchAngles(GridAngles):
-    """Replaces modules that are called with the positions of patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
+    """The replacement of modules that take positions of patches of a batch, `[batch, tokens, axes]` (Gemma 4)."""
 
     @classmethod
     def sample(cls, original: nn.Module, rows: Tensor) -> tuple[tuple[Any, ...], Tensor]:
@@ -131,10 +131,10 @@ class BatchAngles(GridAngles):
 
 
 class CentreAngles(TowerAngles):
-    """Replaces modules that are called with pixels (DINOv3).
+    """The replacement of modules that take pixels (DINOv3).
 
-    A position is 2π times the centre of a patch, which lies between −1 and 1. The tower's own functions compute the
-    centres and, in training, apply the shift, jitter and rescale of its config.
+    A position is 2π times a coordinate of the centre of a patch, which lies between −1 and 1. The tower's own functions
+    compute the centres and, in training, apply the shift, jitter and rescale of its config.
     """
 
     @classmethod
@@ -159,7 +159,7 @@ class CentreAngles(TowerAngles):
 
 
 class FixedAngles(TowerAngles):
-    """Replaces modules without positions: the image has a fixed size, and the class token comes last (Llama 4)."""
+    """The replacement of modules without positions: images have a fixed size, and the class token is last (Llama 4)."""
 
     @classmethod
     def replaces(cls, module: nn.Module) -> bool:
@@ -221,9 +221,9 @@ def _sides(original: nn.Module) -> tuple[int, int]:
 
 
 def _centres(original: nn.Module, pixels: Tensor, *, augmented: bool) -> Tensor:
-    """Return positions `[axes, patches]`, float64.
+    """Return positions `[axes, patches]`: float64, or float32 if they are augmented.
 
-    Augmented positions are float32, so that the same random numbers are drawn as in the tower's code.
+    In float32, the augmentation draws the same random numbers as in the tower's own code.
     """
     height, width = _sides(original)
     centres, augment = _centre_functions(original)

@@ -53,7 +53,7 @@ def build_replacement(
         name: the name of the rotary module.
         kind: the class of the replacement.
         ropes: the ropes of the tower's config. None uses the angles that the tower computes itself.
-        installed: the functions that the plan already replaces → their forms.
+        installed: a dict from each function that the plan already replaces to its form.
 
     Raises:
         RopeError: the tower is not supported, or its rotation differs from its config.
@@ -83,7 +83,7 @@ def _model_type(module: nn.Module) -> str:
 
 
 def _call_module(name: str, module: nn.Module, kind: type[TowerAngles]) -> tuple[Any, Tensor]:
-    """Call the module, and return its tables and the positions `[axes, tokens]`, which differ on each axis."""
+    """Call a copy of the module, and return its tables and the test positions `[axes, tokens]`."""
     buffer = next(iter(module.buffers()))
     if buffer.is_meta:
         raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
@@ -101,7 +101,7 @@ def _width(name: str, returned: Any, parts: int) -> Width:
     """Return the format of a tower's tables.
 
     Raises:
-        RopeError: it is not supported.
+        RopeError: the format is not supported.
     """
     if isinstance(returned, Tensor) and returned.is_complex():
         return "complex"
@@ -117,10 +117,10 @@ def _width(name: str, returned: Any, parts: int) -> Width:
 def _forms(
     name: str, places: Mapping[Place, Any], width: Width, parts: int, installed: Mapping[Place, Form]
 ) -> dict[Place, Form]:
-    """Return the functions of the tower's code and their forms. All must rotate by tables of this format.
+    """Return the functions of the tower's code that rotate by tables of the format `width`, and their forms.
 
     Raises:
-        RopeError: there is no function, one rotates in another way, or one is replaced with another form.
+        RopeError: there is no such function, or a function has no form or is already replaced with another form.
     """
     forms = {
         place: probe(original(function), width, shared=parts == 1, parts=parts) for place, function in places.items()
@@ -137,7 +137,7 @@ def _forms(
 
 
 def _has_other_form(place: Place, form: Form, installed: Mapping[Place, Form]) -> bool:
-    """Return whether a function has been replaced with another form, or the plan replaces it with another form."""
+    """Return whether a function has been replaced, or is going to be, by a dispatcher of another form than `form`."""
     current = getattr(importlib.import_module(place[0]), place[1])
     return installed.get(place, form) != form or getattr(current, "ropewalk_form", form) != form
 

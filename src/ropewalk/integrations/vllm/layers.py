@@ -1,6 +1,6 @@
 """Subclasses of vLLM's rotary layers that rotate through ropewalk.
 
-A layer keeps vLLM's rotation, and logs the reason, if ropewalk cannot describe it or if its table has other numbers.
+A layer keeps vLLM's rotation, and logs the reason, if no `Rope` describes the layer or its table differs from the rope.
 `cos_sin_cache` does not change, because fused kernels of vLLM read it.
 """
 
@@ -27,15 +27,16 @@ _KEY = "ropewalk"  # in vLLM's forward context
 
 
 class Layer(torch.nn.Module):
-    """The base class of the replacements. It comes before vLLM's class in the method resolution order.
+    """The base class of ropewalk's layers. It comes before vLLM's class in the method resolution order.
 
     Attributes:
         vllm_name: the name of vLLM's class.
-        ropes: the key is `is_neox_style`, which models change after they have built the layer, and whether positions
-            have one axis, as those of text in M-RoPE. None if the layer keeps vLLM's rotation.
-        reason: why the layer keeps vLLM's rotation, or "".
+        ropes: a dict of ropes. A key consists of `is_neox_style`, which models may change after they have built the
+            layer, and whether positions have one axis, as for text in M-RoPE. None if the layer keeps vLLM's rotation.
+        reason: why the layer keeps vLLM's rotation, or "" if it does not.
         calls: the number of rotations through ropewalk so far.
-        max_position_asked_for: the length that was passed to the layer. M-RoPE omits it if its table is longer.
+        max_position_asked_for: the `max_position_embeddings` that was passed to the layer. The attribute with that name
+            is larger in M-RoPE. Missing if none was passed.
     """
 
     vllm_name: str
@@ -83,7 +84,7 @@ class Layer(torch.nn.Module):
             logger.warning("%s rotates by its attributes. vLLM's table has %s", self.vllm_name, differs)
 
     def _compute_cos_sin_cache(self, *args: Any) -> Tensor:
-        """Compute vLLM's own table. Keep its first rows until the layer is built, because it is rounded afterwards."""
+        """Compute vLLM's own table, and keep its first two rows for a comparison, because vLLM rounds it later."""
         table: Tensor = super()._compute_cos_sin_cache(*args)  # type: ignore[misc]
         self._table = (*self._table, table[:2])
         return table
@@ -163,9 +164,9 @@ def _rotation_at(rope: Rope, positions: Tensor, offsets: Tensor | None) -> Rotat
 def _shared_rotation(rope: Rope, positions: Tensor) -> Rotation:
     """Return the Rotation at these positions. The first layer of a forward pass computes it, and the others reuse it.
 
-    It is stored in vLLM's forward context, which is new in each pass. Address and shape cannot identify the positions,
-    because vLLM writes those of every pass into the same buffer. Another tensor of positions in the same pass gets its
-    own Rotation.
+    The Rotation is stored in vLLM's forward context, which is new in each pass. Address and shape cannot identify the
+    positions, because vLLM writes the positions of every pass into the same buffer. If a pass uses several tensors of
+    positions, each of them gets its own Rotation.
     """
     from vllm import forward_context
 
@@ -186,7 +187,7 @@ def _override() -> bool:
     That option is part of the key of vLLM's compile cache.
 
     Raises:
-        RopeError: additional_config["ropewalk"] is something else.
+        RopeError: additional_config["ropewalk"] has another form.
     """
     from vllm.config import get_current_vllm_config
 

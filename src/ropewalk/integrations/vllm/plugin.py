@@ -34,13 +34,15 @@ def is_enabled() -> bool:
 def register() -> None:
     """Make vLLM create ropewalk's layers instead of its own. vLLM calls this in each of its processes.
 
-    It does nothing unless `VLLM_PLUGINS` names ropewalk. A second call changes nothing.
+    This function does nothing unless `VLLM_PLUGINS` names ropewalk. A second call changes nothing.
 
-    That variable is part of the key of vLLM's compile cache. A hash of ropewalk's sources is added to it, as a name
-    that no plugin has, so vLLM never runs a graph that was compiled without ropewalk or with another version of it.
+    `VLLM_PLUGINS` is part of the key of vLLM's compile cache. A hash of ropewalk's sources is added to the variable, as
+    a name that no plugin has. So vLLM never runs a graph that was compiled without ropewalk or with another version of
+    ropewalk.
 
     Raises:
-        RopeError: this version of vLLM has no registry for layers, or another plugin has replaced the rotary layers.
+        RopeError: vLLM is not installed or has no registry for layers, or another plugin has replaced the rotary
+            layers.
     """
     if not is_enabled():
         logger.info("ropewalk is installed but not enabled. Set VLLM_PLUGINS=ropewalk to enable it.")
@@ -74,18 +76,21 @@ def register() -> None:
 
 
 def report(llm: Any) -> list[dict[str, Any]]:
-    """Report which layers of a running engine rotate through ropewalk, for each of its workers. Safe at any time.
+    """Report which layers of a running engine rotate through ropewalk, for each of its workers.
+
+    Call this at any time. For an `AsyncLLM`, call `await llm.collective_rpc("ropewalk_state")` instead. For a server
+    that was started with `VLLM_SERVER_DEV_MODE=1`, request the method "ropewalk_state" at `/collective_rpc`. Both
+    return the same list as this function.
 
     Args:
-        llm: a `vllm.LLM`. A server returns the same for the method "ropewalk_state" at `/collective_rpc`, which vLLM
-            serves with `VLLM_SERVER_DEV_MODE=1`, and an `AsyncLLM` for `await llm.collective_rpc("ropewalk_state")`.
+        llm: a `vllm.LLM`.
 
     Returns:
-        For each worker: "process", its process id; "layers", the layers that rotate through ropewalk, with class, rope
-        and "calls", the number of rotations so far; and "left", the layers that keep vLLM's rotation, with class and
-        "why". All layers of the model with the same rope share one layer. Compiled code contains the rotation itself,
-        and its calls are not counted. Both lists are empty for a model that does not use vLLM's rotary layers, such as
-        one that runs in the code of transformers.
+        A dict for each worker. "process" is the process id. "layers" lists the rotary layers that rotate through
+        ropewalk, with "class", "rope" and "calls", the number of rotations so far. "left" lists the rotary layers that
+        keep vLLM's rotation, with "class" and "why". All layers of the model with the same rope share one rotary layer.
+        Rotations in compiled code are not counted. Both lists are empty for a model that does not use vLLM's rotary
+        layers, such as one that runs in the code of transformers.
 
     Raises:
         RopeError: the plugin is not active in the workers, or llm is asynchronous.
