@@ -1,4 +1,6 @@
-"""Checkpoints of a training: weights, optimizer, losses and identity in one safetensors file, replaced atomically.
+"""Read and write the checkpoints of a training, each of which is one safetensors file that is replaced atomically.
+
+A checkpoint contains the weights, the state of the optimizer, the losses, and everything that identifies the training.
 
 All reading goes through `read`, which checks the whole content before use, because a file may be broken or untrusted.
 """
@@ -76,7 +78,7 @@ def identity(
 
 
 def state(parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return name → tensor as stored in a file: weights and moments. Moments are zero before the first step."""
+    """Return the weights and moments by the names that they have in a file. Moments are zero before the first step."""
     tensors = {f"weights.{name}": value.detach() for name, value in parameters.items()}
     for name, parameter in parameters.items():
         moments_of = optimizer.state[parameter]
@@ -203,7 +205,7 @@ def read(file: Path) -> Checkpoint:
 
 
 def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the content in a fixed order: metadata, then name, kind and bytes of each sorted tensor."""
+    """Return the SHA-256 of the metadata, followed by name, dtype, shape and bytes of each tensor, sorted by name."""
     whole = hashlib.sha256(json.dumps([metadata[key] for key in _METADATA[:3]]).encode())
     for name in sorted(tensors):
         value = tensors[name].contiguous().numpy()

@@ -1,7 +1,7 @@
 """The copy task: each sequence is BOS w BOS w, with random symbols w, and the model must predict the second w.
 
 The first w cannot be predicted, so only the second one counts. To copy a symbol, the model must attend over exactly the
-distance between both w. The task therefore shows clearly whether positions beyond the trained ones work.
+distance between the two w. The task therefore shows clearly whether a model can use positions beyond the trained ones.
 
 Source: repeated random tokens as in Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895.
 """

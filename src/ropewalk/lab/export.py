@@ -44,7 +44,7 @@ def to_hugging_face(
     Args:
         model: a model without absolute positions.
         rope: the rope of the model. With pairing "interleaved", the rows of q_proj and k_proj are reordered. NTK is
-            written as the larger base that it is equal to; schemes that depend on the length are written as they are.
+            written as a larger base, which gives the same rope. Dynamic NTK and other schemes are written unchanged.
         folder: a new or empty folder. All files appear in it at once.
         max_positions: `max_position_embeddings` of the config, in tokens: the length that the model is made for.
         force: whether to replace a folder that contains only files with these names.
@@ -154,12 +154,15 @@ def to_llama2c(
 ) -> None:
     """Write the file for llama2.c's `run.c`: "version 0" of its export.py, float32, little-endian.
 
-    The file begins with seven int32: hidden size, intermediate size of the SwiGLU, layers, heads, key heads, vocabulary
-    size (negative if the head is not the embedding), longest sequence. The weights follow, each kind for all layers:
-    embedding, norms before attention, q, k, v, o, norms before the SwiGLU, gate, down, up, the last norm; then cos and
-    sin of every position (which the current run.c skips), and the head. The rows of q and k are in the order of the
-    pairing "interleaved". For a byte model (256 tokens), `tokenizer.bin` is written to the same folder, unless a file
-    with the same content exists.
+    The file begins with seven int32: hidden size, intermediate size of the SwiGLU, number of layers, of heads and of
+    key heads, vocabulary size (negative if the head is not the embedding), longest sequence. The weights follow. Those
+    of one name are stored together for all layers: embedding, norms before attention, q, k, v, o, norms before the
+    SwiGLU, gate, down, up, the last norm. They are followed by cos and sin of every position, which the current run.c
+    skips, and by the head if it is not the embedding. The rows of q and k are in the order of the pairing
+    "interleaved".
+
+    For a byte model (256 tokens), `tokenizer.bin` is written to the same folder, unless a file with the same content
+    exists.
 
     Args:
         model: a model without absolute positions, with an eps of 1e-5, which is built into run.c.
@@ -262,7 +265,7 @@ def _check_exportable(who: str, model: LanguageModel, rope: ropewalk.Rope) -> No
 
 
 def _as_base(rope: ropewalk.Rope) -> ropewalk.Rope:
-    """Replace a scheme that equals a larger base (NTK) by that base, because a Llama config cannot express NTK."""
+    """Replace NTK by the larger base that gives the same rope, because a Llama config cannot express NTK."""
     base = None if rope.scaling is None else rope.scaling.as_base(rope.base, rope.rotary_dim)
     return rope if base is None else replace(rope, base=base, scaling=None)
 
@@ -286,7 +289,7 @@ def _reorder_rows(weight: Tensor, head_dim: int, before: str, after: str) -> Ten
 
 
 def _weights(file: Path, size: Size) -> dict[str, Tensor]:
-    """Read the weights of a Llama of that size, by the lab's names. All shapes are checked before a tensor is read."""
+    """Return the weights of a Llama of this size by the lab's names. All shapes are checked before a tensor is read."""
     expected, fix = shapes(size), "Use the model.safetensors that belongs to config.json."
     with files.open_safetensors(file) as (opened, _, kinds):
         # Old files contain inv_freq, and some contain the head although it is the embedding.

@@ -57,7 +57,7 @@ def atomic_write(file: Path, unfinished: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def new_file(who: str, file: Path, *, force: bool) -> Iterator[Path]:
-    """Like `atomic_write`, but replace an existing file only with `force`.
+    """Yield a temporary path as `atomic_write` does, but replace an existing file only with `force`.
 
     Raises:
         RopeError: the file exists, or cannot be written.

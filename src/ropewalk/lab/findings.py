@@ -1,6 +1,7 @@
 """Report the findings of a study in words: test claims of the literature on the numbers of every seed.
 
-A claim that holds only on some seeds depends on chance, and so does an order of two methods that differs between seeds.
+A claim that holds only on some seeds depends on chance. The same is true of two methods whose order differs between
+seeds.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ def _orders(results: Results, model: str) -> list[str]:
 
 
 def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
-    """Format the order as `a > b ≈ c`, from best to worst mean. Methods equal on every seed are joined by =."""
+    """Format the order as `a > b ≈ c`, from the best to the worst mean. = joins methods equal on every seed."""
     sign = -1 if more_is_better else 1
     names = sorted(values, key=lambda name: sign * sum(values[name]))
     text = names[0]
@@ -308,7 +309,7 @@ def _order(values: dict[str, tuple[float, ...]], more_is_better: bool) -> str:
 
 
 def decimals(value: float, measure: str) -> int:
-    """Return the number of decimals: two for accuracies, else three significant digits, but at most four decimals."""
+    """Return how many decimals to show: two for accuracies, otherwise up to four, for three significant digits."""
     if measure == "accuracy" or value == 0:
         return 2
     return min(4, max(0, 2 - math.floor(math.log10(abs(value)))))

@@ -19,7 +19,7 @@ LAST = 64
 
 
 class Plan(Protocol):
-    """A static `Rope` or a `SelfExtend`: an object that computes the rotation at positions."""
+    """The protocol of objects that compute the rotation at positions, such as a static `Rope` or a `SelfExtend`."""
 
     def at(self, positions: Tensor, /) -> Any:
         """Return the rotation of a `LanguageModel` for tokens at these positions."""

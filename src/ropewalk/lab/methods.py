@@ -61,9 +61,10 @@ def _ntk_dynamic(rope: Rope, trained: int, n: int) -> Rope:
 
 
 def _self_extend(rope: Rope, trained: int, n: int) -> Plan:
-    """Return a SelfExtend with a window of a quarter of the trained length.
+    """Return the rope itself up to the trained length, and a SelfExtend for longer sequences.
 
-    Its group is the smallest one with which every distance is below the trained length.
+    The window of the SelfExtend is a quarter of the trained length. Its group is the smallest one with which every
+    distance is below the trained length.
     """
     if n <= trained:
         return rope

@@ -92,7 +92,7 @@ class Size:
 
 
 def shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of every parameter of a `LanguageModel` of that size, without building one."""
+    """Return a dict from the names of all parameters of a `LanguageModel` of this size to their shapes."""
     width, inside, kv_width = size.hidden_size, size.intermediate_size, size.num_kv_heads * size.head_dim
     layer = {
         "input_layernorm": (width,),
@@ -117,7 +117,7 @@ def shapes(size: Size) -> dict[str, tuple[int, ...]]:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """The layer that computes down(silu(gate(x)) · up(x))."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+    """A layer of the model: x + attention(norm(x)), followed by x + SwiGLU(norm(x))."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the block to x `[batch, seq, hidden_size]`. The result has the same shape.
 
-        rotation and cache are those of `LanguageModel.forward`, for this layer.
+        `rotation` is as for `LanguageModel.forward`, and `cache` is the part of the cache for this layer.
         """
         x = x + self.self_attn(self.input_layernorm(x), rotation, cache=cache)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))

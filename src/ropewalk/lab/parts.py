@@ -57,12 +57,12 @@ class Part:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of its training."""
+        """The recipe of the part's training."""
         return self.task.tune_recipe if self.method else self.task.recipe
 
     @property
     def longest(self) -> int:
-        """The longest sequence of its training, in tokens."""
+        """The longest sequence of the part's training, in tokens."""
         return self.task.tuned if self.method else self.task.trained
 
     @property
@@ -72,7 +72,7 @@ class Part:
 
     @property
     def plans(self) -> dict[str, Callable[[int], Plan | None]]:
-        """The methods to measure: name → function from the number of tokens to the rope for them."""
+        """A dict from the name of each method to measure to a function that returns the rope for a number of tokens."""
         if self.model in BASELINES:
             return {self.model: lambda n: None}
         methods = METHODS if self.method is None else (self.method,)
@@ -82,15 +82,17 @@ class Part:
         }
 
     def files(self, folder: Path) -> tuple[Path, Path]:
-        """Return the paths of its checkpoint and of its rows."""
+        """Return the paths of the part's checkpoint and of the file with its measurements."""
         parts = folder / "parts"
         return parts / f"{self.name}.safetensors", parts / f"{self.name}.json"
 
     def rows(self, folder: Path) -> list[Row]:
-        """Read the rows measured so far, in the order of `plans`. Rows with other settings are ignored.
+        """Read the measurements so far: a row for each method, in the order of `plans`.
+
+        Rows that were measured with other settings are ignored.
 
         Raises:
-            RopeError: the file contains something else.
+            RopeError: the file contains something other than measurements.
         """
         file = self.files(folder)[1]
         if not file.exists():
@@ -109,10 +111,10 @@ class Part:
     def run(
         self, folder: Path, progress: Progress | None = None, say: Callable[[str], None] | None = None
     ) -> list[Row]:
-        """Train, or resume the training, and then measure the missing rows. Only the first process measures.
+        """Train, or resume the training, and then measure the missing methods. Only the first process measures.
 
         Args:
-            folder: folder of checkpoints and rows.
+            folder: folder of checkpoints and measurements.
             progress: receives every training step.
             say: called with a line when measuring begins.
 
@@ -159,7 +161,7 @@ class Part:
         return model
 
     def _rope(self) -> Rope | None:
-        """Return the rope of its training. METHODS[0] is no scaling, and every method of a fine-tune gives a Rope."""
+        """Return the rope of the training: that of a fine-tune's method, the task's rope, or None for a baseline."""
         if self.model in BASELINES:
             return None
         return cast(Rope, (self.method or METHODS[0]).plan(self.task.rope, self.task.trained, self.longest))
@@ -175,7 +177,7 @@ class Part:
         return {**self.task.about(), "seed": self.seed, "longest": self.longest, "sequences": self.sequences}
 
     def _row_settings(self) -> dict[str, Any]:
-        """Return everything that determines the rows, converted to JSON and back, for comparison with a file."""
+        """Return everything that determines the measurements, as read back from JSON, for comparison with a file."""
         settings = {
             # A fine-tune also depends on the model from which it starts.
             "begins with": None if self.method is None else Part(self.task, self.seed, "trained")._training_settings(),

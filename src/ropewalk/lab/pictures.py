@@ -20,7 +20,7 @@ def draw_figures(results: Results) -> dict[str, Figure]:
     seeds, and bands extend from the smallest to the largest value.
 
     Returns:
-        File name without suffix → figure.
+        A dict from file names without suffix to figures.
     """
     about = results.about
     figures = {}
@@ -58,7 +58,7 @@ def _figure(
     trained: int,
     logarithmic: bool,
 ) -> Figure:
-    """Plot a line for each model and method. `line` returns its values at the places x of the horizontal axis."""
+    """Plot a line for each model and method. `line(model, method)` returns its values at the abscissas x."""
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
     names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class FirstFailedError(RopeError):
-    """An error that the first process has reported. The other processes raise this one and end without a report."""
+    """The error that ends the other processes, without a report, after the first process has reported its own."""
 
 
 @contextmanager

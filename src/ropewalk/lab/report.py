@@ -18,7 +18,7 @@ _MODELS = {"trained": "without fine-tuning", "tuned": "fine-tuned", **dict.fromk
 
 
 def describe_task(task: Task) -> dict[str, Any]:
-    """Describe a task for `report.json`. "lengths" has the unit "length_is". All other lengths are in tokens."""
+    """Describe a task for `report.json`. "length_is" is the unit of "lengths". All other lengths are in tokens."""
     return {
         "name": task.name,
         "length_is": task.length_is,

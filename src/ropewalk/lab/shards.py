@@ -39,7 +39,7 @@ class Manifest:
         losses: loss of each completed step in nats, at least one.
         seconds: duration of these steps.
         folder: name of the folder with the tensors.
-        sha256: name of each file in that folder → its digest.
+        sha256: a dict from the name of each file in that folder to its digest.
     """
 
     version: str
@@ -65,7 +65,7 @@ def shard(model: LanguageModel) -> LanguageModel:
 
 
 def gather(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather every DTensor, and return name → tensor on the CPU, in every process."""
+    """Gather every DTensor. Return all tensors, by name, on the CPU of every process."""
     from torch.distributed.tensor import DTensor
 
     return {
@@ -155,7 +155,7 @@ def load(file: Path, last: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Fill the tensors, plain or DTensors, from the checkpoint. Each process reads its own part.
 
     Raises:
-        RopeError: a tensor is missing or has another shape.
+        RopeError: a tensor is missing from the checkpoint, or has another shape there.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -175,7 +175,7 @@ def load(file: Path, last: Manifest, tensors: Mapping[str, Tensor]) -> None:
 
 
 def delete_checkpoints(file: Path, keep: str | None) -> None:
-    """Delete checkpoints of several processes, including incomplete ones of killed processes.
+    """Delete the checkpoints that several processes saved, including incomplete ones of killed processes.
 
     Args:
         file: the file of the training.
@@ -192,7 +192,7 @@ def delete_checkpoints(file: Path, keep: str | None) -> None:
 
 
 def folder_of(file: Path) -> Path:
-    """Return the folder for checkpoints of several processes that train `file`."""
+    """Return the folder in which several processes save their checkpoints while they train `file`."""
     return file.with_name(f"{file.name}.shards")
 
 
@@ -205,7 +205,7 @@ def _publish(file: Path, last: Manifest) -> None:
 
 
 def _digests(folder: Path, pattern: str) -> dict[str, str]:
-    """Return name → SHA-256 of the files of a folder that match the pattern."""
+    """Return the SHA-256 of each file of a folder that matches the pattern, by file name."""
     digests = {}
     for path in sorted(folder.glob(pattern)):
         with path.open("rb") as opened:
@@ -223,7 +223,7 @@ def _unwritable(folder: Path, failures: Mapping[int, Any]) -> _checks.RopeError:
 def _describe_failure(failures: Mapping[int, Any]) -> str:
     """Describe the failure of the lowest rank in the report of torch.distributed.checkpoint.
 
-    failures: rank → (exception, traceback).
+    `failures` maps a rank to its exception and traceback.
     """
     rank, (error, _) = min(failures.items())
     if isinstance(error, KeyboardInterrupt):  # Ctrl-C

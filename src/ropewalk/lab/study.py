@@ -75,13 +75,13 @@ def run(study: Study, folder: Path, say: Say) -> dict[str, Any]:
 
     Args:
         study: the settings.
-        folder: folder of all results. It is created if missing. Another run with the same folder resumes the last
-            one, even after Ctrl-C or a kill.
+        folder: folder of all results. It is created if missing. A later run with the same folder resumes this one,
+            even after Ctrl-C or a kill.
         say: called with each line of output, in the first process.
 
     Returns:
-        The content of `report.json`: the date; versions; number of processes, and of threads in each; tasks; rows (see
-        `Part.run`); and the seconds of this run.
+        The content of `report.json`: the date, the versions, the number of processes and of threads in each, the
+        duration of this run in seconds, the tasks, and the rows that `Part.run` returns.
 
     Raises:
         RopeError: matplotlib or safetensors is missing; the folder cannot be created or written; it contains another
@@ -147,7 +147,7 @@ def estimate(missing: Sequence[Part], folder: Path) -> float:
     The estimate includes the completed steps of an interrupted training.
 
     Args:
-        missing: the parts.
+        missing: the parts to estimate.
         folder: folder for the checkpoints of the timed steps, which are deleted afterwards.
     """
     seconds: dict[tuple[Task, bool], tuple[float, float]] = {}

@@ -29,9 +29,9 @@ class Task(ABC):
     Args:
         size: size of the model.
         trained: longest sequence of the training, in tokens. Sequences of fine-tunes are FACTOR times as long.
-        lengths: ascending lengths at which models are measured, in the unit `length_is`. The trained length is one.
+        lengths: ascending lengths at which models are measured, in the unit `length_is`, including the trained one.
         recipe, sequences: recipe of the training, and number of sequences in each step.
-        tune_recipe, tune_sequences: the same for fine-tunes.
+        tune_recipe, tune_sequences: recipe and number of sequences for fine-tunes.
         test_sequences: number of sequences measured at each length.
     """
 

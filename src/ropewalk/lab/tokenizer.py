@@ -9,8 +9,8 @@ from typing import Any
 def llama2c() -> bytes:
     """Build the tokenizer.bin of `run.c`: length of the longest piece, then score, length and bytes of each piece.
 
-    Lengths are int32, in bytes, and scores float32. Each byte is one piece, so its index is its value, and no merges
-    are possible. Byte 0, which would end a C string, is written as `<0x00>`.
+    Lengths are int32, in bytes, and scores are float32. Each byte is one piece, whose index is the value of the byte.
+    No merges are possible. Byte 0, which would end a C string, is written as `<0x00>`.
     """
     pieces = [b"<0x00>", *(bytes([byte]) for byte in range(1, 256))]
     longest = max(len(piece) for piece in pieces)
@@ -18,9 +18,10 @@ def llama2c() -> bytes:
 
 
 def hugging_face(max_positions: int) -> dict[str, dict[str, Any]]:
-    """Return file name → JSON content for `AutoTokenizer.from_pretrained`. Text is encoded as its UTF-8 bytes.
+    """Return the content of the JSON files for `AutoTokenizer.from_pretrained`, by file name.
 
-    It is a byte-level BPE without merges, normalization, added tokens or special tokens.
+    The tokenizer encodes text as its UTF-8 bytes. It is a byte-level BPE without merges, normalization, added tokens or
+    special tokens.
     """
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
     return {

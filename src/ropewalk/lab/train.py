@@ -219,7 +219,7 @@ def _check_agreement(identity: Mapping[str, Any]) -> None:
 def _resume(
     file: Path, identity: Mapping[str, Any], parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[list[float], float]:
-    """Load the last checkpoint of this training, if any, and return the losses of its steps and their seconds."""
+    """Load the last checkpoint of this training, if any. Return the losses and the duration of the completed steps."""
 
     def latest() -> checkpoint.Checkpoint | shards.Manifest | None:
         whole = checkpoint.read(file) if file.exists() else None
@@ -257,7 +257,7 @@ def _gather(
     losses: list[float],
     seconds: float,
 ) -> None:
-    """Copy the gathered weights to the model of every process, and write the file that a single process would write."""
+    """Copy the gathered weights to the model of every process. Write the same checkpoint as a single process would."""
     tensors = shards.gather(state)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -273,7 +273,7 @@ def _gather(
 
 
 def _select_sequences(batch: Batch, device: torch.device) -> Batch:
-    """Select the sequences of this process. If there are too few, it gets the first one with an all-False mask."""
+    """Select this process's sequences. A process that would get none gets the first one, with an all-False mask."""
     if ranks.count() == 1:
         return batch
     rows = torch.arange(len(batch.tokens)).tensor_split(ranks.count())[ranks.rank()]
