@@ -1,8 +1,8 @@
 """The GPU kernels in Triton: rotation, gradients with respect to cos and sin, and angles. `gpu.py` launches them.
 
 All kernels are memory-bound. Each program processes a tile of tokens × heads × pairs. The three sizes of a tile are
-powers of two with a fixed product. Every thread issues several 16-byte accesses, and no element belongs to two threads,
-so in-place rotation is safe.
+powers of two, chosen so that each thread processes a fixed number of bytes, in several 16-byte accesses. No element
+belongs to two threads, so in-place rotation is safe.
 
 Strides count units of ALIGN elements (TABLE_ALIGN in tables). This tells the compiler that rows are aligned, without a
 compilation for each stride. Addresses are converted to 64 bits before the first product. Triton specializes no argument
@@ -165,7 +165,7 @@ def _products(
     BLOCKS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
     PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, DENSE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Add the products of one tensor to the sums, one block of heads after another, from the block `first` on."""
+    """Add the products of one tensor to `sum_cos` and `sum_sin`, for each block of heads from the block `first` on."""
     for block in range(BLOCKS):
         head = first + block * BLOCK_H
         here = (token < tokens) & (head < heads)
