@@ -1,6 +1,6 @@
 """Probe and launch the Triton kernels of `_gpu.py`, and choose their tiles. Implements `backend.Kernels`.
 
-Triton is imported when the first tensor on a GPU arrives. A kernel is compiled when it is first needed.
+Triton is imported, and kernels are compiled, only when a GPU is used.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _TRAINING, _TEST = 0, 1
 
 
 def batches(*, seed: int, sequences: int, shortest: int, longest: int) -> Callable[[int], Batch]:
-    """Return a function that draws training batches. They depend only on the seed and the step.
+    """Return a function that draws training batches, which depend only on the seed and the step.
 
     Args:
         seed: an integer of at least 0.

@@ -188,7 +188,7 @@ def _convert_errors(path: Path) -> Iterator[None]:
 
 
 def _temporary_path(path: Path) -> Path:
-    """Return a path in the same folder that does not exist."""
+    """Return an unused hidden path in the folder of `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
 
 

@@ -46,7 +46,7 @@ def perplexity(losses: Tensor) -> float:
 
 
 def loss_by_position(losses: Tensor, *, width: int) -> list[float]:
-    """Compute the mean loss in nats of each block of width positions. An incomplete last block is omitted."""
+    """Compute the mean loss in nats of each block of `width` positions. An incomplete last block is omitted."""
     whole = losses.shape[1] // width * width
     means: list[float] = losses[:, :whole].mean(0).view(-1, width).mean(1).tolist()
     return means

@@ -45,7 +45,7 @@ def _fixed_plan(scheme: Callable[[int], schemes.Scheme | None]) -> _Choose:
 
 
 def _dynamic_plan(scheme: Callable[[float, int], schemes.Scheme]) -> _Choose:
-    """Return a plan that scales only sequences of n tokens that are longer than the trained ones.
+    """Return a plan that scales a sequence of n tokens only if n is larger than the trained length.
 
     `scheme` is a function of n / trained length and the trained length.
     """

@@ -119,8 +119,8 @@ class Part:
             say: called with a line when measuring begins.
 
         Returns:
-            A row for each method: task, seed, model, method, and for each measure a list in the order of the task's
-            lengths.
+            A row for each method: a dict with task, seed, model, method and, for each measure, a list of its values in
+            the order of the task's lengths.
 
         Raises:
             RopeError: the folder contains a training with that name, but with another recipe or on another text.

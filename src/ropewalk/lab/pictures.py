@@ -58,7 +58,7 @@ def _figure(
     trained: int,
     logarithmic: bool,
 ) -> Figure:
-    """Plot a line for each model and method. `line(model, method)` returns its values at the abscissas x."""
+    """Plot a line for each model and method. `line(model, method)` returns its values at the coordinates x."""
     figure = plots.blank(height=10.0)
     upper, lower = figure.subplots(2, sharex=True, sharey=True)
     names = list(dict.fromkeys(name for model in results.models for name in results.methods(model)))

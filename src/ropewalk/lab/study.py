@@ -142,9 +142,10 @@ def _report(result: dict[str, Any], folder: Path) -> list[str]:
 
 
 def estimate(missing: Sequence[Part], folder: Path) -> float:
-    """Estimate the seconds for these parts on this machine, by timing a few steps and measurements of each kind.
+    """Estimate the seconds for these parts on this machine.
 
-    The estimate includes the completed steps of an interrupted training.
+    A few training steps and the measurement of one method are timed for each task, with and without fine-tuning. The
+    estimate includes the completed steps of an interrupted training.
 
     Args:
         missing: the parts to estimate.
@@ -162,7 +163,7 @@ def estimate(missing: Sequence[Part], folder: Path) -> float:
 
 
 def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
-    """Measure the seconds of a training step of the part."""
+    """Return the duration of a training step of the part, in seconds."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # so that every process has the same model
         model = LanguageModel(part.task.size)
@@ -180,7 +181,7 @@ def _step_seconds(part: Part, folder: Path, *, steps: int = 8) -> float:
 
 
 def _row_seconds(part: Part) -> float:
-    """Measure the seconds that the measurement of one method at all lengths takes."""
+    """Return how many seconds it takes to measure one method at all lengths."""
     task = part.task
     with torch.random.fork_rng(devices=[]):
         model = LanguageModel(task.size)

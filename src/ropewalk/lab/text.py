@@ -85,7 +85,7 @@ def corpus(folder: Path | None = None) -> Corpus:
 
 
 def batches(text: Tensor, *, batch: int, seq: int, seed: int) -> Callable[[int], Batch]:
-    """Return a function that draws random windows. They depend only on the seed and the step.
+    """Return a function that draws random windows, which depend only on the seed and the step.
 
     Args:
         text: uint8 `[bytes]`, with more than seq bytes.

@@ -25,7 +25,7 @@ _ARGUMENTS = {"self", "x", "position_ids", "layer_type"}  # of the forward metho
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Return whether a module, whatever its name, is a rotary module that is called with x and position_ids."""
+    """Return whether a module of any name has frequencies and is called with x and position_ids."""
     return (
         bool(kinds_of(module))
         and {"x", "position_ids"} <= set(inspect.signature(type(module).forward).parameters) <= _ARGUMENTS
@@ -143,7 +143,7 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
     """Check that a tower's tables `[..., tokens, columns]` use the rope's axes and the module's frequencies.
 
     Args:
-        name, module: the rotary module of the tower and its name.
+        name, module: the name of the tower's rotary module, and the module itself.
         rope: the rope of the tower's config.
         returned: the tables that the module returned for `positions`.
         positions: `[axes, tokens]`.

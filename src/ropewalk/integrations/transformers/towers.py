@@ -1,4 +1,4 @@
-"""Find the rotary modules of vision towers, compare them with the tower's config, and build their replacements."""
+"""Find the rotary modules of vision towers, compare them with the towers' configs, and build their replacements."""
 
 from __future__ import annotations
 

@@ -90,14 +90,14 @@ class Layer(torch.nn.Module):
         return table
 
     def _first_rows(self) -> Tensor:
-        """Return rows 0 and 1 of the float32 table that the layer uses. LongRoPE computes a short and a long table."""
+        """Return rows 0 and 1 of the float32 table in use, which is the short or the long one for LongRoPE."""
         if not self._table:
             raise error(WHO, "vLLM must have computed a table", "none", "The layer keeps vLLM's rotation.")
         return self._table[int(getattr(self, "use_long_rope", False))]
 
     @property
     def rope(self) -> Rope | None:
-        """The rope in the current pairing of the layer, with its axes. None if the layer keeps vLLM's rotation."""
+        """The rope with its axes, in the layer's current pairing. None if the layer keeps vLLM's rotation."""
         return None if self.ropes is None else self.ropes[getattr(self, "is_neox_style", True), False]
 
     def _rope(self, ropes: dict[tuple[bool, bool], Rope], positions: Tensor) -> Rope:
@@ -187,7 +187,7 @@ def _override() -> bool:
     That option is part of the key of vLLM's compile cache.
 
     Raises:
-        RopeError: additional_config["ropewalk"] has another form.
+        RopeError: additional_config["ropewalk"] is neither {"override": True} nor {"override": False}.
     """
     from vllm.config import get_current_vllm_config
 
