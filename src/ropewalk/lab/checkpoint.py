@@ -228,7 +228,7 @@ def _identity_from(file: Path, text: str) -> dict[str, Any]:
 
 
 def _object(file: Path, what: str, value: Any, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Return `value` if it is a JSON object with exactly these keys. If keys is None, any keys are allowed."""
+    """Return `value` if it is a JSON object with exactly these keys. Any keys are allowed if `keys` is None."""
     if not isinstance(value, dict):
         raise _broken(file, f"its {what} must be a JSON object", _checks.shown(value))
     if keys is not None and value.keys() != set(keys):

@@ -72,7 +72,7 @@ class Part:
 
     @property
     def plans(self) -> dict[str, Callable[[int], Plan | None]]:
-        """A dict from the name of each method to measure to a function that returns the rope for a number of tokens."""
+        """The methods to measure, by name. Each is a function that returns the rope for a number of tokens, or None."""
         if self.model in BASELINES:
             return {self.model: lambda n: None}
         methods = METHODS if self.method is None else (self.method,)

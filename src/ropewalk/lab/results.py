@@ -20,7 +20,7 @@ class Spread:
 
     @property
     def half_range(self) -> float:
-        """Half the difference between the largest and the smallest value; 0 for one seed."""
+        """Half the difference between the largest and the smallest value. It is 0 for one seed."""
         return (max(self.values) - min(self.values)) / 2
 
 

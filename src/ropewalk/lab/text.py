@@ -48,10 +48,10 @@ class Corpus:
 
 
 def corpus(folder: Path | None = None) -> Corpus:
-    """Read the corpus, about 8 MB in a second. Nothing is downloaded.
+    """Read the corpus of about 8 MB, which takes about a second. Nothing is downloaded.
 
-    The digest of its name decides whether a file is held out, so the split does not change when files are added or
-    removed. The help topics (`pydoc_data/topics.py`), the only long English text, are in the training set.
+    The digest of a file's name decides whether the file is held out, so the split does not change when files are added
+    or removed. The help topics (`pydoc_data/topics.py`), the only long English text, are in the training set.
 
     Args:
         folder: folder of the standard library. None means that of the running Python.

@@ -87,7 +87,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a training besides the weights: the loss of every step in nats, and the total seconds."""
+    """The result of a training besides the weights: the loss of every step in nats, and the duration in seconds."""
 
     losses: tuple[float, ...]
     seconds: float
