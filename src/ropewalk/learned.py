@@ -31,12 +31,13 @@ class LearnedRope(torch.nn.Module):
     every layer.
 
     `.half()`, `.bfloat16()` and `.to(dtype)` do not change the dtype of the frequencies, because 16 bits lose the
-    angle: with the 8 bits of bfloat16, the angle at position 256 is off by up to half a radian. If something else casts
-    them (the mixed precision of FSDP, `load_state_dict(assign=True)` from a 16-bit file), the next call raises.
+    angle: with the 8 significant bits of bfloat16, the angle at position 256 is off by up to half a radian. If
+    something else casts them (the mixed precision of FSDP, `load_state_dict(assign=True)` from a 16-bit file), the next
+    call raises.
 
     Args:
-        inv_freq: the initial frequencies in radians per position, float32 or float64: `[axes, pairs]` for all heads, or
-            `[axes, heads, pairs]`. They are copied.
+        inv_freq: the initial frequencies in radians per position, float32 or float64: `[axes, pairs]` if all heads
+            share them, otherwise `[axes, heads, pairs]`. The tensor is copied.
         pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
 
     Attributes:
@@ -110,7 +111,7 @@ class LearnedRope(torch.nn.Module):
         PyTorch's default CPU generator.
 
         Raises:
-            RopeError: the frequencies were passed as a tensor, which is not kept.
+            RopeError: the module was created from a tensor of frequencies, of which it keeps no copy.
         """
         if self._initializer is None:
             must = "the module must be created by from_rope, mixed or projected"
@@ -128,12 +129,14 @@ class LearnedRope(torch.nn.Module):
 
         Args:
             rope: a static rope. If its frequencies depend on the length, resolve them first with `at_length`.
-            heads: number of heads with their own frequencies, which are equal at first; None shares one set.
+            heads: number of heads with their own frequencies, which are equal at first. None means that all heads share
+                their frequencies.
             dtype: dtype of the frequencies. float32 rounds them, which moves the angle at position p by up to p · 3e-8
                 radians; float64 does not round them.
 
         Raises:
-            RopeError: rope is not a static Rope, heads is not an integer of at least 1, or dtype is another one.
+            RopeError: rope is not a static Rope, heads is not an integer of at least 1, or dtype is neither
+                torch.float32 nor torch.float64.
         """
         who = "LearnedRope.from_rope"
         if not isinstance(rope, Rope):
@@ -165,11 +168,12 @@ class LearnedRope(torch.nn.Module):
         """Start from RoPE-Mixed: two axes, and for each head two perpendicular directions of the plane.
 
         The first half of the pairs rotates with the position along one direction, the second half with the position
-        along the other, at frequencies base^(−4i / head_dim). The direction of each head is drawn at random. A position
-        is (x, y), in patches; tokens that do not rotate, such as a class token, are at (0, 0).
+        along the other. Pair i of each half has the frequency base^(−4i / head_dim), counted from i = 0. The first of
+        the two directions is drawn at random for each head. A position is (x, y), in patches. Tokens that do not
+        rotate, such as a class token, are at (0, 0).
 
-        Source: Heo et al. 2024, arXiv:2403.13298; `init_random_2d_freqs` in naver-ai/rope-vit, which pairs neighbours
-        (pairing "interleaved").
+        Source: Heo et al. 2024, arXiv:2403.13298; `init_random_2d_freqs` in naver-ai/rope-vit, which pairs
+        neighbouring channels (pairing "interleaved").
 
         Args:
             head_dim: channels of a head, a multiple of 4.
@@ -194,8 +198,9 @@ class LearnedRope(torch.nn.Module):
     def projected(cls, head_dim: int, heads: int, *, pairing: Pairing, axes: int = 3) -> LearnedRope:
         """Start from frequencies of 0, as Mochi does: each head learns to project coordinates to angles.
 
-        At first nothing rotates. Source: `pos_frequencies` of `MochiTransformer3DModel` in diffusers 0.42.1, of shape
-        `[3, heads, head_dim / 2]`, for (time, height, width). It pairs neighbours (pairing "interleaved").
+        So nothing rotates before training. Source: `pos_frequencies` of `MochiTransformer3DModel` in diffusers 0.42.1,
+        of shape `[3, heads, head_dim / 2]`, for (time, height, width). Mochi pairs neighbouring channels (pairing
+        "interleaved").
 
         Args:
             head_dim: channels of a head, even.
@@ -220,8 +225,8 @@ class LearnedRope(torch.nn.Module):
         """Return the rotation of tokens at these positions.
 
         If positions or frequencies are DTensors, cos and sin are DTensors that are sharded like the positions. If only
-        one of the two is a DTensor, the other must be equal on every rank. The backward pass sums the gradient of plain
-        frequencies over the ranks.
+        one of the two is a DTensor, the other must be equal on every rank. If the frequencies are then a plain tensor,
+        the backward pass sums their gradient over the ranks.
 
         Args:
             positions: int32, int64, float32 or float64, on the device of the frequencies: `[axes, seq]` or `[axes,
@@ -232,11 +237,12 @@ class LearnedRope(torch.nn.Module):
             A `Rotation`, with one table per head if each head has its own frequencies.
 
         Raises:
-            RopeError: positions do not fit, the frequencies were cast, or the device does not support float64.
+            RopeError: positions have a wrong type, shape, device or mesh, dtype is neither torch.float32 nor
+                torch.float64, the frequencies were cast to a 16-bit dtype, or the device does not support float64.
 
         Precision:
-            Angles are computed in float64, also under autocast; cos and sin are rounded once. The same holds for
-            gradients.
+            Angles are computed in float64, also under autocast; cos and sin are rounded once. Gradients are
+            computed in float64 as well, and rounded once.
         """
         self._check(positions, dtype)
         inv_freq: Tensor = self.inv_freq

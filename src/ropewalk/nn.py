@@ -26,7 +26,7 @@ from ropewalk.rotation.reference import rms_norm
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotate q and k at explicit positions.
+    """A module that rotates q and k at explicit positions.
 
     The module has no parameters, no buffers and nothing in `state_dict`. Its only state is the Rope: plain numbers that
     `.half()`, `.to()`, meta initialisation and FSDP cannot change. It computes the angles at each call. In a model with
@@ -61,7 +61,7 @@ class RotaryEmbedding(torch.nn.Module):
         self.layout = layout
 
     def forward(self, q: Tensor, k: Tensor | None, positions: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return `rope.at(positions, device=q.device)(q, k, layout=layout)`, or one tensor if k is None.
+        """Return `rope.at(positions, device=q.device)(q, k, layout=layout)`, or only the rotated q if k is None.
 
         Arguments and errors are those of `Rope.at` and of `Rotation.__call__`.
         """
@@ -74,7 +74,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """RMSNorm over the channels of each head, with the same bits as `QKNorm`. The mean is computed in float64."""
+    """RMSNorm over the channels of each head, with a mean in float64. It returns the same bits as `QKNorm`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x `[..., head_dim]`; the result has the dtype of x."""
@@ -85,7 +85,7 @@ _any_global_hook: Any = torch.nn.modules.module._has_any_global_hook
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether a hook, of this module or of all modules, must run when the module is called."""
+    """Return whether calling the module must run a hook: one of its own, or one of those for all modules."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -99,8 +99,8 @@ class RotaryAttention(torch.nn.Module):
     """Multi-head attention as in Llama: project to q, k and v, rotate q and k, attend, project back.
 
     Parameters have the names of Hugging Face's Llama attention (`q_proj`, `k_proj`, `v_proj`, `o_proj`; `q_norm`,
-    `k_norm` as in Qwen 3), so its weights load without renaming. The rope is not part of the module. Compute one
-    rotation for each forward pass, and pass it to all layers.
+    `k_norm` as in Qwen 3), so weights of these models load without renaming. The rope is not part of the module.
+    Compute one rotation for each forward pass, and pass it to all layers.
 
     Args:
         hidden_size: channels of the model.
@@ -111,10 +111,10 @@ class RotaryAttention(torch.nn.Module):
         bias: whether the projections of q, k and v have a bias (Qwen 2).
         o_bias: whether the output projection has a bias. Hugging Face's Llama with `attention_bias` has both biases.
         qk_norm: ε of the RMSNorm that is applied to each head of q and k before rotation (Qwen 3). None disables it.
-        softmax_factor: multiplies the softmax scale head_dim^(−1/2), dimensionless: `ModelRopes.softmax_factor`.
-        causal: whether a token attends only to itself and the tokens before it. False is for encoders, without a cache.
+        softmax_factor: factor of the softmax scale head_dim^(−1/2), dimensionless, from `ModelRopes.softmax_factor`.
+        causal: whether a token attends only to itself and the tokens before it. False (for encoders) excludes a cache.
         window: each token attends to itself and the window − 1 tokens before it, and with causal=False also to the
-            window − 1 after it. None means no limit. If a `KVCache` keeps more tokens, the older ones are masked.
+            window − 1 after it. None means no limit. Older tokens that a `KVCache` keeps are masked.
         dropout: probability of setting an attention weight to 0 in training mode, 0 ≤ dropout ≤ 1.
 
     Raises:
@@ -197,24 +197,24 @@ class RotaryAttention(torch.nn.Module):
 
         Args:
             x: `[batch, seq, hidden_size]`.
-            rotation: the rotation of exactly these tokens: `rope.at(positions)`, `step.rotation(rope)` with a cache, or
-                `SelfExtend.at(...)`. None means that this layer does not rotate. With a cache, it must be computed for
-                the positions `[batch, seq]` of that step, again for each step.
-            mask: restricts attention further, in addition to causality. Either a tensor `[batch, heads, seq, keys]`,
-                each axis of full size or 1: bool (True means attend) or added to the scores, in the dtype of x (any
-                under autocast). Fewer axes are ambiguous and refused. See `masks` for packed documents, sliding windows
-                and padding. Or a `BlockMask` for FlexAttention, such as `masks.packed_blocks`, which must include
-                causality and window itself.
+            rotation: the rotation of exactly the tokens of x: `rope.at(positions)`, `step.rotation(rope)` with a cache,
+                or `SelfExtend.at(...)`. None means that this layer does not rotate. With a cache, compute the rotation
+                again for each step, from the positions `[batch, seq]` of that step.
+            mask: restricts attention further, in addition to causality. A tensor `[batch, heads, seq, keys]`, each axis
+                of full size or 1, is a bool mask (True means attend), or is added to the scores and has the dtype of x
+                (under autocast any floating-point dtype). Fewer axes would be ambiguous and raise an error. See `masks`
+                for packed documents, sliding windows and padding. A `BlockMask` for FlexAttention, such as
+                `masks.packed_blocks`, must itself include causality and the window.
             cache: `step.layer(i)` of a `KVCache`, for the tokens of x, in the dtype of x or of autocast. The keys of
-                mask are then those of `step.key_positions`, and mask must be a tensor. Or any other `AttendingCache`,
-                which does its own rotation, storage and attention.
+                mask are then those of `step.key_positions`, and mask must be a tensor. Any other `AttendingCache` does
+                its own rotation, storage and attention.
 
         Returns:
             A tensor of the shape of x, in the dtype of x or of autocast.
 
         Raises:
-            RopeError: an argument has another type or shape, the rotation does not fit the cache's step, a BlockMask is
-                combined with a KVCache or with a rotation in two passes, or another cache returns a wrong result.
+            RopeError: an argument has a wrong type or shape, the rotation does not fit the cache's step, a BlockMask is
+                combined with a KVCache or a rotation in two passes, or a cache returns a wrong shape or dtype.
         """
         self._check(x, rotation, mask, cache)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -236,10 +236,10 @@ class RotaryAttention(torch.nn.Module):
         return projected
 
     def _fusable_norm(self, q: Tensor, k: Tensor, v: Tensor, cache: AttendingCache | None) -> QKNorm | None:
-        """Return the norms of q and k if one kernel can apply them and rotate. Return None if their modules must run.
+        """Return the norms of q and k if one kernel can apply them and rotate, or None if their modules must run.
 
         The modules must run if they were replaced, if they have hooks (tensor parallel plans, FSDP, code that records
-        activations), or if the cache does not support norms.
+        activations), if their ε or the dtypes of q, k and v differ, or if the cache does not support norms.
         """
         q_norm, k_norm = self.q_norm, self.k_norm
         if type(q_norm) is not HeadNorm or type(k_norm) is not HeadNorm or q_norm.eps is None:
@@ -261,7 +261,7 @@ class RotaryAttention(torch.nn.Module):
         scale: float,
         norm: QKNorm | None = None,
     ) -> Tensor:
-        """Attend without a cache, to the keys of these tokens. Plain causality needs no mask."""
+        """Attend to the keys of the same tokens, without a cache. No mask is built if only causality applies."""
         if isinstance(mask, Tensor):
             check_mask("RotaryAttention", mask, q, k.shape[1])
         if not isinstance(mask, BlockMask):
@@ -284,7 +284,7 @@ class RotaryAttention(torch.nn.Module):
         """Return the mask of causality and window, bool `[1, 1, seq, seq]`, or None if attention needs no mask.
 
         Args:
-            dense: whether causality must be part of the mask. If not, attention applies it.
+            dense: whether causality must be part of the mask. If False, the attention function applies causality.
         """
         if self.window is not None and (isinstance(seq, torch.SymInt) or seq > self.window):
             window = masks.sliding_window(seq, self.window, device=device)
@@ -294,7 +294,7 @@ class RotaryAttention(torch.nn.Module):
         return causal_mask(seq, seq, device) if dense else None
 
     def _with_window(self, cache: AttendingCache, mask: Tensor | BlockMask | None) -> Tensor | BlockMask | None:
-        """Return the user's mask, combined with the window of this layer if the cache keeps more tokens."""
+        """Return the user's mask, combined with the layer's window if the cache keeps more tokens than the window."""
         if self.window is None or isinstance(mask, BlockMask):
             return mask
         if not isinstance(cache, LayerCache):

@@ -28,16 +28,16 @@ class ContextParallel:
     and each token attends to itself and to the tokens before it in the sequence. In the backward pass, the gradients of
     keys and values are summed over the ranks and returned to the rank that holds the token.
 
-    It supports every device and backend. Gathering needs memory for the keys and values of the whole sequence in each
+    Every device and backend is supported. Gathering needs memory for the keys and values of the whole sequence in each
     layer, and the mask needs a byte for each pair of a token of this rank and a token of the sequence.
 
     Args:
-        places: indices of this rank's tokens in the sequence: `positions.context_parallel(seq, rank, size, order)`, or
-            arange(seq) split in the same way as the tokens. int32 or int64 `[seq]`, on a device of the group's backend.
-            Every rank must have the same number of tokens, and the ranks together must have each index from 0 to
-            keys - 1 once. Both conditions are checked on every rank if places are on the CPU. On a CUDA device, wrong
-            places trigger an assertion of the device. The numbers of tokens are not checked there, because reading
-            them would synchronize with the device.
+        places: indices of this rank's tokens in the whole sequence, int32 or int64 `[seq]`, on a device of the group's
+            backend: the result of `positions.context_parallel`, or arange(keys) split in the same way as the tokens.
+            Here seq is the number of tokens of this rank, and keys that of the whole sequence. Every rank must have the
+            same number of tokens, and the ranks together must have each index from 0 to keys - 1 once. If places are on
+            the CPU, every rank checks both conditions. On a CUDA device, wrong places trigger an assertion of the
+            device, but the numbers of tokens are not checked, because reading them would synchronize with the device.
         group: the ranks that share the sequence, such as `mesh["cp"].get_group()`. None means the default group.
         cu_seqlens: boundaries of packed documents in the whole sequence, as in `positions.packed`, on the device of
             places. A token then attends only to its own document. None means a single document.
@@ -89,11 +89,11 @@ class ContextParallel:
         mask: Tensor | BlockMask | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Rotate this rank's queries and keys, gather keys and values, and attend. Every rank must call it.
+        """Rotate this rank's queries and keys, gather keys and values, and attend. Every rank must call this method.
 
         Args:
             q: queries of this rank's tokens, `[batch, seq, heads, head_dim]`; kv_heads divides heads.
-            k, v: their keys and values, `[batch, seq, kv_heads, head_dim]`.
+            k, v: keys and values of the same tokens, `[batch, seq, kv_heads, head_dim]`.
             rotation: rotation of this rank's tokens: `rope.at` of their positions. None leaves q and k unchanged.
             mask: tensor `[batch, heads, seq, keys]`, each axis of full size or 1, for the keys of `key_places`: bool
                 (True: the query attends to the key) or additive in the dtype of q. It is combined with the causal
@@ -131,7 +131,7 @@ class ContextParallel:
         )
 
     def _gather_keys(self, x: Tensor) -> Tensor:
-        """Gather `[batch, seq, kv_heads, head_dim]` of all ranks into `[batch, keys, kv_heads, head_dim]`."""
+        """Gather keys or values `[batch, seq, kv_heads, head_dim]` of all ranks along the axis of tokens."""
         gathered: Tensor = _gather(x.contiguous(), 1, self._group)
         return gathered
 

@@ -20,24 +20,25 @@ _WHO = "HeadwiseParallel"
 
 
 class HeadwiseParallel(ParallelStyle):
-    """Shard a `RotaryAttention` by its heads. Use it in a plan for PyTorch's `parallelize_module`.
+    """A `ParallelStyle` that shards a `RotaryAttention` by its heads, for a plan of PyTorch's `parallelize_module`.
 
-    Each rank of the mesh computes some of the query heads, with the key heads of their groups. Inside the module q, k
-    and v are plain tensors, so rotation, masks, caches and kernels work as on one device. Outputs and gradients equal
+    Each rank of the mesh computes some of the query heads, with the key heads that these use. Inside the module q,
+    k and v are plain tensors, so rotation, masks, caches and kernels work as on one device. Outputs and gradients equal
     those of one device up to rounding.
 
     q_proj, k_proj and v_proj are sharded by rows and o_proj by columns, as in `ColwiseParallel` and `RowwiseParallel`.
-    q_norm and k_norm are replicated on every rank. With fewer key heads than ranks, k_proj and v_proj are replicated as
-    well. The gradients of replicated weights are summed over the ranks.
+    q_norm and k_norm are replicated on every rank. If there are fewer key heads than ranks, k_proj and v_proj are
+    replicated as well. The gradients of replicated weights are summed over the ranks.
 
     Learned tables, such as those of a `LearnedRope`, must be equal on every rank. Their gradients are summed over the
-    ranks too, so the frequencies get the gradient of all heads on every rank. Do not sum it again. If each head of the
-    model has its own table, each rank selects the tables of its heads. This requires as many key heads as query heads.
+    ranks too, so the frequencies get the gradient of all heads on every rank. Do not sum this gradient again. If each
+    head of the model has its own table, each rank selects the tables of its heads. The model must then have as many key
+    heads as query heads.
 
     Each layer needs one all-reduce of the output in the forward pass, and one all-reduce of the gradient of x in the
     backward pass. The backward pass needs further, smaller all-reduces: one for each replicated weight and one for
-    learned tables. With `qk_norm`, two weights are replicated. With fewer key heads than ranks, two more are (four with
-    biases).
+    learned tables. With `qk_norm`, two weights are replicated. If there are fewer key heads than ranks, the weights of
+    k_proj and v_proj are replicated too, and their biases if they have any.
 
     A cache holds the key heads of one rank: build it with `num_kv_heads=max(1, attention.num_kv_heads // ranks)`.
 
@@ -90,7 +91,10 @@ class HeadwiseParallel(ParallelStyle):
         select_heads = partial(_select_own_heads, attention=attention, mesh=device_mesh)
 
         def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            """Gather x once for the three projections, so that its gradients are added before they are reduced."""
+            """Gather x once for the three projections, and select the rotation of this rank's heads.
+
+            The gradients of x from the three projections are then added before they are reduced over the ranks.
+            """
             prepared, named = list(args), dict(kwargs)
             for i, (name, convert) in enumerate((("x", gather), ("rotation", select_heads))):
                 if i < len(prepared):
@@ -115,7 +119,7 @@ def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict
         other layers, and pass the dict to `parallelize_module(model, mesh, plan)`.
 
     Raises:
-        RopeError: model is not a module, is itself a `RotaryAttention`, or contains none.
+        RopeError: model is not a module, is itself a `RotaryAttention`, or does not contain a `RotaryAttention`.
 
     Example:
         >>> block = nn.ModuleDict({"attention": RotaryAttention(64, 4), "up": nn.Linear(64, 256)})
@@ -136,7 +140,7 @@ def attention_plan(model: nn.Module, *, sequence_parallel: bool = False) -> dict
 
 
 def _replicate_input(x: Tensor, mesh: DeviceMesh, placement: Replicate | Shard) -> DTensor:
-    """Replicate x on every rank. A plain tensor is the part of x that this rank has under the placement."""
+    """Replicate x on every rank. If x is a plain tensor, it is this rank's part of x under `placement`."""
     sharded = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
     return sharded.redistribute(placements=[Replicate()])
 
@@ -182,7 +186,7 @@ def _check_shardable(module: nn.Module, mesh: DeviceMesh) -> RotaryAttention:
 
 
 class _Replicated(ParallelStyle):
-    """Replicate the parameters of a module on every rank, as DTensors."""
+    """A `ParallelStyle` that replicates the parameters of a module on every rank, as DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._replicate)
@@ -194,7 +198,10 @@ class _Replicated(ParallelStyle):
 
 
 class _SharedKeyHeads(_Replicated):
-    """Replicate a projection to fewer key heads than ranks. Each rank keeps the key head of its own query heads."""
+    """A `ParallelStyle` for k_proj and v_proj if there are fewer key heads than ranks: it replicates their parameters.
+
+    From the output, each rank keeps only the key head that its query heads use.
+    """
 
     def __init__(self, kv_heads: int, head_dim: int) -> None:
         super().__init__()

@@ -28,7 +28,8 @@ def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
     Returns:
         A Figure. The upper panel shows the inverse frequency of each pair, divided by that of the first rope, over the
         pair index (log axis). Pairs that do not rotate are omitted. The lower panel shows the score of q = k, all ones,
-        per pair and with the attention factor, at up to 2000 distances (tokens, log axis from 1 on).
+        relative to its value at distance 0 without the attention factor: attention_factor² · mean cos(distance · θ_i)
+        with the inverse frequencies θ_i, at up to 2000 distances (tokens, log axis from 1 on).
 
     Raises:
         RopeError: there is no rope, the numbers of pairs differ, a rope depends on the length, longest is out of range,

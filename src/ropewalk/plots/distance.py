@@ -21,9 +21,10 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
 
     Let h_i be the complex number that pair i adds to the score at distance 0, with h = 0 after the last pair. Then the
     score, divided by the number of pairs, is at most max |h_{i+1} − h_i| · mean |S_j|, with
-    S_j = Σ_{i<j} e^(𝒾·distance·θ_i). The plot shows mean |S_j|, and the score of q = k, all ones, divided by its value
-    at distance 0, which is mean cos(distance·θ_i). For this q and k, the maximum is 1, so both curves have the same
-    unit. Neither the bound nor the score falls steadily. Dots mark the largest rise of each curve.
+    S_j = Σ_{i<j} e^(𝒾·distance·θ_i). The plot shows mean |S_j| and mean cos(distance·θ_i), which is the score
+    of q = k, all ones, divided by its value at distance 0. For this q and k all h_i are equal, so in units of h_i the
+    maximum is 1, and the first curve is the upper bound of the second. Neither the bound nor the score falls steadily.
+    Dots mark the largest rise of each curve.
 
     Args:
         rope: any rope. The attention factor is not applied.
@@ -31,7 +32,7 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
 
     Returns:
         A Figure. The upper panel shows both curves over the distance (tokens, log axis from 1 on), and the lower panel
-        only the score, enlarged. At most 2000 distances are drawn; up to about 100, all of them are.
+        only the score, enlarged. At most 2000 distances are drawn. They include every distance up to about 100.
 
     Raises:
         RopeError: rope is not a Rope, longest is out of range, or matplotlib is not installed.
@@ -51,7 +52,7 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
 
 
 def distances(longest: int, most: int = _MOST_DISTANCES) -> np.ndarray:
-    """Return 0 and integers from 1 to longest, spread evenly on a log axis: int64, ascending, at most `most`."""
+    """Return 0 and at most `most` − 1 integers from 1 to longest, spread evenly on a log axis: int64, ascending."""
     spread = np.geomspace(1, longest, most - 1).round().astype(np.int64)
     return np.unique(np.append(spread, 0))
 

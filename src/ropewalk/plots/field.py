@@ -33,12 +33,12 @@ def angle_field(
 ) -> Figure:
     """Plot the cosine of the angle by which each pair rotates each patch of an image.
 
-    A pair rotates by the position on one axis, so its stripes are perpendicular to that axis. By default, the last two
-    axes are row and column. Some models, such as Gemma 4, Llama 4 and SAM, have column and row. For them, pass
-    `positions=grid(height, width, order="wh")`.
+    A pair of a `Rope` rotates by the position on one axis, so its panel shows stripes perpendicular to that axis. By
+    default, the last two axes are row and column, in this order. Some models, such as Gemma 4, Llama 4 and SAM, have
+    the column first. For them, pass `positions=grid(height, width, order="wh")`.
 
     Args:
-        rope: a rope with axes, or a `LearnedRope` with several axes. Its pairs may rotate by all axes at once.
+        rope: a rope with axes, or a `LearnedRope` with several axes, whose pairs may rotate by all axes at once.
         height, width: the numbers of rows and columns of patches, each from 1 to 512.
         pairs: the indices of 1 to 16 pairs. None means the fastest pairs of each axis, about 8 in total, or the 8
             fastest pairs of a `LearnedRope`.
@@ -47,19 +47,19 @@ def angle_field(
             of three axes (time or image). A `LearnedRope` requires positions, because its axes have no fixed meaning.
             In RoPE-Mixed they are (x, y).
         head: the index of a head, for a `LearnedRope` with separate frequencies for each head. Otherwise None.
-        axis_names: names of the axes of a rope, for example `.axis_names` of the result of `from_config` or of its
-            `.vision`.
+        axis_names: names of the axes of a `Rope`, for example `.axis_names` of the result of `from_config` or of its
+            `.vision`. It must be empty for a `LearnedRope`.
 
     Returns:
-        A Figure with a panel for each pair. Its colour is the cosine of the angle (dimensionless, without attention
-        factor) over column and row (patches). Its title states the axis and the wavelength in positions, and its frame
-        has the colour of the axis in `inv_freq`. For a `LearnedRope`, the title states the frequencies of all axes
-        instead of the axis, and the wavelength along the direction in which the angle grows fastest.
+        A Figure with a panel for each pair. The panel shows the cosine of the angle (dimensionless, without attention
+        factor) as a colour over column and row (patches). The title of a panel states the axis and the wavelength in
+        positions, and its frame has the colour that `inv_freq` uses for the axis. For a `LearnedRope`, the title states
+        the frequencies of all axes, and the wavelength along the direction in which the angle grows fastest.
 
     Raises:
-        RopeError: the rope has no axes; it has neither two nor three, and positions is None; a number is out of range;
-            positions has another shape or is not finite; head or axis_names does not fit; or matplotlib is not
-            installed.
+        RopeError: rope has only one axis; positions is None, but rope is a `LearnedRope` or has more than three axes; a
+            number is out of range; positions has a wrong shape or is not finite; head or axis_names does not fit the
+            rope; or matplotlib is not installed.
 
     Example:
         >>> import ropewalk
@@ -121,9 +121,9 @@ def _speeds_of_rope(rope: Rope, axis_names: Sequence[str]) -> tuple[np.ndarray, 
 def _speeds_of_learned_rope(
     rope: object, head: int | None, axis_names: Sequence[str]
 ) -> tuple[np.ndarray, tuple[int, ...], list[str]]:
-    """Return the speeds of one head of a LearnedRope, as `_speeds_of_rope` does, and no axes and no names.
+    """Return the speeds of one head of a LearnedRope, float64 `[axes, pairs]`, and two empty sequences.
 
-    Its pairs may rotate by all axes.
+    The result has the form of that of `_speeds_of_rope`. No pair of a LearnedRope belongs to a single axis.
     """
     from ropewalk import LearnedRope
 
@@ -152,7 +152,7 @@ def _speeds_of_learned_rope(
 def _grid(count: int, height: int, width: int) -> np.ndarray:
     """Return the row and column of each patch on the last two of `count` axes, float64 `[count, height · width]`.
 
-    If there are three axes, the first position is 0.
+    If there are three axes, all positions on the first one are 0.
     """
     if count not in (2, 3):
         fix = 'Pass positions, for example ropewalk.positions.grid(height, width, order="0hw0").'
@@ -162,7 +162,7 @@ def _grid(count: int, height: int, width: int) -> np.ndarray:
 
 
 def _check_positions(positions: ArrayLike, shape: tuple[int, int]) -> np.ndarray:
-    """Convert positions to float64, and check that they are finite and have this shape."""
+    """Convert positions to float64, and check that they are finite and have the shape `shape`."""
     try:
         places = np.asarray(positions, dtype=np.float64)
     except (TypeError, ValueError) as e:

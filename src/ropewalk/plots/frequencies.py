@@ -27,9 +27,9 @@ def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
 
     Returns:
         A Figure of the inverse frequency (radians per token, log axis) over the pair index. The right axis shows the
-        wavelength in tokens. "Before scaling" is the same Rope with scaling None. Pairs with inverse frequency 0 are
-        omitted. A line marks the trained length if the scheme states it. If the rope has several axes, the colour of a
-        pair's marker shows its axis, and the units are positions instead of tokens.
+        wavelength in tokens. The line "before scaling" is for the same Rope with scaling None. Pairs with inverse
+        frequency 0 are omitted. A line marks the trained length if the scheme states it. If the rope has several axes,
+        the colour of a pair's marker shows its axis, and the units are positions instead of tokens.
 
     Raises:
         RopeError: rope is not a Rope, axis_names does not fit its axes, or matplotlib is not installed.
@@ -67,7 +67,7 @@ def inv_freq(rope: Rope, *, axis_names: Sequence[str] = ()) -> Figure:
 
 
 def _nan_for_zero(frequency: np.ndarray) -> np.ndarray:
-    """Replace frequencies 0, which a log axis cannot show, by NaN."""
+    """Replace each frequency of 0, which a log axis cannot show, with NaN."""
     return np.where(frequency > 0, frequency, np.nan)
 
 

@@ -16,11 +16,11 @@ def times_copy(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Plot the time of each contender of `ropewalk bench`, divided by the time of copying q and k.
 
     Args:
-        rows: the rows of the benchmark. Rows that were not timed are omitted.
+        rows: `rows` of the JSON file of the benchmark. Rows without times are omitted.
 
     Returns:
-        A Figure with one panel for each dtype, and for forward and forward + backward. A panel shows the median time,
-        divided by the median time of `copy_` (dimensionless, log axis), over the number of tokens (log axis).
+        A Figure with one panel for each dtype and each of forward and forward + backward. A panel shows the median
+        time, divided by the median time of `copy_` (dimensionless, log axis), over the number of tokens (log axis).
 
     Raises:
         RopeError: matplotlib is not installed.

@@ -19,15 +19,15 @@ class Curve:
 
     Args:
         model: the name of the model.
-        part: a name for this rope of the model, or "" if it has only one.
+        part: a name for this rope of the model, or "" if the model has only one rope.
         rope: the rope, resolved to a length if it depends on one.
         scheme: the name of its scheme before it was resolved.
-        layers: how many layers use it, in words, or "" if that is unknown.
+        layers: how many layers use the rope, as in "6 of 36", or "" if that is unknown.
         trained: the trained length before scaling, in tokens, or None if it is unknown.
         longest: the longest sequence to draw, in tokens.
-        limit: the length to which the rope was resolved, in tokens. None if it does not depend on the length.
+        limit: the length to which the rope was resolved, in tokens. None if its frequencies never depended on a length.
         axis_names: the names of the rope's axes, or () for one axis.
-        unit: the unit of positions: "token", or "patch" in a vision tower.
+        unit: the unit of positions: "token", or "patch" in the vision part of a model.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Curve:
 def curves_of(
     models: Mapping[str, Rope | ModelRopes], length: int | None, trained_length: int | None
 ) -> tuple[list[Curve], list[Curve]]:
-    """Return the curves over tokens, and those of vision towers, in the order of `models`.
+    """Return the curves of ropes for tokens, and the curves of ropes for patches, both in the order of `models`.
 
     The arguments are those of `explorer`.
 
@@ -104,7 +104,7 @@ def _scheme(rope: Rope) -> str:
 
 
 def _part(model: ModelRopes, layers: list[int]) -> str:
-    """Name a group of layers: by their kind if they have the same one, otherwise by their indices."""
+    """Name a group of layers by their kind of attention if all have the same kind, otherwise by their indices."""
     kinds = {model.layer_kinds[i] for i in layers} if model.layer_kinds else set()
     if len(kinds) == 1 and (kind := kinds.pop()) != "all":
         return f"{kind.removesuffix('_attention').replace('_', ' ')} attention"
@@ -115,7 +115,7 @@ def _part(model: ModelRopes, layers: list[int]) -> str:
 
 
 def _merge_equal(ropes: Iterable[tuple[str, str, Rope]]) -> list[tuple[str, str, Rope]]:
-    """Merge ropes that look the same in the figures: they differ only in pairing or in their place in the head."""
+    """Merge ropes that look alike in the figures, because they differ only in pairing or in the rotated channels."""
     groups: dict[Rope, list[tuple[str, str, Rope]]] = {}
     for entry in ropes:
         rope = entry[2]
@@ -129,7 +129,10 @@ def _merge_equal(ropes: Iterable[tuple[str, str, Rope]]) -> list[tuple[str, str,
 
 
 def _resolve(curve: Curve) -> list[Curve]:
-    """Return the curve, or two if its rope depends on the length: for the trained and for the longest length."""
+    """Return the curve itself if its rope is static, otherwise curves for the trained and for the longest length.
+
+    If both lengths are equal, the result is one curve.
+    """
     if curve.rope.is_static:
         return [curve]
     lengths = sorted({min(curve.trained or curve.longest, curve.longest), curve.longest})

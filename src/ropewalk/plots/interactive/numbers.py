@@ -34,10 +34,10 @@ def numbers_of(curve: Curve, distance: np.ndarray, pairs: Sequence[int] | None) 
     Args:
         curve: the curve.
         distance: the result of `distances_of`, int64 `[distances]`.
-        pairs: the pairs whose vectors are drawn. None spreads them over the pairs that rotate.
+        pairs: the pairs whose vectors are drawn. None means up to six, spread over the pairs that rotate.
 
     Raises:
-        RopeError: a pair is out of range.
+        RopeError: `pairs` is not a sequence of 1 to 12 pairs of the rope.
     """
     rope = curve.rope
     before, after = replace(rope, scaling=None).inv_freq, rope.inv_freq
@@ -57,7 +57,7 @@ def numbers_of(curve: Curve, distance: np.ndarray, pairs: Sequence[int] | None) 
 def frequencies(speed: np.ndarray, trained: int | None) -> dict[str, Any]:
     """Return the speed (radians per position), the wavelength (positions) and the turns within the trained length.
 
-    Speed and wavelength of a pair that does not rotate are None. turns is None if the trained length is.
+    Speed and wavelength of a pair that does not rotate are None. turns is None if the trained length is unknown.
     """
     speeds = [w if w > 0 else None for w in speed.tolist()]
     return {
@@ -71,7 +71,7 @@ def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
     """Return the pairs whose vectors are drawn, ascending.
 
     Raises:
-        RopeError: a pair is out of range, or there are too many.
+        RopeError: `pairs` is not a sequence of 1 to 12 pairs of the rope.
     """
     speed = curve.rope.inv_freq
     if pairs is None:
@@ -88,21 +88,26 @@ def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
 
 
 def strides(longest: int) -> list[int]:
-    """Return the choices for the tokens per step of the slider, ascending.
+    """Return the numbers of tokens that one step of the slider can stand for, ascending.
 
-    They are 1, a power of two, and the number with which the last step of the slider is at `longest`.
+    The smallest is 1. With the largest, the last step of the slider is at or just below `longest`. Between them is a
+    power of two.
     """
     reach = max(1, longest // SLIDER_STEPS)
     return sorted({1, 2 ** (reach.bit_length() // 2), reach})
 
 
 def heat_positions(longest: int) -> list[np.ndarray]:
-    """Return two int64 arrays of positions: the first ones, and some up to `longest`, spread evenly on a log axis."""
+    """Return the int64 positions of two heat maps: 0 to 159, and some up to `longest`, evenly spread on a log axis."""
     return [np.arange(_COLUMNS), distances(max(longest, 2), _COLUMNS + 1)[1:]]
 
 
 def lengths(curve: Curve) -> list[int]:
-    """Return the lengths at which angles are shown, in tokens: the trained one times powers of two, and the longest."""
+    """Return the lengths at which angles are shown, in tokens: the trained length times powers of two, and a last one.
+
+    The last length is the one to which the rope was resolved. If the rope does not depend on the length, it is the
+    longest sequence or four times the trained length, whichever is greater.
+    """
     trained = curve.trained or 1
     end = curve.limit or max(curve.longest, 4 * trained)
     doublings = [trained * 2**i for i in range(_MOST_LENGTHS - 1) if trained * 2**i <= end]
@@ -110,7 +115,10 @@ def lengths(curve: Curve) -> list[int]:
 
 
 def _vectors(curve: Curve, pairs: list[int]) -> dict[str, Any]:
-    """Rotate (1, 0), and multiply it by the attention factor: float32 `[strides, steps + 1, pairs, 2]`."""
+    """Return rotated vectors (1, 0), multiplied by the attention factor, with their pairs and positions.
+
+    "xy" is float32 `[strides, steps + 1, pairs, 2]`. The position of a vector is its stride times its step.
+    """
     steps = strides(curve.longest)
     cos, sin = _tables(curve.rope, np.outer(steps, np.arange(SLIDER_STEPS + 1)))
     return {
@@ -122,7 +130,7 @@ def _vectors(curve: Curve, pairs: list[int]) -> dict[str, Any]:
 
 
 def _heat(rope: Rope, positions: np.ndarray) -> dict[str, Any]:
-    """Return cosines without the attention factor, in units of 1/127: int8 `[pairs, positions]`."""
+    """Return the positions and, as int8 `[pairs, positions]`, 127 times the cosines without the attention factor."""
     cos, _ = _tables(rope, positions)
     return {"positions": positions.tolist(), "cos": encode_array((cos / rope.attention_factor * 127).round().T, "i1")}
 
@@ -135,10 +143,10 @@ def _tables(rope: Rope, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _angles(curve: Curve, before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
-    """Return which part of the circle each pair has passed in training, and passes at each length.
+    """Return the part of the circle that each pair passes in training, and the part that it passes at each length.
 
-    The latter is computed with and without scaling. The model was trained with the frequencies before scaling. A pair
-    with frequency 0 after scaling counts as not rotating in training either.
+    The part at a length is computed with and without scaling. For training, the frequencies before scaling are used,
+    except that a pair with frequency 0 after scaling counts as not rotating in training either.
     """
     before = np.where(after > 0, before, 0.0)
     trained = _turns(before, curve.trained or 0)
@@ -151,7 +159,7 @@ def _angles(curve: Curve, before: np.ndarray, after: np.ndarray) -> dict[str, An
 
 
 def _compare_with_training(trained: np.ndarray, turns: np.ndarray, length: int) -> dict[str, Any]:
-    """Return the part of the circle that each pair passes, and the pairs that reach angles not seen in training."""
+    """Return the part of the circle that each pair passes at a length, and the pairs that reach unseen angles."""
     unseen = np.flatnonzero((trained < 1) & (turns > trained * (1 + 1e-9))).tolist()
     words = "every angle was seen in training"
     if unseen:
@@ -177,11 +185,11 @@ def _ranges(pairs: list[int]) -> str:
 
 
 def _short(number: float) -> float:
-    """Round to seven significant digits, which is more than a figure can show, and halves the size."""
+    """Round to seven significant digits. A figure cannot show more, and all digits would take twice the size."""
     return float(f"{number:.7g}")
 
 
 def encode_array(numbers: np.ndarray, dtype: str) -> dict[str, str]:
-    """Encode an array as Plotly and the page read it: little-endian bytes in base64, and the shape."""
+    """Encode an array for Plotly and the page's script: its dtype, its shape, and little-endian bytes in base64."""
     data = base64.b64encode(np.ascontiguousarray(numbers, dtype=f"<{dtype}").tobytes()).decode("ascii")
     return {"dtype": dtype, "bdata": data, "shape": ", ".join(map(str, numbers.shape))}

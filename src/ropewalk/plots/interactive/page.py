@@ -34,8 +34,8 @@ def explorer(
     Args:
         models: name → `Rope`, or the result of `from_config`.
         length: the longest sequence, in tokens, at most 2**31 − 1. None means max_position_embeddings of each model,
-            and 131,072 for a Rope.
-        trained_length: the trained length before scaling, in tokens, for models whose config does not state it.
+            and 131,072 for a Rope, or the trained length if that is greater.
+        trained_length: the trained length before scaling, in tokens, for models and ropes that do not state it.
         pairs: the indices of the 1 to 12 pairs whose vectors are drawn. None means six, spread over those that rotate.
         note: plain text for a paragraph above the figures.
 
@@ -43,8 +43,8 @@ def explorer(
         The page as HTML, at most 6 MB in UTF-8, of which Plotly's JavaScript is 4.8 MB.
 
     Raises:
-        RopeError: nothing in `models` rotates tokens, a number is out of range, the page would be too large, or Plotly
-            is not installed (`pip install "ropewalk[explore]"`).
+        RopeError: `models` is not such a dict, nothing in it rotates tokens, a number is out of range, the page
+            would be too large, or Plotly is not installed (`pip install "ropewalk[explore]"`).
 
     Example:
         >>> import ropewalk
