@@ -21,8 +21,8 @@ def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
     """Plot frequencies relative to the first rope, and the score over distance for each rope.
 
     Args:
-        ropes: name → static rope. There must be at least one, and all must have the same number of pairs. Equal ropes
-            share one line, which has all of their names.
+        ropes: a dict from names to static ropes. There must be at least one rope, and all must have the same number of
+            pairs. Equal ropes share one line, whose label has all of their names.
         longest: the largest distance, in tokens, at least 1.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Coordinates along one axis of an image or a video, and the region of a trained grid that an image covers."""
+"""Coordinates along one axis of an image or a video, and the region of the training grid that an image covers."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def axis(
         at: the place of each token.
             "centres": the interval is divided into n equal cells, and a token is at the centre of each cell (DINOv3;
             timm's "centered" grid).
-            "starts": as "centres", but at the lower edge of each cell (timm's "index" grid).
+            "starts": as "centres", but a token is at the edge of its cell that is nearer to low (timm's "index" grid).
             "ends": n points from low to high, both included (timm's "pixel" grid). A single token is at low.
-        dtype: torch.float32, or torch.float64 if rounding a coordinate by 2⁻²⁴ of its size is too coarse.
+        dtype: torch.float32, which rounds a coordinate by up to 2⁻²⁴ of its size, or torch.float64.
         device: device of the result. None means PyTorch's default device.
 
     Returns:
-        A tensor `[n]` of this dtype. On devices that support float64, it is computed in float64 and rounded once.
+        A tensor `[n]` of the given dtype. On devices that support float64, it is computed in float64 and rounded once.
 
     Raises:
         RopeError: n is not an integer of at least 1, low or high is not finite, or at or dtype is not one of the above.

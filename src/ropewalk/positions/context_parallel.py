@@ -33,7 +33,7 @@ def context_parallel(
 
     Args:
         seq: number of tokens of the whole sequence, at least 0; a multiple of size, and of 2 · size for "head-tail".
-        rank: this rank within the group, 0 ≤ rank < size.
+        rank: the number of this rank in the group, 0 ≤ rank < size.
         size: number of ranks that share the sequence, at least 1.
         order: "contiguous": rank r holds the r-th of size equal chunks.
             "head-tail": of 2 · size equal chunks, rank r holds the r-th and the r-th from the end, so that all ranks

@@ -83,10 +83,11 @@ def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
         merge: as in `grid`, for the last two axes.
 
     Returns:
-        `[axes, tokens]`, on the device of the axes, in the dtype to which PyTorch promotes theirs.
+        `[axes, tokens]`, on the device of the axes, in the dtype to which PyTorch promotes the dtypes of the axes.
 
     Raises:
-        RopeError: an axis is not such a tensor, or merge does not divide the sizes of the last two axes.
+        RopeError: there is no axis, an axis is not such a tensor, or merge does not divide the sizes of the last two
+            axes.
 
     Example:
         >>> mesh(torch.tensor([0.5, 1.5]), torch.tensor([10, 20, 30]))

@@ -1,8 +1,8 @@
 """Positions of text, images and videos in one sequence: time, row and column of each token (M-RoPE).
 
-Text advances by one on all three axes. An image is a box that starts where the preceding text ended; its rows and
-columns count from there. Models differ in where the text after a box continues, in how time is counted, and in how
-audio is interleaved with frames. `RULES` describes each family of models.
+Each text token advances all three axes by one. An image or a video is a box: its times, rows and columns are counted
+from the position that follows the preceding text. Models differ in where the text after a box continues, in how time is
+counted, and in how audio is interleaved with frames. `RULES` describes each family of models.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Placed(NamedTuple):
 
     Args:
         positions: `[axes, seq]`; int64, or float32 if time is not counted in whole positions.
-        delta: the largest position + 1 − seq, in positions; a float if positions are float32, otherwise an int. The
-            generated token n of the row (n = seq, seq + 1, …) is at n + delta on every axis.
+        delta: the largest position + 1 − seq, in positions; a float if positions are float32, otherwise an int. A
+            generated token with index n in the row (n = seq, seq + 1, …) is at n + delta on every axis.
     """
 
     positions: Tensor
@@ -38,7 +38,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rule:
-    """How one family of models counts positions."""
+    """The way in which one family of models counts positions."""
 
     dtype: torch.dtype
     time: Callable[[Tensor, Tensor, float], Tensor]
@@ -67,26 +67,28 @@ def mrope(
 
     Args:
         segments: the contents of the row, in order and without padding: `Text`, `Image`, `Video`, `Markers`.
-        rule: "qwen2_vl": also Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and others, as in transformers 5. The text after a
-            video continues after its rows and columns, even if its time is later.
-            "qwen2_5_omni": the text continues after the latest time. vLLM does so for Qwen2-VL and Qwen2.5-VL as well.
-            "qwen3_omni": as "qwen2_5_omni", but time is not truncated to integers.
-        per_second: positions per second, greater than 0, for videos with seconds (`tokens_per_second`,
-            `position_id_per_seconds`); None if time counts frames.
-        seconds_per_chunk: for videos with audio under rule "qwen2_5_omni", which alternates between chunks of frames
-            and of audio: the seconds in each chunk.
+        rule: "qwen2_vl": for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and others, as in transformers 5. The text
+            after a video continues after the rows and columns of the video, even if its last time is larger.
+            "qwen2_5_omni": the text continues after the largest position of the video. vLLM does so for Qwen2-VL and
+            Qwen2.5-VL too.
+            "qwen3_omni": as "qwen2_5_omni", but times are not truncated to integers, and audio is ordered by time.
+        per_second: positions per second, greater than 0, for videos that state their seconds (`tokens_per_second` or
+            `position_id_per_seconds` in a config). None if time counts frames.
+        seconds_per_chunk: the seconds in each chunk, for videos with audio under rule "qwen2_5_omni". This rule
+            alternates between chunks of frames and chunks of audio.
         device: device of the result; the CPU when None.
 
     Returns:
         `Placed`: positions `[3, seq]`, int64 (rule "qwen3_omni": float32), and the delta for generation.
 
     Raises:
-        RopeError: segments are not such a list; the rule is unknown; a video has seconds but per_second is None, or the
-            reverse; a video has audio but the rule does not support it; or seconds_per_chunk is missing, or passed to
-            a rule without chunks.
+        RopeError: segments are not such a list; the rule is unknown; a video has seconds but per_second is None, or has
+            none but per_second is passed; a video has audio but the rule does not support it; or seconds_per_chunk is
+            missing, or passed to a rule without chunks.
 
     Precision:
-        Times are float32 products in the order of the models' code, because they are then truncated to integers.
+        Times are float32 products, multiplied in the order of the models' code. Another order would round differently,
+        which could change the integer to which a time is truncated.
 
     Source:
         `get_rope_index` of each model in transformers 5.23; Wang et al. 2024 (Qwen2-VL), arXiv:2409.12191.
@@ -136,15 +138,15 @@ def xdrope(
 ) -> Placed:
     """Return the positions of Hunyuan VL on the axes [sequence, ..., column, row, image].
 
-    A text token is at its index in the row on all axes. For the tokens of an image, the last three axes count from 0,
-    and each token takes one index in the row.
+    Every token is at its index in the row on all axes, with one exception: for the tokens of an image, the last three
+    axes hold the column and the row in the image, and the number of the image, all counted from 0.
 
     Args:
         segments: `Text` and `Image`, in order and without padding. The width of an image includes the token that ends
             each of its rows: a grid of patches (t, h, w) is Image(h // 2, w // 2 + 1).
         axes: at least 3, the number of sections of the rope (`mrope_section`, `xdrope_section`).
-        images_before: the number of the first image. transformers 5.23 continues counting images over the rows of a
-            batch. To match it, pass the number of images in the preceding rows.
+        images_before: the number of the first image of the row. transformers 5.23 continues counting images over the
+            rows of a batch. To match transformers, pass the number of images in the preceding rows.
         device: device of the result; the CPU when None.
 
     Returns:
@@ -186,7 +188,7 @@ def _with_delta(positions: Tensor, device: torch.device | str | None) -> Placed:
 
 
 def _check_segments(who: str, segments: object, known: tuple[type, ...]) -> None:
-    """Raise unless `segments` is a non-empty list of instances of these classes."""
+    """Raise unless `segments` is a non-empty list of instances of the classes `known`."""
     names = ", ".join(kind.__name__ for kind in known)
     if not isinstance(segments, Sequence) or not segments:
         fix = "Pass e.g. [positions.Text(3), positions.Image(4, 6)]."
@@ -205,7 +207,7 @@ def _consecutive(tokens: int, start: Tensor) -> Tensor:
 def _box_positions(
     segment: Image | Video, start: Tensor, rule: str, per_second: float | None, chunk: int | None
 ) -> list[Tensor]:
-    """Return the positions of an image or a video, as pieces `[3, tokens]`."""
+    """Return the positions of an image or a video in the order of its tokens, as pieces `[3, tokens]`."""
     family = RULES[rule]
     frames = torch.arange(segment.frames if isinstance(segment, Video) else 1)
     if isinstance(segment, Video) and (segment.seconds is None) != (per_second is None):
@@ -225,7 +227,7 @@ def _box_positions(
 
 
 def _chunk_length(rule: str, per_second: float | None, seconds: float | None) -> int | None:
-    """Return the number of positions in a chunk, or None without chunks."""
+    """Return the number of positions in a chunk, or None if `seconds` is None."""
     if seconds is None:
         return None
     if not RULES[rule].chunks or per_second is None:
@@ -240,7 +242,7 @@ def _chunk_length(rule: str, per_second: float | None, seconds: float | None) ->
 
 
 def _alternate_chunks(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -> list[Tensor]:
-    """Alternate between chunks of frames and chunks of audio; the remaining chunks of the longer one come last."""
+    """Alternate between chunks of frames and chunks of audio; the remaining chunks of the longer input come last."""
     parts = [torch.split(x, _chunk_sizes((x[0] - start).tolist(), chunk), dim=1) for x in (video, audio)]
     return [piece for pair in zip_longest(*parts) for piece in pair if piece is not None]
 
@@ -262,7 +264,7 @@ def _chunk_sizes(times: list[int], chunk: int) -> list[int]:
 def _merge_by_time(video: Tensor, audio: Tensor, _start: Tensor, _chunk: int) -> list[Tensor]:
     """Merge frames and audio in order of time, with frames first at equal times.
 
-    Returns two pieces. The second holds the remaining tokens of one input after the other has ended.
+    The result is two pieces. The second holds the remaining tokens of one input after the other has ended.
     """
     both = torch.cat((video, audio), dim=1)
     _, order = both[0].sort(stable=True)

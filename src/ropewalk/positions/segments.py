@@ -79,7 +79,7 @@ class Video:
 
     Args:
         frames: number of frames after the vision tower has merged them, at least 1.
-        height, width: tokens in a column and in a row of a frame, as for an `Image`.
+        height, width: tokens in a column and in a row of a frame, counted as for an `Image`.
         seconds: time between consecutive frames, in seconds, greater than 0 (`second_per_grid_ts`); None if the model
             does not use the time.
         audio: number of audio tokens that are interleaved with those of the frames, at least 1; None without audio.
@@ -126,8 +126,8 @@ def segments_of(
         A list of segments for `mrope` or `xdrope`.
 
     Raises:
-        RopeError: token_types is not such a tensor, or the numbers of image and video tokens do not match images and
-            videos.
+        RopeError: token_types has a wrong type, shape or value, or the numbers of image and video tokens do not match
+            images and videos.
 
     Example:
         >>> segments_of([0, 0, 1, 1, 0], images=[Image(1, 2)])

@@ -1,1 +1,1 @@
-"""Programs: the command line, the demo and the benchmark. They use only public names of ropewalk."""
+"""Programs: the command line, the demo and the benchmark. Besides public names, they use only `_checks` for errors."""

@@ -32,7 +32,7 @@ def explorer(
     rope that depends on the length is drawn both for the trained and for the longest length.
 
     Args:
-        models: name → `Rope`, or the result of `from_config`.
+        models: a dict whose keys are names. Each value is a `Rope` or the result of `from_config`.
         length: the longest sequence, in tokens, at most 2**31 − 1. None means max_position_embeddings of each model,
             and 131,072 for a Rope, or the trained length if that is greater.
         trained_length: the trained length before scaling, in tokens, for models and ropes that do not state it.

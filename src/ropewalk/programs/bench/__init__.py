@@ -1,6 +1,7 @@
-"""Benchmark ropewalk against a copy, the usual code and other libraries, alternately in one process.
+"""Compare the speed of ropewalk with that of memory copies, of other libraries, and of the RoPE code in most projects.
 
-Every contender's result is checked first. Contenders with wrong results are not timed.
+These contenders are timed alternately in one process. The result of each is checked first, and contenders with wrong
+results are not timed.
 """
 
 from ropewalk.programs.bench.decode import DecodeSettings as DecodeSettings

@@ -29,7 +29,7 @@ def hugging_face_tables(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Te
 
 
 def hugging_face(cos: Tensor, sin: Tensor) -> Rotate:
-    """Return a function that rotates like Llama's apply_rotary_pos_emb, by tables that are broadcastable to q and k.
+    """Return a function that rotates like Llama's apply_rotary_pos_emb, with cos and sin broadcastable to q and k.
 
     Source: transformers, models/llama/modeling_llama.py.
     """
@@ -42,7 +42,7 @@ def hugging_face(cos: Tensor, sin: Tensor) -> Rotate:
 
 
 def meta(factor: Tensor) -> Rotate:
-    """Return a function that rotates like Meta's apply_rotary_emb: it multiplies complex pairs by cos + i sin.
+    """Return a function that rotates like Meta's apply_rotary_emb: complex pairs times cos + i sin, `factor`.
 
     Source: llama, llama/model.py.
     """

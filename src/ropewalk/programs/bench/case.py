@@ -32,14 +32,14 @@ class Case:
     """A case of the benchmark: the size, dtype and positions of q and k, and what is timed.
 
     In layout "bshd", q and its gradient are `[batch, tokens, 32, 128]`, k and its gradient `[batch, tokens, 8, 128]`.
-    In "bhsd", heads precede tokens.
+    In "bhsd", the axis of heads precedes that of tokens.
 
     Args:
-        tokens, batch: the numbers of tokens and of rows.
-        dtype, layout, device: of q and k.
-        passes: what is timed.
+        tokens, batch: the number of tokens in each row, and the number of rows.
+        dtype, layout, device: those of q and k.
+        passes: the passes that are timed.
         first: the position of the first token. It is not 0 by default, because a token at position 0 is not rotated.
-        decode: whether each row has its own random position below LONGEST instead.
+        decode: whether each token has a random position below LONGEST, as in decoding. `first` then has no effect.
     """
 
     tokens: int
@@ -52,7 +52,7 @@ class Case:
     device: str = "cpu"
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Draw normally distributed inputs. Equal seeds give equal inputs."""
+        """Draw normally distributed q and k, and gradients for a backward pass. Equal seeds give equal inputs."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(heads: int) -> Tensor:
@@ -65,7 +65,7 @@ class Case:
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 `[tokens]`, or `[batch, tokens]` for decoding."""
+        """The position of each token: int64 `[tokens]`, or `[batch, tokens]` for decoding."""
         if self.decode:
             generator = torch.Generator(self.device).manual_seed(0)
             shape = (self.batch, self.tokens)
@@ -74,7 +74,7 @@ class Case:
 
     @cached_property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Exact cos and sin, rounded to float32, `[*positions.shape, 64]`."""
+        """Exact cos and sin at the positions, rounded to float32, `[*positions.shape, 64]`."""
         return tables(self.positions)
 
     @property
@@ -83,19 +83,19 @@ class Case:
 
     @property
     def is_far(self) -> bool:
-        """Whether the positions extend to FAR, the position at which only cos and sin are measured."""
+        """Whether the last position is at least FAR. For such a case, only cos and sin are measured."""
         return self.first + self.tokens > FAR
 
     @property
     def title(self) -> str:
-        """The size, the dtype and the passes, as text."""
+        """The size, the dtype, and the passes or "decoding", as text."""
         rows = f"{self.batch} x " if self.batch > 1 else ""
         tokens = f"{self.tokens:,} token{'s' if self.tokens > 1 else ''}"
         return f"{rows}{tokens}, {self.dtype_name}, {'decoding' if self.decode else self.passes}"
 
     @property
     def bytes_moved(self) -> int:
-        """The bytes of reading and writing q and k once in each timed pass. Tables are not included."""
+        """The number of bytes if each timed pass reads and writes q and k once. Tables are not counted."""
         elements = self.batch * self.tokens * (Q_HEADS + KV_HEADS) * HEAD_DIM
         return (4 if self.passes == "forward + backward" else 2) * elements * self.dtype.itemsize
 
@@ -108,7 +108,7 @@ class Case:
 
         For rotated tensors it is 4 eps: 2⁻²¹ in float32 and 2⁻⁵ in bfloat16. The code of most projects rounds cos and
         sin, two products and a sum, which costs at most 2.7 eps. For contenders that compute angles in float32
-        (`own_angles`), the limit grows by 2⁻²² with each position.
+        (`own_angles`), the limit is larger by 2⁻²² times the number of positions from 0 to the largest.
         """
         rounding = 2.0**-24 if does == "tables" else 4 * torch.finfo(self.dtype).eps
         return rounding + (int(self.positions.max()) + 1) * 2.0**-22 * own_angles
@@ -116,13 +116,13 @@ class Case:
     def error(self, does: Effect, inputs: Inputs, results: Sequence[Tensor]) -> float:
         """Return the largest error of rotated q and k and, with a backward pass, of their gradients.
 
-        q and k must be rotated by position · base^(−2i/head_dim), and gradients by the negative angle. If a result has
-        NaN, the error is NaN.
+        A rotation must rotate q and k by position · base^(−2i/head_dim), and gradients by the negative angle. The error
+        is NaN if a result has NaN, and infinite if a result has a wrong shape or dtype.
 
         Args:
             does: the effect that the results should have.
             inputs: q and k, and with a backward pass the incoming gradients.
-            results: the rotated tensors in the same order, or cos and sin.
+            results: the results for the inputs in the same order, or cos and sin if `does` is "tables".
         """
         if does == "tables":
             exact = exact_angle(self.positions)

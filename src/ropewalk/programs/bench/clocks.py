@@ -33,7 +33,7 @@ class Timed(NamedTuple):
 
 
 class Clock(Protocol):
-    """What `measure.rows` needs to time calls on a device."""
+    """The methods with which `measure.rows` times calls on a device."""
 
     def sets(self, moved: int) -> int:
         """Return the number of sets of inputs for calls that read and write `moved` bytes."""
@@ -43,10 +43,10 @@ class Clock(Protocol):
 
 
 class OnCpu:
-    """A clock for the CPU. A call shorter than 2 ms is repeated, and the mean time is one sample."""
+    """A clock for the CPU. A call shorter than 2 ms is repeated, and one sample is the mean time of the repetitions."""
 
     def sets(self, moved: int) -> int:
-        """Return 1: all contenders find the same inputs in the CPU caches."""
+        """Return 1: on a CPU, all contenders share one set of inputs, which may stay in the caches."""
         return 1
 
     def prepare(self, calls: Calls) -> Timed:
@@ -84,7 +84,7 @@ class OnGpu:
     replay: bool
 
     def sets(self, moved: int) -> int:
-        """Return enough sets to exceed three times the L2 cache, at least 4 and at most 64."""
+        """Return the number of sets that together exceed three times the L2 cache, at least 4 and at most 64."""
         cache: int = torch.cuda.get_device_properties().L2_cache_size
         return min(_MAX_SETS, max(4, 1 + 3 * cache // moved))
 
@@ -99,7 +99,7 @@ class OnGpu:
 
 
 def _seconds(calls: Calls) -> tuple[float, float]:
-    """Measure the seconds of one call on the device and on the host."""
+    """Measure the mean seconds of one call on the device and on the host."""
     event: Any = torch.cuda.Event
     wait: Any = torch.cuda._sleep
     begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -117,7 +117,7 @@ def _seconds(calls: Calls) -> tuple[float, float]:
 def _graph(calls: Calls) -> Callable[[], None]:
     """Capture all calls in a CUDA graph and return its replay, which keeps their results alive.
 
-    Otherwise later allocations in the graph's memory could overwrite the results.
+    If the results were freed, later allocations in the graph's memory could overwrite them.
     """
     stream: Any = torch.cuda.Stream
     side = stream()

@@ -1,4 +1,7 @@
-"""The contenders written in PyTorch: memory copies, ropewalk, and the usual code. Other libraries are in `peers`."""
+"""The contenders written in PyTorch: memory copies, ropewalk, and the RoPE code of most projects.
+
+Contenders from other libraries are in `peers` and `peers_gpu`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class Call:
 
     Args:
         run: the call.
-        tensors: converts its result to tensors for the check: q and k (and their gradients), or cos and sin.
+        tensors: converts the result of `run` to tensors for the check: q and k (and their gradients), or cos and sin.
     """
 
     run: Callable[[], Any]
@@ -40,12 +43,12 @@ The inputs are never modified, because in-place contenders work on a copy.
 
 @dataclass(frozen=True)
 class Contender:
-    """One line of the table.
+    """An implementation to measure: one line in the table of the benchmark.
 
     Args:
         name: a name, unique on a device.
-        does: the effect for which the result is checked.
-        make: all preparation for a case that is not timed.
+        does: the effect that a correct result has on q and k.
+        make: does all preparation for a case, which is not timed, and returns a function that prepares the call.
         own_angles: whether it computes angles itself, in float32, instead of receiving tables.
         backward: whether it supports a backward pass.
         in_place: whether it overwrites q and k.
@@ -69,7 +72,7 @@ def rope(pairing: Pairing) -> ropewalk.Rope:
 
 
 def _copy(case: Case, inputs: Inputs) -> Call:
-    """Copy q and k, and in a backward pass their gradients, into allocated memory."""
+    """Copy q and k, and in a backward pass their gradients, into memory that is allocated beforehand."""
     pairs = [(torch.empty_like(x), x) for x in inputs]
     return Call(lambda: [to.copy_(x) for to, x in pairs])
 
@@ -141,12 +144,12 @@ def _meta(case: Case) -> Rotate:
 
 
 def with_inputs(make: Callable[[Case, Inputs], Call]) -> Callable[[Case], Bind]:
-    """Wrap a contender whose preparation depends on the inputs."""
+    """Convert a function of a case and its inputs, which prepares a call, to `make` of a `Contender`."""
     return partial(partial, make)
 
 
 def eager(rotate: Callable[[Case], Rotate], *, in_place: bool = False) -> Callable[[Case], Bind]:
-    """Wrap a rotation in PyTorch, with a backward pass if the case has one."""
+    """Convert a rotation in PyTorch to `make` of a `Contender`. Its calls have a backward pass if the case has one."""
     return lambda case: partial(_call, rotate(case), case.passes, in_place)
 
 

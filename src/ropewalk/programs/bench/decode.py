@@ -19,7 +19,7 @@ from ropewalk.programs.bench.report import Report, Say, check_files
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the model: Qwen 3 0.6B with fewer layers and a small vocabulary."""
+    """Sizes of the model, Qwen 3 0.6B with fewer layers and a small vocabulary, and the number of cached tokens."""
 
     hidden: int = 1024
     heads: int = 16
@@ -85,7 +85,7 @@ class Model(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(size.hidden, eps=1e-6)
 
     def forward(self, tokens: Tensor, rotation: Any, step: Any) -> Tensor:
-        """Compute the logits of the last token, `[batch, vocabulary]`. The output projection is the embedding."""
+        """Compute the logits of the last token, `[batch, vocabulary]`. The embedding is also the output projection."""
         x = self.embed_tokens(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, rotation, step.layer(i))
@@ -99,8 +99,10 @@ Step = Callable[[Tensor], Tensor]
 def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = None) -> dict[str, Any]:
     """Run the benchmark and report the results.
 
-    The caches are filled with the same random keys and values for `context` tokens. Then the contenders alternate in
-    decoding single tokens, and medians over many steps are compared. Contenders with different logits are not timed.
+    The contenders are ropewalk with its `KVCache`, and transformers with its DynamicCache and its StaticCache. All
+    caches are filled with the same random keys and values for `geometry.context` tokens. Then the contenders alternate
+    in decoding single tokens, and the median times of their steps are compared. A contender is not timed if its logits
+    differ from those with the DynamicCache.
 
     Args:
         settings: what to measure.
@@ -108,9 +110,9 @@ def run_decode(settings: DecodeSettings, say: Say, *, json_file: Path | None = N
         json_file: file for the results as JSON.
 
     Returns:
-        The content of the JSON file: date, machine, versions, settings, and rows with contender, dtype, batch and
-        state. Timed rows have seconds (median of a step), tokens_per_second, and ahead (their seconds divided by those
-        of ropewalk).
+        The content of the JSON file: date, machine, versions, settings, and rows. Every row has contender, dtype,
+        batch, state ("timed" or "wrong") and error. A timed row also has seconds (the median of a step),
+        tokens_per_second, and ahead (its seconds divided by those of ropewalk). A wrong row has allowed.
 
     Raises:
         RopeError: transformers is missing, or the file cannot be written.
@@ -211,7 +213,7 @@ def build_steps(size: Geometry, model: Model, reference: Any, batch: int, dtype:
 
 
 def time_steps(steps: dict[str, Step], size: Geometry, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Time the steps alternately and return a row for each contender. The first step is only compared, not timed."""
+    """Time the steps alternately and return a row for each contender. The first step is checked, not timed."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(size.vocabulary, (rounds + 1, batch, 1), generator=draw)
     logits = {name: step(tokens[0]).double() for name, step in steps.items()}

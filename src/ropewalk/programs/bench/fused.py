@@ -29,7 +29,7 @@ def rows(
     rounds: int = 30,
     seconds: float = 10.0,
 ) -> list[dict[str, Any]]:
-    """Time one token for each row of the batch, in seconds and relative to separate calls.
+    """Time a decode step, with one token in each row of the batch, by one fused call and by separate calls.
 
     The separate calls are two `torch.nn.RMSNorm`, the rotation of q and k, and `index_put_` of k and of v. "copies"
     only clones q, k and v, as a lower bound.
@@ -39,9 +39,9 @@ def rows(
         rounds, seconds: as in `measure.rows`.
 
     Returns:
-        A row for JSON for each case and contender: batch, dtype, threads, contender, and state, which is "timed" or
-        "wrong". Timed rows have median and least in seconds, and of_separate, the ratio of medians. Wrong rows have
-        error and allowed.
+        A row for JSON for each case and contender. It has batch, dtype, threads, contender, and state, which is "timed"
+        or "wrong". A timed row also has median and least, the median and the smallest sample in seconds, and
+        of_separate, its median divided by that of the separate calls. A wrong row also has error and allowed.
     """
     results = []
     for dtype in dtypes:
@@ -91,7 +91,7 @@ def _case(batch: int, dtype: torch.dtype, rounds: int, seconds: float) -> list[d
 def _contenders(
     q: Tensor, k: Tensor, v: Tensor, weights: list[Tensor], positions: Tensor
 ) -> dict[str, tuple[Callable[[], object], Callable[[], Step | None]]]:
-    """Return for each name the call, and a function that returns its result."""
+    """Return, for the name of each contender, the call to time and a function that returns the result of the call."""
     batch, row = len(q), torch.arange(len(q))[:, None]
     rotation = ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing="half").at(positions)
     norm = ropewalk.QKNorm(weights[0], weights[1], eps=EPS)
@@ -144,7 +144,7 @@ def _contenders(
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, weights: list[Tensor], positions: Tensor) -> Step:
-    """Compute the step in float64, rounded to the dtype after the norm."""
+    """Compute the decode step in float64, except that q and k are rounded to their dtype after the norm."""
     cos, sin = (table.double()[:, :, None] for table in tables(positions))
     rotated = []
     for x, weight in zip((q, k), weights, strict=True):

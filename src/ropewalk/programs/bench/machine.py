@@ -1,4 +1,4 @@
-"""Describe the machine and software of a run, for comparing runs. Host names and paths are left out."""
+"""Describe the machine and the software of a run, so that runs can be compared. Host names and paths are left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENVIRONMENT = ("ROPEWALK_", "OMP_", "GOMP_", "KMP_", "MALLOC_", "THP_", "XLA_")
 
 
 def describe() -> dict[str, Any]:
-    """Describe the machine, its environment and versions, for JSON. Unknown values are None."""
+    """Describe the machine, environment variables and versions of packages, for JSON. Unknown values are None."""
     return {
         "machine": {
             "cpu": _cpuinfo("model name") or platform.processor() or platform.machine(),
@@ -47,7 +47,7 @@ def describe() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """Describe the current GPU and its driver libraries for JSON. Sizes are in bytes."""
+    """Describe the current GPU, and the CUDA or HIP version of PyTorch, for JSON. Sizes are in bytes."""
     about = torch.cuda.get_device_properties()
     return {
         "name": about.name,

@@ -34,7 +34,8 @@ def rows(
         seconds: time limit. When it has passed and three rounds are complete, no further round begins.
 
     Returns:
-        Rows for JSON. state is "timed", "wrong", "failed" or "not installed". Times are in seconds for one call.
+        One row for JSON for each contender. Its state is "timed", "wrong", "failed" or "not installed". Times are in
+        seconds for one call.
     """
     supported = [contender for contender in contenders if contender.backward or case.passes == "forward"]
     if any(contender.compiled for contender in supported):
@@ -73,7 +74,7 @@ def _describe_failure(e: Exception) -> dict[str, Any]:
 def _check(
     contender: Contender, case: Case, sets: Sequence[Inputs], clock: Clock
 ) -> tuple[dict[str, Any], Timed | None]:
-    """Check the result for the first inputs. Return the row without times, and the prepared call if it is correct."""
+    """Check the result for the first inputs. Return the row without times, and the call if the result is correct."""
     row: dict[str, Any] = {
         "tokens": case.tokens,
         "dtype": case.dtype_name,
@@ -105,11 +106,11 @@ def sample_alternately(
     """Take one sample of each contender in every round.
 
     Args:
-        samplers: name → `Timed.sample` of a clock.
+        samplers: a dict from the name of each contender to its `Timed.sample`.
         rounds, seconds: as in `rows`.
 
     Returns:
-        Name → samples, one for each round, in seconds of one call.
+        A dict from the name of each contender to its samples, one for each round, in seconds for one call.
     """
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     gc.collect()
@@ -140,12 +141,13 @@ def _times(samples: list[float], floor: float | None, moved: int | None) -> dict
 
 
 def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> dict[str, Any]:
-    """Rotate a long sequence in at least two chunks, computing the angles of each chunk and rotating out of place.
+    """Rotate a long sequence out of place, in at least two chunks. The angles of each chunk are computed anew.
 
     Returns:
-        A row for JSON: seconds per token of the first and of the last chunks (medians of up to 16); growth_bytes, the
-        peak memory of the process after these first chunks minus the peak during them, None if unknown; error and
-        allowed, for the last chunk.
+        A row for JSON. first_per_token and last_per_token are the median seconds per token of the first and of the last
+        chunks, up to 16 each. growth_bytes is the largest resident memory after any later chunk, minus the largest
+        after one of these first chunks, or None if the memory is unknown. error and allowed are those of the last
+        chunk.
     """
     case = Case(chunk, dtype, layout)
     q, k = inputs = case.inputs()
