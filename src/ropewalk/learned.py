@@ -182,7 +182,7 @@ class LearnedRope(torch.nn.Module):
             generator: generator for the directions. None means PyTorch's default generator.
 
         Raises:
-            RopeError: a number is out of range.
+            RopeError: head_dim is not a multiple of 4, or a number is out of range.
         """
         who = "LearnedRope.mixed"
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=4, at_most=_checks.MAX_HEAD_DIM)
@@ -208,7 +208,7 @@ class LearnedRope(torch.nn.Module):
             axes: number of coordinates of a position.
 
         Raises:
-            RopeError: a number is out of range.
+            RopeError: head_dim is odd, or a number is out of range.
         """
         who = "LearnedRope.projected"
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=2, at_most=_checks.MAX_HEAD_DIM)
@@ -241,8 +241,8 @@ class LearnedRope(torch.nn.Module):
                 torch.float64, the frequencies were cast to a 16-bit dtype, or the device does not support float64.
 
         Precision:
-            Angles are computed in float64, also under autocast; cos and sin are rounded once. Gradients are
-            computed in float64 as well, and rounded once.
+            Angles are computed in float64, also under autocast; cos and sin are rounded once. Gradients are computed in
+            float64 as well, and rounded once.
         """
         self._check(positions, dtype)
         inv_freq: Tensor = self.inv_freq

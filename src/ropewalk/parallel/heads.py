@@ -44,8 +44,8 @@ class HeadwiseParallel(ParallelStyle):
 
     Args:
         sequence_parallel: whether x and the output hold only this rank's contiguous part of the sequence, `[batch,
-            seq / ranks, hidden_size]`. An all-gather and a reduce-scatter then replace the all-reduce. The rotation and
-            the mask remain those of the whole sequence.
+            seq / ranks, hidden_size]`. An all-gather of x and a reduce-scatter of the output then replace the
+            all-reduce of the output. The rotation and the mask remain those of the whole sequence.
 
     Raises:
         RopeError: when the plan is applied, if the module is not a RotaryAttention, the mesh has several axes, or the

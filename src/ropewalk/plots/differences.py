@@ -1,4 +1,4 @@
-"""Plot several ropes in the same axes, to compare engines, or a model with its fine-tune."""
+"""Plot several ropes in one figure, to compare engines, or a model with its fine-tune."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHO = "plots.differences"
 
 
 def differences(ropes: Mapping[str, Rope], *, longest: int = 131_072) -> Figure:
-    """Plot frequencies relative to the first rope, and the score over distance for each rope.
+    """Plot frequencies relative to those of the first rope, and the score over distance for each rope.
 
     Args:
         ropes: a dict from names to static ropes. There must be at least one rope, and all must have the same number of

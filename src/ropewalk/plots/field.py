@@ -57,9 +57,9 @@ def angle_field(
         the frequencies of all axes, and the wavelength along the direction in which the angle grows fastest.
 
     Raises:
-        RopeError: rope has only one axis; positions is None, but rope is a `LearnedRope` or has more than three axes; a
-            number is out of range; positions has a wrong shape or is not finite; head or axis_names does not fit the
-            rope; or matplotlib is not installed.
+        RopeError: rope has only one axis; positions is None, but rope is a `LearnedRope` or has neither two nor three
+            axes; a number is out of range; positions has a wrong shape or is not finite; head or axis_names does not
+            fit the rope; or matplotlib is not installed.
 
     Example:
         >>> import ropewalk

@@ -75,7 +75,7 @@ def grid(
 
 
 def mesh(*axes: Tensor, merge: int = 1) -> Tensor:
-    """Combine the coordinates along each axis into the tokens of a grid.
+    """Combine the coordinates along each axis into the coordinates of all tokens of a grid.
 
     Args:
         axes: the coordinates along each axis, `[n]`, int or float, from the slowest axis to the fastest (frames, rows,

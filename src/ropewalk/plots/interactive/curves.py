@@ -21,7 +21,7 @@ class Curve:
         model: the name of the model.
         part: a name for this rope of the model, or "" if the model has only one rope.
         rope: the rope, resolved to a length if it depends on one.
-        scheme: the name of its scheme before it was resolved.
+        scheme: the name of the scheme of the rope before it was resolved.
         layers: how many layers use the rope, as in "6 of 36", or "" if that is unknown.
         trained: the trained length before scaling, in tokens, or None if it is unknown.
         longest: the longest sequence to draw, in tokens.
@@ -98,7 +98,7 @@ def _model_curves(name: str, model: ModelRopes, length: int | None, trained: int
 
 
 def _scheme(rope: Rope) -> str:
-    """Return the name of the scheme, with its factor if it has one."""
+    """Return the name of a rope's scheme, with the factor of the scheme if there is one."""
     factor = None if rope.scaling is None else rope.scaling.facts().get("factor")
     return scheme_name(rope) if factor is None else f"{scheme_name(rope)}, factor {factor:g}"
 

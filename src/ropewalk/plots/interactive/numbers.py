@@ -55,7 +55,7 @@ def numbers_of(curve: Curve, distance: np.ndarray, pairs: Sequence[int] | None) 
 
 
 def frequencies(speed: np.ndarray, trained: int | None) -> dict[str, Any]:
-    """Return the speed (radians per position), the wavelength (positions) and the turns within the trained length.
+    """Return the speed (radians per position), wavelength (positions) and turns within the trained length of each pair.
 
     Speed and wavelength of a pair that does not rotate are None. turns is None if the trained length is unknown.
     """
@@ -90,8 +90,8 @@ def shown_pairs(curve: Curve, pairs: Sequence[int] | None) -> list[int]:
 def strides(longest: int) -> list[int]:
     """Return the numbers of tokens that one step of the slider can stand for, ascending.
 
-    The smallest is 1. With the largest, the last step of the slider is at or just below `longest`. Between them is a
-    power of two.
+    The smallest is 1. With the largest, the last step of the slider is at `longest`, rounded down to a multiple of 64.
+    Between the two is a power of two.
     """
     reach = max(1, longest // SLIDER_STEPS)
     return sorted({1, 2 ** (reach.bit_length() // 2), reach})

@@ -117,7 +117,7 @@ class Case:
         """Return the largest error of rotated q and k and, with a backward pass, of their gradients.
 
         A rotation must rotate q and k by position · base^(−2i/head_dim), and gradients by the negative angle. The error
-        is NaN if a result has NaN, and infinite if a result has a wrong shape or dtype.
+        is NaN if a result has NaN, and infinite if a rotated tensor has a wrong shape or dtype.
 
         Args:
             does: the effect that the results should have.

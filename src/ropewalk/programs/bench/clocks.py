@@ -25,7 +25,7 @@ class Timed(NamedTuple):
 
     Args:
         sample: a function that returns the seconds of one call.
-        host: the seconds until a call on a GPU returns. None on a CPU.
+        host: the seconds that the host needs for a call, which returns before the GPU has finished. None on a CPU.
     """
 
     sample: Callable[[], float]

@@ -67,7 +67,7 @@ class Contender:
 
 
 def rope(pairing: Pairing) -> ropewalk.Rope:
-    """Return the rope of every case, in this pairing."""
+    """Return the rope of all cases, with this pairing."""
     return ropewalk.Rope(head_dim=HEAD_DIM, base=BASE, pairing=pairing)
 
 

@@ -1,4 +1,4 @@
-"""Benchmark the decoding of a small model with ropewalk's cache and those of transformers, in tokens per second."""
+"""Benchmark the decoding of a small model with the caches of ropewalk and of transformers, in tokens per second."""
 
 from __future__ import annotations
 

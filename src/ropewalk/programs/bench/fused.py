@@ -31,8 +31,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Time a decode step, with one token in each row of the batch, by one fused call and by separate calls.
 
-    The separate calls are two `torch.nn.RMSNorm`, the rotation of q and k, and `index_put_` of k and of v. "copies"
-    only clones q, k and v, as a lower bound.
+    The separate calls are two `torch.nn.RMSNorm`, the rotation of q and k, and `index_put_` of k and of v. The
+    contender "copies" only clones q, k and v, as a lower bound.
 
     Args:
         batches, dtypes: every combination is measured.
