@@ -69,7 +69,7 @@ class RotaryEmbedding(torch.nn.Module):
         return rotation(q, layout=self.layout) if k is None else rotation(q, k, layout=self.layout)
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the arguments that `print(model)` shows."""
         return f"{self.rope!r}, layout={self.layout!r}"
 
 
@@ -346,5 +346,5 @@ class RotaryAttention(torch.nn.Module):
             )
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the arguments that `print(model)` shows."""
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

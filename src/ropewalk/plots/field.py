@@ -121,9 +121,9 @@ def _speeds_of_rope(rope: Rope, axis_names: Sequence[str]) -> tuple[np.ndarray, 
 def _speeds_of_learned_rope(
     rope: object, head: int | None, axis_names: Sequence[str]
 ) -> tuple[np.ndarray, tuple[int, ...], list[str]]:
-    """Return the speeds of one head of a LearnedRope, float64 `[axes, pairs]`, and two empty sequences.
+    """Return the speeds of one head of a LearnedRope, float64 `[axes, pairs]`, with empty axes and names.
 
-    The result has the form of that of `_speeds_of_rope`. No pair of a LearnedRope belongs to a single axis.
+    Axes and names are empty sequences, because no pair of a LearnedRope belongs to a single axis.
     """
     from ropewalk import LearnedRope
 

@@ -68,7 +68,8 @@ def mrope(
     Args:
         segments: the contents of the row, in order and without padding: `Text`, `Image`, `Video`, `Markers`.
         rule: "qwen2_vl": for Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and others, as in transformers 5. The text
-            after a video continues after the rows and columns of the video, even if its last time is larger.
+            after a video continues after the rows and columns of the video, even if its last frame has a larger
+            time.
             "qwen2_5_omni": the text continues after the largest position of the video. vLLM does so for Qwen2-VL and
             Qwen2.5-VL too.
             "qwen3_omni": as "qwen2_5_omni", but times are not truncated to integers, and audio is ordered by time.

@@ -144,12 +144,12 @@ def _meta(case: Case) -> Rotate:
 
 
 def with_inputs(make: Callable[[Case, Inputs], Call]) -> Callable[[Case], Bind]:
-    """Convert a function of a case and its inputs, which prepares a call, to `make` of a `Contender`."""
+    """Return a `make` of a `Contender` for a function that prepares a call from a case and its inputs."""
     return partial(partial, make)
 
 
 def eager(rotate: Callable[[Case], Rotate], *, in_place: bool = False) -> Callable[[Case], Bind]:
-    """Convert a rotation in PyTorch to `make` of a `Contender`. Its calls have a backward pass if the case has one."""
+    """Return a `make` of a `Contender` for a rotation in PyTorch. Its calls run the passes of the case."""
     return lambda case: partial(_call, rotate(case), case.passes, in_place)
 
 

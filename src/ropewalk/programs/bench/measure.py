@@ -145,8 +145,8 @@ def stream(dtype: torch.dtype, layout: Layout, *, tokens: int, chunk: int) -> di
 
     Returns:
         A row for JSON. first_per_token and last_per_token are the median seconds per token of the first and of the last
-        chunks, up to 16 each. growth_bytes is the largest resident memory after any later chunk, minus the largest
-        after one of these first chunks, or None if the memory is unknown. error and allowed are those of the last
+        chunks, up to 16 each. growth_bytes is the largest resident memory of the process after the remaining chunks,
+        minus the largest after these first chunks, or None if it is unknown. error and allowed are those of the last
         chunk.
     """
     case = Case(chunk, dtype, layout)
