@@ -126,7 +126,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cos and sin, dimensionless (YaRN, LongRoPE; otherwise 1.0). Scores scale by its square.
+        """The factor of cos and sin, dimensionless: 1.0 unless the scheme sets it. Scores scale by its square.
 
         Raises:
             RopeError: the factor depends on the length (use `at_length`).
@@ -146,7 +146,7 @@ class Rope:
 
     @property
     def wavelength(self) -> np.ndarray:
-        """The number of tokens in a full turn of each pair, 2π / inv_freq: float64 `[rotary_dim // 2]`, inf for 0.
+        """The tokens in a full turn of each pair, 2π / inv_freq: float64 `[rotary_dim // 2]`; inf if inv_freq is 0.
 
         Raises:
             RopeError: the frequencies depend on the length (use `at_length`).
@@ -166,7 +166,7 @@ class Rope:
         dtype: torch.dtype | None = None,
         numerics: Numerics = "exact",
     ) -> Rotation:
-        """Return the rotation of tokens at these positions. Call this once per forward pass and share it by all layers.
+        """Return the rotation of tokens at these positions. Call this once per forward pass for all layers.
 
         Args:
             positions: position of each token, `[seq]` or `[batch, seq]`. Pass int32 or int64 for positions in tokens,
@@ -188,13 +188,13 @@ class Rope:
             factor. With `axes`, the first axis of positions is dropped.
 
         Raises:
-            RopeError: positions have another type, dtype or shape; dtype or device is not supported; numerics is
-                unknown; or a frequency is not finite in float32.
+            RopeError: positions have an unsupported type, dtype or shape; dtype, device or numerics is not supported; a
+                frequency is not finite in float32; or the frequencies depend on the length (use `at_length`).
 
         Precision:
             Taking the float64 `inv_freq` as exact, |error| of cos and sin ≤ 2⁻²⁵ + |p|·2π·2⁻⁶⁵ in float32 at every
             integer position p (both terms times the attention factor, the first with the factor rounded up to a power
-            of two), or 1e-7 on devices without float64. Fractional positions go through a float64 product.
+            of two), or 1e-7 on devices without float64. Angles of fractional positions are float64 products.
         """
         from ropewalk import angles
 
@@ -255,7 +255,7 @@ class Rope:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Rotation:
-        """Return the rotation that moves rotated keys by `delta` positions. It does not repeat the attention factor.
+        """Return the rotation, without the attention factor, that moves already rotated keys by `delta` positions.
 
         Args:
             delta: number of tokens, negative for earlier positions: an int (or an integer tensor `[]`) for all tokens,
@@ -268,7 +268,7 @@ class Rope:
             delta is dropped. For an int or a tuple, the shape is `(rotary_dim // 2,)`.
 
         Raises:
-            RopeError: delta is neither an int in ±2⁶³ nor an integer tensor, or does not have one value per axis.
+            RopeError: delta is not an int in ±2⁶³ or an integer tensor (one value per axis), or the rope is not static.
 
         Example:
             >>> import torch
@@ -286,8 +286,8 @@ class Rope:
     def at_length(self, n: int) -> Rope:
         """Return the static rope for sequences of up to n tokens. A static rope returns itself.
 
-        Dynamic NTK and LongRoPE change frequencies for longer sequences. Resolve them once for the longest sequence and
-        use the result throughout, because cached keys keep the rotation with which they were stored.
+        Dynamic NTK and LongRoPE change the frequencies beyond the trained length. Resolve them once for the longest
+        sequence, because cached keys keep the rotation with which they were stored.
 
         Args:
             n: length of the longest sequence, in tokens, at least 1.
@@ -343,7 +343,7 @@ class Rope:
         return angles.cos_sin(positions, steps, inv_freq, factor, device=device, dtype=dtype, axis=axis)
 
     def _rotation(self, tables: tuple[torch.Tensor, torch.Tensor], factor: float) -> Rotation:
-        """Create a Rotation. This is the only place that combines frequencies, positions and the rotation."""
+        """Create a Rotation from cos, sin, the attention factor that they include, and the fields of this rope."""
         from ropewalk.rotation import api
 
         cos, sin = tables

@@ -33,24 +33,24 @@ _SECTIONS = {
 
 
 class _Group(click.Group):
-    """Handles errors for all commands, so that bad arguments, files or terminals cause no traceback."""
+    """The group of all commands. It lists them in sections, and reports their errors without a traceback."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands with their summaries in sections."""
+        """Write the list of commands and their summaries for `ropewalk --help`, in sections."""
         for title, commands in _SECTIONS.items():
             with formatter.section(title):
                 width = formatter.width - 6 - max(len(name) for name in self.commands)
                 formatter.write_dl([(str(c.name), c.get_short_help_str(width)) for c in commands])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command. Characters that the terminal's encoding lacks are written as escapes."""
+        """Run the command line. Characters that the terminal's encoding lacks are written as escapes."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Convert errors of ropewalk and of the operating system to one line on stderr and exit status 1."""
+        """Run a command. Report errors of ropewalk and of the operating system in one line, with exit status 1."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # the reader closed the pipe: click exits silently with status 1

@@ -1,6 +1,7 @@
-"""A short tour with the published config of Llama 3.1 8B: read it, rotate q and k, check, time, plot. No download.
+"""A short tour with the published config of Llama 3.1 8B, without a download.
 
-Every check compares with mpmath or a documented bound, and raises if it fails. For comparison, the usual float32 code
+It reads the config, rotates q and k, checks and times the rotation, and draws plots. Every check measures an error, and
+raises if the error exceeds a documented bound. For comparison, the usual float32 code
 (Hugging Face's Llama, from the benchmark) runs in the same process and is timed in the same way.
 """
 
@@ -95,7 +96,7 @@ class _Case:
     Args:
         rope: the rope.
         positions: int64 `[tokens]`.
-        q, k: float32 `[1, tokens, 32, 128]` and `[1, tokens, 8, 128]`, with heads of length 1.
+        q, k: float32 `[1, tokens, 32, 128]` and `[1, tokens, 8, 128]`. The vector of each head has length 1.
         usual_inv_freq: inverse frequencies for the usual code, float32 `[pairs]`, in radians per token.
     """
 
@@ -178,7 +179,7 @@ def _check_rotation(case: _Case, say: Say) -> None:
 
 
 def _check_distance_only(case: _Case, say: Say) -> None:
-    """Check the scores between all tokens, before and after all positions move by the same number."""
+    """Check that the scores between all tokens hardly change if all positions move by the same number of tokens."""
     say("[4/6] Check that scores depend only on distance: largest change of a score when all positions move")
     say(f"  {len(case.positions)}² scores x {_Q_HEADS} heads; q and k have length 1, so scores lie between -1 and 1")
     say(f"  {'moved by':>13}  {'ropewalk':>9}  usual float32 code")
@@ -220,7 +221,7 @@ def _compare(case: _Case, say: Say) -> None:
 
 
 def _which_code_ran() -> str:
-    """Return a line that names the code that rotated float32 tensors. It says why if that was not the kernel."""
+    """Return a line that names the code that rotated float32 tensors, and the reason if the CPU kernel did not."""
     state = ropewalk.backends()["cpu kernel"]
     if state.startswith("not usable") or "ROPEWALK_BACKEND" in state:
         return f"Code: plain PyTorch for both. The CPU kernel is {state}."
@@ -268,7 +269,7 @@ def _largest_gap(tables: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) ->
 
 
 def _rotation_errors(case: _Case, rotated: tuple[Tensor, Tensor]) -> list[float]:
-    """Return the largest error of a rotated pair of q, and of k, over every 32nd token and the last.
+    """Return the largest error of a rotated pair in q, and in k, over every 32nd token and the last token.
 
     The errors are relative to the length of the pair.
     """
@@ -285,19 +286,19 @@ def _rotate(case: _Case, shift: int) -> tuple[Tensor, Tensor]:
 
 
 def _largest_score_change(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> float:
-    """Return the largest absolute change of q·k over all tokens and heads, computed in float64."""
+    """Return the largest absolute difference between scores before and after, computed in float64."""
     return max((_scores(*before, head) - _scores(*after, head)).abs().max().item() for head in range(_KV_HEADS))
 
 
 def _scores(q: Tensor, k: Tensor, head: int) -> Tensor:
-    """Compute q·k of the four q heads that share one k head, float64 `[4 · tokens, tokens]`."""
+    """Compute the scores q·k of k head `head` with the four q heads that share it: float64 `[4 · tokens, tokens]`."""
     group = _Q_HEADS // _KV_HEADS
     queries = q[0, :, head * group : (head + 1) * group].double().flatten(0, 1)
     return queries @ k[0, :, head].double().T
 
 
 def _usual_tables(case: _Case, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin of the usual code, float32 `[seq, 1, 128]`, which broadcast over heads."""
+    """Compute cos and sin as the usual code does: float32 `[seq, 1, 128]`, which broadcast over heads."""
     cos, sin = hugging_face_tables(case.usual_inv_freq, positions[None])
     return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 

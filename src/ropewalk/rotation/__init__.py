@@ -1,1 +1,1 @@
-"""Rotate q and k by given cos and sin. This package depends on no scheme, length, packing or model."""
+"""Rotate q and k by given cos and sin. This package knows nothing of schemes, sequence lengths, packing or models."""

@@ -39,7 +39,7 @@ class Rotation:
             of heads (GQA), rotate each with its own Rotation.
 
     Attributes:
-        rotary_dim: number of rotated channels, 2 · pairs. If `tree_map` inserts tables of another width, calls raise.
+        rotary_dim: number of rotated channels, 2 · pairs. Calls raise if `tree_map` changed the number of pairs.
 
     Raises:
         RopeError: a shape, dtype or number does not fit.
@@ -100,7 +100,7 @@ class Rotation:
         Args:
             q: `[batch, seq, heads, head_dim]` in the order given by `layout`; float16, bfloat16, float32 or float64;
                 any strides. Not changed.
-            k: as q, with its own number of heads (GQA), or None.
+            k: as q, but its number of heads may differ (GQA). None rotates only q.
                 If q and k are DTensors, each rank rotates its own shard, and the results have the same placements.
                 Plain cos and sin then have rows for all tokens or for the tokens of this rank, which is inferred from
                 their sizes.
@@ -127,12 +127,12 @@ class Rotation:
     def apply_(self, q: Tensor, k: Tensor | None = None, *, layout: Layout) -> None:
         """Rotate q, or q and k, in place. Arguments and errors are as for a call, which returns new tensors.
 
-        It works on slices of a fused QKV tensor, and while gradients are recorded. Both tensors are checked before
-        either is changed. If q and k share elements, it raises. Only code under `torch.compile` cannot detect shared
-        elements. It rotates both tensors from their values before the call.
+        q and k may be slices of a fused QKV tensor, and gradients may be recorded. Both tensors are checked before
+        either is changed. Under `torch.compile`, shared elements of q and k are not detected. Both tensors are then
+        rotated from their values before the call.
 
         Raises:
-            RopeError: as for a call; or q and k share elements; or one of them cannot be changed in place.
+            RopeError: as for a call; or q and k share elements; or one of the two cannot be changed in place.
         """
         if self._fast_path(q, k, layout, in_place=True) is not None:
             return
@@ -161,7 +161,7 @@ class Rotation:
         return (cos.unsqueeze(0), sin.unsqueeze(0)) if per_head and cos.ndim == 3 else (cos, sin)
 
     def _fast_path(self, q: Tensor, k: Tensor | None, layout: Layout, *, in_place: bool) -> Any:
-        """Run a common call on the CPU entirely in compiled code. Return None, without effect, for any other call."""
+        """Run a common call on the CPU entirely in compiled code. For any other call, do nothing and return None."""
         if not backend.FAST_PATH or torch.compiler.is_compiling():
             return None
         if self.per_head:  # [heads, seq, pairs] would be read as [batch, seq, pairs]
@@ -178,7 +178,7 @@ class Rotation:
         return self._replace_tables(self.cos / square, -self.sin / square, attention_factor=1.0 / self.attention_factor)
 
     def __getitem__(self, rows: Tensor | slice) -> Rotation:
-        """Select rows of a table that was built once: `table[positions]` (CUDA graphs, decoding).
+        """Select rows of this rotation, a table that is built once for CUDA graphs or decoding: `table[positions]`.
 
         Args:
             rows: int32 or int64 tensor `[seq]` or `[batch, seq]` of row numbers, 0 ≤ row < rows of the table; or a
@@ -190,9 +190,10 @@ class Rotation:
             and rows are a plain tensor, rows must contain all tokens on every rank.
 
         Raises:
-            RopeError: the tables are not `[rows, pairs]` (per head `[heads, rows, pairs]`); rows is of another type or
-                shape, or on the mesh of another DTensor; or, on the CPU, a row is outside the table. On other devices,
-                such a row triggers the device's own assertion, because checking would require reading values back.
+            RopeError: the tables are not `[rows, pairs]` (per head `[heads, rows, pairs]`); rows has an unsupported
+                type or shape, or another mesh than the table; or, on the CPU, a row is outside the table. On other
+                devices, a row outside the table triggers the device's own assertion, because checking it here would
+                require reading values back.
         """
         if len(self.tokens) != 1:
             raise error(
@@ -298,7 +299,7 @@ def _set_fields(
 
 
 def _rows_per_head(rows: Tensor, table: Tensor) -> Tensor:
-    """Select rows of a table `[heads, rows, pairs]`, as `embedding` does for a table `[rows, pairs]`."""
+    """Select the given rows of each head from a table `[heads, rows, pairs]`. A row outside the table raises."""
     return torch.stack([torch.nn.functional.embedding(rows, head) for head in table], dim=-3)
 
 

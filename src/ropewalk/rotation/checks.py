@@ -63,9 +63,9 @@ def check_tensors(
     *,
     per_head: bool = False,
 ) -> None:
-    """Raise unless q, and k if present, have the axes of `layout` and the sizes of the tables.
+    """Raise unless q, and k if present, have the axes of `layout` and match cos and sin.
 
-    One quick check passes nearly every call. Only if it fails do the separate checks run and find the message.
+    A quick check accepts nearly every valid call. Only for the other calls do the checks run that raise each error.
     """
     if per_head or not _pass_quick_check(tensors, layout, cos, sin, head_dim, rotary_dim):
         for name, x in zip(("q", "k"), tensors, strict=False):
@@ -110,7 +110,7 @@ def check_tensor(
     *,
     per_head: bool = False,
 ) -> None:
-    """Raise unless x, called `name` in messages, has the axes of `layout` and the sizes of the tables."""
+    """Raise unless x, called `name` in messages, has the axes of `layout` and matches cos and sin."""
     choice(_WHO, "layout", layout, AXES)
     check_tables(cos, sin, rotary_dim, per_head=per_head)
     if not isinstance(x, Tensor):
@@ -152,7 +152,7 @@ def check_tensor(
 def check_operator_arguments(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout, rotary_offset: int, *, in_place: bool
 ) -> None:
-    """Raise unless the arguments of an operator of `ops` are valid. A `Rotation` always passes valid ones."""
+    """Raise unless the arguments of an operator of `ops` are valid. A `Rotation` always passes valid arguments."""
     if not 1 <= len(tensors) <= 2:
         raise error(_WHO_OPERATOR, "tensors must be q, or q and k", f"{len(tensors)} tensors", "Use a Rotation.")
     # Tables with four axes always have a batch axis, of size 1 if all sequences share them.
@@ -198,7 +198,7 @@ def can_share_call(q: Tensor, k: Tensor, layout: Layout) -> bool:
 
 
 def check_saveable(cos: Tensor) -> None:
-    """Raise if the tables cannot be saved for the backward pass."""
+    """Raise if the tables were created in inference mode, so autograd cannot save them for the backward pass."""
     if cos.is_inference():
         raise error(
             _WHO,

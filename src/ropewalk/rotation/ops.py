@@ -1,14 +1,15 @@
 """Dispatch rotations to a kernel or the reference, and differentiate them.
 
-Plain tensors on the CPU or a GPU are rotated by the compiled kernels, which are registered as private operators of
-`torch.library`. When no dispatch mode or profiler is active, the kernel is called directly: skipping the dispatcher
-saves a third of the time for one token on the CPU.
+Plain tensors and shards of DTensors on the CPU or a GPU are rotated by the compiled kernels, which are registered as
+private operators of `torch.library`. When no dispatch mode or profiler is active, the kernel is called directly:
+skipping the dispatcher saves a third of the time for one token on the CPU.
 
-Everything else uses the reference in plain PyTorch. So do torch.func transforms, forward-mode AD, torch.compile and
-export: there, an operator or an autograd.Function would silently give no gradient or a wrong one
-(tests/rotation/test_transforms.py shows each case).
+All other tensors are rotated by the reference in plain PyTorch. The reference is also used under torch.func transforms,
+forward-mode AD, torch.compile and export. There, an operator or an autograd.Function would silently give no gradient or
+a wrong one (tests/rotation/test_transforms.py shows each case).
 
-The gradient of a rotation is the inverse rotation, so the backward pass needs only the tables.
+The backward pass rotates the gradients by minus the angle, so it needs only the tables. Only the gradients of learned
+tables also need the tensors.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def _run_on_shards(
 def rotate_(
     tensors: list[Tensor], cos: Tensor, sin: Tensor, *, layout: Layout, pairing: Pairing, rotary_offset: int
 ) -> None:
-    """Rotate q, or q and k, in place. Arguments are those of `rotate`. Both are checked before one is written."""
+    """Rotate q, or q and k, in place, with the arguments of `rotate`. Both are checked before either is changed."""
     recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, cos, sin))
     if not torch.compiler.is_compiling():
         writable.check_writable(tensors, recorded=recorded)
@@ -299,12 +300,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _any_batched(grads: list[Tensor]) -> bool:
-    """Return whether these are batched gradients (`is_grads_batched`), which the operators here cannot process."""
+    """Return whether a gradient is batched (`is_grads_batched`), which the operators here do not support."""
     return any(torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
 def rotate_gradients(grads: list[Tensor], cos: Tensor, sin: Tensor, **options: Any) -> list[Tensor]:
-    """Return the gradients to the inputs, given those to the rotated tensors. Arguments are those of `rotate`."""
+    """Return the gradients of the inputs of `rotate`, given those of its results. The options are those of `rotate`."""
     return (_by_reference if _any_batched(grads) else rotate)(grads, cos, sin, **options, inverse=True)
 
 
@@ -319,11 +320,11 @@ def _table_gradient(
     inverse: bool,
     plain: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients to cos and sin. Autograd sums them over the axes along which the tables are broadcast.
+    """Return the gradients of cos and sin. Autograd sums them over the axes along which the tables are broadcast.
 
     Args:
         tensors: the tensors before the rotation.
-        grads: the gradients to the rotated tensors.
+        grads: the gradients of the rotated tensors.
         plain: whether to use PyTorch's own operators instead of a kernel.
     """
     pairs, per_head = cos.shape[-1], cos.ndim == 4

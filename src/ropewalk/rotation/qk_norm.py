@@ -30,17 +30,17 @@ class QKNorm:
         x / √(mean of x² over the head + ε) · weight
 
     The mean is computed in float64 and the products in float32 (float64 for float64 tensors). The normalized tensor is
-    rounded to its dtype once, before the rotation. torch.nn.RMSNorm adds the squares in float32 and in another order,
-    so its result may differ by one unit in the last place.
+    rounded to the dtype of x once, before the rotation. torch.nn.RMSNorm adds the squares in float32 and in a different
+    order, so its result may differ by one unit in the last place.
 
     Args:
         q_weight, k_weight: `[head_dim]`, in any dtype that q and k may have; gradients reach them.
         eps: ε, dimensionless, greater than 0.
-        add_one: multiply by 1 + weight, as Gemma does.
+        add_one: whether to multiply by 1 + weight instead, as Gemma does.
 
     Raises:
-        RopeError: a weight is not such a tensor; the weights differ in shape, dtype or device; or ε is not greater
-            than 0.
+        RopeError: a weight is not a tensor `[head_dim]` in one of these dtypes; the weights differ in shape, dtype or
+            device; or ε is not greater than 0.
 
     Example:
         >>> norm = QKNorm(torch.ones(4), torch.ones(4), eps=1e-6)
@@ -92,7 +92,7 @@ class QKNorm:
         The result is bit for bit that of `rotation(*norm(q, k), layout=layout)`.
 
         Args:
-            rotation: the rotation of these tokens.
+            rotation: the rotation of the tokens of q and k.
             q, k: as for `Rotation.__call__`. Not changed.
             layout: "bshd", "bhsd", "sbhd" or "thd".
 
@@ -100,7 +100,7 @@ class QKNorm:
             New tensors with the shapes and dtypes of q and k.
 
         Raises:
-            RopeError: rotation is not a Rotation; or as for a call of the norm or of the rotation.
+            RopeError: rotation is not a Rotation; or an error that calling the norm or the rotation would raise.
         """
         if not isinstance(rotation, Rotation):
             got = _checks.shown(rotation)
@@ -127,7 +127,7 @@ class QKNorm:
 
 
 class Store(NamedTuple):
-    """v, the caches `[blocks, block_size, kv_heads, head_dim]` that `run_fused` writes to, and a slot per token."""
+    """v, the caches `[blocks, block_size, kv_heads, head_dim]` for k and v, and the cache slot of each token."""
 
     v: Tensor
     k_cache: Tensor
@@ -145,9 +145,10 @@ def run_fused(
     """Normalize, rotate and, with `store`, write to the caches in one kernel, if a kernel supports the call.
 
     Returns:
-        q and k, or q alone with `store`. None if the separate calls must be used; nothing has been done then. That is
-        the case without a kernel, for tensors that are not plain, if a gradient is recorded, under a transform, a mode
-        or compilation, for tables per head, and for arguments that do not match, for which the separate calls raise.
+        The new q and k, or only the new q with `store`. None if the caller must normalize, rotate and store in separate
+        calls, in which case nothing was changed. The reason is one of these: no kernel can be used; a tensor is not
+        plain; a gradient is recorded; a transform, mode or compilation is active; each head has its own table; or, on
+        the CPU, the arguments do not match (the separate calls then raise the error).
     """
     # On a GPU, the caller has checked `store`.
     if torch.compiler.is_compiling() or not isinstance(rotation, Rotation) or rotation.per_head:
@@ -171,7 +172,7 @@ def run_fused(
 
 
 def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNorm | None, store: Store | None) -> Any:
-    """Run the step in the Triton kernel. Return None if the separate calls must be used."""
+    """Do the work of `run_fused` in the Triton kernel. Return None if separate calls must be used."""
     weights = () if norm is None else (norm.q_weight, norm.k_weight)
     inputs = (q, k, rotation.cos, rotation.sin, *weights, *(store or ()))
     if not all(type(x) in backend.PLAIN for x in inputs) or q.device.type != "cuda":
@@ -205,7 +206,7 @@ def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNo
 
 
 def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
-    """Return whether `_NormAndRotate` supports the call: plain tensors, tables that are not learned, and no tracing."""
+    """Return whether `_NormAndRotate` supports the call: plain tensors, no tracing, and tables without gradient."""
     cos, sin = rotation.cos, rotation.sin
     return (
         not backend.needs_tracing()
@@ -218,8 +219,8 @@ def _can_use_function(rotation: Rotation, tensors: tuple[Tensor, ...]) -> bool:
 class _NormAndRotate(torch.autograd.Function):
     """The norm and the rotation as one differentiable function.
 
-    The backward pass applies the inverse rotation, and then the gradient of RMSNorm in PyTorch's own operators, which
-    can be differentiated again.
+    The backward pass rotates the gradients by minus the angle, and then computes the gradients of RMSNorm. It uses
+    PyTorch's own operators for RMSNorm, which can be differentiated again.
     """
 
     @staticmethod
@@ -256,10 +257,10 @@ class _NormAndRotate(torch.autograd.Function):
 
 
 def _norm_gradient(x: Tensor, weight: Tensor, grad: Tensor, eps: float, add_one: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `rms_norm` to x and to the weight.
+    """Return the gradients of x and of the weight, given the gradient of the result of `rms_norm`.
 
-    With r = 1/√(mean of x² + ε), y = x·r and g = grad · gain, the gradient to x is r·(g − y · mean of g·y), and the
-    gradient to the weight is Σ grad·y.
+    With r = 1/√(mean of x² + ε), y = x·r and g = grad · weight (or grad · (1 + weight)), the gradient of x is
+    r·(g − y · mean of g·y), and the gradient of the weight is Σ grad·y.
     """
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide, grad, gain = x.to(compute), grad.to(compute), weight.to(compute)

@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, add_one: bool = False) ->
         float64 x), followed by one rounding to the dtype of x. The squares are added in a fixed order, so that every
         kernel returns the same bits.
 
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4. torch.nn.RMSNorm adds in float32 instead.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4. torch.nn.RMSNorm adds the squares in float32 instead.
     """
     compute, head_dim = _compute_dtype(x), x.shape[-1]
     mean = _sum_of_halves(x.to(torch.float64).square()) * (1 / head_dim)
@@ -97,12 +97,13 @@ def rotate_in_layout(
     rotary_offset: int,
     inverse: bool,
 ) -> list[Tensor]:
-    """Rotate tensors in a layout.
+    """Rotate q, or q and k, in any layout.
 
     Args:
         tensors: q, or q and k, in `layout`.
         cos, sin: `[pairs]`, `[seq, pairs]`, `[batch, seq, pairs]`, or per head `[batch, heads, seq, pairs]`.
         layout: order of the axes of the tensors.
+        pairing, rotary_offset: as in `rotate`.
         inverse: whether to rotate by minus the angle.
     """
     cos, sin = _align_table(cos, layout), _align_table(-sin if inverse else sin, layout)
@@ -118,10 +119,10 @@ def table_gradient(
     rotary_offset: int,
     per_head: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients to cos and sin, summed over the tensors and over heads that share a table.
+    """Return the gradients of cos and sin, summed over the tensors and over heads that share a table.
 
-    With x' = (a cos − b sin, a sin + b cos) and (g, h) the gradient to x', the gradient to cos is g·a + h·b and the
-    gradient to sin is h·a − g·b.
+    With x' = (a cos − b sin, a sin + b cos) and (g, h) the gradient of x', the gradient of cos is g·a + h·b and the
+    gradient of sin is h·a − g·b.
 
     Returns:
         Two tensors `[batch, seq, pairs]`, per head `[batch, heads, seq, pairs]`; float64 for float64 tensors, else

@@ -31,7 +31,7 @@ _LAYOUTS = tuple(AXES)
 
 
 def layout_of(number: int) -> Layout:
-    """Return the layout with this number.
+    """Return the layout that has this number in `NUMBERS`.
 
     Raises:
         RopeError: no layout has this number.
@@ -89,10 +89,10 @@ def tables_for(
 
 
 def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layout, *options: Any) -> Any:
-    """Rotate DTensors entirely in compiled code on the CPU, if they are like those of the previous call.
+    """Rotate DTensors entirely in compiled code on the CPU, if the cached tables fit them.
 
-    Like the operator, it rotates the shard of each rank and keeps the placements. It saves the 20 µs that PyTorch needs
-    to look up the sharding rule and its cached result, while the rotation of one token takes 4 µs.
+    As with the operators, each rank rotates its own shard, and the results keep the placements. This path saves the
+    20 µs that PyTorch needs to look up the sharding rule and its cached result. Rotating one token takes only 4 µs.
 
     Args:
         cache: the cache that `tables_for` returned.
@@ -117,7 +117,7 @@ def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layo
 
 
 def _dtensor_like(part: Tensor, x: Any) -> Tensor:
-    """Wrap a local part, which is contiguous or has the strides of x's local part, in a DTensor like x."""
+    """Wrap a local part, contiguous or with the strides of x's, in a DTensor with the placements and shape of x."""
     if part.stride() == x._local_tensor.stride():
         wrapped: Tensor = type(x)(part, x._spec, requires_grad=False)
         return wrapped
@@ -151,7 +151,7 @@ def _as_dtensors(tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout
 
 
 def _cache_key(tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout) -> tuple[object, ...] | None:
-    """Return everything that the tables for q and k depend on. Return None if each call must create them again."""
+    """Return everything that the DTensor tables for q and k depend on, or None if they must not be cached."""
     if backend.needs_tracing() or cos.requires_grad or sin.requires_grad:
         return None
     versions = [_versions(table) for table in (cos, sin)]
@@ -160,11 +160,11 @@ def _cache_key(tensors: list[Tensor], cos: Tensor, sin: Tensor, layout: Layout) 
 
 
 def _can_be_cached(placed: Tensor, table: Any) -> bool:
-    """Return whether a cached DTensor of a table stays valid, or `_cache_key` changes, if the table changes in place.
+    """Return whether a change of the table in place changes the DTensor as well, or else changes `_cache_key`.
 
     Args:
         placed: the DTensor that would be cached.
-        table: the table from which it was made.
+        table: the table from which the DTensor was made.
     """
     part = placed._local_tensor if is_dtensor(placed) else placed
     if type(part) not in PLAIN:  # an active mode may have returned a tensor of another type
@@ -174,18 +174,18 @@ def _can_be_cached(placed: Tensor, table: Any) -> bool:
 
 
 def _versions(table: Any) -> tuple[int, ...]:
-    """Return how often a tensor and its local part were changed in place. Inference tensors count as 0."""
+    """Return how often a table (and its local part) was changed in place, or 0 for inference tensors."""
     parts = (table, table._local_tensor) if is_dtensor(table) else (table,)
     return tuple(0 if part.is_inference() else part._version for part in parts)
 
 
 def redistribute_tables(cos: Tensor, sin: Tensor, x: DTensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Redistribute tables, DTensors with the axes of the operators, so that each rank has the rows of its tokens."""
+    """Redistribute DTensor tables like x, so that each rank has the rows of its tokens."""
     return _redistribute(cos, sin, x, _map_axes(layout, cos.shape, per_head=cos.ndim == 4))
 
 
 def convert_for_lookup(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert rows, cos and sin to DTensors if one of them is a DTensor. Replicate the tables for local lookups."""
+    """Convert rows, cos and sin to DTensors, of which one already is, and replicate the tables for local lookups."""
     meshes = {x.device_mesh for x in (rows, cos, sin) if is_dtensor(x)}
     if len(meshes) > 1:
         fix = "Distribute rows over that mesh."
@@ -202,7 +202,7 @@ def can_share_tables(q: DTensor, k: DTensor) -> bool:
 
 
 def rotates_locally(x: DTensor, layout: Layout) -> bool:
-    """Return whether ranks need not communicate: channels are whole, and a pending reduction is a sum or a mean."""
+    """Return whether no rank has only a part of the channels, and every pending reduction is a sum or a mean."""
     channels = AXES[layout][-1] - 1
     return all(_is_local(p, channels) for p in x.placements)
 
@@ -216,7 +216,7 @@ def _is_local(placement: Any, channels: int) -> bool:
 
 
 def has_rule(x: DTensor) -> bool:
-    """Return whether the sharding rule of an operator can keep the shards of x: every rank must have elements."""
+    """Return whether the sharding rules can keep the shards of x, for which every rank must have elements."""
     mesh, ranks = x.device_mesh, [1] * x.ndim
     for i, placement in enumerate(x.placements):
         if placement.is_shard():
@@ -225,7 +225,7 @@ def has_rule(x: DTensor) -> bool:
 
 
 def reshard_gradient(grad: Tensor, forward: tuple[Any, ...]) -> Tensor:
-    """Shard a gradient along the mesh axes on which it is replicated but x was sharded in the forward pass."""
+    """Shard a gradient along mesh axes on which it is replicated but `forward`, the placements of x, are sharded."""
     if not is_dtensor(grad) or grad.placements == forward:
         return grad
     placements = [f if g.is_replicate() and f.is_shard() else g for g, f in zip(grad.placements, forward, strict=True)]
@@ -233,7 +233,7 @@ def reshard_gradient(grad: Tensor, forward: tuple[Any, ...]) -> Tensor:
 
 
 def map_shards(tensors: list[DTensor], compute: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-    """Apply a function to the local parts, and wrap its results in DTensors like the inputs. Record no gradient."""
+    """Apply a function to the local parts of DTensors, and wrap its results like them. Record no gradient."""
     with torch.no_grad():
         parts = compute([x.to_local() for x in tensors])
         return [_dtensor_like(part, x) for part, x in zip(parts, tensors, strict=True)]
@@ -267,7 +267,7 @@ def _sharding_rule(count: int, *arguments: Any) -> list[tuple[list[Any], list[An
 
 
 def _map_axes(layout: Layout, shape: tuple[int, ...], *, per_head: bool) -> _AxisMap:
-    """Map the batch, token and head axes of the layout to those of tables of this shape, where the tables have them."""
+    """Map the batch, token and head axes of q to those axes of a table with this shape that correspond to them."""
     at_batch, at_tokens, at_heads, _ = AXES[layout]
     axis_map: _AxisMap = {}
     if len(shape) > 1:
@@ -282,7 +282,7 @@ def _map_axes(layout: Layout, shape: tuple[int, ...], *, per_head: bool) -> _Axi
 def _infer_placements(
     tensors: list[DTensor], cos: Tensor, axis_map: _AxisMap, at_batch: int | None, *, learned: bool
 ) -> tuple[list[Any], tuple[int, ...]]:
-    """Infer the placements and the global shape of plain tables from their sizes and those of q and its shard."""
+    """Infer the placements and the global shape of plain tables from the sizes of the tables, of q and of its shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     q = tensors[0]
@@ -336,7 +336,7 @@ def _redistribute(cos: Any, sin: Any, x: DTensor, axis_map: _AxisMap) -> tuple[T
 
 
 def _is_shard(placement: Any) -> bool:
-    """Return whether the placement is an ordinary Shard. In other kinds, the rows of a rank are not contiguous."""
+    """Return whether the placement is exactly a Shard. In subclasses of Shard, a rank's rows are not contiguous."""
     from torch.distributed.tensor import Shard
 
     return type(placement) is Shard

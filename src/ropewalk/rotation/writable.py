@@ -82,7 +82,7 @@ def check_memory(tensors: list[Tensor]) -> None:
 
 
 def _check_recordable(x: Tensor) -> None:
-    """Raise if autograd cannot record a change of x. Without this check it would raise after q has been changed."""
+    """Raise if autograd cannot record a change of x. Autograd itself would raise only after q has been changed."""
     base = x._base if x._is_view() else x
     if base is not None and base.is_leaf and base.requires_grad:
         raise error(
@@ -105,7 +105,7 @@ _creation_meta: Any = torch._C._autograd._get_creation_meta
 
 
 def share_elements(q: Tensor, k: Tensor) -> bool:
-    """Return whether two plain tensors have an element in common."""
+    """Return whether q and k have elements in common. Return True if that would take too long to find out."""
     if q is k:
         return True
     if is_dtensor(q) and is_dtensor(k):

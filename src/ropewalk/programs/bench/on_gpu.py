@@ -1,4 +1,4 @@
-"""The benchmark on a GPU: fixed cases, then ropewalk compared with the copy and with the fastest other contender."""
+"""The benchmark on a GPU: time fixed cases, then compare ropewalk with a plain copy and with the fastest other code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GpuSettings:
 
     Args:
         backward: whether to measure the backward pass as well.
-        compiled, only, rounds, seconds: as in `Settings`.
+        compiled, only, rounds, seconds: as in `run.Settings`.
         rehearse: whether to run small cases on the CPU, to test the benchmark itself. Their times are meaningless.
     """
 
@@ -41,14 +41,21 @@ class GpuSettings:
 
 
 def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None) -> dict[str, Any]:
-    """Run the benchmark and report the results, like `run`.
+    """Run the benchmark on a GPU and report the results.
+
+    Args:
+        settings: what to measure.
+        say: called with each line of the report.
+        json_file: file for the results, or None.
 
     Returns:
-        The content of the JSON file: as for `run`, with gpu instead of threads and stream. Rows also have case (its
-        title), batch, in_place, far (whether positions extend to FAR), and host (seconds until an eager call returns).
+        The content of the JSON file. It has the keys that `run.run` returns, but gpu instead of threads and stream.
+        Each row also has case (the title of the case), batch, in_place, and far (whether positions extend to FAR).
+        Rows timed on a GPU also have host: the seconds until an eager call returns.
 
     Raises:
-        RopeError: as for `run`; or there is no GPU that the kernels can use, and rehearse is False.
+        RopeError: `only` matches no contender but the copy; the file cannot be written; or there is no GPU that the
+            kernels can use, and rehearse is False.
     """
     contenders = select_contenders([*CONTENDERS_ON_GPU, *PEERS_ON_GPU], settings.only, settings.compiled)
     rehearsal = "Rehearsal on the CPU: times are meaningless"
@@ -78,7 +85,11 @@ def run_on_gpu(settings: GpuSettings, say: Say, *, json_file: Path | None = None
 
 
 def cases(settings: GpuSettings) -> Iterator[Case]:
-    """Yield the cases: a batch forward and backward, long and short prompts, decoding, tables at large positions."""
+    """Yield the cases to measure.
+
+    They are a batch of sequences (forward and, if set, backward), a long and a short prompt, decoding with several
+    batch sizes, and cos and sin at large positions. Rehearsals have fewer and smaller cases.
+    """
     device = "cpu" if settings.rehearse else "cuda"
     batch, tokens, prompts, rows = (2, 64, (32,), (4,)) if settings.rehearse else (4, 4096, (32_768, 1024), _BATCHES)
     passes: tuple[Passes, ...] = ("forward", "backward") if settings.backward else ("forward",)
@@ -93,10 +104,11 @@ def cases(settings: GpuSettings) -> Iterator[Case]:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield lines that compare ropewalk with the copy, and with the fastest other contender of the same kind.
+    """Yield the lines that summarize the results.
 
-    Kinds differ in the case, the effect, and whether they work in place. Then report the error of cos and sin at large
-    positions.
+    There is one line for each timed result of ropewalk. It compares ropewalk with the copy, and with the fastest other
+    code that computes the same in the same case, in place if ropewalk works in place. The last lines give the errors of
+    cos and sin at large positions.
     """
     yield ""
     yield "ropewalk: its time / time of copy_, then time of the fastest other contender / its time"

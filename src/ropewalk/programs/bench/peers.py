@@ -1,4 +1,7 @@
-"""Contenders from other libraries, each imported only when it runs. `pip install "ropewalk[bench]"` installs them."""
+"""The rotations of other libraries with which the benchmark on a CPU compares ropewalk.
+
+A library is imported only when its rotation is prepared. `pip install "ropewalk[bench]"` installs all of them but vLLM.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ropewalk.programs.bench.contenders import Call, Contender, eager, full_widt
 
 
 def _rotary_embedding_torch(case: Case) -> Rotate:
-    """Call it as its README shows. Every call computes positions, angles, cos and sin."""
+    """Prepare rotary-embedding-torch, used as its README shows. Every call computes positions, angles, cos and sin."""
     module = import_module("rotary_embedding_torch").RotaryEmbedding(HEAD_DIM, theta=BASE)
     axis = case.layout.index("s") - 4
 
@@ -27,9 +30,10 @@ def _rotary_embedding_torch(case: Case) -> Rotate:
 
 
 def _onnx_runtime(case: Case, inputs: Inputs) -> Call:
-    """Run a graph of two RotaryEmbedding nodes. Inputs are shared, outputs come from the arena of ONNX Runtime.
+    """Prepare a graph of ONNX Runtime with two RotaryEmbedding nodes, one for q and one for k.
 
-    Spinning is disabled, because its threads must not slow down the next contender.
+    The graph reads the inputs without copying them. ONNX Runtime allocates the outputs. Its threads stop spinning after
+    each call, because they would slow down the code that is timed next.
     """
     ort = import_module("onnxruntime")
     options = ort.SessionOptions()
@@ -69,7 +73,7 @@ def _onnx_model(case: Case) -> bytes:
 
 
 def _mlx(case: Case, inputs: Inputs) -> Call:
-    """Run mx.fast.rope on the CPU. It needs heads before tokens, so "bshd" is passed as a view."""
+    """Prepare mx.fast.rope on the CPU. It needs heads before tokens, so in layout "bshd" these axes are swapped."""
     mx = import_module("mlx.core")
     mx.set_default_device(mx.cpu)
     q, k, *grads = (mx.array(x) for x in inputs)
@@ -97,7 +101,7 @@ def _mlx(case: Case, inputs: Inputs) -> Call:
 
 
 def _jax(case: Case, inputs: Inputs) -> Call:
-    """Run Hugging Face's formula, jitted for the CPU."""
+    """Prepare the formula of Hugging Face's Llama in JAX, compiled by jax.jit for the CPU."""
     jax = import_module("jax")
     jnp = jax.numpy
     tables = [jnp.from_dlpack(case.add_head_axis(t).contiguous()) for t in full_width(case)]
@@ -119,7 +123,7 @@ def _jax(case: Case, inputs: Inputs) -> Call:
 
 
 def _vllm(case: Case, inputs: Inputs) -> Call:
-    """Run vLLM's C++ CPU operator in place on `[tokens, heads · head_dim]`, with tables in the dtype of q and k."""
+    """Prepare vLLM's C++ CPU operator, in place on `[tokens, heads · head_dim]`, with tables in the dtype of q."""
     import_module("vllm._C")
     if case.layout != "bshd":
         raise NotImplementedError("it supports only tokens before heads")

@@ -1,7 +1,8 @@
-"""Contenders on a GPU from other libraries, each imported only when it runs. No extra of ropewalk installs them.
+"""The rotations of other libraries with which the benchmark on a GPU compares ropewalk.
 
-Liger needs only its wheel `liger-kernel` for the file used here. The Triton rotary of flash-attention needs
-`flash_attn` and einops, and FlashInfer needs `flashinfer-python` with its requirements.
+A library is imported only when its rotation is prepared. No extra of ropewalk installs these libraries. For Liger, the
+wheel `liger-kernel` is enough, without its requirements. The Triton rotary of flash-attention needs `flash_attn` and
+einops, and FlashInfer needs `flashinfer-python` with its requirements.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def _liger(case: Case) -> Rotate:
 
 
 def _flash_attention(pairing: Pairing, in_place: bool, case: Case) -> Rotate:
-    """Prepare flash-attention.
+    """Prepare the Triton rotary of flash-attention.
 
-    Its tables begin at the first token. For decoding, each row has an offset in a full table.
+    It rotates the first token by the first row of the tables, so the tables begin at the first position. For decoding,
+    the tables have all positions, and each sequence of the batch has an offset in them.
     """
     function = import_module("flash_attn.layers.rotary").apply_rotary_emb
     cos, sin = _all_tables(case) if case.decode else case.tables
@@ -62,7 +64,7 @@ def _all_tables(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def _both(pairing: Pairing, suffix: str) -> tuple[Contender, ...]:
-    """Return the contenders that support both pairings, for one of them."""
+    """Return the contenders of the libraries that support both pairings, set up for this pairing."""
     out_of_place, in_place = (eager(partial(_flash_attention, pairing, x), in_place=x) for x in (False, True))
     flashinfer = eager(partial(_flashinfer, pairing), in_place=True)
     return (

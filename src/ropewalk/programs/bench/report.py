@@ -19,7 +19,7 @@ HEADS = f"{Q_HEADS} query heads, {KV_HEADS} key heads, head_dim {HEAD_DIM}"
 
 
 def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled: bool) -> list[Contender]:
-    """Select contenders by name. FLOOR, the copy with which all are compared, is always included.
+    """Select contenders by name. FLOOR, the plain copy to which all times are compared, is always selected.
 
     Args:
         every: all contenders, including FLOOR.
@@ -43,7 +43,7 @@ def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled:
 
 
 def check_files(json_file: Path | None, plot_file: Path | None = None) -> None:
-    """Raise a RopeError if one of the files cannot be written. Files that did not exist are not left behind."""
+    """Raise a RopeError if one of the files cannot be written. The check leaves no new files behind."""
     if plot_file is not None:
         plots.check_path(plot_file)
     for what, path in (("JSON file", json_file), ("picture", plot_file)):
@@ -70,8 +70,8 @@ class Report:
 
         Args:
             settings: the settings of the run.
-            parts: further entries of the report.
-            say: called with each line.
+            parts: further entries of `found`.
+            say: called with each printed line.
             json_file: file for the results as JSON, or None.
 
         Raises:
@@ -99,13 +99,13 @@ class Report:
             self._say(f"Warning: the machine is busy (load {load:.1f}). Compare only times within the same table.")
 
     def add(self, case: Case, rows: Sequence[dict[str, Any]]) -> None:
-        """Add and print the table of one case."""
+        """Add the rows of one case to `found`, print them as a table, and write the JSON file."""
         self.found["rows"] += rows
         _show(case, rows, self._say)
         self.write()
 
     def add_stream(self, row: dict[str, Any]) -> None:
-        """Add and print the result of the long sequence in chunks."""
+        """Add the result of the long sequence in chunks to `found`, print it, and write the JSON file."""
         self.found["stream"].append(row)
         _show_stream(row, self._say)
         self.write()

@@ -30,10 +30,10 @@ class Settings:
         layout: "bshd" or "bhsd".
         backward: whether to measure forward + backward as well.
         compiled: whether to include torch.compile.
-        only: parts of the names of contenders to measure. Empty means all. copy_ is always included.
+        only: parts of the names of contenders to measure. Empty means all. copy_ is always measured.
         threads: the number of threads of PyTorch and ONNX Runtime. None means PyTorch's current number.
         rounds, seconds: as in `measure.rows`.
-        stream: the length of the long sequence, in tokens. 0 skips it.
+        stream: the length in tokens of the long sequence that is rotated in chunks. 0 skips it.
     """
 
     tokens: Sequence[int] = (1, 128, 1024, 4096)
@@ -60,11 +60,12 @@ def run(
             raises before the long run.
 
     Returns:
-        The content of the JSON file: date, machine, versions, commit, settings, threads, rows (`measure.rows`) and
-        stream (`measure.stream`).
+        The content of the JSON file: the entries of `machine.describe`, and date, settings, threads, rows
+        (`measure.rows`) and stream (`measure.stream`).
 
     Raises:
-        RopeError: `only` matches no contender, a file cannot be written, or matplotlib is missing.
+        RopeError: `only` matches no contender but copy_; a file cannot be written; or plot_file is passed, but
+            matplotlib is missing.
     """
     contenders = select_contenders([*CONTENDERS, *PEERS], settings.only, settings.compiled)
     if settings.threads is not None:

@@ -1,1 +1,1 @@
-"""The commands of the command line, one file each. A command imports torch only when it runs, if it needs torch."""
+"""The commands of the command line, one file each. Commands that need torch import it only when they run."""

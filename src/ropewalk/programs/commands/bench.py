@@ -114,8 +114,8 @@ def bench(
 ) -> None:
     """Time ropewalk's rotation, and compare it with a plain copy, the code that most projects use, and other libraries.
 
-    The result of every contender is checked before it is timed. The benchmark runs on the CPU unless --device cuda is
-    given.
+    Every result is checked before its computation is timed. The benchmark runs on the CPU unless --device cuda
+    is given.
     """
     _refuse_options_without_effect(context, "--decode" if decode else f"--device {device}")
     from ropewalk.programs import bench as the_bench
@@ -157,7 +157,7 @@ _NO_EFFECT = {
 
 
 def _refuse_options_without_effect(context: click.Context, mode: str) -> None:
-    """Raise a RopeError if an option was passed that has no effect with this --decode or --device."""
+    """Raise a RopeError if an option was passed that has no effect in `mode`, a key of _NO_EFFECT."""
     for option in context.command.params:
         name, flag = str(option.name), option.opts[0]
         if name in _NO_EFFECT[mode] and context.get_parameter_source(name) is not ParameterSource.DEFAULT:

@@ -61,11 +61,13 @@ def check(
     """Measure what the rotary embedding TARGET computes, and name its bug.
 
     TARGET is a function or a class, given as module:name or file.py:name. Give two names, as in file.py:make,apply, if
-    the first computes cos and sin for the second. transformers:MODEL checks the code of transformers for a model.
+    the first computes cos and sin for the second. transformers:MODEL checks the code of transformers for
+    a model type.
 
     TARGET is imported and called, so check only code that you would run.
 
-    The exit status is 0 if the code is right, 1 if it is wrong, and 2 if it cannot be judged.
+    The exit status is 0 if the code is right, 1 if it is wrong (or, with --strict, if there are cautions), and 2 if it
+    cannot be judged.
     """
     click.echo(ropewalk.conformance.says_what_runs(target), err=True)
     sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
@@ -81,7 +83,7 @@ def check(
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Parse NAME=VALUE into name → value. A value is read as a Python literal, or else kept as text."""
+    """Parse arguments NAME=VALUE into a dict. A value that is not a Python literal is kept as text."""
     values = {}
     for argument in arguments:
         name, equals, text = argument.partition("=")

@@ -68,7 +68,7 @@ def convert(
     """Convert the checkpoint SRC to another pairing of channels, into the new folder DST.
 
     SRC is the folder of a Hugging Face model (safetensors), of a LoRA adapter, or of Meta's Llama (consolidated.*.pth
-    and params.json). The rows of q and k are reordered. No number changes, and everything else is copied.
+    and params.json). The rows of the q and k weights are reordered. No number changes, and everything else is copied.
 
     DST appears only when it is complete. To continue after an interruption, run the same command again.
     """
@@ -99,7 +99,7 @@ def convert(
 
 
 def _describe(plan: Plan, *, listed: bool) -> None:
-    """Print what the conversion is going to do; with `listed`, for every tensor."""
+    """Print what the conversion will do. If `listed`, also list the tensors whose rows move."""
     source = plan.source
     names = {"hf": "Hugging Face", "meta": "Meta", "adapter": "LoRA adapter"}
     layers = len(source.ropes.layers)
@@ -125,7 +125,7 @@ def _describe(plan: Plan, *, listed: bool) -> None:
 
 
 class _Progress:
-    """Show the progress on stderr: one line that is updated on a terminal, otherwise a line for each file."""
+    """Shows the progress on stderr: on a terminal in one line that is updated, otherwise in one line for each file."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()

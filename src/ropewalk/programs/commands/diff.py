@@ -56,8 +56,8 @@ def diff(
     """Compare how engines read the config SOURCE, or compare the configs SOURCE and SOURCE2.
 
     With one config, show the attention factor, the frequencies and the scores of transformers, vLLM, SGLang, llama.cpp,
-    mlx-lm and exllamav3, how much they differ, and which engines do not support the config. With two configs, show what
-    changed, and whether weights and KV caches are still valid.
+    mlx-lm and exllamav3, how much these engines differ, and which of them do not support the config. With two
+    configs, show what changed, and whether weights and KV caches are still valid.
 
     A source is a config.json, the folder of a model, or a hub id (owner/name). If you compare two sources, they can
     also be Meta's params.json or GGUF files. No model is run, and no weights are read.
@@ -84,7 +84,7 @@ def diff(
 
 
 def _draw(rows: list[tuple[Mapping[str, ropewalk.Rope], int]], plot: Path, *, err: bool) -> None:
-    """Draw one picture for each row. If there are several, number the files."""
+    """Draw one picture for each group of ropes, up to its length. If there are several pictures, number the files."""
     if not rows:
         raise click.ClickException("--plot: no ropes can be drawn in the same axes.")
     paths = [plot] if len(rows) == 1 else [plot.with_stem(f"{plot.stem}-{i}") for i in range(1, len(rows) + 1)]

@@ -74,7 +74,7 @@ def explain(
 def _pictures(
     ropes: ropewalk.ModelRopes, length: int | None, plot: Path
 ) -> list[tuple[ropewalk.Rope, tuple[str, ...], str, Path]]:
-    """Return the pictures to draw: rope, names of its axes, description, and file.
+    """Return a tuple for each picture to draw: the rope, the names of its axes, a description, and the file.
 
     The ropes of the vision tower come last. If there are several pictures, their files are numbered.
     """

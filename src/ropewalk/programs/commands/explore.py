@@ -67,11 +67,12 @@ def explore(
     """Draw the ropes of every SOURCE on one interactive page, and open it in a browser.
 
     The page shows inverse frequencies before and after scaling, vectors that rotate with the position, all pairs over
-    positions, scores over distance, and the angles that occur at a length but did not occur in training. The
-    page is a single file and needs no network.
+    positions, scores over distance, and the angles that occur at the length of the longest sequence but did not
+    occur in training. The page is a single file and needs no network.
 
     A SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
-    meta-llama/Llama-3.1-8B. Without a SOURCE, the page compares five scaling schemes on the rope of Llama 3.
+    meta-llama/Llama-3.1-8B. Without a SOURCE, the page compares the rope of Llama 3 without scaling and with four
+    scaling schemes.
     """
     from ropewalk import plots
 
@@ -104,7 +105,7 @@ def explore(
 
 
 def _name(source: Path) -> str:
-    """Name a source on the page: by the folder of a config.json or params.json, or by the last part of its path."""
+    """Return the name of a source on the page: the folder of a config.json or params.json, else the last path part."""
     path = source.resolve()
     folder = path.parent.name if path.name in ("config.json", "params.json") else ""
     return folder or path.name

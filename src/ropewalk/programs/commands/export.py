@@ -1,4 +1,4 @@
-"""`ropewalk export`: export a model of the lab for another program."""
+"""`ropewalk export`: export a model that `ropewalk lab` trained, for Hugging Face or llama2.c."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def export(checkpoint: Path, target: Path, form: str, max_positions: int, force:
     tokenizer.bin is written next to it.
 
     Existing files are replaced only with --force, and then only the files named above. CHECKPOINT itself, and folders
-    that hold anything else, are never replaced.
+    that contain other files, are never replaced.
     """
     from ropewalk.lab import export as the_export
 

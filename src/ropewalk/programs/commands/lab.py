@@ -35,14 +35,14 @@ def lab(task: str | None, quick: bool, baselines: bool, seed: int, out: Path) ->
     """Train small models on short sequences, and measure context-extension methods on long ones.
 
     There are two tasks: to copy a sequence, and to model the text that ships with Python. Both run with three seeds,
-    which takes about an hour on two cores; --quick takes less than 6 minutes. The command prints an estimate of the
-    time before it starts. At the end it writes tables, JSON, plots and a report.
+    which takes about an hour on two cores. --quick runs only the first task, with one seed, in less than 6 minutes. The
+    command prints an estimate of the time before it starts. At the end it writes tables, JSON, plots and a report.
 
     The methods are no scaling, position interpolation (PI), NTK, NTK by parts, Llama 3, YaRN, the dynamic forms of PI,
     NTK and YaRN, and Self-Extend. Models are also fine-tuned with no scaling, PI, NTK, YaRN and a larger base.
 
-    To get a model that writes text, run `ropewalk lab --task text`. Before anything else, this command trains the
-    model, which it saves from the first step on. With the default --out and --seed, the file is
+    To get a model that writes text, run `ropewalk lab --task text`. This command trains the model before anything else,
+    and saves it from the first step on. With the default --out and --seed, the file of the model is
 
     \b
       ropewalk-lab/parts/text-0-trained.safetensors
