@@ -52,7 +52,8 @@ def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0)
     Raises:
         RopeError: rope has axes or depends on the length; positions are invalid; centre or scale_base is out of range;
             or, on the CPU and not under torch.compile, the scale overflows float32 because a position is more than
-            70.8 · scale_base from the centre (36,260 tokens for 512). In float16, q and k overflow beyond 4,530 tokens.
+            70.8 · scale_base from the centre (36,260 tokens for 512). In float16, channels
+            of size 1 overflow at more than 4,530 tokens from the centre.
 
     Example:
         >>> from ropewalk import Rope, xpos

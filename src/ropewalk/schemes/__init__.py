@@ -1,6 +1,6 @@
 """The schemes, which define how fast each pair rotates. Each is a frozen dataclass of plain numbers in its own file.
 
-To add a scheme, add its file and register the class at the end of this one.
+To add a scheme, add its file, and register its class at the end of this file.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def register(scheme: _Class) -> _Class:
         The same class.
 
     Raises:
-        RopeError: the class is not of that form or has no `rope_type`, or another scheme has its name, rope_type or one
-            of its aliases.
+        RopeError: the class is not such a dataclass or has no `rope_type`, or another scheme already has its name, its
+            rope_type or one of its aliases.
 
     Example:
         >>> from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checks for every scheme, including those from outside: its class, its construction and its return values."""
+"""Check the class, the construction and the return values of every scheme, including schemes of other packages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
         values: maps each field to its value.
 
     Raises:
-        RopeError: the scheme's own error, or any other exception that building it raises, with its name and values. A
-            scheme that is not hashable is an error too.
+        RopeError: the error that the scheme raises; or, if it raises another exception or is not hashable, an error
+            with the name and values of the scheme.
     """
     try:
         instance = scheme(**values)
@@ -36,10 +36,10 @@ def build(scheme: type[Scaling], values: Mapping[str, Any]) -> Scaling:
 
 
 def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[float, ...], float] | None:
-    """Return the checked inv_freq and attention factor of a rope, or None if they depend on the length.
+    """Return the checked inv_freq and attention factor of a scheme, or None if they depend on the length.
 
     Raises:
-        RopeError: the scheme's own error, any other exception that it raises, or an invalid return value.
+        RopeError: the scheme raises an error or any other exception, or returns an invalid value.
     """
     try:
         result = scheme.frequencies(base, rotary_dim)

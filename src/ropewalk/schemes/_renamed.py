@@ -7,12 +7,12 @@ from typing import Any
 
 
 class OldName:
-    """Returns a renamed attribute when it is read by its old name.
+    """The old name of a renamed attribute. It warns when it is read, and returns the attribute of the new name.
 
     Assign an instance to the old name in the class that defines the new name.
 
     Args:
-        new: the new name.
+        new: the new name of the attribute.
     """
 
     def __init__(self, new: str) -> None:
@@ -24,7 +24,7 @@ class OldName:
 
     @property
     def message(self) -> str:
-        """The text of the warning."""
+        """The text of the DeprecationWarning."""
         return f"{self.old} was renamed to {self.new}. The old name will be removed in the next release."
 
     def __get__(self, instance: object | None, owner: type) -> Any:
@@ -36,7 +36,7 @@ class OldName:
 
 
 def adopt_old_names(cls: type) -> None:
-    """Define the new name in a class that defines only the old one. Call this from `__init_subclass__`."""
+    """Define the new names of attributes in a class that defines only the old ones. `__init_subclass__` calls this."""
     for base in cls.__mro__[1:]:
         for name, value in vars(base).items():
             if isinstance(value, OldName) and name in vars(cls) and value.new not in vars(cls):

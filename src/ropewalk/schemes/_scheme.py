@@ -1,6 +1,7 @@
 """Base classes of schemes. A scheme holds plain numbers, the rule that applies them to frequencies, and metadata.
 
-Config readers, writers, `explain` and plots get everything they need from these methods. None of them names a scheme.
+Config readers, config writers, `explain` and plots use only the methods of these classes, so they need no code for
+particular schemes.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class Scaling(ABC):
 
     Attributes:
         rope_type: the scheme's name in a Hugging Face config (`rope_parameters["rope_type"]`).
-        aliases: other names for it in configs.
+        aliases: other names of the scheme in configs.
         in_configs: whether a config may contain `rope_type`. False for schemes that only code creates.
-        keys_without_effect: maps keys that occur in configs of this scheme but have no effect to the rest of the
-            sentence that explains it, such as "records that the weights were fine-tuned".
+        keys_without_effect: maps each key that occurs in configs of this scheme but has no effect to the
+            reason. It completes a sentence about the key, such as "it records that the weights were fine-tuned".
         gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. A
             scheme with an empty dict cannot occur as `rope.scaling.type` of a GGUF file.
-        whole_head: whether the share of the head that rotates is a field of the scheme. `Rope.rotary_dim` is then the
-            whole head.
+        whole_head: whether a field of the scheme sets how many channels of the head rotate. `Rope.rotary_dim` is then
+            the whole head.
         per_axis: whether the scheme also applies to the frequencies of each axis (`Axes.axial`), where `rotary_dim` is
-            the number of channels of one axis. Its attention factor must not depend on that number.
+            the number of channels of one axis. The attention factor of the scheme must not depend on this number.
     """
 
     rope_type: ClassVar[str]
@@ -128,7 +129,7 @@ class Scaling(ABC):
 
         Args:
             longest: the model's length in tokens that the file states, or None.
-            named: the key that states it.
+            named: the key of the file that states `longest`.
             trained: the length before scaling, in tokens, if the file states it outside the scheme.
         """
         return []
@@ -139,9 +140,9 @@ class Scaling(ABC):
         return 1.0
 
     def as_base(self, base: float, rotary_dim: int) -> float | None:
-        """Return the base that gives the same rope without the scheme, or None if there is none.
+        """Return the base that gives the same frequencies without the scheme, or None if there is no such base.
 
-        Writers use it for configs that cannot express the scheme.
+        Config writers use this base if the config format cannot express the scheme.
         """
         return None
 
@@ -156,8 +157,9 @@ class Scheme(Scaling):
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies that deployed code computes in float32, rounding after each operation.
 
-        `Rope.at` uses them for `numerics`. This default, for schemes without deployed code, rounds `inv_freq` once. A
-        scheme whose deployed code works in float32 overrides it, and so must a subclass that overrides `inv_freq`.
+        `Rope.at` uses them unless its `numerics` is "exact". This default, for schemes without deployed code, rounds
+        `inv_freq` once. A scheme whose deployed code works in float32 overrides this method. If a subclass of such a
+        scheme overrides `inv_freq`, it must override this method as well.
         """
         numbers: list[float] = np.array(self.inv_freq(base, rotary_dim), dtype=np.float64).astype(np.float32).tolist()
         return tuple(numbers)
@@ -178,7 +180,7 @@ class Scheme(Scaling):
 
 
 class LengthDependent(Scaling):
-    """A scheme whose frequencies depend on the length of the sequence. `Rope.at_length` replaces it by a `Scheme`."""
+    """A scheme whose frequencies depend on the length of the sequence. `at_length` returns the `Scheme` for one."""
 
     @abstractmethod
     def at_length(self, n: int) -> Scheme | None:

@@ -1,8 +1,8 @@
 """Dynamic NTK: no scaling up to the trained length, and NTK-aware scaling that grows with the length beyond it.
 
-The frequencies depend on the length of the sequence. Engines disagree on which length that is: that of this call, of
-the longest call so far, or the configured maximum. Keys already in a cache keep the rotation of an earlier length. In
-ropewalk the caller fixes the length once, with `rope.at_length(n)`.
+The frequencies depend on the length of the sequence. Engines disagree on which length that is: the length
+of this call, the length of the longest call so far, or the configured maximum. Keys already in a cache keep the
+rotation of an earlier length. In ropewalk the caller fixes the length once, with `rope.at_length(n)`.
 
 Source: emozilla, "Dynamically Scaled RoPE" (2023); Peng et al. 2023, arXiv:2309.00071, section 3.3. Deployed as
 `_compute_dynamic_ntk_parameters` in transformers 5.23.
@@ -60,17 +60,17 @@ class DynamicNTK(LengthDependent):
 
     @classmethod
     def class_for_keys(cls, keys: Collection[str]) -> type[Scaling]:
-        """Return `NTK` if the config has the key alpha (Hunyuan): its frequencies are the same at every length."""
+        """Return `NTK`, which does not depend on the length, if the config has the key alpha (Hunyuan)."""
         return NTK if "alpha" in keys else cls
 
     @classmethod
     def derived_fields(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
-        """Take max_position_embeddings from the model if the scheme's section omits it."""
+        """Return max_position_embeddings of the model's config if the parameters of the scheme omit it."""
         name = "max_position_embeddings"
         return {} if longest is None or name in stated else {name: (longest, name)}
 
     def to_hf(self) -> dict[str, Any]:
-        """Return rope_type and factor. max_position_embeddings is a key of the model, not of this section."""
+        """Return rope_type and factor. max_position_embeddings is a key of the config, not of `rope_parameters`."""
         return {"rope_type": self.rope_type, "factor": self.factor}
 
     def trained_length(self, longest: int | None) -> int:

@@ -64,11 +64,11 @@ class Llama3(Scheme):
         )
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies in radians per position: kept, divided or blended by the number of turns."""
+        """Return the frequencies in radians per position: kept, divided or blended, as the class describes."""
         return tuple(self._scale_frequency(w) for w in default.inv_freq(base, rotary_dim))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies of transformers 5.23 and Meta's code, which compute the same rule in float32."""
+        """Return the frequencies as transformers 5.23 and Meta's code compute them, in float32."""
         import torch
 
         length, low, high = self.original_max_position_embeddings, self.low_freq_factor, self.high_freq_factor

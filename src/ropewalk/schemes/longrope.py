@@ -35,7 +35,8 @@ class LongRoPE(LengthDependent):
         short_mscale, long_mscale: the attention factor of each list (Phi-3.5-MoE), or None. Pass both or neither.
 
     Raises:
-        RopeError: a value is outside its range, a list has the wrong length, or nothing gives the attention factor.
+        RopeError: a value is outside its range; short_factor or long_factor has the wrong length; or factor,
+            attention_factor and the mscales are all None.
     """
 
     rope_type: ClassVar[str] = "longrope"
@@ -90,7 +91,7 @@ class LongRoPE(LengthDependent):
         check_one_per_pair("LongRoPE", "long_factor", self.long_factor, rotary_dim)
 
     def at_length(self, n: int) -> PerPair:
-        """Return `PerPair`: with the long list if n exceeds original_max_position_embeddings, else the short one."""
+        """Return `PerPair` with long_factor if n exceeds original_max_position_embeddings, else with short_factor."""
         long = n > self.original_max_position_embeddings
         mscale = self.long_mscale if long else self.short_mscale
         return PerPair(
@@ -105,7 +106,7 @@ class LongRoPE(LengthDependent):
 
     @classmethod
     def derived_fields(cls, stated: Mapping[str, Any], longest: int | None) -> dict[str, tuple[Any, str]]:
-        """Compute a missing factor as the model's length / the trained length, if that is at least 1."""
+        """Return a missing factor: longest / original_max_position_embeddings, if this ratio is at least 1."""
         trained = stated.get("original_max_position_embeddings")
         if "factor" in stated or longest is None or not isinstance(trained, int) or not 0 < trained <= longest:
             return {}

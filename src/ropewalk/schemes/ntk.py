@@ -52,8 +52,8 @@ class NTK(Scheme):
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
         """Return the frequencies of transformers 5.23 for Hunyuan: the larger base is in float64, the rest in float32.
 
-        For dynamic NTK, transformers computes the larger base in float32 if the length is a tensor. At a quarter of the
-        lengths (measured on 1,659), its frequencies then differ from these in the last bits.
+        For dynamic NTK, transformers computes the larger base in float32 if the length is a tensor. At a quarter of
+        1,659 measured lengths, its frequencies then differ from these in the last bits.
         """
         return default.inv_freq_float32(self.as_base(base, rotary_dim), rotary_dim)
 

@@ -51,9 +51,9 @@ class PerPair(Scheme):
         return tuple(w / f for w, f in zip(default.inv_freq(base, rotary_dim), self.factors, strict=True))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return 1 / (factor · power) in float32, as `_compute_longrope_parameters` in transformers 5.23 does.
+        """Return 1 / (factor · base^(2i / rotary_dim)) in float32, as transformers 5.23 does for LongRoPE.
 
-        llama.cpp divides the angle instead. Its rounding is not reproduced.
+        llama.cpp divides the angle instead. This method does not reproduce its rounding.
         """
         import torch
 
@@ -66,7 +66,7 @@ class PerPair(Scheme):
         return self.attention_factor
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts of every scheme. The factor of a pair that does not rotate is None (null in JSON)."""
+        """Return `rope_type` and every field. An infinite factor (no rotation) becomes None (null in JSON)."""
         factors = [factor if math.isfinite(factor) else None for factor in self.factors]
         return {**super().facts(), "factors": factors}
 
@@ -87,7 +87,7 @@ _LEAST = 1e-300
 
 
 def positive_numbers(who: str, name: str, values: Any, *, infinite: bool = False) -> tuple[float, ...]:
-    """Return a list of numbers greater than 0 as a tuple. Its length is bounded, to bound messages and memory.
+    """Return a list of numbers greater than 0 as a tuple. Longer lists than any head needs are rejected.
 
     Args:
         who, name: for messages.
@@ -95,7 +95,7 @@ def positive_numbers(who: str, name: str, values: Any, *, infinite: bool = False
         infinite: whether an infinite number is allowed.
 
     Raises:
-        RopeError: `values` is not such a list.
+        RopeError: `values` is not a list or tuple of such numbers, or is too long.
     """
     if not isinstance(values, (list, tuple)) or not 1 <= len(values) <= _checks.MAX_HEAD_DIM // 2:
         raise _checks.error(

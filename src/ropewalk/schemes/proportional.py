@@ -1,7 +1,7 @@
 """Proportional RoPE (p-RoPE): the fastest pairs rotate as in a whole head, and the others do not rotate.
 
 This is not partial rotation. The exponent and the pairs are those of the whole head (channel i pairs with
-i + head_dim/2), so the same share gives other frequencies and other channels than partial rotation.
+i + head_dim/2). Partial rotation of the same number of pairs has other frequencies, and rotates other channels.
 
 Source: Barbero et al. 2024, "Round and Round We Go!", arXiv:2410.06205, section 6.1. Deployed as
 `_compute_proportional_rope_parameters` in transformers 5.23 (Gemma 4).
@@ -51,13 +51,13 @@ class Proportional(Scheme):
         object.__setattr__(self, "factor", _checks.number("Proportional", "factor", self.factor, at_least=1.0))
 
     def inv_freq(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies in radians per position: the default ones / factor, and 0 for the other pairs."""
+        """Return the default frequencies divided by factor, in radians per position. Unrotated pairs have 0."""
         rotated = self._rotated_pairs(rotary_dim)
         inv_freq = default.inv_freq(base, rotary_dim)
         return tuple(w / self.factor if i < rotated else 0.0 for i, w in enumerate(inv_freq))
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies of transformers 5.23: the default ones and the division are in float32."""
+        """Return the same frequencies as `inv_freq`, but computed in float32 as in transformers 5.23."""
         rotated = self._rotated_pairs(rotary_dim)
         slowed = default.to_floats(1.0 / default.powers_float32(base, rotary_dim) / self.factor)
         return slowed[:rotated] + (0.0,) * (rotary_dim // 2 - rotated)

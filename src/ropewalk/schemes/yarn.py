@@ -1,8 +1,9 @@
 """YaRN: keep fast frequencies and divide slow ones, as Llama 3 does, and sharpen attention by a factor.
 
-Between the two, a ramp is linear in the *pair index*. It runs from the pair that completes `beta_fast` turns within the
-trained length to the pair that completes `beta_slow`. That is the authors' code, which every runtime follows. The
-paper's text defines the ramp over the number of turns instead, and a single frequency then differs by up to 3.3 times.
+Between fast and slow pairs, a ramp blends kept and divided frequencies. The ramp is linear in the *pair index*. It runs
+from the pair that completes `beta_fast` turns within the trained length to the pair that completes `beta_slow` turns.
+The authors' code and every runtime define the ramp in this way. The paper's text defines it over the number of turns
+instead, which changes single frequencies by a factor of up to 3.3.
 
 Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, sections 3.2 to 3.4; jquesnelle/yarn at 995db5b
 (LlamaYaRNScaledRotaryEmbedding). Deployed as `_compute_yarn_parameters` in transformers 5.23. mscale and
@@ -117,7 +118,7 @@ class YaRN(Scheme):
         )
 
     def inv_freq_float32(self, base: float, rotary_dim: int) -> tuple[float, ...]:
-        """Return the frequencies of transformers 5.23 and the authors' code.
+        """Return the frequencies that transformers 5.23 and the authors' code compute.
 
         The ends of the ramp are computed in float64, everything else in float32.
         """
@@ -131,7 +132,7 @@ class YaRN(Scheme):
         return default.to_floats(1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept)
 
     def ramp(self, base: float, rotary_dim: int) -> tuple[float, float]:
-        """Return the pair indices at which the ramp starts (up to it, frequencies are kept) and ends (all divided)."""
+        """Return the pair index up to which frequencies are kept, and the one from which they are divided by factor."""
         low = self._index_of_turns(self.beta_fast, base, rotary_dim)
         high = self._index_of_turns(self.beta_slow, base, rotary_dim)
         if self.truncate:
@@ -159,7 +160,7 @@ class YaRN(Scheme):
 
     @property
     def softmax_factor(self) -> float:
-        """m(mscale_all_dim)², dimensionless; 1 if mscale_all_dim is None or 0."""
+        """m(mscale_all_dim)² with the m of the class, dimensionless; 1 if mscale_all_dim is None or 0."""
         if not self.mscale_all_dim:
             return 1.0
         m = self._mscale(self.mscale_all_dim)
