@@ -46,12 +46,13 @@ before it changes anything, and raises an error if they do not match.
 - **drift of transformers**: the same measure at positions 99,936 to 99,999, between the logits of transformers and
   those of its own function with exact tables (cos and sin computed with 60 digits and rounded once to float32).
 - **exact, bitwise**: whether the logits with ropewalk are bitwise identical to those of transformers' function with
-  exact tables, at these positions.
+  exact tables, at positions 99,936 to 99,999.
 - **theirs, bitwise**: whether the logits with `angles="theirs"` are bitwise identical to those of transformers, at
-  these positions.
+  positions 99,936 to 99,999.
 - **gradients**: the largest difference of a parameter's gradient from that in transformers. The difference is
   divided by the norm of the gradient, or by 1 % of the largest gradient norm of any parameter if that is larger.
-- **tokens**: whether 12 greedily generated tokens are the same. A dash stands for a model that does not generate.
+- **tokens**: whether 12 greedily generated tokens are the same before and after `accelerate`. A dash stands for a
+  model that does not generate.
 - **restored**: whether the logits after `restore` are bitwise identical to those before `accelerate`.
 
 These models were also compiled with `fullgraph=True`, in a process that had not run them before: {compiled}.
@@ -63,9 +64,10 @@ _TOWERS_HEAD = (
     TOWERS_AT
     + """
 The second table lists {count} towers, each with random weights in float32. Their inputs are images of several sizes,
-several packed images, and videos for towers that accept them. The columns compare the last hidden states instead of
-the logits. **difference** is measured at the positions of these images, which go up to 8. **rope** also names the
-pattern of the axes, which is the name of a constructor of [`Axes`](several-axes.md#which-pair-uses-which-axis).
+several packed images, and videos for towers that accept them. In this table, the columns compare the last hidden states
+instead of the logits. **difference** and **theirs, bitwise** are measured at the positions of these images, which go up
+to 8. **rope** also names the pattern of the axes, which is the name of a constructor of
+[`Axes`](several-axes.md#which-pair-uses-which-axis).
 
 """
 )

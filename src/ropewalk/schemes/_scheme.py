@@ -31,7 +31,7 @@ class Scaling(ABC):
         aliases: other names of the scheme in configs.
         in_configs: whether a config may contain `rope_type`. False for schemes that only code creates.
         keys_without_effect: maps each key that occurs in configs of this scheme but has no effect to the
-            reason. It completes a sentence about the key, such as "it records that the weights were fine-tuned".
+            reason, as a phrase that follows "it", such as "records that the weights were fine-tuned".
         gguf: maps a field to its key in a GGUF file (without the architecture prefix) or to the name of its tensor. A
             scheme with an empty dict cannot occur as `rope.scaling.type` of a GGUF file.
         whole_head: whether a field of the scheme sets how many channels of the head rotate. `Rope.rotary_dim` is then
