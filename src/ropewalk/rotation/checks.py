@@ -65,7 +65,7 @@ def check_tensors(
 ) -> None:
     """Raise unless q, and k if present, have the axes of `layout` and match cos and sin.
 
-    A quick check accepts nearly every valid call. Only for the other calls do the checks run that raise each error.
+    A quick check accepts nearly every valid call. If it rejects a call, separate checks run, which raise the errors.
     """
     if per_head or not _pass_quick_check(tensors, layout, cos, sin, head_dim, rotary_dim):
         for name, x in zip(("q", "k"), tensors, strict=False):

@@ -117,7 +117,7 @@ def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layo
 
 
 def _dtensor_like(part: Tensor, x: Any) -> Tensor:
-    """Wrap a local part, contiguous or with the strides of x's, in a DTensor with the placements and shape of x."""
+    """Wrap a local part in a DTensor like x. The part is contiguous or has the strides of the local part of x."""
     if part.stride() == x._local_tensor.stride():
         wrapped: Tensor = type(x)(part, x._spec, requires_grad=False)
         return wrapped
@@ -185,7 +185,7 @@ def redistribute_tables(cos: Tensor, sin: Tensor, x: DTensor, layout: Layout) ->
 
 
 def convert_for_lookup(rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert rows, cos and sin to DTensors, of which one already is, and replicate the tables for local lookups."""
+    """Convert rows, cos and sin to DTensors of one mesh. Replicate cos and sin, so that ranks look up rows locally."""
     meshes = {x.device_mesh for x in (rows, cos, sin) if is_dtensor(x)}
     if len(meshes) > 1:
         fix = "Distribute rows over that mesh."
@@ -225,7 +225,7 @@ def has_rule(x: DTensor) -> bool:
 
 
 def reshard_gradient(grad: Tensor, forward: tuple[Any, ...]) -> Tensor:
-    """Shard a gradient along mesh axes on which it is replicated but `forward`, the placements of x, are sharded."""
+    """Shard a gradient along mesh axes on which it is replicated, although the rotated tensor (`forward`) was not."""
     if not is_dtensor(grad) or grad.placements == forward:
         return grad
     placements = [f if g.is_replicate() and f.is_shard() else g for g, f in zip(grad.placements, forward, strict=True)]
@@ -267,7 +267,7 @@ def _sharding_rule(count: int, *arguments: Any) -> list[tuple[list[Any], list[An
 
 
 def _map_axes(layout: Layout, shape: tuple[int, ...], *, per_head: bool) -> _AxisMap:
-    """Map the batch, token and head axes of q to those axes of a table with this shape that correspond to them."""
+    """Map each batch, token or head axis of q to the corresponding axis of a table of this shape, if there is one."""
     at_batch, at_tokens, at_heads, _ = AXES[layout]
     axis_map: _AxisMap = {}
     if len(shape) > 1:

@@ -39,7 +39,7 @@ def frequencies(scheme: Scaling, base: float, rotary_dim: int) -> tuple[tuple[fl
     """Return the checked inv_freq and attention factor of a scheme, or None if they depend on the length.
 
     Raises:
-        RopeError: the scheme raises an error or any other exception, or returns an invalid value.
+        RopeError: the scheme raises a RopeError or another exception, or returns an invalid value.
     """
     try:
         result = scheme.frequencies(base, rotary_dim)

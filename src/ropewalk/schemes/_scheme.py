@@ -180,7 +180,7 @@ class Scheme(Scaling):
 
 
 class LengthDependent(Scaling):
-    """A scheme whose frequencies depend on the length of the sequence. `at_length` returns the `Scheme` for one."""
+    """A scheme whose frequencies depend on the sequence length. `at_length` returns the `Scheme` for a length."""
 
     @abstractmethod
     def at_length(self, n: int) -> Scheme | None:

@@ -160,7 +160,7 @@ class YaRN(Scheme):
 
     @property
     def softmax_factor(self) -> float:
-        """m(mscale_all_dim)² with the m of the class, dimensionless; 1 if mscale_all_dim is None or 0."""
+        """m(mscale_all_dim)², with m as in the class docstring, dimensionless; 1 if mscale_all_dim is None or 0."""
         if not self.mscale_all_dim:
             return 1.0
         m = self._mscale(self.mscale_all_dim)

@@ -88,7 +88,7 @@ def cases(settings: GpuSettings) -> Iterator[Case]:
     """Yield the cases to measure.
 
     They are a batch of sequences (forward and, if set, backward), a long and a short prompt, decoding with several
-    batch sizes, and cos and sin at large positions. Rehearsals have fewer and smaller cases.
+    batch sizes, and cos and sin at large positions. For a rehearsal, there are fewer and smaller cases.
     """
     device = "cpu" if settings.rehearse else "cuda"
     batch, tokens, prompts, rows = (2, 64, (32,), (4,)) if settings.rehearse else (4, 4096, (32_768, 1024), _BATCHES)

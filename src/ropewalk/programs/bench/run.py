@@ -1,4 +1,4 @@
-"""The benchmark on a CPU: all cases, then a long sequence in chunks, reported as text, JSON and a plot."""
+"""The benchmark on a CPU, for several sizes and for a long sequence in chunks. It reports text, JSON and a plot."""
 
 from __future__ import annotations
 
