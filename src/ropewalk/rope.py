@@ -146,7 +146,7 @@ class Rope:
 
     @property
     def wavelength(self) -> np.ndarray:
-        """The tokens in a full turn of each pair, 2π / inv_freq: float64 `[rotary_dim // 2]`; inf if inv_freq is 0.
+        """The wavelength of each pair in tokens, 2π / inv_freq: float64 `[rotary_dim // 2]`; inf if inv_freq is 0.
 
         Raises:
             RopeError: the frequencies depend on the length (use `at_length`).

@@ -1,1 +1,1 @@
-"""Rotate q and k by given cos and sin. This package knows nothing of schemes, sequence lengths, packing or models."""
+"""Rotate q and k by given cos and sin. This package is independent of schemes, packing and models."""

@@ -299,7 +299,7 @@ def _set_fields(
 
 
 def _rows_per_head(rows: Tensor, table: Tensor) -> Tensor:
-    """Select the given rows of each head from a table `[heads, rows, pairs]`. A row outside the table raises."""
+    """Select the given rows of each head from a table `[heads, rows, pairs]`."""
     return torch.stack([torch.nn.functional.embedding(rows, head) for head in table], dim=-3)
 
 

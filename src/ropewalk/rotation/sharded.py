@@ -91,8 +91,9 @@ def tables_for(
 def fast_path(cache: Any, q: Any, k: Any, cos: Tensor, sin: Tensor, layout: Layout, *options: Any) -> Any:
     """Rotate DTensors entirely in compiled code on the CPU, if the cached tables fit them.
 
-    As with the operators, each rank rotates its own shard, and the results keep the placements. This path saves the
-    20 µs that PyTorch needs to look up the sharding rule and its cached result. Rotating one token takes only 4 µs.
+    As with the operators of `ops`, each rank rotates its own shard, and the results keep the placements. This path
+    saves the 20 µs that PyTorch needs to look up the sharding rule and its cached result. Rotating one token takes only
+    4 µs.
 
     Args:
         cache: the cache that `tables_for` returned.
@@ -202,7 +203,10 @@ def can_share_tables(q: DTensor, k: DTensor) -> bool:
 
 
 def rotates_locally(x: DTensor, layout: Layout) -> bool:
-    """Return whether no rank has only a part of the channels, and every pending reduction is a sum or a mean."""
+    """Return whether x can be rotated without communication.
+
+    This is the case if its channels are not sharded, and if every pending reduction is a sum or a mean.
+    """
     channels = AXES[layout][-1] - 1
     return all(_is_local(p, channels) for p in x.placements)
 

@@ -107,8 +107,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines that summarize the results.
 
     There is one line for each timed result of ropewalk. It compares ropewalk with the copy, and with the fastest other
-    code that computes the same in the same case, in place if ropewalk works in place. The last lines give the errors of
-    cos and sin at large positions.
+    code that computes the same values for the same case. Code that works in place is compared only with code that also
+    works in place. The last lines give the errors of cos and sin at large positions.
     """
     yield ""
     yield "ropewalk: its time / time of copy_, then time of the fastest other contender / its time"

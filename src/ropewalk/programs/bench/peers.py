@@ -33,7 +33,7 @@ def _onnx_runtime(case: Case, inputs: Inputs) -> Call:
     """Prepare a graph of ONNX Runtime with two RotaryEmbedding nodes, one for q and one for k.
 
     The graph reads the inputs without copying them. ONNX Runtime allocates the outputs. Its threads stop spinning after
-    each call, because they would slow down the code that is timed next.
+    each call, because spinning threads would slow down the code that is timed next.
     """
     ort = import_module("onnxruntime")
     options = ort.SessionOptions()

@@ -19,7 +19,7 @@ HEADS = f"{Q_HEADS} query heads, {KV_HEADS} key heads, head_dim {HEAD_DIM}"
 
 
 def select_contenders(every: Sequence[Contender], only: Sequence[str], compiled: bool) -> list[Contender]:
-    """Select contenders by name. FLOOR, the plain copy to which all times are compared, is always selected.
+    """Select the contenders to time. FLOOR, the plain copy to which all times are compared, is always selected.
 
     Args:
         every: all contenders, including FLOOR.
