@@ -43,6 +43,10 @@ class TestWhatItWrites:
             else:
                 assert json.loads((tmp_path / "c" / name).read_text()) == json.loads((source / name).read_text())
 
+    def test_progress_ends_at_100_percent(self, model: Path, tmp_path: Path) -> None:
+        lines = [line for line in run(model, tmp_path / "out", "--to", "interleaved").splitlines() if " % of " in line]
+        assert [line for line in lines if line.startswith("100 % of ")] == lines[-1:]
+
     def test_a_note_about_other_programs(self, model: Path, tmp_path: Path) -> None:
         output = run(model, tmp_path / "b", "--to", "interleaved")
         assert (

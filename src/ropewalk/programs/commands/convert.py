@@ -125,7 +125,7 @@ def _describe(plan: Plan, *, listed: bool) -> None:
 
 
 class _Progress:
-    """Shows the progress on stderr: on a terminal in one line that is updated, otherwise in one line for each file."""
+    """Shows progress on stderr: one line that is updated on a terminal, else a line for each file and a last one."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -136,6 +136,6 @@ class _Progress:
         percent = 100 * done // max(total, 1)
         if self._terminal and percent != self._percent:
             click.echo(f"\r{percent:3} % of {total:,} bytes, {file}\x1b[K", err=True, nl=done == total)
-        elif not self._terminal and file != self._file:
+        elif not self._terminal and (file != self._file or (done == total and self._percent < 100)):
             click.echo(f"{percent:3} % of {total:,} bytes, {file}", err=True)
         self._percent, self._file = percent, file
