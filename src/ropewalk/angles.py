@@ -6,7 +6,8 @@
   GPU calls them through an operator (`kernels/operators.py`).
 - Tensors that the kernels do not support use PyTorch's cos and sin of the phase in float64, rounded once.
 - On devices without float64, the top two bits of the phase give the quadrant, and float32 polynomials give cos and sin
-  of the residual, which is within an eighth of a turn. (The compiled `torch.cos` is off by 1.1e-7, and slow on GPUs.)
+  of the residual, which is within an eighth of a turn. `torch.cos` is not used there: under torch.compile it is off by
+  1.1e-7, and on GPUs it is slow.
 - Fractional positions (image grids) are multiplied by the frequencies in float64.
 - `cos_sin_as_deployed` computes in float32 instead, as deployed code does.
 

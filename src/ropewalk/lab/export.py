@@ -155,11 +155,11 @@ def to_llama2c(
     """Write the file for llama2.c's `run.c`: "version 0" of its export.py, float32, little-endian.
 
     The file begins with seven int32: hidden size, intermediate size of the SwiGLU, number of layers, of heads and of
-    key heads, vocabulary size (negative if the head is not the embedding), longest sequence. The weights follow. Those
-    of one name are stored together for all layers: embedding, norms before attention, q, k, v, o, norms before the
-    SwiGLU, gate, down, up, the last norm. They are followed by cos and sin of every position, which the current run.c
-    skips, and by the head if it is not the embedding. The rows of q and k are in the order of the pairing
-    "interleaved".
+    key heads, vocabulary size (negative if the head is not the embedding), longest sequence. The weights follow:
+    embedding, norms before attention, q, k, v, o, norms before the SwiGLU, gate, down, up, the last norm. A weight that
+    every layer has is stored for all layers before the next one in this list. The weights are followed by cos and sin
+    of every position, which the current run.c skips, and by the head if it is not the embedding. The rows of q and k
+    are in the order of the pairing "interleaved".
 
     For a byte model (256 tokens), `tokenizer.bin` is written to the same folder, unless a file with the same content
     exists.

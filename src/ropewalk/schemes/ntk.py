@@ -58,7 +58,7 @@ class NTK(Scheme):
         return default.inv_freq_float32(self.as_base(base, rotary_dim), rotary_dim)
 
     def as_base(self, base: float, rotary_dim: int) -> float:
-        """Return the larger base."""
+        """Return base · alpha^(d / (d − 2)), with d = rotary_dim: the larger base that gives the frequencies of NTK."""
         if rotary_dim == 2:
             raise _checks.error(
                 "NTK",
