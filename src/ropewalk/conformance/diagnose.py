@@ -1,4 +1,4 @@
-"""Run the steps of a check in order: structure, law, conditions, far positions, dtypes, state."""
+"""Run the steps of a check in order: structure, law of angles, conditions, far positions, dtypes, state, compiling."""
 
 from __future__ import annotations
 

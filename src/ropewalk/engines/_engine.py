@@ -117,7 +117,7 @@ class Rule:
 
     Args:
         source: the file of the engine from which the rule was taken.
-        reads: the keys of the scaling that the engine reads. A note lists the keys in the config that it ignores.
+        reads: the keys of the scaling that the engine reads. A note lists the keys that the engine ignores.
         answer: the function that computes the rope, from a `ConfigRope` and its scheme.
         evidence: as in `Answer`.
     """

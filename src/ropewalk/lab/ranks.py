@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class FirstFailedError(RopeError):
-    """The error that ends the other processes, without a report, after the first process has reported its own."""
+    """The error that ends the other processes after an error in the first one. Only the first process reports it."""
 
 
 @contextmanager

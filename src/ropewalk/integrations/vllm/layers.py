@@ -164,9 +164,9 @@ def _rotation_at(rope: Rope, positions: Tensor, offsets: Tensor | None) -> Rotat
 def _shared_rotation(rope: Rope, positions: Tensor) -> Rotation:
     """Return the Rotation at these positions. The first layer of a forward pass computes it, and the others reuse it.
 
-    The Rotation is stored in vLLM's forward context, which is new in each pass. Address and shape cannot identify the
-    positions, because vLLM writes the positions of every pass into the same buffer. If a pass uses several tensors of
-    positions, each of them gets its own Rotation.
+    The Rotation is stored in vLLM's forward context, which is new in each pass. The address and the shape of a
+    tensor do not tell its positions from those of another pass, because vLLM writes the positions of every pass into
+    the same buffer. If a pass uses several tensors of positions, each of them gets its own Rotation.
     """
     from vllm import forward_context
 
