@@ -9,6 +9,7 @@ Run it after building the site. The configs come from the golden files of the te
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -96,15 +97,18 @@ def take_screenshots(folder: Path) -> None:
             print(f"drew {path}")
 
 
-def main(arguments: list[str]) -> None:
-    if arguments[:1] == ["--pictures"]:
-        take_screenshots(Path(arguments[1]))
-    elif arguments:
-        write(Path(arguments[0]))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", type=Path, help="write the page to this file, and do not check the link")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="take the screenshots instead")
+    options = parser.parse_args()
+    if options.pictures is not None:
+        take_screenshots(options.pictures)
     else:
-        write(PAGE)
-        check_link()
+        write(options.path or PAGE)
+        if options.path is None:
+            check_link()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
