@@ -48,7 +48,7 @@ class ChatGLM(Architecture):
         c.warnings.append(f"{key} multiplies the base, as in ChatGLM3 and GLM-4. ChatGLM2-32K divides positions by it.")
 
     def why_unwritable(self, version: int) -> str:
-        """Return the reason, which is that only the model's own code reads this model_type."""
+        """Return why `to_hf_config` cannot write this model_type: only the model's own code reads it."""
         return "Keep its own config.json: only its own code reads this model_type."
 
 

@@ -34,7 +34,7 @@ class TeleChat(Architecture):
         return rope_keys
 
     def why_unwritable(self, version: int) -> str:
-        """Return the reason, which is that only the model's own code reads this model_type."""
+        """Return why `to_hf_config` cannot write this model_type: only the model's own code reads it."""
         return "Keep its own config.json: only its own code reads this model_type."
 
 

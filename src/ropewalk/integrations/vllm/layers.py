@@ -1,7 +1,7 @@
 """Subclasses of vLLM's rotary layers that rotate through ropewalk.
 
-A layer keeps vLLM's rotation, and logs the reason, if no `Rope` describes the layer or its table differs from the rope.
-`cos_sin_cache` does not change, because fused kernels of vLLM read it.
+A layer keeps vLLM's rotation, and logs the reason, if no `Rope` describes the layer, or if vLLM's table differs from
+the rope and the option `override` is not set. `cos_sin_cache` does not change, because fused kernels of vLLM read it.
 """
 
 from __future__ import annotations
