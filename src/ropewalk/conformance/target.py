@@ -139,12 +139,12 @@ class Method:
 def _from_transformers(target: str, model: str) -> Target:
     """Return the rotary class and the rotating function of a model of transformers, with its default config."""
     try:
-        known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING_NAMES
+        known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     except ImportError as e:
-        fix = "Run: pip install transformers"
-        raise _checks.error(_WHO, "transformers must be installed", "no such package", fix) from e
+        fix = "Install transformers (pip install transformers)."
+        raise _checks.error_from(f"{_WHO}: {target} cannot be loaded", e, fix) from e
     if model not in known:
-        fix = f"Pass a model type such as transformers:llama.{_checks.nearest(model, known)}"
+        fix = f"Pass a model type such as transformers:llama.{_checks.nearest(model, known.keys())}"
         raise _checks.error(_WHO, "TARGET must name a model type of transformers", _checks.shown(model), fix)
     try:
         default = importlib.import_module("transformers").AutoConfig.for_model(model)
