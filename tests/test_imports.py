@@ -250,8 +250,34 @@ def test_loaded_modules_are_detected() -> None:
     assert "torch" in loaded_by("from ropewalk import RotaryEmbedding")
 
 
-def test_no_file_is_too_long() -> None:
-    assert {name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 350} == set()
+# Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
+# and the commit that raises it explains it.
+BUDGET = {
+    "": 2760,
+    "attention": 3310,
+    "checkpoints": 1930,
+    "configs": 7040,
+    "conformance": 3040,
+    "diff": 830,
+    "engines": 940,
+    "integrations": 2700,
+    "kernels": 1410,
+    "lab": 3630,
+    "parallel": 410,
+    "plots": 1240,
+    "positions": 1120,
+    "programs": 3230,
+    "rotation": 1910,
+    "schemes": 1390,
+}
+
+
+def test_each_package_keeps_to_its_budget_of_lines() -> None:
+    lines = dict.fromkeys(BUDGET, 0)
+    for path in MODULES.values():
+        folder, *below = path.relative_to(SOURCE).parts
+        lines[folder if below else ""] += len(path.read_text().splitlines())
+    assert {name: n for name, n in lines.items() if n > BUDGET[name]} == {}
 
 
 def test_errors_are_built_in_one_place() -> None:
