@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import oracle
 import tiny_models
+from ropewalk import Rotation
 from ropewalk.integrations.transformers import accelerate, restore
+from ropewalk.integrations.transformers.attached import attached_to
 
 NEAR, FAR = 5e-6, 99_936  # float32 and float32 tables differ by rounding at the start, and by their drift there
 
@@ -78,17 +80,21 @@ class ExactTables(nn.Module):
         return cos, sin
 
 
-def with_exact_tables(model: nn.Module, positions: Tensor) -> None:
-    """Run the model with its own function and exact tables at these positions."""
+def with_exact_tables(model: nn.Module) -> None:
+    """Run the model with its own function and exact tables."""
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if "RotaryEmbedding" in type(child).__name__:
                 module._modules[name] = ExactTables(child)
-        if "embed_positions" in module._buffers:  # GPT-J: sin, then cos
-            pairs = module.embed_positions.shape[-1] // 2
-            exact = tuple(float(w) for w in oracle.inv_freq(10_000.0, 2 * pairs))
-            cos, sin = cos_sin(tuple(positions.flatten().tolist()), exact)
-            module.embed_positions[positions.flatten()] = torch.from_numpy(np.concatenate((sin, cos), 1)).float()
+
+
+def attached(tables: Any) -> Rotation:
+    """Return the Rotation that is attached to the tables of an accelerated model."""
+    given = {"freqs_cis": tables} if isinstance(tables, Tensor) else {"cos": tables[0], "sin": tables[1]}
+    found = attached_to(given)
+    assert found is not None
+    [rotation] = found.rotations
+    return rotation
 
 
 def tokens(batch: int = 2, seq: int = 64) -> Tensor:
@@ -147,7 +153,7 @@ class Row:
 def measure(name: str) -> Row:
     model, ids, length = tiny_models.build(name), tokens(), tiny_models.LENGTH.get(name)
     exact = tiny_models.build(name)
-    with_exact_tables(exact, torch.arange(FAR, FAR + ids.shape[1]))
+    with_exact_tables(exact)
     reference = model if length is None else exact  # LongRoPE: theirs takes the short frequencies for short sequences
     with torch.no_grad():
         near, far = output(reference, ids), output(model, ids, FAR)

@@ -253,14 +253,14 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 2760,
+    "": 2770,
     "attention": 3310,
     "checkpoints": 1930,
-    "configs": 7040,
+    "configs": 7050,
     "conformance": 3040,
     "diff": 830,
     "engines": 940,
-    "integrations": 2700,
+    "integrations": 2410,
     "kernels": 1410,
     "lab": 3630,
     "parallel": 410,

@@ -89,7 +89,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], **_MAMBA},
     "beam": {},
     "bitnet": {},
-    "codegen": {},
     "cohere": {},
     "cohere2": {},
     "cohere2_moe": {},
@@ -120,7 +119,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "gpt_neox_japanese": {},
     "gpt_oss": {},
-    "gptj": {},
     "granite": {},
     "granite_swa": {},
     "granitemoe": {},
@@ -206,8 +204,6 @@ COMPILED = (
     "gpt_neox",
     "cohere2",
     "gemma3n_text",
-    "gptj",
-    "codegen",
 )
 LENGTH = {"phi3:longrope": 131_072}  # what accelerate has to be told
 

@@ -26,7 +26,12 @@ class RopeError(ValueError):
 
     The message names the context, the requirement, the received value and a fix. It is one printable line: control
     characters and lone surrogates, which a file may contain, are shown as escapes.
+
+    Attributes:
+        unread_key: the config key that `from_config` does not know and that `ignore` may name, or None.
     """
+
+    unread_key: str | None = None
 
     def __init__(self, message: str = "") -> None:
         super().__init__(printable(message))

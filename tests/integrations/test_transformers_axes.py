@@ -11,7 +11,7 @@ from torch import Tensor
 
 import oracle
 import tiny_models
-from model_checks import NEAR, relative, tokens, worst_gradient
+from model_checks import NEAR, attached, relative, tokens, worst_gradient
 from ropewalk import RopeError
 from ropewalk.integrations.transformers import accelerate, restore
 
@@ -94,13 +94,25 @@ def test_the_angle_of_each_pair(name: str) -> None:
     model, axis = built(name), MODELS[name][1]
     [where] = accelerate(model).ropes
     positions = torch.tensor([[99_999, 3], [70_001, 65_537], [2, 131_071]])[:, None]  # [axes, batch, seq]
-    rotation, _ = model.get_submodule(where)(torch.zeros(1, 2, 64), positions)
+    rotation = attached(model.get_submodule(where)(torch.zeros(1, 2, 64), positions))
     assert rotation.cos.shape == (2, len(axis))
     inv_freq = [float(w) for w in oracle.inv_freq(10_000.0, 2 * len(axis))]
     for pair, a in enumerate(axis):
         cos, sin = oracle.cos_sin(positions[a, 0].tolist(), inv_freq[pair : pair + 1])
         torch.testing.assert_close(rotation.cos[:, pair].double(), torch.from_numpy(cos[:, 0]), rtol=0, atol=3.1e-8)
         torch.testing.assert_close(rotation.sin[:, pair].double(), torch.from_numpy(sin[:, 0]), rtol=0, atol=3.1e-8)
+
+
+def test_one_row_of_positions_for_all_axes() -> None:
+    """`generate` passes [1, batch, seq] if it continues from keys that it computed earlier."""
+    model, ids = built("qwen2_vl_text"), tokens(2, 16)
+    rotary, positions = model.rotary_emb, torch.arange(5, 37).reshape(2, 16)
+    accelerate(model)
+    with torch.no_grad():
+        wanted = model(input_ids=ids, position_ids=positions.expand(3, -1, -1))[0]
+        x = torch.zeros(2, 16, 64)
+        assert all(map(torch.equal, rotary(x, positions[None]), rotary(x, positions)))
+        assert torch.equal(model(input_ids=ids, position_ids=positions[None])[0], wanted)
 
 
 def test_gradients() -> None:

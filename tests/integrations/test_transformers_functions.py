@@ -13,17 +13,27 @@ from torch import Tensor, nn
 import oracle
 import tiny_models
 from model_checks import output, tokens
-from ropewalk import Rope, RopeError
+from ropewalk import Rope, Rotation
 from ropewalk.integrations.transformers import accelerate, dispatch, restore
-from ropewalk.integrations.transformers.probe import probe
+from ropewalk.integrations.transformers.attached import Attached, make_tables
+from ropewalk.integrations.transformers.probe import Form, probe
 from rotating_functions import rotating_function, without_key
 
 pytest.importorskip("transformers", "5.23")
 
 
+PLACE = ("file", "function")
+
+
 @pytest.fixture
 def llama() -> Any:
     return tiny_models.build("llama")
+
+
+def carrying(rotation: Rotation, form: Form, place: tuple[str, str] = PLACE) -> Any:
+    """Return tables that carry a Rotation."""
+    rows = rotation.tokens if len(rotation.tokens) == 2 else (1, *rotation.tokens)
+    return make_tables(Attached((rotation,), {place: form}), "halves", rows, torch.float32)
 
 
 class TestProbe:
@@ -83,14 +93,15 @@ class TestDispatcher:
         function = rotating_function("interleaved", "half", whole)
         form = probe(function, "halves")
         assert form is not None
-        rotate = dispatch.dispatcher(function, form)
+        rotate = dispatch.dispatcher(function, PLACE)
         positions = torch.tensor([[0, 5, 9, 70_000, 3]])
         rotation = Rope(8, 10_000.0, "interleaved").at(positions[0])
         cos, sin = oracle.cos_sin(positions[0].tolist(), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
         tables = [torch.from_numpy(t).float().repeat(1, 2)[None] for t in (cos, sin)]
         shape = [2, 3, 5, 12] if layout == "bhsd" else [2, 5, 3, 12]
         q, k = torch.randn(shape), torch.randn(shape)[..., :8]  # keys are the slice alone
-        got = rotate(q, k, cos=rotation, sin=rotation, unsqueeze_dim=axis)
+        cos, sin = carrying(rotation, form)
+        got = rotate(q, k, cos=cos, sin=sin, unsqueeze_dim=axis)
         wanted = function(q, k, *tables, unsqueeze_dim=axis)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(rotate(q, k, *tables, axis), wanted, strict=True))
@@ -104,7 +115,8 @@ class TestDispatcher:
         rotation, q = Rope(8, 10_000.0, "half").at(torch.arange(5)), torch.randn(2, 3, 5, 8)
         cos, sin = oracle.cos_sin(range(5), [float(w) for w in oracle.inv_freq(10_000.0, 8)])
         tables = [torch.from_numpy(t).float().repeat(1, 2)[None] for t in (cos, sin)]
-        got, wanted = dispatch.dispatcher(function, form)(q, None, rotation, rotation), function(q, None, *tables)
+        rotate = dispatch.dispatcher(function, PLACE)
+        got, wanted = rotate(q, None, *carrying(rotation, form)), function(q, None, *tables)
         if alone == "pair":
             assert (got[1], wanted[1]) == (None, None)
             got, wanted = got[0], wanted[0]
@@ -127,16 +139,46 @@ class TestDispatcher:
         assert torch.equal(output(llama, ids), expected)
         assert torch.equal(output(other, ids), expected)
 
-    def test_a_second_form_of_one_function(self, llama: Any) -> None:
-        """Two models of a file whose tables differ cannot share its function, so the second is refused."""
-        import transformers.models.llama.modeling_llama as file
+    def test_two_forms_of_one_function(self) -> None:
+        """Two models of a file may have tables of different formats, because the tables carry the form."""
+        function = rotating_function("half", whole="first")
+        rotation, q = Rope(8, 10_000.0, "half").at(torch.arange(5)), torch.randn(2, 3, 5, 12)
+        form = probe(function, "halves")
+        assert form is not None
+        rotate = dispatch.dispatcher(function, PLACE)
+        for whole, at in (("first", slice(0, 8)), ("last", slice(4, 12))):
+            tables = carrying(rotation, dataclasses.replace(form, whole=whole))
+            wanted = function(q[..., at], q[..., at], *map(torch.Tensor.clone, tables))[0]
+            assert torch.equal(rotate(q, q, *tables)[0][..., at], wanted)
 
-        accelerate(llama)
-        place = (file.__name__, "apply_rotary_pos_emb")
-        form = file.apply_rotary_pos_emb.ropewalk_form
-        dispatch.install(place, form)
-        with pytest.raises(RopeError, match="must rotate in the same way as when it was replaced"):
-            dispatch.install(place, dataclasses.replace(form, whole="last"))
+    @pytest.mark.parametrize("change", ["cos", "sin", "exchanged", "tokens", "batch", "heads", "axis", "place"])
+    def test_the_original_where_tables_do_not_fit(self, change: str) -> None:
+        """Tables that the model's code has changed, and shapes that only the original can broadcast."""
+        calls = []
+
+        def function(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+            calls.append((cos, sin))
+            return q, k
+
+        form = probe(rotating_function("half"), "halves")
+        assert form is not None
+        rotation = Rope(8, 10_000.0, "half").at(torch.arange(10).reshape(2, 5))
+        cos, sin = carrying(rotation, form)
+        q, axis = torch.randn(2, 3, 5, 8), 1
+        if change == "cos":
+            cos = cos[..., :8]
+        elif change == "sin":
+            sin = -sin
+        elif change == "exchanged":
+            cos, sin = sin, cos
+        elif change == "axis":
+            axis = 0
+        elif change == "place":
+            cos, sin = carrying(rotation, form, ("elsewhere", "function"))
+        else:
+            q = torch.randn({"tokens": (2, 3, 4, 8), "batch": (1, 3, 5, 8), "heads": (2, 3, 5, 12)}[change])
+        dispatch.dispatcher(function, PLACE)(q, q, cos, sin, axis)
+        assert calls == [(cos, sin)]
 
     def test_parts_that_are_not_of_the_text_model(self) -> None:
         from transformers import LlavaConfig, LlavaForConditionalGeneration

@@ -39,9 +39,8 @@ def test_through_inductor() -> None:
     assert found["gradient"] <= 5e-6
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj"])
-def test_a_pickle_in_a_fresh_process(name: str, tmp_path: Path) -> None:
-    model, ids = tiny_models.build(name), tokens(2, 16)
+def test_a_pickle_in_a_fresh_process(tmp_path: Path) -> None:
+    model, ids = tiny_models.build("llama"), tokens(2, 16)
     with torch.no_grad():
         plain = output(model, ids, FAR)
         accelerate(model)

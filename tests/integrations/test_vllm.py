@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import oracle
+import ropewalk
 import stub_vllm
 from ropewalk import Rope, RopeError
 from ropewalk.integrations import vllm
@@ -361,7 +362,7 @@ def test_attributes_of_vllms_layer_are_kept(stub: stub_vllm.Stub) -> None:
     assert layer.state_dict() == {}
 
 
-def test_report(stub: stub_vllm.Stub) -> None:
+def test_report(stub: stub_vllm.Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = made(stub)
     made(stub, "NTKScalingRotaryEmbedding")
     made(stub, "FourierRotaryEmbedding")
@@ -377,6 +378,9 @@ def test_report(stub: stub_vllm.Stub) -> None:
     assert ntk["class"] == "NTKScalingRotaryEmbedding"
     assert "inv_freq[" in ntk["why"]
     json.dumps(state)  # it goes from process to process
+    monkeypatch.setattr(ropewalk, "backends", lambda: {"reference": "usable", "cpu kernel": "not usable: not built"})
+    assert "It runs in plain PyTorch: the cpu kernel is not usable: not built" in program.describe([state])
+    monkeypatch.undo()
     said = program.describe([state])
     assert said.startswith("vLLM rotates through ropewalk.\n")
     assert "1 rotations by Rope(head_dim=16, base=10000.0, pairing='half')" in said

@@ -57,6 +57,12 @@ class Fields:
         """Return an error about a key. `must` is the requirement on its value, e.g. "must be an object"."""
         return error(self.source, f"{key} {must}", got, fix)
 
+    def unread(self, key: str, must: str, got: str, fix: str) -> RopeError:
+        """Return an error about a key that ropewalk does not know for this model, and that the caller may ignore."""
+        e = self.error(key, must, got, fix)
+        e.unread_key = self.path + key
+        return e
+
     def has(self, key: str) -> bool:
         """Whether the key has a value."""
         return self.get(key) is not None

@@ -95,7 +95,7 @@ def _parameters(
             raise fields.error(entry.where, must, shown(entry.value), fix)
         else:
             missing = "" if "rope_type" in rope_keys else " Check whether rope_type is missing."
-            raise fields.error(
+            raise fields.unread(
                 entry.where,
                 f"must be a key that rope_type {name!r} reads",
                 shown(entry.value),

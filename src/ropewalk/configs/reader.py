@@ -87,7 +87,7 @@ class Reader:
             if flag is not None and flag is not (implied == "interleaved"):
                 must = f"must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
                 fix = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
-                raise self.fields.error(key, must, shown(flag), fix)
+                raise self.fields.unread(key, must, shown(flag), fix)
         model_type = self.fields.get("model_type")
         if self.fields.has(PAIRING_KEY):
             implied, source = (

@@ -93,4 +93,6 @@ def _unread_key_error(fields: Fields, key: object, value: Any) -> RopeError:
             "the command line."
         )
     must = "is about rotation and must be a key that this model_type reads"
-    return fields.error(shown(key), must, shown(value), fix)
+    e = fields.error(shown(key), must, shown(value), fix)
+    e.unread_key = name
+    return e

@@ -8,13 +8,12 @@ from typing import Literal
 
 from torch import nn
 
+import ropewalk
 from ropewalk._checks import choice, error, shown
-from ropewalk.integrations.transformers import attention_tables
-from ropewalk.integrations.transformers.angles import Angles, ModuleAngles
-from ropewalk.integrations.transformers.compare import WHO
+from ropewalk.integrations.transformers.compare import WHO, is_rotary
 from ropewalk.integrations.transformers.dispatch import install
+from ropewalk.integrations.transformers.modules import Angles, insert, remove
 from ropewalk.integrations.transformers.plan import plan
-from ropewalk.integrations.transformers.unsupported import check_model_supported
 from ropewalk.rope import Rope
 
 
@@ -30,7 +29,8 @@ class Accelerated:
         modules: the names of the replaced modules and tables.
         functions: the functions that now rotate through ropewalk.
         left_alone: rotary modules that keep their own rotation, each with the reason.
-        warnings: the warnings of `from_config` about the config.
+        warnings: the warnings of `from_config` about the config, modules by whose exact angles the model's own
+            functions rotate, each with the reason, and a kernel that is missing.
         length: the length for which the frequencies were computed, in tokens, if they depend on the length. Otherwise
             None.
     """
@@ -48,7 +48,7 @@ class Accelerated:
         up_to = "" if self.length is None else f" for up to {self.length} tokens"
         lines = [f"rotates through ropewalk, with {whose}{up_to}: {', '.join(self.modules)}"]
         lines += [f"  {name}: {rope}" for name, rope in self.ropes.items()]
-        lines += [f"  by {', '.join(self.functions)}"]
+        lines += [f"  by {', '.join(self.functions)}"] if self.functions else []
         lines += [f"keeps its own rotation: {name}" for name in self.left_alone]
         lines += [f"note: {warning}" for warning in self.warnings]
         return "\n".join(lines)
@@ -86,21 +86,20 @@ def accelerate(
     if any(isinstance(module, Angles) for module in model.modules()):
         must = "the model must have its own rotation"
         raise error(WHO, must, "one that is accelerated already", "Call restore(model) first.")
-    check_model_supported(model.config)
     if angles == "theirs" and length is not None:
         raise error(WHO, "length must be None with angles='theirs'", shown(length), "Do not pass length.")
     planned = plan(model, exact=angles == "exact", length=length)
-    for place, form in planned.forms.items():
-        install(place, form)
-    for old, new in planned.replacements.values():
-        _insert(model, old, new)
+    for place in planned.functions:
+        install(place)
+    for name, (kind, replacement) in planned.replacements.items():
+        insert(model.get_submodule(name), kind, replacement)
     return Accelerated(
         angles,
         planned.ropes,
         tuple(planned.replacements),
-        tuple(".".join(place) for place in planned.forms),
+        tuple(".".join(place) for place in planned.functions),
         tuple(planned.left_alone),
-        tuple(planned.warnings),
+        (*planned.warnings, *_kernel_notes(model)),
         length,
     )
 
@@ -115,44 +114,30 @@ def restore(model: nn.Module) -> str:
         RopeError: the model is not accelerated.
     """
     _check_model(model)
-    replacements = {name: module for name, module in model.named_modules() if isinstance(module, Angles)}
-    if not replacements:
+    replaced = {name: module for name, module in model.named_modules() if isinstance(module, Angles)}
+    if not replaced:
         raise error("restore", "the model must be accelerated", "one that is not", "There is nothing to undo.")
-    for new in replacements.values():
-        if isinstance(new, ModuleAngles):
-            _replace(model, new, new.original)
-        else:
-            for owner in model.modules():
-                if owner._modules.get(attention_tables.NAME) is new:
-                    del owner._modules[attention_tables.NAME]
-                    owner.register_buffer(attention_tables.NAME, new.get_buffer("table"), persistent=False)
-    return f"rotates as transformers does: {', '.join(replacements)}"
+    for module in replaced.values():
+        remove(module)
+    return f"rotates as transformers does: {', '.join(replaced)}"
+
+
+def _kernel_notes(model: nn.Module) -> list[str]:
+    """Return a note if the model is on a device whose kernel cannot be used."""
+    parameter = next(model.parameters(), None)
+    name = "" if parameter is None else {"cpu": "cpu kernel", "cuda": "gpu kernel"}.get(parameter.device.type, "")
+    state = ropewalk.backends().get(name, "usable")
+    return [] if state.startswith("usable") else [f"the rotation runs in plain PyTorch, because the {name} is {state}"]
 
 
 def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "model_type"):
+    part = isinstance(model, nn.Module) and (is_rotary(model) or isinstance(model, Angles))
+    if not isinstance(model, nn.Module) or part or not hasattr(getattr(model, "config", None), "model_type"):
         got = type(model).__name__ if isinstance(model, nn.Module) else shown(model)
-        fix = "Pass the model that from_pretrained returns, and not a module that contains it."
+        fix = "Pass the model that from_pretrained returns, and neither a part of it nor a module that contains it."
         raise error(WHO, "model must be a model of transformers, with its config", got, fix)
     for name, module in model.named_modules():
         if type(module).__module__.startswith("peft.tuners.adaption_prompt"):
             fix = "Use LoRA, IA3, prompt or prefix tuning instead."
             must = "the model must use its own attention"
             raise error(WHO, must, f"{name}, {type(module).__name__} of PEFT, which has its own rotation", fix)
-
-
-def _insert(model: nn.Module, old: nn.Module, new: Angles) -> None:
-    if isinstance(new, ModuleAngles):
-        _replace(model, old, new)
-    else:
-        del old._buffers[attention_tables.NAME]
-        old._modules[attention_tables.NAME] = new
-
-
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replace a module in all its owners, since multi-token-prediction heads share the base model's rotary module."""
-    for owner in list(model.modules()):
-        if owner is not new:
-            for name, child in owner._modules.items():
-                if child is old:
-                    owner._modules[name] = new

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk._checks import error, shown
-from ropewalk.integrations.transformers.probe import Width, drop_repeated_columns, width_of
+from ropewalk.integrations.transformers.probe import Width, cos_and_sin, drop_repeated_columns, width_of
 from ropewalk.rope import Rope
 
 WHO = "accelerate"
@@ -84,7 +84,7 @@ def _width(name: str, module: nn.Module, kind: str | None) -> Width | None:
         now = _table_frequencies(module, kind)
         found = width_of(returned if isinstance(returned, Tensor) else returned[0], now.numel())
         angles, factor = positions[..., None].double() * now, factor_of(module, kind)
-        near = found is not None and _are_near(returned, angles, factor, found)
+        near = found is not None and _are_near(cos_and_sin(returned), angles, factor, found)
     return found if near else None
 
 
@@ -95,9 +95,9 @@ def _table_frequencies(module: nn.Module, kind: str | None) -> Tensor:
     return now.double().sort(descending=True).values if hasattr(module, "recomposition_frequencies") else now.double()
 
 
-def _are_near(returned: Any, angles: Tensor, factor: float, found: Width) -> bool:
+def _are_near(tables: Iterable[Tensor], angles: Tensor, factor: float, found: Width) -> bool:
     """Return whether the tables are factor · cos and factor · sin of the angles, within the error of float32 angles."""
-    cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
+    cos, sin = tables
     drift = (1e-5 + angles.abs() * 2.0**-22) * max(1.0, factor)
     return all(
         bool(((drop_repeated_columns(actual, found).double() - factor * expected).abs() <= drift).all())
@@ -128,7 +128,9 @@ def check_axes(name: str, module: nn.Module, kind: str | None, rope: Rope, width
     with torch.no_grad():
         x = torch.zeros(1, len(_POSITIONS), 1, device=device, dtype=torch.float32)
         returned = module(x, positions, **keywords)
-    if not _are_near(returned, pair_positions * _table_frequencies(module, kind), factor_of(module, kind), width):
+    if not _are_near(
+        cos_and_sin(returned), pair_positions * _table_frequencies(module, kind), factor_of(module, kind), width
+    ):
         must = f"the pairs of {name} must rotate by the axes of its config ({axes})"
         raise error(WHO, must, "other axes", "Use angles='theirs'.")
 
@@ -139,13 +141,15 @@ def distinct_positions(axes: int, device: torch.device) -> Tensor:
     return torch.stack([rows.roll(axis + 1) for axis in range(axes)])
 
 
-def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positions: Tensor, width: Width) -> None:
+def check_tower(
+    name: str, module: nn.Module, rope: Rope, tables: Iterable[Tensor], positions: Tensor, width: Width
+) -> None:
     """Check that a tower's tables `[..., tokens, columns]` use the rope's axes and the module's frequencies.
 
     Args:
         name, module: the name of the tower's rotary module, and the module itself.
         rope: the rope of the tower's config.
-        returned: the tables that the module returned for `positions`.
+        tables: cos and sin that the module returned for `positions`.
         positions: `[axes, tokens]`.
         width: the format of the tables.
 
@@ -158,10 +162,9 @@ def check_tower(name: str, module: nn.Module, rope: Rope, returned: Any, positio
         values = frequencies(module, None)[0].detach().to("cpu", torch.float64).sort().values.numpy()
     axis = [0] * len(index) if rope.axes is None else list(rope.axes.axis)
     angles = positions[axis].T.cpu().double() * torch.from_numpy(values[index])
-    tables = [table.cpu().flatten(0, -2) for table in ((returned,) if width == "complex" else returned)]
+    tables = [table.cpu().flatten(0, -2) for table in tables]
     fit = all(drop_repeated_columns(table, width).shape == angles.shape for table in tables)
-    comparable = tables[0] if width == "complex" else tables
-    if not (fit and _are_near(comparable, angles, factor_of(module, None), width)):
+    if not (fit and _are_near(tables, angles, factor_of(module, None), width)):
         must = f"the pairs of {name} must rotate by the axes of its config ({rope.axes})"
         raise error(WHO, must, "other axes", "Use angles='theirs'.")
 

@@ -1,8 +1,7 @@
-"""Replace the rotating functions of a modeling file by dispatchers that accept a Rotation in place of cos and sin.
+"""Replace the rotating functions of a modeling file by dispatchers, which rotate by the Rotations attached to tables.
 
-If it gets no Rotation, a dispatcher calls the original function, so models that are not accelerated do not change. A
-Rotation supports no arithmetic. Code that computes with cos and sin itself therefore raises an error, instead of giving
-wrong results.
+If nothing is attached to the tables, or the Rotations do not fit, a dispatcher calls the original function. So models
+that are not accelerated do not change, and code that slices or combines tables works as before.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from ropewalk._checks import error, shown
-from ropewalk._layout import AXES
-from ropewalk.integrations.transformers.probe import Form, reorder_channels, signature_of, with_unrotated_prefix
+from ropewalk._layout import AXES, Layout
+from ropewalk.integrations.transformers.attached import attached_to
+from ropewalk.integrations.transformers.probe import Form, Place, reorder_channels, signature_of, with_unrotated_prefix
 from ropewalk.rotation.api import Rotation, create_unchecked
-
-Place = tuple[str, str]
-"""The names of a function's module and of the function."""
 
 _ROTARY_NAME = re.compile(r"rot(ary|ate)|rope", re.IGNORECASE)
 
@@ -66,70 +62,70 @@ def original(function: Any) -> Any:
     return getattr(function, "ropewalk_original", function)
 
 
-def install(place: Place, form: Form) -> None:
-    """Replace a function by a dispatcher of this form, unless it has been replaced already.
-
-    Raises:
-        RopeError: the function has been replaced by a dispatcher of another form.
-    """
+def install(place: Place) -> None:
+    """Replace a function by a dispatcher, unless it has been replaced already."""
     module = importlib.import_module(place[0])
     function = getattr(module, place[1])
-    installed = getattr(function, "ropewalk_form", None)
-    if installed is None:
-        setattr(module, place[1], dispatcher(function, form))
-    elif installed != form:
-        raise error(
-            "accelerate",
-            f"{'.'.join(place)} must rotate in the same way as when it was replaced",
-            shown(form),
-            "Two models of this file write their tables in different ways. Accelerate only one of them in a process.",
-        )
+    if original(function) is function:
+        setattr(module, place[1], dispatcher(function, place))
 
 
-def dispatcher(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
-    """Create a function that rotates if it is passed a Rotation as its tables, and calls `function` otherwise."""
-    names, at, layouts = form.names, form.at, dict(form.layouts)
-    kind: Any = Rotation if form.parts == 1 else tuple  # of Rotations, one for each part of a head
+def dispatcher(function: Callable[..., Any], place: Place) -> Callable[..., Any]:
+    """Create a function that rotates by the Rotations attached to its tables, and otherwise calls `function`."""
+    names, _ = signature_of(function) or ((), 0)
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        rotation: Any = args[at] if len(args) > at else kwargs.get(names[at])
-        if type(rotation) is not kind:
-            return function(*args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        axis = arguments.get("unsqueeze_dim", form.unsqueeze_dim)
-        if axis not in layouts:
-            raise error(
-                rotate.__name__,
-                f"unsqueeze_dim must be one of {', '.join(map(str, layouts))}",
-                shown(axis),
-                "Call restore(model) to use the model's own rotation.",
-            )
-        q = arguments[names[0]]
-        layout = "thd" if q.ndim == 3 and layouts[axis] == "bshd" else layouts[axis]
-        if form.parts > 1:
-            for part in rotation:
-                q = part(q, layout=layout)
-            return q
-        if form.prefix:
-            rotation = with_unrotated_prefix(rotation, q.shape[AXES[layout][1]])
-        q_rotation = _adapt_to_heads(rotation, q, form)
-        if at == 1:
-            return reorder_channels(q_rotation(q, layout=layout), form.order, q_rotation)
-        k: Any = arguments.get(names[1])
-        if k is None and form.alone is not None:
-            q = reorder_channels(q_rotation(q, layout=layout), form.order, q_rotation)
-            return q if form.alone == "q" else (q, None)
-        if q.shape[-1] == k.shape[-1]:
-            q, k = q_rotation(q, k, layout=layout)
-            return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, q_rotation)
-        k_rotation = _adapt_to_heads(rotation, k, form)
-        q, k = q_rotation(q, layout=layout), k_rotation(k, layout=layout)
-        return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, k_rotation)
+        attached = attached_to(arguments)
+        if attached is not None and place in attached.forms:
+            rotated = _rotate(arguments, attached.rotations, attached.forms[place])
+            if rotated is not None:
+                return rotated
+        return function(*args, **kwargs)
 
     functools.update_wrapper(rotate, function, updated=())
     rotate.__name__ = rotate.__qualname__ = getattr(function, "__name__", type(function).__name__)
-    rotate.ropewalk_original, rotate.ropewalk_form = function, form  # type: ignore[attr-defined]
+    rotate.ropewalk_original = function  # type: ignore[attr-defined]
     return rotate
+
+
+def _rotate(arguments: Mapping[str, Any], rotations: tuple[Rotation, ...], form: Form) -> Any:
+    """Rotate as a function of this form does. Return None if the Rotations do not fit the tensors."""
+    layout = dict(form.layouts).get(arguments.get("unsqueeze_dim", form.unsqueeze_dim))
+    q, k = arguments[form.names[0]], arguments.get(form.names[1]) if form.at == 2 else None
+    if layout is None or (form.at == 2 and k is None and form.alone is None):
+        return None
+    layout = "thd" if q.ndim == 3 and layout == "bshd" else layout
+    tensors, rotation = [q] if k is None else [q, k], rotations[0]
+    if form.prefix and q.ndim == AXES[layout][3]:
+        rotation = with_unrotated_prefix(rotation, q.shape[AXES[layout][1]])
+    if not all(_fits(rotation, x, layout, form) for x in tensors):
+        return None
+    if form.parts > 1:
+        return functools.reduce(lambda x, part: part(x, layout=layout), rotations, q)
+    q_rotation = _adapt_to_heads(rotation, q, form)
+    if k is None:
+        q = reorder_channels(q_rotation(q, layout=layout), form.order, q_rotation)
+        return (q, None) if form.alone == "pair" else q
+    if k.shape[-1] == q.shape[-1]:
+        k_rotation = q_rotation
+        q, k = q_rotation(q, k, layout=layout)
+    else:
+        k_rotation = _adapt_to_heads(rotation, k, form)
+        q, k = q_rotation(q, layout=layout), k_rotation(k, layout=layout)
+    return reorder_channels(q, form.order, q_rotation), reorder_channels(k, form.order, k_rotation)
+
+
+def _fits(rotation: Rotation, x: Tensor, layout: Layout, form: Form) -> bool:
+    """Return whether a Rotation has the tokens of x, and the function rotates heads of this size."""
+    batch, tokens, _, axes = AXES[layout]
+    *rows, seq = rotation.tokens
+    return (
+        x.ndim == axes
+        and x.shape[tokens] == seq
+        and (not rows or (batch is not None and x.shape[batch] == rows[0]))
+        and (form.parts > 1 or form.whole is not None or x.shape[-1] == rotation.rotary_dim)
+    )
 
 
 def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
@@ -137,15 +133,7 @@ def _adapt_to_heads(rotation: Rotation, x: Tensor, form: Form) -> Rotation:
     head_dim, rotary_dim = x.shape[-1], rotation.rotary_dim
     if head_dim == rotation.head_dim == rotary_dim and rotation.pairing == form.pairing:
         return rotation
-    if head_dim != rotary_dim and form.whole is None:
-        raise error(
-            "accelerate",
-            f"the model's function rotates {rotary_dim} channels",
-            f"heads of {head_dim}",
-            "Call restore(model) to use the model's own rotation.",
-        )
     offset = head_dim - rotary_dim if form.whole == "last" else 0
-    factor = rotation.attention_factor
     return create_unchecked(
-        rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, factor, rotation.per_head
+        rotation.cos, rotation.sin, form.pairing, head_dim, rotary_dim, offset, rotation.attention_factor
     )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ropewalk._checks import RopeError, error, with_context
 from ropewalk._layout import Pairing
+from ropewalk.configs import vision_towers
 from ropewalk.configs.model_ropes import ModelRopes
+from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import from_config
-from ropewalk.integrations.transformers import attention_tables, compare, towers
-from ropewalk.integrations.transformers.angles import Angles, RotaryAngles
+from ropewalk.integrations.transformers import compare, modules
 from ropewalk.integrations.transformers.compare import WHO
-from ropewalk.integrations.transformers.dispatch import Place, functions_of, original
-from ropewalk.integrations.transformers.probe import Form, Width, probe
-from ropewalk.integrations.transformers.tower_angles import TowerAngles
+from ropewalk.integrations.transformers.dispatch import functions_of, original
+from ropewalk.integrations.transformers.modules import Angles, Replacement
+from ropewalk.integrations.transformers.probe import Form, Place, Width, probe, width_of
 from ropewalk.rope import Rope
 
 
@@ -26,21 +29,23 @@ class Plan:
     """What `accelerate` is going to replace.
 
     Args:
-        replacements: a dict from the name of a module or table to the original module and the replacement. For a table,
-            the original module is the attention that stores it.
-        forms: a dict from each function to replace to the way in which it rotates.
+        replacements: a dict from the name of a rotary module to its new kind and what it then computes.
         ropes, left_alone, warnings: as in `Accelerated`.
     """
 
-    replacements: dict[str, tuple[nn.Module, Angles]] = field(default_factory=dict)
-    forms: dict[Place, Form] = field(default_factory=dict)
+    replacements: dict[str, tuple[type[Angles], Replacement]] = field(default_factory=dict)
     ropes: dict[str, Rope] = field(default_factory=dict)
     left_alone: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def functions(self) -> list[Place]:
+        """The functions to replace."""
+        return list(dict.fromkeys(place for _, made in self.replacements.values() for place in made.forms))
+
 
 def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
-    """Plan the replacement of every rotary module and attention table. With `exact`, compare each with the config.
+    """Plan the replacement of every rotary module. With `exact`, compare each with the config.
 
     A vision tower that is not supported keeps its own rotation, and `left_alone` lists it with the reason.
 
@@ -50,27 +55,26 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
         length: the longest sequence in tokens, or None.
 
     Raises:
-        RopeError: a module, table or function of the text model does not fit its config or is not supported, the model
-            has nothing to replace, or `length` is missing or not needed.
+        RopeError: a module of the text model does not fit its config or is not supported, the model has nothing to
+            replace, or `length` is missing or not needed.
     """
-    result, configs, places = Plan(), _Configs(model.config), functions_of(model)
+    result, configs = Plan(), _Configs(model.config)
     ropes: list[Rope] = []
-    tower_classes: dict[str, type[TowerAngles]] = {}
+    towers: dict[str, type[Angles]] = {}
     for name, module in model.named_modules():
-        if (kind := towers.kind_of(module)) is not None:
-            tower_classes[name] = kind
+        if (kind := _kind_of_tower(module)) is not None:
+            towers[name] = kind
         elif compare.is_rotary(module):
             config = compare.own_config(module, configs.text)
             if configs.is_text(config):
-                ropes += _plan_rotary_module(
-                    result, model, name, module, places, configs.ropes_of(config) if exact else None, length
-                )
+                ropes += _plan_text(result, model, name, configs if exact else None, length)
             else:
                 result.left_alone.append(f"{name}: it is not part of the text model")
-        elif attention_tables.has_table(module):
-            ropes += _plan_table(result, name, module, places, configs.ropes_of(configs.text) if exact else None)
-    for name, kind in tower_classes.items():
-        _plan_tower(result, model, name, kind, configs if exact else None)
+    for name, kind in towers.items():
+        try:
+            _plan_tower(result, model, name, kind, configs if exact else None)
+        except RopeError as e:
+            result.left_alone.append(f"{name}: {e}")
     if not result.replacements:
         got = "; ".join(result.left_alone) or type(model).__name__
         fix = "Models without rotary positions, or with angles computed elsewhere, are not supported."
@@ -80,96 +84,101 @@ def plan(model: nn.Module, *, exact: bool, length: int | None) -> Plan:
     return result
 
 
-def _plan_rotary_module(
-    result: Plan,
-    model: nn.Module,
-    name: str,
-    module: nn.Module,
-    places: Mapping[Place, Any],
-    read: ModelRopes | None,
-    length: int | None,
+def _plan_text(
+    result: Plan, model: nn.Module, name: str, configs: _Configs | None, length: int | None
 ) -> Iterable[Rope]:
-    """Add a rotary module to the plan, and return its ropes."""
-    # Only functions of the model around this module. A tower next to it may have functions for tables of that format.
-    nearby = functions_of(model.get_submodule(name.rpartition(".")[0]))
-    places = {place: function for place, function in places.items() if place in nearby} or places
+    """Add the rotary module of a text model to the plan, and return its ropes."""
+    module = model.get_submodule(name)
     kinds = compare.kinds_of(module)
     width = compare.width(name, module, kinds)
-    forms = _forms(name, places, width)
-    ropes: dict[str | None, Rope] | None = None
-    rope_list: list[Rope] = []
-    if read is not None:
-        ropes = {kind: compare.find_rope(name, module, kind, _ropes_of_kind(read, kind)) for kind in kinds}
-        rope_list = list(ropes.values())
-        _check_channels(name, forms, rope_list)
-        for kind, rope in ropes.items():
+    # First functions of the model around this module, since a tower next to it may have some for the same format.
+    forms, failed = _forms(model.get_submodule(name.rpartition(".")[0]), width)
+    if not forms:
+        forms, failed = _forms(model, width)
+    ropes: dict[str | None, tuple[Rope, ...]] | None = None
+    found: list[Rope] = []
+    if configs is not None:
+        config = compare.own_config(module, configs.text)
+        read = configs.ropes_of(config, next(iter(forms.values())).pairing if forms else None)
+        by_kind = {kind: compare.find_rope(name, module, kind, _ropes_of_kind(read, kind)) for kind in kinds}
+        found = list(by_kind.values())
+        _check_channels(name, forms, found)
+        for kind, rope in by_kind.items():
             compare.check_axes(name, module, kind, rope, width)
         if length is not None:
-            ropes = {kind: rope.at_length(length) for kind, rope in ropes.items()}
-        result.ropes.update((name if kind is None else f"{name}:{kind}", rope) for kind, rope in ropes.items())
+            by_kind = {kind: rope.at_length(length) for kind, rope in by_kind.items()}
+        ropes = {kind: (rope,) for kind, rope in by_kind.items()}
+        result.ropes.update((name if kind is None else f"{name}:{kind}", rope) for kind, rope in by_kind.items())
         result.warnings += [warning for warning in read.warnings if warning not in result.warnings]
-    result.replacements[name] = (module, RotaryAngles(module, width, ropes, forms, _main_pairing(forms)))
-    result.forms.update(forms)
-    return rope_list
+    _add(result, name, modules.TextAngles, Replacement(ropes, width, forms), failed)
+    return found
 
 
-def _plan_table(
-    result: Plan, attention: str, module: nn.Module, places: Mapping[Place, Any], read: ModelRopes | None
-) -> Iterable[Rope]:
-    """Add the table of an attention to the plan, and return its rope."""
-    name, table = f"{attention}.{attention_tables.NAME}", module.get_buffer(attention_tables.NAME)
-    forms = _forms(name, places, "half")
-    rope = None
-    if read is not None:
-        rope = read.rope
-        _check_channels(name, forms, [rope])
-        attention_tables.check_table(name, table, rope)
-        result.ropes[name] = rope
-    result.replacements[name] = (module, attention_tables.TableAngles(table, rope, forms, _main_pairing(forms)))
-    result.forms.update(forms)
-    return [] if rope is None else [rope]
-
-
-def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[TowerAngles], configs: _Configs | None) -> None:
-    """Add a vision tower to the plan. If it is not supported, add it to `left_alone` with the reason."""
-    module = model.get_submodule(name)
-    try:
-        ropes = None if configs is None else configs.tower_of(module.config)
-        new = towers.build_replacement(model, name, kind, ropes, result.forms)
-    except RopeError as e:
-        result.left_alone.append(f"{name}: {e}")
-        return
-    if ropes is not None:
-        names = [name] if len(ropes) == 1 else [f"{name}:{part}" for part in range(len(ropes))]
-        result.ropes.update(zip(names, ropes, strict=True))
-    result.replacements[name] = (module, new)
-    result.forms.update(new.forms)
-
-
-def _main_pairing(forms: Mapping[Place, Form]) -> Pairing:
-    return next(iter(forms.values())).pairing
-
-
-def _forms(name: str, places: Mapping[Place, Any], width: Width) -> dict[Place, Form]:
-    """Return the functions that rotate by tables of the format `width`, and how each rotates.
+def _plan_tower(result: Plan, model: nn.Module, name: str, kind: type[Angles], configs: _Configs | None) -> None:
+    """Add the rotary module of a vision tower to the plan.
 
     Raises:
-        RopeError: no function of the model's code rotates pairs in the positive direction.
+        RopeError: the tower is not supported, or its rotation differs from its config.
     """
-    forms = {place: form for place, function in places.items() if (form := probe(original(function), width))}
-    if forms:
-        return forms
-    raise error(
-        WHO,
-        f"the model's code must call a function that rotates q and k by the cos and sin of {name}",
-        ", ".join(".".join(place) for place in places) or "code without such a function",
-        "This model is not supported, because it rotates in the opposite direction or pairs other channels.",
-    )
+    module, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    parts, (returned, positions) = _parts(module), _call_tower(name, module, kind)
+    width = _tower_width(name, returned, parts)
+    forms, failed = _forms(owner, width, shared=parts == 1, parts=parts)
+    if hasattr(type(owner), "permute_input_for_window_attn"):
+        forms, failed = {}, "the tower reorders them for its windows"
+    ropes: tuple[Rope, ...] | None = None
+    if configs is not None:
+        vision = configs.ropes_of(module.config).vision
+        ropes = () if vision is None else vision.ropes
+        for rope, tables in zip(ropes, modules.split_parts(returned, parts), strict=True):
+            compare.check_tower(name, module, rope, tables, positions, width)
+        if parts == 1:
+            _check_channels(name, forms, ropes)
+        names = [name] if len(ropes) == 1 else [f"{name}:{part}" for part in range(len(ropes))]
+        result.ropes.update(zip(names, ropes, strict=True))
+    _add(result, name, kind, Replacement(None if ropes is None else {None: ropes}, width, forms, parts), failed)
+
+
+def _add(result: Plan, name: str, kind: type[Angles], made: Replacement, failed: str) -> None:
+    """Add a replacement to the plan.
+
+    If none of the model's functions can be replaced, they rotate by the exact tables themselves.
+
+    Raises:
+        RopeError: there would be nothing to replace, since the angles are also the model's own.
+    """
+    if not made.forms:
+        if made.ropes is None:
+            must = f"a function that ropewalk can replace must rotate by the cos and sin of {name}"
+            raise error(WHO, must, failed, "angles='theirs' would change nothing.")
+        result.warnings.append(f"the model's own functions rotate by the exact cos and sin of {name}: {failed}")
+    result.replacements[name] = kind, made
+
+
+def _forms(owner: nn.Module, width: Width, *, shared: bool = False, parts: int = 1) -> tuple[dict[Place, Form], str]:
+    """Return how functions of the code rotate by tables of the format `width`.
+
+    Returns:
+        The forms, and a text that says why there are none.
+    """
+    forms: dict[Place, Form] = {}
+    errors: dict[str, str] = {}
+    functions = functions_of(owner)
+    for place, function in functions.items():
+        outcomes: list[Exception | None] = []
+        form = probe(original(function), width, shared=shared, parts=parts, outcomes=outcomes)
+        if form is not None:
+            forms[place] = form
+        elif outcomes and None not in outcomes:
+            errors[".".join(place)] = f"raised {type(outcomes[0]).__name__}: {outcomes[0]}"
+        else:
+            errors[".".join(place)] = "rotates in a way that no Rotation describes, or may do more"
+    return forms, "; ".join(f"{name} {how}" for name, how in errors.items()) or "no function has parameters cos and sin"
 
 
 def _check_channels(name: str, forms: Mapping[Place, Form], ropes: Iterable[Rope]) -> None:
     """Raise a RopeError if the functions rotate other channels than the config states."""
-    for rope in ropes:
+    for rope in ropes if forms else ():
         if rope.pairing not in {form.pairing for form in forms.values()}:
             how = " and ".join(f"{'.'.join(place)}: {form.pairing}" for place, form in forms.items())
             must = f"{name} must pair channels as its config says ({rope.pairing})"
@@ -206,22 +215,77 @@ class _Configs:
         """Return whether a config has the class of the text model's config, as for both encoder and decoder."""
         return type(config) is type(self.text)
 
-    def tower_of(self, config: Any) -> tuple[Rope, ...]:
-        """Return the ropes of a tower's config."""
-        vision = self.ropes_of(config).vision
-        return () if vision is None else vision.ropes
-
-    def ropes_of(self, config: Any) -> ModelRopes:
+    def ropes_of(self, config: Any, pairing: Pairing | None = None) -> ModelRopes:
         """Read a config, or return the result of an earlier call.
+
+        The numbers are compared with those of the model. So a key that ropewalk does not know is no error here, and
+        the pairing of an unknown model_type may be that of the model's function.
 
         Raises:
             RopeError: `from_config` cannot read it.
         """
-        if id(config) not in self.read:
+        known = getattr(config, "model_type", None) in ARCHITECTURES
+        ignored: tuple[str, ...] = ()
+        while id(config) not in self.read:
             try:
-                self.read[id(config)] = from_config(config)
+                read = from_config(config, pairing=None if known else pairing, ignore=ignored)
             except RopeError as e:
-                raise with_context(
-                    f"{WHO}: from_config cannot read the config, which angles='theirs' does not need", e
-                ) from e
+                if e.unread_key is None:
+                    unreadable = f"{WHO}: from_config cannot read the config, which angles='theirs' does not need"
+                    raise with_context(unreadable, e) from e
+                ignored += (e.unread_key,)
+            else:
+                notes = (f"{key} was not read. The model has the frequencies of the other keys." for key in ignored)
+                warnings = (*read.warnings[: len(read.warnings) - len(ignored)], *notes)
+                self.read[id(config)] = replace(read, warnings=warnings)
         return self.read[id(config)]
+
+
+def _kind_of_tower(module: nn.Module) -> type[Angles] | None:
+    """Return the class that replaces this module, or None if it is not the rotary module of a known tower."""
+    if _model_type(module) not in vision_towers.TOWERS:
+        return None
+    kind = next((kind for kind in modules.TOWERS if kind.replaces(module)), None)
+    return modules.BatchAngles if kind is not None and _parts(module) > 1 else kind
+
+
+def _parts(module: nn.Module) -> int:
+    """Return the number of parts of a head that are rotated separately."""
+    row = vision_towers.TOWERS[_model_type(module)]
+    return len(row.ropes(96, row.base))
+
+
+def _model_type(module: nn.Module) -> str:
+    return getattr(compare.own_config(module, None), "model_type", None) or ""
+
+
+def _call_tower(name: str, module: nn.Module, kind: type[Angles]) -> tuple[Any, Tensor]:
+    """Call a copy of the module, and return its tables and the test positions `[axes, tokens]`."""
+    buffer = next(iter(module.buffers()))
+    if buffer.is_meta:
+        raise error(WHO, f"{name} must have values", "a model on the meta device", "Load the weights first.")
+    axes = len(vision_towers.TOWERS[_model_type(module)].axis_names)
+    arguments, positions = kind.sample(module, compare.distinct_positions(axes, buffer.device))
+    try:
+        with torch.no_grad():
+            return copy.deepcopy(module).eval()(*arguments), positions
+    except Exception as e:  # the code of another version may raise anything
+        must = f"{name} must take the same arguments as in transformers 5.23"
+        raise error(WHO, must, f"{type(e).__name__}: {e}", "This tower is not supported.") from e
+
+
+def _tower_width(name: str, returned: Any, parts: int) -> Width:
+    """Return the format of a tower's tables.
+
+    Raises:
+        RopeError: the format is not supported.
+    """
+    if isinstance(returned, Tensor) and returned.is_complex():
+        return "complex"
+    if not isinstance(returned, Tensor):
+        found = {width_of(cos, cos.shape[-1] // 2) for cos, _ in modules.split_parts(returned, parts)}
+        width = found.pop()
+        if width is not None and not found:
+            return width
+    must = f"{name} must return cos and sin with two columns for each pair, or complex numbers"
+    raise error(WHO, must, "other tables", "This tower computes its angles in a way that is not supported.")

@@ -15,6 +15,9 @@ from torch import Tensor
 from ropewalk._layout import AXES, Layout, Pairing
 from ropewalk.rotation.api import Rotation, create_unchecked
 
+Place = tuple[str, str]
+"""The names of a function's module and of the function."""
+
 Width = Literal["halves", "twice", "half", "complex"]
 """The format of a model's tables.
 
@@ -60,7 +63,7 @@ _BATCH, _TOKENS, _HEADS, _PAIRS, _REST, _PREFIX = 2, 5, 3, 4, 6, 2
 _TOLERANCE = 1e-5  # float32 numbers of size 1; another pairing, order or direction is off by about 1
 
 
-_COMPLEX = ("freqs_cis", "freqs_ci")  # parameter names of a complex table
+COMPLEX = ("freqs_cis", "freqs_ci")  # parameter names of a complex table
 # Parameters after the tables that `probe` passes, or that no function reads.
 _ALLOWED = {"position_ids", "unsqueeze_dim", "kwargs"}
 
@@ -72,7 +75,7 @@ def signature_of(function: Any) -> tuple[tuple[str, ...], int] | None:
         names = tuple(inspect.signature(called).parameters)
     except (TypeError, ValueError):
         return None
-    tables = [names.index(name) for name in ("cos", "sin", *_COMPLEX) if name in names]
+    tables = [names.index(name) for name in ("cos", "sin", *COMPLEX) if name in names]
     expected = 1 if _is_complex(names) else 2
     at = min(tables, default=0)
     if len(tables) != expected or not 1 <= at <= 2 or max(tables) != at + expected - 1:
@@ -95,6 +98,7 @@ class _Call:
         axis: the `unsqueeze_dim` to pass, or None if the function has no such parameter.
         shared: whether all rows of the batch share tables `[tokens, columns]`, as in vision towers.
         parts: as in `Form`.
+        outcomes: gets, for each call, what the function raised, or None.
     """
 
     function: Callable[..., Any]
@@ -104,9 +108,17 @@ class _Call:
     axis: int | None
     shared: bool
     parts: int
+    outcomes: list[Exception | None]
 
 
-def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, parts: int = 1) -> Form | None:
+def probe(
+    function: Callable[..., Any],
+    width: Width,
+    *,
+    shared: bool = False,
+    parts: int = 1,
+    outcomes: list[Exception | None] | None = None,
+) -> Form | None:
     """Find out how a function rotates by tables of the format `width`.
 
     Args:
@@ -114,6 +126,7 @@ def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, p
         width: the format of its tables.
         shared: whether its tables have no batch axis, as in vision towers.
         parts: the number of parts of a head that it rotates separately.
+        outcomes: gets, for each call of the function, what it raised, or None.
 
     Returns:
         The form, or None if no form describes the function, such as one that rotates in the negative direction.
@@ -126,11 +139,12 @@ def probe(function: Callable[..., Any], width: Width, *, shared: bool = False, p
     if shared and set(names[at + tables :]) - _ALLOWED:
         return None  # another parameter may change the rotation (the memory attention of SAM 2 and 3)
     has_axis = "unsqueeze_dim" in names
+    outcomes = [] if outcomes is None else outcomes
     axes = (None,) if not has_axis else (0, 1) if shared else (1, 2)
     with torch.no_grad():
         found = [
             (call, how)
-            for call in (_Call(function, names, at, width, axis, shared, parts) for axis in axes)
+            for call in (_Call(function, names, at, width, axis, shared, parts, outcomes) for axis in axes)
             if (how := _identify(call)) is not None
         ]
         if not found or len({how[1:] for _, how in found}) != 1:
@@ -178,8 +192,10 @@ def _matches(call: _Call, how: _Rotates, *, rest: int = 0, prefix: int = 0) -> b
     arguments: dict[str, Any] = dict(zip(call.names, tensors, strict=False)) | _tables(call, cos, sin)
     try:
         returned = call.function(**arguments)
-    except Exception:  # the function may raise anything if the shapes do not fit
+    except Exception as e:  # the function may raise anything if the shapes do not fit
+        call.outcomes.append(e)
         return False
+    call.outcomes.append(None)
     results = [returned] if isinstance(returned, Tensor) else returned
     if not isinstance(results, (list, tuple)) or len(results) != call.at:
         return False
@@ -234,7 +250,7 @@ def _probe_without_k(call: _Call, layout: Layout) -> Literal["q", "pair"] | None
 
 
 def _is_complex(names: tuple[str, ...]) -> bool:
-    return any(name in names for name in _COMPLEX)
+    return any(name in names for name in COMPLEX)
 
 
 def _default_axis(function: Any) -> int | None:
@@ -280,6 +296,12 @@ def repeat_columns(table: Tensor, width: Width) -> Tensor:
     if width == "halves":
         return torch.cat((table, table), dim=-1)
     return table.repeat_interleave(2, dim=-1) if width == "twice" else table
+
+
+def cos_and_sin(returned: Any) -> tuple[Tensor, Tensor]:
+    """Return the tables that a rotary module returned as cos and sin. They may be complex numbers."""
+    cos, sin = (returned.real, returned.imag) if isinstance(returned, Tensor) else returned
+    return cos, sin
 
 
 def width_of(cos: Tensor, pairs: int) -> Width | None:

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import ropewalk
 from ropewalk._checks import RopeError, error
 from ropewalk.integrations.vllm.plugin import TESTED, WHO, is_enabled, report
 
@@ -75,6 +76,9 @@ def describe(states: list[dict[str, Any]]) -> str:
         ]
         kept_layers = [(layer["class"], layer["why"]) for layer in worker["left"]]
         lines += [f"worker {worker['process']}: {name} keeps vLLM's rotation: {why}" for name, why in kept_layers]
+    kernels = {name: state for name, state in ropewalk.backends().items() if name != "reference"}
+    if not any(state.startswith("usable") for state in kernels.values()):
+        lines += [f"It runs in plain PyTorch: the {name} is {state}" for name, state in kernels.items()]
     return "\n".join(["vLLM rotates through ropewalk.", *lines])
 
 
