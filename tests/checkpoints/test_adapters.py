@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint_families import save
-from checkpoint_files import refused, run, write_model
+from checkpoint_files import CONFIG, refused, run, write_model
+from ropewalk import RopeError, checkpoints
+from ropewalk.checkpoints.verify import verify
 
 
 @pytest.fixture
@@ -72,6 +74,33 @@ class TestAdapters:
         write_adapter(tmp_path / "c", base_model_name_or_path=str(model))
         match = "an adapter must stay in the format of PEFT"
         refused(match, tmp_path / "c", tmp_path / "b", "--to", "interleaved", "--format", "meta", target=model)
+
+    def test_biases(self, tmp_path: Path) -> None:
+        """PEFT saves them with bias="all", also those of projections that have no matrices A and B."""
+        model = write_model(tmp_path / "model", config=CONFIG | {"attention_bias": True})
+        old = write_adapter(tmp_path / "a", base_model_name_or_path=str(model), bias="all")
+        names = INNER.format(0, "q", "base_layer.bias"), INNER.format(1, "k", "bias")
+        old = {name: tensor for name, tensor in old.items() if "k_proj" not in name}
+        old |= {name: torch.randn(rows) for name, rows in zip(names, (32, 16), strict=True)}
+        save_file(old, tmp_path / "a" / "adapter_model.safetensors", {"format": "pt"})
+        run(tmp_path / "a", tmp_path / "b", "--to", "interleaved", "--verify")
+        file = tmp_path / "b" / "adapter_model.safetensors"
+        new = load_file(file)
+        for name in names:
+            assert torch.equal(new[name][:8], old[name][[0, 4, 1, 5, 2, 6, 3, 7]])
+        plan = checkpoints.plan(checkpoints.read(tmp_path / "a"), "interleaved", "hf")
+        verify(plan, tmp_path / "b", lambda _: None)
+        for layer, name in enumerate(names):
+            save_file(new | {name: new[name].flip(0)}, file)
+            with pytest.raises(RopeError, match=f"layer {layer} must give the same attention"):
+                verify(plan, tmp_path / "b", lambda _: None)
+
+    def test_other_tensors(self, model: Path, tmp_path: Path) -> None:
+        tensors = write_adapter(tmp_path / "a", base_model_name_or_path=str(model))
+        name = INNER.format(0, "q", "lora_C.weight")
+        save_file(tensors | {name: torch.ones(32, 2)}, tmp_path / "a" / "adapter_model.safetensors")
+        match = f"got {name}. Its rows cannot be reordered. If it belongs to quantised weights, convert before"
+        refused(match, tmp_path / "a", tmp_path / "b", "--to", "interleaved", target=model)
 
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
     def test_in_peft(self, tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ class Heads:
     latent: int | None = None
 
 
+MAX_NAME = 1000
+"""The largest number of characters of a name, which bounds the time of `_NAME`. Real names have about 100."""
 _NAME = re.compile(
     r"(?P<stack>.*?)\b(?:layers?|h)\.(?P<layer>\d+)\."
     r"(?:(?P<module>self_attn|attn|attention|self_attention|mixer|temporal_block)\.(?P<rest>.+)|.+)"
@@ -97,7 +99,10 @@ _UNCHANGED_MODULES = frozenset(
 )  # fmt: skip
 """Tensors of an attention module that are copied unchanged. `bias` and `masked_bias` alone are masks of GPT-J and
 GPT-NeoX."""
-_ROW_PARAMETERS = frozenset({"weight", "bias", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"})
+_ROW_PARAMETERS = frozenset(
+    {"weight", "bias", "base_layer.bias", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"}
+)
+"""`base_layer.bias` is in an adapter that was trained with its biases."""
 _MAGNITUDE_WEIGHT = "lora_magnitude_vector.weight"
 _UNCHANGED_PARAMETERS = frozenset({"lora_A.weight"})
 
@@ -185,7 +190,14 @@ PROVEN = frozenset(_TESTED.split())
 
 
 def locate(name: str) -> Location | None:
-    """Return the location of a tensor with this name, or None if it is not in a layer."""
+    """Return the location of a tensor with this name, or None if it is not in a layer.
+
+    Raises:
+        RopeError: the name is longer than any real name.
+    """
+    if len(name) > MAX_NAME:
+        must = f"the name of a tensor must have at most {MAX_NAME} characters"
+        raise _checks.error("convert", must, _checks.shown(name), _OTHER_CONFIG)
     match = _NAME.fullmatch(name)
     return None if match is None else Location(match["stack"], int(match["layer"]), match["rest"])
 
@@ -213,7 +225,7 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
         fix = "Its rows may have to move as well. Open an issue with the name of the model."
         raise _checks.error("convert", "every tensor of an attention must be known", name, fix)
     if parameter not in _ROW_PARAMETERS and parameter != _MAGNITUDE_WEIGHT:
-        fix = "Convert the weights before they are quantised."
+        fix = "Its rows cannot be reordered. If it belongs to quantised weights, convert before quantising."
         raise _checks.error("convert", "q and k must be plain weights, or those of a LoRA adapter", name, fix)
     rope, whole = heads.rope, heads.rope.head_dim
     queries, keys = _check_counts(name, heads)
@@ -230,7 +242,7 @@ def parts(name: str, shape: tuple[int, ...], at: Location, heads: Heads, config:
         stride = 2 * whole if role == "q" and config.get("model_type") in _GATED else whole
         count = count if count is not None else shape[0] // stride if shape else 0
         rows = count * stride
-    if not shape or not rows or shape[0] != rows or (len(shape) == 2) != (parameter in ("weight", "lora_B.weight")):
+    if not shape or 0 in shape or shape[0] != rows or (len(shape) == 2) != (parameter in ("weight", "lora_B.weight")):
         _refuse_shape(name, shape, f"{rows or 'other'} rows")
     starts: dict[Role, list[int]]
     if module == "kv_a_proj_with_mqa":

@@ -6,6 +6,7 @@ right order, and that no other byte has changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -120,16 +121,20 @@ def _compare_layer(
     vectors = []
     for tensors, pairing in ((before, plan.source.pairing), (after, plan.to)):
         rotation = _rotation(rope, pairing, positions)
-        sides = {}
-        for role in ("q", "k"):
-            heads = _vectors(roles[role], tensors, inputs, generator)
-            sides[role] = None if heads is None else rotation(heads, layout="thd")
+        sides = {
+            role: rotation(_vectors(parts, tensors, inputs, generator), layout="thd")
+            for role, parts in roles.items()
+            if parts
+        }
         vectors.append(sides)
     worst = largest = 0.0
     pairs = [("q", "k")] if roles["q"] and roles["k"] else [(role, role) for role in ("q", "k") if roles[role]]
     for a, b in pairs:
         reference_scores, converted_scores = (_scores(sides[a], sides[b]) for sides in vectors)
         worst, largest = float((reference_scores - converted_scores).abs().max()), float(reference_scores.abs().max())
+    if not math.isfinite(largest):
+        must, fix = f"the scores of layer {layer} in SRC must be finite to be compared", "Convert without --verify."
+        raise _checks.error("convert --verify", must, f"{largest}", f"Nothing was written. {fix}")
     if not worst <= _TOLERANCE * max(largest, 1e-30):
         _refuse(f"layer {layer}", f"scores that differ by {worst / max(largest, 1e-30):.1e} of the largest")
     return worst / max(largest, 1e-30)
@@ -143,12 +148,11 @@ def _rotation(rope: Rope, pairing: Pairing, positions: torch.Tensor) -> Rotation
     return alone.at(positions, dtype=torch.float64)
 
 
-def _scores(q: torch.Tensor | None, k: torch.Tensor | None) -> torch.Tensor:
-    """Return the scores of each head of q with the head of k that it attends to, `[q heads, tokens, tokens]`."""
-    if q is None or k is None:
-        return torch.zeros(1, dtype=torch.float64)
-    group_size = max(1, q.shape[1] // k.shape[1])
-    return torch.einsum("qhc,khc->hqk", q, k.repeat_interleave(group_size, dim=1)[:, : q.shape[1]])
+def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the scores of each head of q with the head of k that it attends to, `[heads, tokens, tokens]`."""
+    heads = max(q.shape[1], k.shape[1])
+    q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    return torch.einsum("qhc,khc->hqk", q, k)
 
 
 def _vectors(
@@ -156,11 +160,12 @@ def _vectors(
     tensors: Mapping[str, Tensor],
     inputs: dict[int, torch.Tensor],
     generator: torch.Generator,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """Compute the rotated channels of q or k for random input.
 
     The input is multiplied by the weight of the projection, and the projection's bias is added. If a norm follows, the
-    sum is multiplied by the weight of the norm, and the norm's bias is added.
+    sum is multiplied by the weight of the norm, and the norm's bias is added. An adapter may have a bias or a norm
+    without a projection, whose numbers are then the channels.
 
     Args:
         parts: the names of the tensors of q or k in one layer, with their rotated rows.
@@ -170,9 +175,9 @@ def _vectors(
         generator: the source of randomness.
 
     Returns:
-        float64 `[tokens, heads, rotary_dim]`, or None if there is no projection.
+        float64 `[tokens, heads, rotary_dim]`.
     """
-    result: torch.Tensor | None = None
+    result = torch.zeros(_TOKENS, 1, 1, dtype=torch.float64)
     steps = sorted(parts, key=lambda step: (step[1].kind == "norm", step[0].endswith("bias"), step[0]))
     for name, part in steps:
         tensor = _as_column(tensors[name]) if part.kind == "norm" else tensors[name]
@@ -184,11 +189,11 @@ def _vectors(
             width = tensor.shape[1]
             if width not in inputs:
                 inputs[width] = torch.randn(_TOKENS, width, generator=generator, dtype=torch.float64)
-            projected = torch.stack([inputs[width] @ head.T for head in rows], dim=1)
-            result = projected if result is None else result + projected
-        elif result is not None:
+            result = result + torch.stack([inputs[width] @ head.T for head in rows], dim=1)
+        else:
             vector = torch.stack([head[:, 0] for head in rows])  # [heads, rotary_dim], or [1, rotary_dim] for all
-            result = result * vector if part.kind == "norm" and not name.endswith("bias") else result + vector
+            multiplies = part.kind == "norm" and not name.endswith("bias") and bool(result.any())
+            result = result * vector if multiplies else result + vector
     return result
 
 
@@ -198,5 +203,5 @@ def _values(rows: Bytes, dtype: str) -> torch.Tensor:
 
 def _refuse(subject: str, came: str) -> None:
     must = f"{subject} must give the same attention before and after"
-    fix = "Nothing was written. This is a bug in ropewalk: please report it with the config."
+    fix = "Nothing was written. Run the command again, and if it says the same, report it with the config."
     raise _checks.error("convert --verify", must, came, fix)
