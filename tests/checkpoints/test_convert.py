@@ -108,6 +108,35 @@ class TestWhatItWrites:
         assert "was run by" not in run(model, tmp_path / "b", "--to", "interleaved", "--dry-run")
 
 
+ESCAPE = "\x1b[31mred\a\u202e"
+SHOWN = "\\x1b[31mred\\x07\\u202e"
+
+
+def test_names_in_files_are_printed_as_escapes(tmp_path: Path) -> None:
+    config = CONFIG | {"model_type": f"type{ESCAPE}"}
+    source = write_model(tmp_path / f"folder{ESCAPE}", config=config)
+    prefixed = {f"{ESCAPE}{name}": tensor for name, tensor in weights().items()}
+    file = f"weights{ESCAPE}.safetensors"
+    (source / "model.safetensors").unlink()
+    save_file(prefixed, source / file)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(prefixed, file)}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    (source / os.fsdecode(b"other\xff\x1b.bin")).write_text("")
+    arguments = (source, tmp_path / f"b{ESCAPE}", "--to", "interleaved", "--pairing", "half")
+    output = run(*arguments, "--dry-run") + run(*arguments, "--verify")
+    assert all(line.isprintable() for line in output.splitlines())
+    for name in (
+        f"folder{SHOWN}: type{SHOWN}, 2 layers",
+        f"  {SHOWN}model.layers.1.self_attn.k_proj.weight [16, 32]",
+        "other weights: other\\udcff\\x1b.bin\n",
+        f"no model of type type{SHOWN}.",
+        f"bytes go to {tmp_path}/b{SHOWN}\n",
+        f" bytes, weights{SHOWN}.safetensors\n",
+        f"wrote {tmp_path}/b{SHOWN}\n",
+    ):
+        assert name in output
+
+
 class TestVerify:
     @pytest.mark.parametrize("wrong", ["direction", "still"])
     def test_a_wrong_order_is_found(
@@ -123,7 +152,21 @@ class TestVerify:
         match = "layer 0 must give the same attention before and after, got scores that differ by"
         output = run(model, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
         assert match in output
+        assert "Nothing was written. Run the command again, and if it says the same, report it" in output
+        assert "bug in ropewalk" not in output
         assert os.listdir(tmp_path) == ["model"]
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    def test_numbers_that_cannot_be_compared(self, number: float, tmp_path: Path) -> None:
+        """The source holds them, so the message blames nobody."""
+        name = "model.layers.1.self_attn.q_proj.weight"
+        weight = weights()[name]
+        weight[3, 5] = number
+        source = write_model(tmp_path / "a", **{name.replace(".", "__"): weight})
+        output = run(source, tmp_path / "b", "--to", "interleaved", "--verify", status=1)
+        assert "the scores of layer 1 in SRC must be finite to be compared, got nan. Nothing was written." in output
+        assert os.listdir(tmp_path) == ["a"]
+        run(source, tmp_path / "b", "--to", "interleaved")
 
     def test_bytes_that_change_elsewhere_are_found(
         self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

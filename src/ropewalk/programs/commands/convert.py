@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from ropewalk._checks import printable
+
 if TYPE_CHECKING:
     from ropewalk.checkpoints import Plan
 
@@ -75,27 +77,27 @@ def convert(
     from ropewalk import checkpoints
 
     read = checkpoints.read(
-        source,
-        base_config=base_config,
-        pairing=pairing,
-        factor=factor,
-        max_positions=max_positions,
-        ignore=ignore,
+        source, base_config=base_config, pairing=pairing, factor=factor, max_positions=max_positions, ignore=ignore
     )
     plan = checkpoints.plan(read, to, form)
     checkpoints.check_target(plan, target)
     _describe(plan, listed=dry_run)
     if dry_run:
-        click.echo(f"nothing was written: without --dry-run, {plan.nbytes:,} bytes go to {target}")
+        _echo(f"nothing was written: without --dry-run, {plan.nbytes:,} bytes go to {target}")
         return
 
     def compare_scores(folder: Path) -> None:
         from ropewalk.checkpoints import verify
 
-        verify.verify(plan, folder, click.echo)
+        verify.verify(plan, folder, _echo)
 
     checkpoints.write(plan, target, _Progress(), compare_scores if verify else None)
-    click.echo(f"wrote {target}")
+    _echo(f"wrote {target}")
+
+
+def _echo(line: str, *, err: bool = False) -> None:
+    """Print a line, with control characters in the names that it quotes from files as escapes."""
+    click.echo(printable(line), err=err)
 
 
 def _describe(plan: Plan, *, listed: bool) -> None:
@@ -104,24 +106,24 @@ def _describe(plan: Plan, *, listed: bool) -> None:
     names = {"hf": "Hugging Face", "meta": "Meta", "adapter": "LoRA adapter"}
     layers = len(source.ropes.layers)
     tensors = len(source.tensors)
-    click.echo(f"{source.folder}: {source.model_type}, {layers} layers, {tensors} tensors, {plan.nbytes:,} bytes")
+    _echo(f"{source.folder}: {source.model_type}, {layers} layers, {tensors} tensors, {plan.nbytes:,} bytes")
     if source.form != plan.form:
-        click.echo(f"format: {names[source.form]} -> {names[plan.form]}")
+        _echo(f"format: {names[source.form]} -> {names[plan.form]}")
     if source.pairing == plan.to:
-        click.echo(f"pairing: {plan.to}, unchanged; no rows move")
+        _echo(f"pairing: {plan.to}, unchanged; no rows move")
     else:
         stay = tensors - len(plan.parts)
-        click.echo(f"pairing: {source.pairing} -> {plan.to}; rows move in {len(plan.parts)} tensors, {stay} stay")
+        _echo(f"pairing: {source.pairing} -> {plan.to}; rows move in {len(plan.parts)} tensors, {stay} stay")
     if listed and source.pairing != plan.to:
         for name, parts in plan.parts.items():
             heads = ", ".join(f"{part.role}: {len(part.starts)} x {part.rotary_dim} rows" for part in parts)
-            click.echo(f"  {name} {list(plan.tensors[name].shape)}  {heads}")
+            _echo(f"  {name} {list(plan.tensors[name].shape)}  {heads}")
     if source.unread_weights:
-        click.echo(f"omitted, because they are other weights: {', '.join(source.unread_weights)}")
+        _echo(f"omitted, because they are other weights: {', '.join(source.unread_weights)}")
     if plan.form != source.form and source.companion_files:
-        click.echo(f"omitted, because they belong to the other format: {', '.join(source.companion_files)}")
+        _echo(f"omitted, because they belong to the other format: {', '.join(source.companion_files)}")
     for note in plan.notes:
-        click.echo(f"note: {note}")
+        _echo(f"note: {note}")
 
 
 class _Progress:
@@ -135,7 +137,7 @@ class _Progress:
     def __call__(self, file: str, done: int, total: int) -> None:
         percent = 100 * done // max(total, 1)
         if self._terminal and percent != self._percent:
-            click.echo(f"\r{percent:3} % of {total:,} bytes, {file}\x1b[K", err=True, nl=done == total)
+            click.echo(f"\r{percent:3} % of {total:,} bytes, {printable(file)}\x1b[K", err=True, nl=done == total)
         elif not self._terminal and (file != self._file or (done == total and self._percent < 100)):
-            click.echo(f"{percent:3} % of {total:,} bytes, {file}", err=True)
+            _echo(f"{percent:3} % of {total:,} bytes, {file}", err=True)
         self._percent, self._file = percent, file
