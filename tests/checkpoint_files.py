@@ -67,6 +67,31 @@ def write_model(folder: Path, *, shards: int = 1, config: dict[str, Any] = CONFI
     return folder
 
 
+PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 10000.0}
+
+
+def meta_weights() -> dict[str, torch.Tensor]:
+    """Return the random weights of the same Llama by Meta's names."""
+    names = {
+        "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.": "",
+        "self_attn.": "attention.", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    tensors = weights()
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def write_meta(folder: Path, tensors: object, **params: Any) -> Path:
+    """Write a model in Meta's format: what torch.save writes for `tensors`, and a params.json."""
+    folder.mkdir()
+    torch.save(tensors, folder / "consolidated.00.pth")
+    (folder / "params.json").write_text(json.dumps(PARAMS | params))
+    return folder
+
+
 def run(*arguments: object, status: int = 0) -> str:
     """What `ropewalk convert` says."""
     ran = CliRunner().invoke(main, ["convert", *map(str, arguments)])

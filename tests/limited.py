@@ -1,4 +1,4 @@
-"""Read a file in a separate process with limits of processor time and memory."""
+"""Read a file, or run a command, in a separate process with limits of processor time and memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from typing import Any
 _CODE = """
 import json, resource, sys
 from pathlib import Path
+from click.testing import CliRunner
 from ropewalk.configs import from_config
+from ropewalk.programs.cli import main
 from ropewalk import RopeError
+arguments = json.loads(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF)
 resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
 if Path("/proc/self/statm").exists():
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[3]) * 2**20,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[2]) * 2**20,) * 2)
 try:
-    said = from_config(sys.argv[1], **json.loads(sys.argv[2])).explain()
+    if isinstance(arguments, list):
+        said = CliRunner().invoke(main, arguments, catch_exceptions=False).output
+    else:
+        said = from_config(**arguments).explain()
 except RopeError as refusal:
     said = f"refused: {refusal}"
 after = resource.getrusage(resource.RUSAGE_SELF)
@@ -34,7 +40,16 @@ def read(path: Path, *, mebibytes: int = 170, **arguments: Any) -> tuple[str, fl
     The process measures itself, so that others on the machine change nothing. It ends after 30 seconds of processor
     time, and gets a MemoryError where it needs more memory, beside what Python and NumPy take, than `mebibytes`.
     """
-    command = [sys.executable, "-c", _CODE, str(path), json.dumps(arguments), str(mebibytes)]
+    return _measured({"config": str(path), **arguments}, mebibytes)
+
+
+def run(*arguments: object, mebibytes: int = 170) -> tuple[str, float]:
+    """Return the output of a command of `ropewalk`, and the processor time in seconds, within the limits of `read`."""
+    return _measured([str(argument) for argument in arguments], mebibytes)
+
+
+def _measured(arguments: object, mebibytes: int) -> tuple[str, float]:
+    command = [sys.executable, "-c", _CODE, json.dumps(arguments), str(mebibytes)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, f"rc {ran.returncode}: {ran.stderr[-500:]}"
     said, seconds = json.loads(ran.stdout)

@@ -488,6 +488,8 @@ MUTANTS = [
     Mutant("bytes that must stay", "checkpoints/verify.py", "if not (same | moved[first:last]).all():", "if not (same | moved[first:last]).any():"),
     Mutant("what another conversion left", "checkpoints/write.py", "if not kept.is_file() or kept.read_text() != state:", "if not kept.is_file():"),
     Mutant("rows that share a scale", "checkpoints/plan.py", "if (moved // block != rows // block).any():", "if (moved // block != rows // block).all():"),
+    Mutant("compressed members", "checkpoints/pth.py", "if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:", "if False:"),
+    Mutant("storages of another size", "checkpoints/pth.py", "if nbytes != count * width:", "if False:"),
     Mutant("context parallel: tail of another rank", "positions/context_parallel.py", "chunks[-1 - rank]", "chunks[-rank]"),
     Mutant("context parallel: stripes are runs", "positions/context_parallel.py", "positions.view(-1, size)[:, rank]", "positions.view(size, -1)[rank]"),
     Mutant("context parallel: the whole kept alive", "positions/context_parallel.py", "chunks[rank].clone()", "chunks[rank]"),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import ropewalk
-from ropewalk.checkpoints import pth
+from ropewalk.checkpoints import layouts, pth, shards
 from ropewalk.configs import source
 from ropewalk.configs.gguf import header
 
@@ -102,7 +102,7 @@ def test_the_citation_is_of_this_package() -> None:
 
 def test_the_bounds_of_the_security_page_are_those_of_the_code() -> None:
     rows = {line.split("|")[1].strip(): line for line in (ROOT / "SECURITY.md").read_text().splitlines() if "|" in line}
-    config, gguf = rows["`config.json`, `params.json`"], rows["GGUF header"]
+    config, gguf = rows["`config.json`, `params.json`, `adapter_config.json`"], rows["GGUF header"]
     assert f"{source._MAX_BYTES // 2**20} MiB, 2¹⁸ values, nested at most {source._MAX_DEPTH} deep" in config
     assert source._MAX_VALUES == 2**18
     assert (
@@ -111,4 +111,8 @@ def test_the_bounds_of_the_security_page_are_those_of_the_code() -> None:
     )
     assert f"2²¹ array items, {header._MAX_NESTING} levels" in gguf
     assert header._MAX_ITEMS == 2**21
-    assert "weights_only=True, mmap=True" in Path(pth.__file__).read_text()
+    index, header_bytes = f"{shards._MAX_INDEX_BYTES // 2**20} MiB of index", shards._MAX_HEADER_BYTES // 2**20
+    safetensors = f"{header_bytes} MiB of header, {index}, and {layouts.MAX_NAME:,} characters in a name"
+    assert safetensors in rows["safetensors"]
+    pickles = f"At most {pth._LARGEST_READ // 2**20} MiB of pickle and 1 MiB of archive directory"
+    assert pickles in rows["`consolidated.*.pth`"]

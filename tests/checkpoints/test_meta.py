@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint_files import CONFIG, refused, run, write_model
+from checkpoint_files import CONFIG, meta_weights, refused, run, write_meta, write_model
 from ropewalk import from_config
 
 
@@ -20,18 +19,6 @@ def model(tmp_path: Path) -> Path:
 
 
 class TestMeta:
-    def meta(self, folder: Path, tensors: dict[str, Any] | object, **params: Any) -> Path:
-        folder.mkdir()
-        torch.save(tensors, folder / "consolidated.00.pth")
-        output = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 10000.0}
-        (folder / "params.json").write_text(json.dumps(output | params))
-        return folder
-
-    def tensors(self, tmp_path: Path) -> dict[str, torch.Tensor]:
-        write_model(tmp_path / "for-meta")
-        run(tmp_path / "for-meta", tmp_path / "as-meta", "--to", "interleaved", "--format", "meta")
-        return torch.load(tmp_path / "as-meta" / "consolidated.00.pth", weights_only=True)
-
     def test_within_the_format(self, model: Path, tmp_path: Path) -> None:
         match = "Meta's format must be interleaved, got --to half"
         refused(match, model, tmp_path / "b", "--to", "half", "--format", "meta", target=model)
@@ -65,7 +52,7 @@ class TestMeta:
         refused(match, source, tmp_path / "b", "--to", "interleaved", "--format", "meta", target=source)
 
     def test_the_length_is_required(self, tmp_path: Path) -> None:
-        source = self.meta(tmp_path / "a", self.tensors(tmp_path))
+        source = write_meta(tmp_path / "a", meta_weights())
         refused("max_positions must be passed", source, tmp_path / "b", "--to", "half", target=source)
         output = run(source, tmp_path / "b", "--to", "half", "--max-positions", 64)
         assert "note: The tokenizer is not converted" in output
@@ -75,37 +62,37 @@ class TestMeta:
             def __reduce__(self) -> tuple[Any, ...]:
                 return Path.touch, (tmp_path / "owned",)
 
-        source = self.meta(tmp_path / "a", {"tok_embeddings.weight": Evil()})
-        match = "must be a file that torch.save wrote, and contain only tensors"
+        source = write_meta(tmp_path / "a", {"tok_embeddings.weight": Evil()})
+        match = "tok_embeddings.weight of consolidated.00.pth must be a contiguous vector or matrix"
         refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
         assert not (tmp_path / "owned").exists()
 
     @pytest.mark.parametrize("left", [10, 5000, -1])
     def test_a_file_that_is_cut_off(self, left: int, tmp_path: Path) -> None:
-        source = self.meta(tmp_path / "a", self.tensors(tmp_path))
+        source = write_meta(tmp_path / "a", meta_weights())
         file = source / "consolidated.00.pth"
         file.write_bytes(file.read_bytes()[:left])
         match = "got one that cannot be read"
         refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
 
     def test_tensors_that_are_not_metas(self, tmp_path: Path) -> None:
-        tensors = self.tensors(tmp_path)
+        tensors = meta_weights()
         for i, (name, tensor, match) in enumerate(
             (
                 ("layers.0.extra.weight", torch.ones(3), "must belong to Meta's Llama, got layers.0.extra.weight"),
                 ("norm.weight", torch.ones(32, dtype=torch.int32), "norm.weight of consolidated.00.pth must be"),
-                ("layers.0.attention.wo.weight", torch.ones(32, 32).t(), "must be a contiguous tensor"),
+                ("layers.0.attention.wo.weight", torch.ones(32, 32).t(), "must be a contiguous vector"),
                 ("tok_embeddings.weight", torch.ones(16), "must hold tok_embeddings.weight, got none"),
                 ("layers.1.attention.wq.weight", torch.ones(16, 32), "must have 32 rows by its config"),
             )
         ):
             if name == "layers.0.attention.wo.weight":
                 tensor = torch.randn(32, 48)[:, :32]
-            source = self.meta(tmp_path / f"a{i}", tensors | {name: tensor})
+            source = write_meta(tmp_path / f"a{i}", tensors | {name: tensor})
             refused(match, source, tmp_path / "b", "--to", "half", "--max-positions", 64, target=source)
 
     def test_pieces(self, tmp_path: Path) -> None:
-        source = self.meta(tmp_path / "a", self.tensors(tmp_path))
+        source = write_meta(tmp_path / "a", meta_weights())
         target = tmp_path / "b"
         about = (source, target, "--to", "half", "--max-positions", 64)
         (source / "consolidated.00.pth").rename(source / "consolidated.01.pth")

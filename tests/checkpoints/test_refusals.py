@@ -60,11 +60,11 @@ class TestRefusals:
         match = "must name safetensors files of its own folder"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
-    @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
+    @pytest.mark.parametrize("text", ["[]", "{", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 100_000])
     def test_an_invalid_index(self, text: str, tmp_path: Path) -> None:
         source = write_model(tmp_path / "a", shards=2)
         (source / "model.safetensors.index.json").write_text(text)
-        match = "must be JSON with a weight_map"
+        match = "must have a weight_map with entries" if text[-1] in "}]" else "must contain JSON in UTF-8"
         refused(match, source, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_an_index_that_is_of_other_files(self, tmp_path: Path) -> None:
@@ -171,6 +171,14 @@ class TestRefusals:
         refused("must be a folder, got nothing", tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")
         (tmp_path / "a").mkdir()
         refused("got none of these", tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")
+
+    def test_gguf(self, tmp_path: Path) -> None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "llama.gguf").write_bytes(b"GGUF")
+        match = "GGUF files cannot be converted. Pass the folder of the model that the file was made from."
+        refused(match, tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")
+        file = tmp_path / "a" / "llama.gguf"
+        refused(match, file, tmp_path / "b", "--to", "half", target=tmp_path / "b")
 
     @pytest.mark.parametrize("option", ["--factor=8", "--max-positions=8", "--base-config=x"])
     def test_options_for_other_kinds(self, option: str, model: Path, tmp_path: Path) -> None:

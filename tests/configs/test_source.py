@@ -73,7 +73,7 @@ def test_infinity_elsewhere_in_a_file_is_accepted(tmp_path: Path) -> None:
         (b'{"a": {"b": 1, "b": 1}}', "got 'b' twice"),
         (b"[" * 100_000, "the file must contain JSON in UTF-8"),
         (b'{"rope_theta": ' + b"9" * 5000 + b"}", "the file must contain JSON in UTF-8"),
-        (b" " * (2 * 2**20 + 1), "a config must have at most 2097152 bytes"),
+        (b" " * (2 * 2**20 + 1), "the file must have at most 2,097,152 bytes"),
     ],
     ids=["empty", "truncated", "binary", "list", "null", "twice", "twice inside", "deep", "long number", "too long"],
 )

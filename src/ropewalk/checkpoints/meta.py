@@ -18,7 +18,8 @@ from ropewalk.schemes import Llama3
 
 FREQUENCIES = "rope.freqs"
 """A tensor in Meta's older files that is not converted, because Hugging Face's code computes it."""
-
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The dtypes of Meta's format, by their names in safetensors."""
 _TOP = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -116,15 +117,12 @@ def to_hugging_face(
         "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
-        "dtype": _DTYPES[tensors["tok_embeddings.weight"].dtype],
+        "dtype": DTYPES[tensors["tok_embeddings.weight"].dtype],
         "rope_theta": rope.base,
     }
     if rope.scaling is not None:
         config["rope_scaling"] = rope.scaling.to_hf()
     return config
-
-
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def to_params(config: Mapping[str, Any], ropes: ModelRopes) -> dict[str, Any]:

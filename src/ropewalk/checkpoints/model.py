@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from ropewalk import _checks
 from ropewalk._layout import Pairing
 from ropewalk.checkpoints import meta, pth, shards
 from ropewalk.checkpoints.raw import Tensor
+from ropewalk.configs import source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
 from ropewalk.configs.read import from_config
@@ -94,7 +94,7 @@ def read(
     """
     if not folder.is_dir():
         came = "a file" if folder.exists() else "nothing"
-        raise _checks.error("convert", f"{folder} must be a folder", came, "Pass the folder of a downloaded model.")
+        raise _no_checkpoint(folder, f"{folder} must be a folder", came)
     meta_form = (folder / "params.json").exists() and bool(list(folder.glob("consolidated.*.pth")))
     adapter_form = (folder / ADAPTER_CONFIG).exists()
     hf_form = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
@@ -114,13 +114,21 @@ def read(
         must = (
             f"{folder} must hold config.json and safetensors, params.json and consolidated.*.pth, or {ADAPTER_CONFIG}"
         )
-        raise _checks.error("convert", must, "none of these", "Pass the folder of a downloaded model.")
+        raise _no_checkpoint(folder, must, "none of these")
     config, ropes, own, native_pairing = _config(folder / "config.json", pairing, ignore)
     files, metadata = shards.tensors_of(folder)
     companion_files, unread_weights = _other_files(folder, {*files, "config.json"})
     return Checkpoint(
         folder, "hf", config, config, ropes, own, native_pairing, files, metadata, companion_files, unread_weights
     )
+
+
+def _no_checkpoint(folder: Path, must: str, came: str) -> _checks.RopeError:
+    """Create the error for a path that is not a folder of a supported format."""
+    fix = "Pass the folder of a downloaded model."
+    if source.gguf_path(folder) is not None or any(folder.glob("*.gguf")):
+        fix = "GGUF files cannot be converted. Pass the folder of the model that the file was made from."
+    return _checks.error("convert", must, came, fix)
 
 
 def _refuse(is_refused: bool, name: str, value: object, kind: str) -> None:
@@ -137,7 +145,7 @@ def _config(
         RopeError: the config cannot be read, or is that of a model whose weights cannot be converted.
     """
     ropes = from_config(file, pairing=pairing, ignore=ignore)
-    config = read_json(file)
+    config, _ = source.load(file)
     if ropes.config is None or ropes.config.get("model_type") != config.get("model_type"):
         fix = "Convert a checkpoint that contains only its text model."
         raise _checks.error(
@@ -166,7 +174,7 @@ def _config(
 
 
 def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore: Collection[str]) -> Checkpoint:
-    own_config = read_json(folder / ADAPTER_CONFIG)
+    own_config, _ = source.load(folder / ADAPTER_CONFIG)
     if own_config.get("peft_type") != "LORA":
         must, fix = f"{folder} must hold a LoRA adapter", "Merge the adapter into its model, and convert the model."
         raise _checks.error("convert", must, f"peft_type {_checks.shown(own_config.get('peft_type'))}", fix)
@@ -197,7 +205,7 @@ def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore
 
 
 def _meta(folder: Path, factor: float | None, max_positions: int | None) -> Checkpoint:
-    params = read_json(folder / "params.json")
+    params, _ = source.load(folder / "params.json")
     ropes = from_config(folder / "params.json", factor=factor)
     pieces = pth.pieces(folder)
     width = params.get("dim")
@@ -227,21 +235,6 @@ def _other_files(folder: Path, read: Collection[str]) -> tuple[tuple[str, ...], 
     others = sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in read and p.name != shards.INDEX)
     unread_weights = [name for name in others if name.endswith(_WEIGHTS)]
     return tuple(name for name in others if name not in unread_weights), tuple(unread_weights)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a file that contains a JSON object. Its keys keep their order.
-
-    Raises:
-        RopeError: the file cannot be read, or does not contain a JSON object.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise _checks.unreadable_file(str(file), e) from e
-    if not isinstance(content, dict):
-        raise _checks.error("convert", f"{file} must hold a JSON object", _checks.shown(content), "Download it again.")
-    return content
 
 
 def row_keys(model_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -280,7 +280,7 @@ def _files(
                 held.pop(PAIRING_KEY, None)
                 held.update({} if to == source.native_pairing else {PAIRING_KEY: to})
         index = source.folder / shards.INDEX
-        return files, metadata, {shards.INDEX: model.read_json(index)} if index.exists() else {}
+        return files, metadata, {shards.INDEX: shards.read_index(index)} if index.exists() else {}
     groups: list[dict[str, Tensor]] = [{}]
     for name, tensor in sorted(tensors.items(), key=lambda item: _sort_key(item[0])):
         if groups[-1] and sum(t.nbytes for t in groups[-1].values()) + tensor.nbytes > _MAX_SHARD_BYTES:

@@ -1,7 +1,8 @@
 """Read and write Meta's consolidated.*.pth: find the tensors in the files, join their pieces, and write one file.
 
-To read, PyTorch unpickles the names and shapes and memory-maps the file, which gives the offset of each tensor. To
-write, this module produces PyTorch's own format, an uncompressed zip archive, from one tensor at a time.
+The format is that of torch.save: an uncompressed zip archive, in which one member is a pickle of the names and shapes,
+and each other member is the content of a storage. This module reads the directory of the archive and the pickle itself,
+without calling anything that the pickle names. It writes one tensor at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 import re
 import zipfile
 from collections.abc import Callable, Mapping
@@ -17,14 +19,18 @@ from typing import Any
 
 from ropewalk import _checks
 from ropewalk.checkpoints import raw
+from ropewalk.checkpoints.layouts import MAX_NAME
+from ropewalk.checkpoints.meta import DTYPES
 from ropewalk.checkpoints.raw import JoinedTensor, StoredTensor, Tensor
 
 NAME = re.compile(r"consolidated\.(\d{2,})\.pth")
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _STORAGES = {"F64": "DoubleStorage", "F32": "FloatStorage", "F16": "HalfStorage", "BF16": "BFloat16Storage"}
+_DTYPES_BY_STORAGE = {f"torch {name}": dtype for dtype, name in _STORAGES.items()}
 _SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _ALIGNED = 64
 """The alignment of the members of an archive of PyTorch, in bytes."""
+_LARGEST_READ = 2**20
+"""The largest directory of an archive, and the largest pickle, in bytes. Those of Llama 3.1 405B have about 2**17."""
 
 # Meta's code splits these tensors by rows or by columns. Every file contains the other tensors completely.
 _BY_ROWS = ("wq", "wk", "wv", "w1", "w3", "output")
@@ -37,7 +43,7 @@ def pieces(folder: Path) -> list[Path]:
     Raises:
         RopeError: there are no such files, or one is missing.
     """
-    paths = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name))
+    paths = sorted(path for path in folder.glob("consolidated.*.pth") if NAME.fullmatch(path.name) and path.is_file())
     numbers = [int(NAME.fullmatch(path.name)[1]) for path in paths]  # type: ignore[index]
     if numbers != list(range(len(paths))) or not paths:
         came = ", ".join(path.name for path in paths[:4]) or "none"
@@ -46,56 +52,153 @@ def pieces(folder: Path) -> list[Path]:
     return paths
 
 
+class _BoundedFile(io.FileIO):
+    """A file that never reads more than `_LARGEST_READ` bytes at once, whatever size the file states."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        limit = _LARGEST_READ + 1
+        content = super().read(limit if size is None or size < 0 else min(size, limit)) or b""
+        if len(content) == limit:
+            raise ValueError(f"its directory or its pickle has more than {_LARGEST_READ:,} bytes")
+        return content
+
+
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
     """Find the tensors of one file. Return them by name, without loading them.
 
     Raises:
         RopeError: the file cannot be read, or holds something other than contiguous floating-point tensors.
     """
-    import torch
-
-    must = f"{file} must be a file that torch.save wrote, and contain only tensors"
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        members = _members(file)
-    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError, OSError, KeyError, ValueError) as e:
-        came = f"one that cannot be read ({str(e).strip().splitlines()[0][:200] if str(e) else type(e).__name__})"
-        raise _checks.error("convert", must, came, "Download or copy it again.") from e
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
-        raise _checks.error("convert", must, _checks.shown(type(loaded)), "Save only the state_dict.")
-    names = {getattr(torch, name): dtype for dtype, name in _DTYPES.items()}
-    # The file is mapped as a whole, so distances in memory equal those in the file.
-    mapped = sorted({tensor.untyped_storage().data_ptr() for tensor in loaded.values()})
-    base = mapped[0] - members[0] if mapped and members else 0
-    if [begin - base for begin in mapped] != members:
-        must = f"{file} must be little-endian, and hold each storage of its tensors once"
-        came = f"{len(members)} storages for {len(loaded)} tensors"
-        raise _checks.error("convert", must, came, "Save it again with torch.save.")
-    tensors = {}
-    for name, tensor in loaded.items():
-        dtype = names.get(tensor.dtype)
-        if dtype is None or not tensor.is_contiguous():
-            must = f"{name} of {file.name} must be a contiguous tensor of {', '.join(_DTYPES.values())}"
-            came = f"{tensor.dtype} with strides {tensor.stride()}"
-            raise _checks.error("convert", must, came, "Convert it, and save the file again.")
-        nbytes = tensor.numel() * tensor.element_size()
-        tensors[str(name)] = raw.tensor_in_file(file, tensor.data_ptr() - base, nbytes, dtype, tuple(tensor.shape))
-    return tensors
+        with _BoundedFile(file) as content:
+            members = _members(content)
+
+            def read(name: str) -> bytes:
+                offset, nbytes = members[name]
+                content.seek(offset)
+                return content.read(nbytes)
+
+            if "byteorder" in members and read("byteorder") != b"little":
+                raise ValueError("it is big-endian")
+            return {name: _tensor(file, name, saved, members) for name, saved in _unpickle(read("data.pkl")).items()}
+    except _checks.RopeError:
+        raise
+    except Exception as e:  # a damaged archive or pickle can raise almost any error
+        must = f"{file} must be a file that torch.save wrote, and contain only tensors"
+        came = f"one that cannot be read ({type(e).__name__}: {str(e)[:200]})"
+        fix = "Download it again, or save only its tensors: torch.save(torch.load(FILE, weights_only=True), FILE)."
+        raise _checks.error("convert", must, came, fix) from e
 
 
-def _members(file: Path) -> list[int]:
-    """Return the sorted offsets in bytes of the storages in an archive of PyTorch, or [] if it is big-endian."""
-    with zipfile.ZipFile(file) as archive, file.open("rb") as content:
-        begins = []
+def _members(content: io.FileIO) -> dict[str, tuple[int, int]]:
+    """Return the offset and the size in bytes of each member of an archive, by its name without the outermost folder.
+
+    Raises:
+        ValueError, or an error of `zipfile`: these bytes of the file are not the content of the member.
+    """
+    members: dict[str, tuple[int, int]] = {}
+    size = content.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(content) as archive:
         for member in archive.infolist():
-            if member.filename.endswith("/byteorder") and archive.read(member) != b"little":
-                return []
-            if "/data/" in member.filename:
-                content.seek(member.header_offset + 26)
-                lengths = content.read(4)
-                name, extra = (int.from_bytes(length, "little") for length in (lengths[:2], lengths[2:]))
-                begins.append(member.header_offset + 30 + name + extra)
-    return sorted(begins)
+            if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+                raise ValueError(f"{member.filename} is compressed")
+            with archive.open(member):  # this raises an error if the member is encrypted, or has no or another header
+                begin = content.tell()
+            name = member.filename.partition("/")[2]
+            if name in members or begin + member.file_size > size:
+                problem = "is there twice" if name in members else "extends beyond the end of the file"
+                raise ValueError(f"{member.filename} {problem}")
+            members[name] = begin, member.file_size
+    return members
+
+
+def _unpickle(content: bytes) -> dict[str, Any]:
+    """Return the dict that torch.save pickled. Nothing that the pickle names is imported or called.
+
+    A call becomes a tuple of the function's name and its arguments, but OrderedDict() becomes a dict, without its
+    attributes. A reference to a storage becomes the tuple that torch.save wrote for it.
+
+    Raises:
+        ValueError, or an error of an invalid operation: this is not the pickle of a dict of tensors.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, _ in pickletools.genops(content):
+        match opcode.name:
+            case "PROTO" | "BINPERSID" | "STOP":
+                pass
+            case "GLOBAL" | "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append(argument)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = int(opcode.name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                begin = marks.pop()
+                stack[begin:] = [tuple(stack[begin:])]
+            case "SETITEM" | "SETITEMS":
+                begin = marks.pop() if opcode.name == "SETITEMS" else len(stack) - 2
+                items = stack[begin:]
+                del stack[begin:]
+                for key, value in zip(items[::2], items[1::2], strict=True):
+                    if not isinstance(key, str) or len(key) > MAX_NAME:  # the hash of a tuple could take forever
+                        raise ValueError(f"it has the key {_checks.shown(key)}")
+                    stack[-1][key] = value
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "REDUCE":
+                call = tuple(stack[-2:])
+                stack[-2:] = [{} if call == ("collections OrderedDict", ()) else call]
+            case "BUILD" if isinstance(stack[-2], dict):
+                stack.pop()
+            case _:
+                raise ValueError(f"its pickle holds something other than tensors, with {opcode.name}")
+    if len(stack) != 1 or not isinstance(stack[0], dict):
+        raise ValueError("it does not hold a dict of tensors")
+    return stack[0]
+
+
+def _tensor(file: Path, name: str, saved: object, members: Mapping[str, tuple[int, int]]) -> StoredTensor:
+    """Return the tensor that `_unpickle` found under a name.
+
+    Raises:
+        RopeError: it is something other than a contiguous floating-point tensor.
+        ValueError or KeyError: the archive does not contain its bytes.
+    """
+    match saved:
+        case "torch._utils _rebuild_parameter", (tensor, *_):
+            saved = tensor
+    match saved:
+        case (
+            "torch._utils _rebuild_tensor_v2",
+            (
+                ("storage", str(kind), str(key), _, int(count)),
+                int(first),
+                (int(),) | (int(), int()) as shape,
+                strides,
+                _,
+                _,
+            ),
+        ) if kind in _DTYPES_BY_STORAGE and strides == (*shape[1:], 1):
+            dtype = _DTYPES_BY_STORAGE[kind]
+        case _:
+            must = f"{name} of {file.name} must be a contiguous vector or matrix of {', '.join(DTYPES.values())}"
+            raise _checks.error("convert", must, _checks.shown(saved), "Convert or remove it, and save the file again.")
+    offset, nbytes = members[f"data/{key}"]
+    width, elements = _SIZES[dtype], math.prod(shape)
+    if nbytes != count * width:
+        raise ValueError(f"data/{key} has {nbytes:,} bytes instead of {count * width:,}")
+    if first < 0 or min(shape) < 1 or first + elements > count:
+        raise ValueError(f"{name} is empty or extends beyond data/{key}")
+    return raw.tensor_in_file(file, offset + first * width, elements * width, dtype, tuple(shape))
 
 
 def join_pieces(files: list[dict[str, StoredTensor]], width: int) -> dict[str, Tensor]:
@@ -174,7 +277,7 @@ def check(tensors: Mapping[str, Tensor]) -> None:
     """Raise a RopeError if a tensor has a dtype that Meta's format does not support."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _STORAGES:
-            must = f"{name} must have one of the dtypes {', '.join(_DTYPES.values())} in Meta's format"
+            must = f"{name} must have one of the dtypes {', '.join(DTYPES.values())} in Meta's format"
             raise _checks.error("convert", must, tensor.dtype, "Use --format hf.")
 
 

@@ -142,10 +142,10 @@ def tensor_in_file(file: Path, offset: int, nbytes: int, dtype: str, shape: tupl
     """Return the tensor of this shape that is stored at an offset in a file.
 
     A row consists of all elements with the same first index. The whole tensor is one row if it has no axes, or if its
-    number of bytes is not a multiple of the length of its first axis.
+    number of bytes is not a multiple of the length of its first axis. A tensor without elements has no rows.
     """
-    whole = not shape or (shape[0] > 0 and nbytes % shape[0] != 0)
-    return StoredTensor(file, offset, nbytes, dtype, shape, 1 if whole else shape[0])
+    rows = 0 if nbytes == 0 else shape[0] if shape and nbytes % shape[0] == 0 else 1
+    return StoredTensor(file, offset, nbytes, dtype, shape, rows)
 
 
 def as_column(tensor: StoredTensor) -> StoredTensor:

@@ -14,11 +14,14 @@ from typing import Any
 from ropewalk import _checks
 from ropewalk.checkpoints import raw
 from ropewalk.checkpoints.raw import StoredTensor, Tensor
+from ropewalk.configs import source
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
-_MAX_INDEX_BYTES = 2**28
+_MAX_HEADER_BYTES = 2**24
+"""The largest header of a file in bytes. A tensor needs about 100 bytes."""
+_MAX_INDEX_BYTES = 2**25
 """The largest index in bytes. The index of the largest mixture of experts has about 10 MB."""
 
 
@@ -34,13 +37,17 @@ def header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         fix = 'Run: pip install "ropewalk[convert]"'
         raise _checks.error("convert", "safetensors must be installed", "no such package", fix) from e
     if not file.is_file():
-        raise _checks.error("convert", f"{file} must be a file", "none", "Download or copy the file again.")
+        came = "something else" if file.exists() else "none"
+        raise _checks.error("convert", f"{file} must be a file", came, "Download or copy the file again.")
     try:
-        with safetensors.safe_open(file, "np") as opened:
-            metadata = opened.metadata() or {}
         with file.open("rb") as content:
             size = int.from_bytes(content.read(8), "little")
-            entries: dict[str, Any] = json.loads(content.read(size))
+            head = content.read(min(size, _MAX_HEADER_BYTES + 1))
+        if len(head) > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {size:,} bytes, which is more than {_MAX_HEADER_BYTES:,}")
+        with safetensors.safe_open(file, "np") as opened:
+            metadata = opened.metadata() or {}
+        entries: dict[str, Any] = json.loads(head)
     except (safetensors.SafetensorError, OSError, ValueError) as e:
         must, came = f"{file} must be a complete safetensors file", f"a truncated or damaged one ({e})"
         raise _checks.error("convert", must, came, "Download or copy the file again.") from e
@@ -68,7 +75,7 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
         raise _checks.error("convert", f"{folder} must hold one set of weights", came, "Move one of them elsewhere.")
     if single.exists():
         return {SINGLE: None}
-    if not index.exists():
+    if not index.is_file():
         others = sorted(
             path.name for path in folder.glob("*") if path.suffix in (".bin", ".pth", ".pt", ".safetensors")
         )
@@ -76,7 +83,7 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
         fix = "Save the model with save_pretrained(folder), which writes safetensors."
         raise _checks.error("convert", f"{folder} must hold {SINGLE} or {INDEX}", came, fix)
     files: dict[str, set[str] | None] = {}
-    for name, file in _weight_map(index).items():
+    for name, file in read_index(index)["weight_map"].items():
         if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
             must = f"{index} must name safetensors files of its own folder"
             fix = "Correct the index: files outside of the folder are not read."
@@ -87,17 +94,18 @@ def files_of(folder: Path) -> dict[str, set[str] | None]:
     return files
 
 
-def _weight_map(index: Path) -> Mapping[str, object]:
-    try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError(f"more than {_MAX_INDEX_BYTES:,} bytes")
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError("its weight_map is not an object with entries")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        must, came = f"{index} must be JSON with a weight_map", f"{type(e).__name__}: {_checks.shown(str(e))}"
-        raise _checks.error("convert", must, came, "Download or copy it again.") from e
-    return weight_map
+def read_index(index: Path) -> dict[str, Any]:
+    """Return the content of an index.
+
+    Raises:
+        RopeError: the file cannot be read, or has no weight_map.
+    """
+    content: dict[str, Any] = source.read_json(index, _MAX_INDEX_BYTES)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        must, came = f"{index} must have a weight_map with entries", _checks.shown(weight_map)
+        raise _checks.error("convert", must, came, "Download or copy it again.")
+    return content
 
 
 def tensors_of(folder: Path) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, str]]]:

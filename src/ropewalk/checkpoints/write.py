@@ -156,7 +156,7 @@ def _write_atomically(file: Path, make: Callable[[Path], None]) -> None:
 
 
 def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON escapes lone surrogates in the same way
 
 
 def _copy(file: Path, new: Path) -> None:

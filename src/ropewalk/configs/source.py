@@ -52,12 +52,9 @@ def load(source: Any, *, download: bool = False) -> tuple[dict[str, Any], str]:
                 path = hub.config_path(path.as_posix(), download=download)
             if path.is_dir():
                 path = path / next((name for name in _CONFIG_NAMES if (path / name).is_file()), _CONFIG_NAMES[0])
-            content = _read(path)
-        except (OSError, ValueError) as e:
-            if isinstance(e, RopeError):
-                raise
+        except OSError as e:
             raise unreadable_file(str(path), e) from e
-        return _config_dict(_parse_json(content, path), str(path)), str(path)
+        return _config_dict(read_json(path), str(path)), str(path)
     raise error(
         "from_config",
         "source must be a dict, a config object with to_dict(), or a path",
@@ -175,20 +172,25 @@ def _to_path(source: str | os.PathLike[Any]) -> Path:
         raise error("from_config", "source must be a path", shown(e), "Pass a string.") from e
 
 
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        in_folder = path.name == "config.json" and path.parent.is_dir()
-        kinds = "The folder of a model contains config.json, params.json or a GGUF file."
-        fix = kinds if in_folder else "Check the path. It must be a file or the folder of a model."
-        raise error(str(path), "the config must be an existing file", "no such file", fix)
-    with path.open("rb") as file:
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise error(str(path), f"a config must have at most {_MAX_BYTES} bytes", "more", _NOT_A_CONFIG)
-    return content
+def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
+    """Return the content of a JSON file.
 
-
-def _parse_json(content: bytes, path: Path) -> object:
+    Raises:
+        RopeError: this is not an existing plain file, it has more than `max_bytes` bytes, or it is not JSON.
+    """
+    try:
+        if not path.is_file():
+            in_folder = path.name == "config.json" and path.parent.is_dir()
+            kinds = "The folder of a model contains config.json, params.json or a GGUF file."
+            fix = kinds if in_folder else "Check the path. It must be a file or the folder of a model."
+            got = "something else" if path.exists() else "no such file"
+            raise error(str(path), "the config must be an existing file", got, fix)
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as e:
+        raise unreadable_file(str(path), e) from e
+    if len(content) > max_bytes:
+        raise error(str(path), f"the file must have at most {max_bytes:,} bytes", "more", "Check the path.")
     try:
         return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
     except RopeError as e:
