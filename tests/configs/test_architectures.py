@@ -523,7 +523,7 @@ class TestLatentAttention:
         assert len(ropes.warnings) == warned
 
     def test_sizes_are_needed(self) -> None:
-        with pytest.raises(RopeError, match="qk_rope_head_dim must be an integer of at least 1, got None"):
+        with pytest.raises(RopeError, match="qk_rope_head_dim must be an integer from 2 to 65536, got None"):
             from_config({**self.base, "qk_rope_head_dim": None})
         with pytest.raises(RopeError, match="index_head_dim: Rope: rotary_dim"):
             from_config({**self.base, "model_type": "deepseek_v32", "index_head_dim": 4})

@@ -185,7 +185,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"hidden_size": 60}, {}, "rotary_dim must be even"),
         ({"head_dim": 16.0}, {}, "head_dim must be an integer"),
         ({"head_dim": 10**9}, {}, "head_dim must be an integer from 2 to 65536"),
-        ({"head_dim": -128}, {}, "head_dim must be an integer of at least 1, got -128"),
+        ({"head_dim": -128}, {}, "head_dim must be an integer from 2 to 65536, got -128"),
         ({"num_hidden_layers": ...}, {}, "num_hidden_layers must be an integer from 1 to 10000, got None"),
         ({"num_hidden_layers": 10**12}, {}, "num_hidden_layers must be an integer from 1 to 10000"),
         ({"max_position_embeddings": "4096"}, {}, "max_position_embeddings must be an integer of at least 1, got '4096'"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from each import each
+from gguf_files import write
 from ropewalk import NTK, Axes, Rope, RopeError, from_config
 from ropewalk.configs.models import ARCHITECTURES
 
@@ -167,3 +170,31 @@ class TestSections:
         other = replace(ropes, layers=(replace(ropes.rope, axes=Axes([2, 0, 1, 0, 0, 0, 0, 0])),) * 2)
         with pytest.raises(RopeError, match="the config of qwen2_vl must be able to express the axes"):
             other.to_hf_config(version=4)
+
+
+def test_a_size_is_refused_before_anything_of_that_size_is_built(tmp_path: Path) -> None:
+    """Without sections in the config, the head size alone decides how many pairs get an axis."""
+    huge, sizes = 2**22, {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}
+    keys = {**sizes, "rope.freq_base": 1e4, "rope.dimension_sections": [16, 24, 24, 0]}
+    no_head = {**QWEN3_VL, "head_dim": None, "hidden_size": 4 * huge}
+    sources: dict[str, Any] = {
+        "head_dim": {**QWEN3_VL, "head_dim": huge},
+        "hidden_size / num_attention_heads": {**no_head, "model_type": "qwen3_vl_moe_text"},
+        "qwen2vl.rope.dimension_count": {**keys, "rope.dimension_count": huge},
+        "glm4.rope.dimension_count": {**keys, "rope.dimension_count": 1},
+        "qwen3vl.embedding_length / qwen3vl.attention.head_count": {**keys, "embedding_length": 4 * huge},
+    }
+
+    def check(row: tuple[str, dict[str, Any]]) -> None:
+        key, source = row
+        architecture = key.partition(".")[0] if "." in key else ""
+        path = write(tmp_path / f"{len(key)}.gguf", source, architecture=architecture) if architecture else source
+        tracemalloc.start()
+        try:
+            with pytest.raises(RopeError, match=f"{re.escape(key)} must be an integer from 2 to 65536"):
+                from_config(path)
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+
+    each(((key, (key, source)) for key, source in sources.items()), check)

@@ -167,7 +167,7 @@ def test_gemma_4_has_a_rope_for_each_half() -> None:
         ({"rope_parameters": {"factor": 4.0}}, "must be a key that pixtral reads, got 4.0"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0.5}, "rope_theta must be a finite number greater than 1"),
-        ({"head_dim": 0}, "head_dim must be an integer of at least 1"),
+        ({"head_dim": 0}, "head_dim must be an integer from 2 to 65536"),
         ({"head_dim": None, "hidden_size": None}, "hidden_size must be an integer"),
         ({"head_dim": 66}, "channels must be even"),
         ({"rope_flavour": "vanilla"}, "'rope_flavour' is about rotation and must be a key that this model_type reads"),

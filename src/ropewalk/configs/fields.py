@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk._checks import RopeError, error, integer, number, shown, with_context
+from ropewalk._checks import MAX_HEAD_DIM, RopeError, error, integer, number, shown, with_context
 
 # The deepest models have about a hundred layers. The bound keeps a corrupt file from exhausting memory.
 MAX_LAYERS = 10_000
@@ -97,13 +97,25 @@ class Fields:
             raise self.error(key, "must be at most 2**53", "more", "Check the number.")
         return value
 
+    def channels(self, key: str) -> int:
+        """Return the value of the key as a number of channels of a head.
+
+        Every size of a head is read with this method or with `head_width`, so nothing is built for a larger head than a
+        `Rope` may have.
+        """
+        return self._channels(key, self.get(key))
+
+    def _channels(self, where: str, value: Any) -> int:
+        fix = "It is a number of channels of one head."
+        return integer(self.source, where, value, at_least=2, at_most=MAX_HEAD_DIM, fix=fix)
+
     def head_width(self, widths: tuple[str, ...], heads: tuple[str, ...], own: str, *, fix: str = "") -> int:
         """Return width / number of heads, the head_dim of a config that does not have the key `own`."""
         width, count = self.size(widths, fix=fix), self.size(heads, fix=fix)
         if width % count:
             must = f"must be a multiple of {self.first_present(heads)}={count} if {own} is not given"
             raise self.error(self.first_present(widths), must, str(width), f"Add {own}.")
-        return width // count
+        return self._channels(f"{self.first_present(widths)} / {self.first_present(heads)}", width // count)
 
     def base(self, where: str, value: Any, passed: float | None) -> float:
         """Return a base from the config as a number. If the caller passed a base, both must be equal.

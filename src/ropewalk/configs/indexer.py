@@ -24,7 +24,7 @@ def read_indexer(c: Reader, rope: Rope, pairing: str, *, rotates_tail: bool, sou
     """
     if not c.fields.has("index_head_dim"):
         return {}
-    width = c.fields.size("index_head_dim")
+    width = c.fields.channels("index_head_dim")
     c.origins["indexer"] = f"index_head_dim and model_type {source}"
     key = "indexer_rope_interleave"
     if c.fields.has(key):

@@ -79,7 +79,7 @@ def _refuse_unknown_keys(fields: Fields) -> None:
 def _head_dim(fields: Fields, origins: dict[str, str]) -> int:
     if fields.has("head_dim"):
         origins["head_dim"] = "head_dim"
-        return fields.size("head_dim")
+        return fields.channels("head_dim")
     origins["head_dim"] = "dim / n_heads"
     return fields.head_width(("dim",), ("n_heads",), "head_dim")
 

@@ -220,7 +220,7 @@ class Reader:
                 raise self.fields.error(where, must, shown(entry), f"The layers are 0 to {len(layers) - 1}.")
             if layers[index] == name and entry.get(size) is not None:
                 inner = Fields(entry, f"{self.fields.source}: per_layer_config.{key}")
-                sizes[inner.size(size)] = key
+                sizes[inner.channels(size)] = key
         if len(sizes) > 1:
             must = f"must give all layers of kind {name} the same {size}"
             fix = "Different sizes are not supported yet."
@@ -242,7 +242,7 @@ class Reader:
         key = self.fields.first_present(keys) if keys else ""
         if key and self.fields.has(key):
             self.record_origin("head_dim", key)
-            return self.fields.size(key)
+            return self.fields.channels(key)
         if needed:
             fix = f"Add it: in {needed} it is not hidden_size / num_attention_heads."
             raise self.fields.error(key, "must be given", "none", fix)
@@ -303,7 +303,7 @@ class Reader:
         has_dim_key = bool(dim_key) and self.fields.has(dim_key)
         if has_dim_key and entry is None:
             self.record_origin("rotary_dim", dim_key)
-            return self.fields.size(dim_key)
+            return self.fields.channels(dim_key)
         if entry is None:
             if fraction in (None, 1.0):
                 self.record_origin("rotary_dim", "the whole head")
@@ -318,8 +318,8 @@ class Reader:
                 "It is a fraction of the head." if value > 1.0 else "Remove it: the model's own code does not read it."
             )
             raise self.fields.error(entry.where, must, shown(entry.value), fix)
-        if has_dim_key and self.fields.size(dim_key) != int(head_dim * value):
-            must = f"must agree with {dim_key}={self.fields.size(dim_key)} of head_dim={head_dim}"
+        if has_dim_key and self.fields.channels(dim_key) != int(head_dim * value):
+            must = f"must agree with {dim_key}={self.fields.channels(dim_key)} of head_dim={head_dim}"
             raise self.fields.error(entry.where, must, shown(entry.value), "Remove the wrong one.")
         self.record_origin("rotary_dim", f"{entry.where} · head_dim")
         return int(head_dim * value)

@@ -80,7 +80,7 @@ def _head(fields: Fields, row: Tower, model_type: str, *, inside: bool) -> tuple
     """Return head_dim from the config or from the defaults of the tower's class, and where it came from."""
     width, heads, own = row.sizes
     if fields.has("head_dim"):
-        return fields.size("head_dim"), "head_dim"
+        return fields.channels("head_dim"), "head_dim"
     if own is not None:
         return own, f"{own}, the default of the class of {model_type}"
     of_class = {row.width[0]: width, row.heads[0]: heads}

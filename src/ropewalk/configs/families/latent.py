@@ -49,15 +49,15 @@ class Latent(Architecture):
         c.origins["rotary_dim"] = "qk_rope_head_dim, the last of the head"
         prefix = "" if c.fields.has("per_layer_config") else self.prefixes.get(name, "")
         unrotated_key, rotated_key = f"{prefix}qk_nope_head_dim", f"{prefix}qk_rope_head_dim"
-        unrotated = c.per_layer_size(name, layers, "qk_nope_head_dim") or c.fields.size(unrotated_key)
+        unrotated = c.per_layer_size(name, layers, "qk_nope_head_dim") or c.fields.channels(unrotated_key)
         if prefix and not c.fields.has(rotated_key):
             key = f"{prefix}head_dim"
-            whole = c.fields.size(key)
+            whole = c.fields.channels(key)
             if whole <= unrotated:
                 fix = "Check both sizes: the remaining channels rotate."
                 raise c.fields.error(key, f"must be more than {unrotated_key}={unrotated}", str(whole), fix)
             return whole, whole - unrotated, unrotated
-        rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.fields.size(rotated_key)
+        rotated = c.per_layer_size(name, layers, "qk_rope_head_dim") or c.fields.channels(rotated_key)
         return unrotated + rotated, rotated, unrotated
 
     def needs_fraction(self, config: Mapping[str, object]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from ropewalk._checks import MAX_HEAD_DIM, RopeError, check_pairing, nearest, number, shown, unreadable_file
+from ropewalk._checks import RopeError, check_pairing, nearest, number, shown, unreadable_file
 from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
@@ -216,7 +216,7 @@ class _Reader:
         own = fields.first_present(tuple(self.keys.key(name) for name in names if name))
         if fields.has(own):
             self._record_origin("head_dim", own)
-            return fields.size(own, at_most=MAX_HEAD_DIM)
+            return fields.channels(own)
         if self.row.latent:
             fix = "Its head_dim is not embedding_length / head_count. Convert the model again."
             raise fields.error(own, "must be given", "none", fix)
@@ -232,7 +232,7 @@ class _Reader:
             self._record_origin("rotary_dim", "the whole head")
             return head_dim
         self._record_origin("rotary_dim", key)
-        rotary_dim = self.keys.fields.size(key)
+        rotary_dim = self.keys.fields.channels(key)
         if self.row.whole_head and rotary_dim != head_dim:
             raise self.keys.fields.error(
                 key,
@@ -297,7 +297,7 @@ class _Reader:
         if self.row.indexer is None:
             return {}
         key = self.keys.key("attention.indexer.key_length")
-        width = self.keys.fields.size(key, at_most=MAX_HEAD_DIM)
+        width = self.keys.fields.channels(key)
         self.keys.origins["indexer"] = key
         return {"indexer": Rope(width, rope.base, self.row.indexer, rotary_dim=rope.rotary_dim, scaling=rope.scaling)}
 
