@@ -541,7 +541,7 @@ MUTANTS = [
     Mutant("misspelt key unnamed where reading failed", "configs/hf.py", "        if row.is_supported:", "        if False:"),
     Mutant("another value than the fixed one passes", "configs/architecture.py", "and c.fields.get(key) != value:", "and False:"),
     Mutant("indexer of another pairing", "configs/indexer.py", "        pairing = config_pairing\n", "        pass\n"),
-    Mutant("ignored in silence", "configs/read.py", "warnings=(*ropes.warnings, *warnings)) if ignored", "warnings=ropes.warnings) if ignored"),
+    Mutant("ignored in silence", "configs/read.py", "warnings=(*ropes.warnings, *notes)) if ignored", "warnings=ropes.warnings) if ignored"),
     Mutant("what is not there is ignored", "configs/source.py", "        if key not in place:\n            hint", "        if False:\n            hint"),
     Mutant("downloads unasked", "configs/hub.py", "    if not download:", "    if False:"),
     Mutant("nested text model without its name", "configs/wrappers.py", "whole[\"model_type\"] = _MISSING_MODEL_TYPES[model_type]", "pass"),

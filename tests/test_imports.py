@@ -256,7 +256,7 @@ BUDGET = {
     "": 2770,
     "attention": 3310,
     "checkpoints": 2050,
-    "configs": 7050,
+    "configs": 7110,
     "conformance": 3040,
     "diff": 830,
     "engines": 940,
@@ -266,7 +266,7 @@ BUDGET = {
     "parallel": 410,
     "plots": 1240,
     "positions": 1120,
-    "programs": 3230,
+    "programs": 3250,
     "rotation": 1910,
     "schemes": 1390,
 }

@@ -111,6 +111,7 @@ def test_phimoe_never_takes_the_long_list_in_transformers() -> None:
 WHOLE = json.loads((GOLDEN / "engines" / "vllm.json").read_text())["rows"]
 
 
+@pytest.mark.filterwarnings("ignore:.* so the base is 10000:UserWarning")
 def test_the_rule_of_vllm_matches_its_modules() -> None:
     """The rule of vLLM gives the frequencies, attention factor, pairing and channels of each recorded module."""
     models = sorted({row["model"] for row in WHOLE})
@@ -138,6 +139,7 @@ def agrees(rope: Rope, row: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.filterwarnings("ignore:.* so the base is 10000:UserWarning")
 def test_the_rule_of_transformers_matches_its_models() -> None:
     """The rule of transformers gives the frequencies after a forward pass, and the attention factor, of each model."""
 

@@ -14,7 +14,7 @@ from ropewalk.checkpoints.raw import Tensor
 from ropewalk.configs import source
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
-from ropewalk.configs.read import from_config
+from ropewalk.configs.read import from_config, read_config
 from ropewalk.configs.reader import PAIRING_KEY
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -169,7 +169,7 @@ def _config(
         raise _checks.error("convert", f"all layers of {file} must rotate with one pairing", came, fix)
     own = pairings.pop()
     bare = {key: value for key, value in config.items() if key != PAIRING_KEY}
-    native_pairing = next(r.pairing for r in from_config(bare, pairing=pairing, ignore=ignore).layers if r is not None)
+    native_pairing = next(r.pairing for r in read_config(bare, pairing=pairing, ignore=ignore).layers if r is not None)
     return config, ropes, own, native_pairing
 
 

@@ -57,6 +57,10 @@ class VisionRopes:
     origins: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
+class Assumed(str):
+    """A sentence of `.warnings` about a value that a config does not state and that was assumed."""
+
+
 @dataclass(frozen=True)
 class LayerRopes:
     """The fields of `ModelRopes`, without the methods that need other modules. `ModelRopes` documents the fields."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ropewalk._checks import nearest, number, short_key, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
+from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.rope import Rope
 from ropewalk.schemes import Llama3
@@ -97,7 +98,9 @@ def _base(fields: Fields, base: float | None, origins: dict[str, str], warnings:
         raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)
     origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
     warnings.append(
-        "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."
+        Assumed(
+            "the file has no rope_theta, so the base is 10000, as in Llama 1 and 2. In a newer model the key was lost."
+        )
     )
     return 10_000.0
 

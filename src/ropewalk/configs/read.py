@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ropewalk._checks import check_pairing, error, number, shown
 from ropewalk.configs import diffusers, engine_ropes, hf, meta, source
 from ropewalk.configs.gguf import read as gguf
+from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.engines import ConfigRope
 from ropewalk.engines import engine as engine_named
@@ -32,7 +34,9 @@ def from_config(
         print(ropes.explain())
 
     Reading is strict. A misspelt, unused, contradictory or impossible key is an error that names the file, the key and
-    a fix. A missing value is never guessed.
+    a fix. So is a missing value, except for the base of models whose first configs had none, such as Llama, and for the
+    defaults of a class, which transformers omits. For each config in which such a value is missing, Python issues a
+    `UserWarning`, which `.warnings` contains as well.
 
     Args:
         config: a dict, a config object with `to_dict()`, a path to a file or to a folder that contains one, or a hub id
@@ -79,6 +83,34 @@ def from_config(
         >>> len(ropes.layers)
         32
     """
+    ropes = read_config(
+        config,
+        pairing=pairing,
+        base=base,
+        factor=factor,
+        text_only=text_only,
+        ignore=ignore,
+        download=download,
+        engine=engine,
+    )
+    assumed = [warning for warning in ropes.warnings if isinstance(warning, Assumed)]
+    if assumed:
+        warnings.warn(f"{ropes.source}: {' '.join(assumed)}", stacklevel=2)
+    return ropes
+
+
+def read_config(
+    config: Any,
+    *,
+    pairing: str | None = None,
+    base: float | None = None,
+    factor: float | None = None,
+    text_only: bool = False,
+    ignore: Collection[str] = (),
+    download: bool = False,
+    engine: str | None = None,
+) -> ModelRopes:
+    """Read a config as `from_config` does, but issue no Python warning, for callers that show `.warnings` themselves."""
     if not isinstance(text_only, bool):
         raise error("from_config", "text_only must be True or False", shown(text_only), "Pass a boolean.")
     if pairing is not None:
@@ -95,8 +127,8 @@ def from_config(
         _refuse_factor(factor)
         ropes, engine_keys = _read_for_engines(config, pairing, base, text_only, ignored, download)
         ropes = engine_ropes.apply_engine(selected, ropes, engine_keys)
-    warnings = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
-    return replace(ropes, warnings=(*ropes.warnings, *warnings)) if ignored else ropes
+    notes = [f"{key} was ignored as requested, so its effect in the model's own code is missing." for key in ignored]
+    return replace(ropes, warnings=(*ropes.warnings, *notes)) if ignored else ropes
 
 
 def ropes_for_engines(

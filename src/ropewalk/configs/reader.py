@@ -13,6 +13,7 @@ from ropewalk._checks import RopeError, check_pairing, number, short_key, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
 from ropewalk.configs.fields import ConfigValue, Fields
+from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.rope import Pairing
 from ropewalk.schemes import ALIASES, Scaling
 
@@ -281,8 +282,10 @@ class Reader:
         self.record_origin("base", f"implied by model_type {source}")
         if newer:
             self.warnings.append(
-                f"the file has no {key}, so the base is {base:g}, as in {source.split(' (')[0]} before that key "
-                "existed. If the model is newer, the key was lost."
+                Assumed(
+                    f"the file has no {key}, so the base is {base:g}, as in {source.split(' (')[0]} before that key "
+                    "existed. If the model is newer, the key was lost."
+                )
             )
         return base
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ropewalk._checks import shown
 from ropewalk.configs.fields import Fields
+from ropewalk.configs.layer_ropes import Assumed
 
 _WITH_TEXT_CONFIG = (
     "aria audioflamingo3 aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl "
@@ -148,7 +149,7 @@ def _part(fields: Fields, key: str, inner: Mapping[str, Any], *warnings: str) ->
     whole, added = with_class_defaults(inner)
     if added:
         reason = "not stated, because transformers omits the defaults of a class. Those defaults are used."
-        warnings = (*warnings, f"{', '.join(added)}: {reason}")
+        warnings = (*warnings, Assumed(f"{', '.join(added)}: {reason}"))
     return TextPart(whole, f"{fields.source}: {key}", f"{fields.path}{key}.", warnings)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ropewalk import _checks
 from ropewalk.configs import source
 from ropewalk.configs.model_ropes import ModelRopes
-from ropewalk.configs.read import from_config
+from ropewalk.configs.read import read_config
 from ropewalk.diff.configs_text import configs_text
 from ropewalk.diff.rope_difference import compare_ropes
 from ropewalk.rope import Rope
@@ -75,7 +75,7 @@ def configs(
 
     of_each = _present_keys((first, second), ignore, download)
     a, b = (
-        _require_text_model(from_config(config, pairing=pairing, base=base, ignore=keys, download=download))
+        _require_text_model(read_config(config, pairing=pairing, base=base, ignore=keys, download=download))
         for config, keys in zip((first, second), of_each, strict=True)
     )
     longest = _longest(a, b, length)

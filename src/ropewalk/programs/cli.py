@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from typing import Any
 
 import click
@@ -50,13 +51,23 @@ class _Group(click.Group):
         return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run a command. Report errors of ropewalk and of the operating system in one line, with exit status 1."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:  # the reader closed the pipe: click exits silently with status 1
-            raise
-        except (ropewalk.RopeError, OSError) as e:
-            raise click.ClickException(str(e)) from e
+        """Run a command. Report errors of ropewalk and of the operating system in one line, with exit status 1.
+
+        Warnings of ropewalk about the user's files take one line as well.
+        """
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", category=UserWarning, module=r"ropewalk\.")
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except BrokenPipeError:  # the reader closed the pipe: click exits silently with status 1
+                raise
+            except (ropewalk.RopeError, OSError) as e:
+                raise click.ClickException(str(e)) from e
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    click.echo(f"Warning: {message}", err=True)
 
 
 @click.group(

@@ -11,6 +11,7 @@ from typing import Any
 
 from ropewalk.configs.architecture import Architecture, Kind
 from ropewalk.configs.families.latent import Latent
+from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.layers import ALL
 from ropewalk.configs.reader import Reader
 
@@ -50,8 +51,10 @@ class UnknownLatent(Latent):
         super().check(c)
         _refuse_different_layers(c)
         c.warnings.append(
-            "the model_type is not known, so its latent attention is read like that of DeepSeek-V3: the last "
-            "qk_rope_head_dim channels of a head rotate, and mscale_all_dim scales the softmax."
+            Assumed(
+                "the model_type is not known, so its latent attention is read like that of DeepSeek-V3: the last "
+                "qk_rope_head_dim channels of a head rotate, and mscale_all_dim scales the softmax."
+            )
         )
 
 

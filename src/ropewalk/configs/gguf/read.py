@@ -34,6 +34,7 @@ from ropewalk.configs.gguf.row import (
 )
 from ropewalk.configs.gguf.scheme import SchemeReader
 from ropewalk.configs.gguf.several_axes import NAMES, axes_of
+from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes, QueryScale
 from ropewalk.configs.source import without_keys
 from ropewalk.rope import Pairing, Rope
@@ -272,7 +273,7 @@ class _Reader:
             raise self.keys.fields.error(key, "must be given, since it is the base", "none", fix)
         self._record_origin("base", f"implied: {implied.origin}")
         self.keys.warnings.append(
-            f"the file has no {key}, for which llama.cpp uses {implied.value:g}. {implied.warning}"
+            Assumed(f"the file has no {key}, for which llama.cpp uses {implied.value:g}. {implied.warning}")
         )
         return implied.value
 

@@ -11,6 +11,7 @@ from ropewalk._checks import RopeError, choice, integer, with_context
 from ropewalk.configs.gguf.header import FREQS, LONG, SHORT
 from ropewalk.configs.gguf.keys import REMOVE, Keys
 from ropewalk.configs.gguf.row import ORIGINAL
+from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.schemes import NTK, SCHEMES, Linear, LongRoPE, PerPair, Scaling, YaRN, build
 
 _FACTOR = Linear.gguf["factor"]
@@ -230,7 +231,7 @@ class SchemeReader:
         self.keys.origins["short_factor"], self.keys.origins["long_factor"] = SHORT, LONG
         if not self.keys.fields.has(self.keys.key(_ATTENTION)):
             self.keys.warnings.append(
-                "the file has no rope.scaling.attn_factor: llama.cpp uses 1, and other engines compute it."
+                Assumed("the file has no rope.scaling.attn_factor: llama.cpp uses 1, and other engines compute it.")
             )
         return LongRoPE(
             short_factor=self.tensors[SHORT],

@@ -15,7 +15,7 @@ from ropewalk._layout import Pairing
 from ropewalk.configs import vision_towers
 from ropewalk.configs.model_ropes import ModelRopes
 from ropewalk.configs.models import ARCHITECTURES
-from ropewalk.configs.read import from_config
+from ropewalk.configs.read import read_config
 from ropewalk.integrations.transformers import compare, modules
 from ropewalk.integrations.transformers.compare import WHO
 from ropewalk.integrations.transformers.dispatch import functions_of, original
@@ -228,7 +228,7 @@ class _Configs:
         ignored: tuple[str, ...] = ()
         while id(config) not in self.read:
             try:
-                read = from_config(config, pairing=None if known else pairing, ignore=ignored)
+                read = read_config(config, pairing=None if known else pairing, ignore=ignored)
             except RopeError as e:
                 if e.unread_key is None:
                     unreadable = f"{WHO}: from_config cannot read the config, which angles='theirs' does not need"

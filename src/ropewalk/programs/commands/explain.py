@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import click
@@ -58,9 +59,10 @@ def explain(
     SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
     meta-llama/Llama-3.1-8B.
     """
-    ropes = ropewalk.from_config(
-        source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
-    )
+    with warnings.catch_warnings(action="ignore"):  # the text contains them
+        ropes = ropewalk.from_config(
+            source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download
+        )
     pictures = [] if plot is None else _pictures(ropes, length, plot)
     facts = ropes.facts(length)
     click.echo(json.dumps(facts, indent=2, allow_nan=False) if as_json else ropes.explain(length))
