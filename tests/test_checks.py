@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,3 +106,14 @@ def test_a_tensor_is_described_by_dtype_and_shape() -> None:
 @pytest.mark.parametrize("value", [None, 3, [1, 2], np.arange(3), torch.float32, "x" * 10**7, Mute()])
 def test_other_values_are_described_as_by_shown(value: Any) -> None:
     assert describe(value) == shown(value)
+
+
+def test_the_extra_in_a_message_has_the_package() -> None:
+    root = Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    source = "".join(path.read_text("utf-8") for path in (root / "src").rglob("*.py"))
+    named = re.findall(r'missing_package\([^\n]*, "(\w+)", "(\w+)"\)', source)
+    assert len(named) == source.count("missing_package(") - 1  # one is the definition
+    for package, extra in named:
+        wanted = [*extras[extra], *(extras["plots"] if "ropewalk[plots]" in extras[extra] else [])]
+        assert any(requirement.startswith(package) for requirement in wanted), (package, extra)

@@ -329,7 +329,5 @@ def test_a_page_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(
-        ropewalk.RopeError, match=r'plotly must be installed, .* Run pip install "ropewalk\[explore\]"\.'
-    ):
+    with pytest.raises(ropewalk.RopeError, match=r"plotly must be installed\. Run pip install"):
         plots.explorer({"plain": UNSCALED})

@@ -253,7 +253,7 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 2770,
+    "": 2790,
     "attention": 3310,
     "checkpoints": 2050,
     "configs": 7110,
@@ -266,7 +266,7 @@ BUDGET = {
     "parallel": 410,
     "plots": 1240,
     "positions": 1120,
-    "programs": 3250,
+    "programs": 3320,
     "rotation": 1910,
     "schemes": 1390,
 }

@@ -491,7 +491,7 @@ def test_save_says_when_the_file_cannot_be_written(tmp_path):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_without_matplotlib_the_error_says_what_to_install(function, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ropewalk.RopeError, match=r'pip install "ropewalk\[plots\]"'):
+    with pytest.raises(ropewalk.RopeError, match=r'pip install "\.\[plots\]"'):
         function(LLAMA)
 
 

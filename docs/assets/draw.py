@@ -3,7 +3,7 @@
 Each picture is an SVG beside this file.
 
 Run by hand after a change of a scheme or of `ropewalk.plots`; the pictures are committed, and building the site draws
-nothing. Needs `pip install "ropewalk[plots]"`:
+nothing. Needs `pip install ".[plots]"`:
 
     python docs/assets/draw.py
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 import difflib
 import math
 import reprlib
+import shlex
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any, cast, get_args
 
@@ -49,6 +51,28 @@ def error(who: str, must: str, got: str, fix: str) -> RopeError:
     return RopeError(f"{who}: {must}, got {got}. {fix}")
 
 
+OPTIONS: ContextVar[Mapping[str, str] | None] = ContextVar("OPTIONS", default=None)
+"""The options of the command that runs, such as "--ignore", by the name of the argument; None outside of commands."""
+
+
+def argument(name: str, value: object = ...) -> str:
+    """Return how the reader of a message passes an argument: as an option of the running command, or in Python.
+
+    Args:
+        name: the name of the argument in Python, such as "ignore".
+        value: the value to pass; ... if only the reader knows it.
+    """
+    flag = (OPTIONS.get() or {}).get(name)
+    if flag is None:
+        return f"{name}={name.upper() if value is ... else repr(value)}"
+    if value is True:
+        return flag
+    words = [
+        name.upper() if value is ... else shlex.quote(str(v)) for v in (value if type(value) is tuple else (value,))
+    ]
+    return " ".join(f"{flag} {word}" for word in words)
+
+
 def with_context(where: str, e: RopeError) -> RopeError:
     """Return a RopeError whose message is that of `e`, preceded by the name of a place.
 
@@ -57,6 +81,11 @@ def with_context(where: str, e: RopeError) -> RopeError:
         e: the error.
     """
     return RopeError(f"{where}: {e}")
+
+
+def missing_package(who: str, package: str, extra: str) -> RopeError:
+    """Create the error for an optional package that is not installed. `extra` is the extra of ropewalk that has it."""
+    return RopeError(f'{who}: {package} must be installed. Run pip install ".[{extra}]" in a clone of ropewalk.')
 
 
 def unreadable_file(where: str, e: Exception) -> RopeError:
@@ -69,11 +98,11 @@ def error_from(action: str, e: Exception, fix: str) -> RopeError:
 
     Args:
         action: what failed.
-        e: the exception. Its type and message are quoted.
+        e: the exception. Its type and the first line of its message are quoted.
         fix: one or more whole sentences that say how to fix it.
     """
     try:
-        message = str(e)[:_MAX_SHOWN]
+        message = str(e).strip().partition("\n")[0][:_MAX_SHOWN]
     except Exception:  # the exception's own __str__ may raise anything
         message = "?"
     return RopeError(f"{action}: {type(e).__name__}: {message.rstrip('.')}. {fix}")

@@ -168,7 +168,14 @@ class TestRefusals:
         refused("got pytorch_model.bin", model, tmp_path / "b", "--to", "interleaved", target=tmp_path / "b")
 
     def test_a_missing_folder(self, tmp_path: Path) -> None:
-        refused("must be a folder, got nothing", tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")
+        refused(
+            "must be a folder, got a path that does not exist",
+            tmp_path / "a",
+            tmp_path / "b",
+            "--to",
+            "half",
+            target=tmp_path / "b",
+        )
         (tmp_path / "a").mkdir()
         refused("got none of these", tmp_path / "a", tmp_path / "b", "--to", "half", target=tmp_path / "b")
 

@@ -170,7 +170,7 @@ def test_the_same_pairing_may_be_passed() -> None:
         ({"model_type": "my_gpt"}, {}, "model_type must be one that ropewalk knows, got 'my_gpt'"),
         ({"model_type": "gpt_neo"}, {}, "gpt_neo has no rotary positions: it has learned absolute positions."),
         ({"model_type": "lama"}, {}, "Did you mean 'llama'?"),
-        ({"model_type": "my_gpt"}, {}, 'pass pairing="half" or pairing="interleaved" to from_config'),
+        ({"model_type": "my_gpt"}, {}, "pass pairing='half' or pairing='interleaved'."),
         ({"model_type": ...}, {}, "model_type must be a string, got None"),
         ({"model_type": ["llama"]}, {}, "model_type must be a string, got ['llama']"),
         ({}, {"pairing": "neox"}, "from_config: pairing must be one of 'half', 'interleaved', got 'neox'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from click.testing import CliRunner
+from huggingface_hub.constants import ENDPOINT
 
 from ropewalk import RopeError, from_config
 from ropewalk.programs.cli import main
@@ -42,7 +43,7 @@ def test_nothing_is_downloaded_by_default(cache: Path, monkeypatch: pytest.Monke
         raise AssertionError("the config was downloaded")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unexpected_download)
-    with pytest.raises(RopeError, match=r"owner/other: .* If it is a hub id, pass download=True .*--download"):
+    with pytest.raises(RopeError, match=r"owner/other: .* If it is a hub id, pass download=True, or pass the path"):
         from_config("owner/other")
 
 
@@ -55,24 +56,34 @@ def test_a_requested_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
         asked.append((name, file))
         return str(path)
 
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: asked.append(url))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
     assert from_config("owner/other", download=True).rope.base == 5e5
     assert CliRunner().invoke(main, ["explain", "owner/other", "--download"]).exit_code == 0
-    assert asked == [("owner/other", "config.json")] * 2
+    assert asked == [f"{ENDPOINT}/owner/other/resolve/main/config.json", ("owner/other", "config.json")] * 2
 
 
 def test_a_download_that_fails(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hf_hub_download, which tries again for half a minute and prints each attempt, is not called."""
+
     def failing(*_: object) -> str:
         raise OSError("no network\nmore")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", failing)
-    with pytest.raises(RopeError, match=r"its config.json must be on the hub, got OSError\. no network If the model"):
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", failing)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: pytest.fail("it was called"))
+    with pytest.raises(RopeError) as raised:
         from_config("owner/other", download=True)
+    reason = (
+        "owner/other: config.json cannot be downloaded: OSError: no network. If the model exists, download it by hand"
+    )
+    assert str(raised.value).startswith(reason)
 
 
 def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    fix = r"If it is a hub id, install huggingface_hub \(pip install .ropewalk\[hub\].\), or pass the path of its"
+    fix = (
+        r"owner/name is not a file, but may be a hub id: huggingface_hub must be installed\. Run pip install .\.\[hub\]"
+    )
     with pytest.raises(RopeError, match=fix):
         from_config("owner/name")
 

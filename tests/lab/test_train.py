@@ -215,7 +215,7 @@ def test_what_was_being_written_is_not_read(tmp_path: Path) -> None:
 
 def test_without_safetensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(RopeError, match=r'safetensors must be installed, got no such package. Run: pip install "ropew'):
+    with pytest.raises(RopeError, match=r'safetensors must be installed\. Run pip install "\.\[lab\]"'):
         train(fresh(), ROPE, batch, RECIPE, file=tmp_path / "x", about={})
 
 

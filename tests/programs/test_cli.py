@@ -15,8 +15,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ropewalk
+from ropewalk import _checks
 from ropewalk.programs import cli
 from ropewalk.programs.commands import doctor
+from ropewalk.programs.commands._types import Length
 
 CONFIG = Path(__file__).parents[1] / "golden" / "models" / "llama-3.1-8b.json"
 PNG = b"\x89PNG"
@@ -178,7 +180,7 @@ def test_explain_of_params_json(tmp_path: Path) -> None:
     path.write_text(
         json.dumps({"dim": 4096, "n_layers": 32, "n_heads": 32, "rope_theta": 5e5, "use_scaled_rope": True})
     )
-    assert "Pass factor=8.0" in run("explain", path).stderr
+    assert "Pass --factor 8.0 (Llama 3.1) or --factor 32.0 (Llama 3.2 1B and 3B)" in fails("explain", path)
     assert "llama3: factor 8.0" in run("explain", path, "--factor", 8).stdout
 
 
@@ -319,3 +321,103 @@ def test_the_examples_of_the_help_are_valid(name: str, tmp_path: Path, monkeypat
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
         command.make_context(name, words)
+
+
+def fails(*arguments: object) -> str:
+    """Run a command that must fail with one line. Return the line."""
+    ran = run(*arguments)
+    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (1, "", 1), ran.output
+    return ran.stderr
+
+
+class TestMessagesNameOptions:
+    """A message names the option of the running command. In Python, the same message names the argument."""
+
+    @pytest.mark.parametrize(
+        ("changes", "option"),
+        [
+            ({"rope_flavour": "it's vanilla"}, "--ignore rope_flavour"),
+            ({"rope flavour": 1}, "--ignore 'rope flavour'"),
+            ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32}}, "--ignore rope_scaling.beta_fast"),
+            ({"model_type": "mine"}, "--pairing half"),
+            ({"model_type": "mistral", "rope_theta": None}, "--base 10000"),
+        ],
+    )
+    def test_the_option_works(self, tmp_path: Path, changes: dict[str, object], option: str) -> None:
+        path = write(tmp_path, **changes, max_position_embeddings=64)
+        for command in (["explain"], ["diff"], ["explore", "--no-open", "-o", str(tmp_path / "page.html")]):
+            message = fails(*command, path)
+            assert option.replace("10000", "BASE") in message
+            assert not re.search(r"\w=[('\w]", message)
+            assert run(*command, path, *shlex.split(option)).exit_code == 0
+        with pytest.raises(ropewalk.RopeError, match=r"(ignore=\('rope|pairing='half'|base=BASE)"):
+            ropewalk.from_config(path)
+
+    def test_download(self) -> None:
+        assert "If it is a hub id, pass --download, or pass the path" in fails("explain", "owner/name")
+
+    def test_only_during_a_command(self, tmp_path: Path) -> None:
+        run("explain", tmp_path)
+        assert _checks.argument("length") == "length=LENGTH"
+
+
+class TestLengths:
+    @pytest.mark.parametrize(
+        ("text", "tokens"), [("128k", "131,072"), ("32K", "32,768"), ("1M", "1,048,576"), ("5", "5")]
+    )
+    def test_of_explain(self, config: Path, text: str, tokens: str) -> None:
+        assert f"at length         {tokens} tokens" in run("explain", config, "--length", text).stdout
+
+    def test_in_all_commands(self) -> None:
+        """Every option that is a number of tokens has the type."""
+        options = [(command.name, p) for command in cli.main.commands.values() for p in command.params]
+        lengths = {(name, p.opts[0]): p for name, p in options if isinstance(p.type, Length)}
+        assert lengths.keys() == {
+            ("explain", "--length"), ("diff", "--length"), ("explore", "--length"), ("explore", "--trained-length"),
+            ("bench", "--tokens"), ("bench", "--stream"), ("convert", "--max-positions"),
+            ("export", "--max-positions"), ("generate", "--tokens"),
+        }  # fmt: skip
+        said = {
+            name for (name, _), p in lengths.items() if re.search(r"; (4k is 4,096|128k is 131,072)\.", str(p.help))
+        }
+        assert said == {name for name, _ in lengths}
+
+    @pytest.mark.parametrize("text", ["", "k", "1.5k", "-1k", "1kk", "12x", "0k", "128 k", "4000000M"])
+    def test_other_text(self, config: Path, text: str) -> None:
+        refused = run("explore", config, "--length", text)
+        assert refused.exit_code == 2
+        assert "--length" in refused.stderr
+
+
+class TestStandardInput:
+    def explain(self, source: str, given: bytes) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "ropewalk", "explain", source]
+        ran = subprocess.run(command, input=given, capture_output=True, timeout=60)
+        return ran.returncode, ran.stdout.decode(), ran.stderr.decode()
+
+    @pytest.mark.parametrize("source", ["-", "/dev/stdin"])
+    def test_explain_reads_it(self, config: Path, source: str) -> None:
+        code, told, _ = self.explain(source, config.read_bytes())
+        assert code == 0
+        assert told.splitlines()[0] == "/dev/stdin (model_type llama)"
+        assert told.splitlines()[1:] == run("explain", config).stdout.splitlines()[1:]
+
+    def test_it_is_bounded_like_a_file(self) -> None:
+        code, _, message = self.explain("-", b" " * (2 * 2**20 + 1))
+        assert code == 1
+        assert message.startswith("Error: /dev/stdin: a config must have at most 2097152 bytes, got more.")
+
+
+def test_a_file_of_weights(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\0" * 10)
+    expected = f"Error: {path}: the config must be JSON or a GGUF file, got a file of weights. Pass its folder.\n"
+    assert fails("explain", path) == expected
+
+
+def test_doctor_as_json() -> None:
+    facts = json.loads(run("doctor", "--json").stdout)
+    lines = run("doctor").stdout.splitlines()
+    assert [f"{name:<10}  {fact}" for name, fact in facts.items()] == lines
+    assert facts["ropewalk"] == ropewalk.__version__
+    assert "reference" in facts

@@ -117,11 +117,19 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert refused.stderr.count("\n") == 1
 
 
+def test_a_name_that_utf_8_cannot_encode(tmp_path: Path) -> None:
+    """Linux allows any bytes in a name. Python reads those that are not UTF-8 as lone surrogates."""
+    path = written(tmp_path / "\udcff")
+    assert run(path, "--no-open").exit_code == 0
+    page = (tmp_path / "ropewalk-explorer.html").read_text(encoding="utf-8")
+    assert "<title>RoPE explorer: \\udcff<" in page
+
+
 def test_without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
     refused = run()
     assert refused.exit_code == 1
-    assert 'Run pip install "ropewalk[explore]".' in refused.stderr
+    assert 'Run pip install ".[explore]" in a clone of ropewalk.' in refused.stderr
     assert not Path("ropewalk-explorer.html").exists()
 
 

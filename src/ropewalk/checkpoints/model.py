@@ -93,7 +93,7 @@ def read(
             checkpoint.
     """
     if not folder.is_dir():
-        came = "a file" if folder.exists() else "nothing"
+        came = "a file" if folder.exists() else "a path that does not exist"
         raise _no_checkpoint(folder, f"{folder} must be a folder", came)
     meta_form = (folder / "params.json").exists() and bool(list(folder.glob("consolidated.*.pth")))
     adapter_form = (folder / ADAPTER_CONFIG).exists()
@@ -182,7 +182,7 @@ def _adapter(folder: Path, base_config: Path | None, pairing: str | None, ignore
         name = own_config.get("base_model_name_or_path")
         if not isinstance(name, str) or not (Path(name) / "config.json").is_file():
             must = "base_model_name_or_path of the adapter must be a folder with the config of its model"
-            raise _checks.error("convert", must, _checks.shown(name), "Pass base_config=... (--base-config).")
+            raise _checks.error("convert", must, _checks.shown(name), f"Pass {_checks.argument('base_config')}.")
         base_config = Path(name)
     file = base_config / "config.json" if base_config.is_dir() else base_config
     config, ropes, own, _ = _config(file, pairing, ignore)

@@ -34,8 +34,7 @@ def header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
         import safetensors
     except ImportError as e:
-        fix = 'Run: pip install "ropewalk[convert]"'
-        raise _checks.error("convert", "safetensors must be installed", "no such package", fix) from e
+        raise _checks.missing_package("convert", "safetensors", "convert") from e
     if not file.is_file():
         came = "something else" if file.exists() else "none"
         raise _checks.error("convert", f"{file} must be a file", came, "Download or copy the file again.")

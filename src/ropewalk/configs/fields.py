@@ -128,7 +128,7 @@ class Fields:
         base = number(self.source, where, value, above=1.0)
         if passed not in (None, base):
             must = f"is {base:g}, and base must agree with it"
-            fix = "Omit base (--base), or use dataclasses.replace(rope, base=...)."
+            fix = "Omit base, or use dataclasses.replace(rope, base=...)."
             raise self.error(where, must, f"base={passed:g}", fix)
         return base
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ropewalk._checks import RopeError, nearest, shown
+from ropewalk._checks import RopeError, argument, nearest, shown
 from ropewalk.configs import unread_keys, vision
 from ropewalk.configs.architecture import Architecture
 from ropewalk.configs.families import unknown
@@ -91,8 +91,7 @@ def _find_row(c: Reader) -> Architecture:
         "must be one that ropewalk knows",
         shown(model_type),
         f"The config alone does not define its rotation.{nearest(model_type, ARCHITECTURES)}{hint} If all layers "
-        'rotate alike, as in Llama, pass pairing="half" or pairing="interleaved" to from_config (--pairing on the '
-        "command line).",
+        f"rotate alike, as in Llama, pass {argument('pairing', 'half')} or {argument('pairing', 'interleaved')}.",
     )
 
 

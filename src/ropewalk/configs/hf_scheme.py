@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, nearest, shown, with_context
+from ropewalk._checks import RopeError, argument, nearest, shown, with_context
 from ropewalk.configs import axes_rules
 from ropewalk.configs.fields import ConfigValue, Fields
 from ropewalk.schemes import SCHEMES, Scaling, build
@@ -90,7 +90,7 @@ def _parameters(
             fix = (
                 "The key assigns the pairs to several axes: build Rope(..., axes=Axes.sections(...)) by hand, or use "
                 "Axes.interleaved(...) if axes alternate. For text alone, "
-                f"pass ignore=({fields.path + entry.where!r},)."
+                f"pass {argument('ignore', (fields.path + entry.where,))}."
             )
             raise fields.error(entry.where, must, shown(entry.value), fix)
         else:
@@ -100,7 +100,7 @@ def _parameters(
                 f"must be a key that rope_type {name!r} reads",
                 shown(entry.value),
                 f"It would have no effect.{missing}{nearest(key, [*sorted(known), *SHARED])} If the model's own code "
-                f"does not read it either, pass ignore=({fields.path + entry.where!r},).",
+                f"does not read it either, pass {argument('ignore', (fields.path + entry.where,))}.",
             )
     return parameters
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ropewalk._checks import error
+from ropewalk._checks import argument, error, error_from, missing_package
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
@@ -31,18 +31,17 @@ def config_path(name: str, *, download: bool) -> Path:
     try:
         import huggingface_hub as hub
     except ImportError:
-        fix = f'If it is a hub id, install huggingface_hub (pip install "ropewalk[hub]"), {alternatives}'
-        raise error(name, must, "no such file", fix) from None
+        raise missing_package(f"{name} is not a file, but may be a hub id", "huggingface_hub", "hub") from None
     cached = hub.try_to_load_from_cache(name, "config.json")
     if isinstance(cached, str):
         return Path(cached)
     if not download:
-        fix = f"If it is a hub id, pass download=True to from_config (--download on the command line), {alternatives}"
+        fix = f"If it is a hub id, pass {argument('download', True)}, {alternatives}"
         raise error(name, must, "neither", fix)
     try:
+        # This fails at once where the hub cannot be reached, whereas hf_hub_download tries again for half a minute.
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"))
         return Path(hub.hf_hub_download(name, "config.json"))
     except Exception as e:  # errors of the network, the hub or the disk
-        first_line = str(e).strip().split("\n")[0]
-        reason = first_line if len(first_line) <= 200 else f"{first_line[:200].rpartition(' ')[0]} ..."
-        fix = f"{reason} If the model exists, download it by hand, {alternatives}"
-        raise error(name, "its config.json must be on the hub", type(e).__name__, fix) from e
+        fix = f"If the model exists, download it by hand, {alternatives}"
+        raise error_from(f"{name}: config.json cannot be downloaded", e, fix) from e

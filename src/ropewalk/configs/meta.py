@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ropewalk._checks import nearest, number, short_key, shown
+from ropewalk._checks import argument, nearest, number, short_key, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.layer_ropes import Assumed
 from ropewalk.configs.model_ropes import ModelRopes
@@ -73,7 +73,7 @@ def _refuse_unknown_keys(fields: Fields) -> None:
                 f"is about rotation and must be one of {', '.join(_KEYS)}",
                 shown(value),
                 f"Meta's code does not read it.{nearest(str(key), _KEYS)} To ignore the key, pass "
-                f"ignore=({short_key(key)!r},).",
+                f"{argument('ignore', (short_key(key),))}.",
             )
 
 
@@ -94,7 +94,7 @@ def _base(fields: Fields, base: float | None, origins: dict[str, str], warnings:
         origins["base"] = "passed by the caller"
         return passed
     if fields.has("use_scaled_rope"):  # files of Llama 3 and newer all state the base
-        fix = "Add it, or pass base=... to from_config."
+        fix = f"Add it, or pass {argument('base')}."
         raise fields.error("rope_theta", "must be given, since it is the base", "none", fix)
     origins["base"] = "implied: files of Llama 1 and 2 have no rope_theta"
     warnings.append(
@@ -119,15 +119,14 @@ def _scaling(fields: Fields, factor: float | None, origins: dict[str, str]) -> L
         origins["scaling"] = "use_scaled_rope" if fields.has("use_scaled_rope") else "no use_scaled_rope is given"
         return None
     if config_factor is None and factor is None:
-        vision = fields.has("vision_chunk_size")
-        factors = (
-            "factor=8.0 (Llama 3.2 Vision)" if vision else "factor=8.0 (Llama 3.1) or factor=32.0 (Llama 3.2 1B and 3B)"
-        )
+        factors = f"{argument('factor', 8.0)} (Llama 3.1) or {argument('factor', 32.0)} (Llama 3.2 1B and 3B)"
+        if fields.has("vision_chunk_size"):
+            factors = f"{argument('factor', 8.0)} (Llama 3.2 Vision)"
         raise fields.error(
             "use_scaled_rope",
             "needs the factor of the scaling, which the format does not contain",
             "none",
-            f"Pass {factors} to from_config, --factor to explain or convert, or add rope_scaling_factor to the file.",
+            f"Pass {factors}, or add rope_scaling_factor to the file.",
         )
     if config_factor is not None and factor is not None and config_factor != factor:
         raise fields.error(

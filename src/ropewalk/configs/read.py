@@ -110,7 +110,7 @@ def read_config(
     download: bool = False,
     engine: str | None = None,
 ) -> ModelRopes:
-    """Read a config as `from_config` does, but issue no Python warning, for callers that show `.warnings` themselves."""
+    """Read a config as `from_config` does, without a Python warning: for callers that show `.warnings` themselves."""
     if not isinstance(text_only, bool):
         raise error("from_config", "text_only must be True or False", shown(text_only), "Pass a boolean.")
     if pairing is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from ropewalk._checks import RopeError, check_pairing, number, short_key, shown
+from ropewalk._checks import RopeError, argument, check_pairing, number, short_key, shown
 from ropewalk._checks import length as checked_length
 from ropewalk.configs import hf_scheme
 from ropewalk.configs.fields import ConfigValue, Fields
@@ -87,7 +87,7 @@ class Reader:
             flag = None if key in self.fields.read_keys else self.fields.get(key)
             if flag is not None and flag is not (implied == "interleaved"):
                 must = f"must agree with the pairing {implied!r}{'' if source is None else f' ({source})'}"
-                fix = f"If the model's own code does not read it, pass ignore=({self.fields.path + key!r},)."
+                fix = f"If the model's own code does not read it, pass {argument('ignore', (self.fields.path + key,))}."
                 raise self.fields.unread(key, must, shown(flag), fix)
         model_type = self.fields.get("model_type")
         if self.fields.has(PAIRING_KEY):
@@ -136,7 +136,7 @@ class Reader:
             rope_keys[key] = ConfigValue(value, where)
         elif previous.value != value:
             must = f"must agree with {previous.where}, which is {shown(previous.value)}"
-            fix = f"Remove the wrong one. To ignore this one, pass ignore=({self.fields.path + where!r},)."
+            fix = f"Remove the wrong one. To ignore this one, pass {argument('ignore', (self.fields.path + where,))}."
             raise self.fields.error(where, must, shown(value), fix)
 
     def nested_error(self, where: str) -> RopeError:
@@ -276,7 +276,7 @@ class Reader:
             return self.passed_base
         # transformers 5 always writes rope_theta into rope_parameters. If it is missing there, it was lost.
         if implied is None or self.fields.has("rope_parameters"):
-            fix = f"Add {key}, or pass base=... to from_config."
+            fix = f"Add {key}, or pass {argument('base')}."
             raise self.fields.error(key, "must be given, since it is the base", "none", fix)
         base, source = implied
         self.record_origin("base", f"implied by model_type {source}")

@@ -17,6 +17,7 @@ _MAX_BYTES = 2 * 2**20
 # The largest real configs hold 2 × 21,841 labels and label numbers, and none is nested nearly this deep.
 _MAX_VALUES = 2**18
 _MAX_DEPTH = 100
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NOT_A_CONFIG = "Pass a model's config.json."
 _CONFIG_NAMES = (
     "config.json",
@@ -179,12 +180,15 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
         RopeError: this is not an existing plain file, it has more than `max_bytes` bytes, or it is not JSON.
     """
     try:
-        if not path.is_file():
+        is_stream = path.is_relative_to("/dev") and path.exists()  # /dev/stdin, or the /dev/fd/63 of a shell's <(command)
+        if not path.is_file() and not is_stream:
             in_folder = path.name == "config.json" and path.parent.is_dir()
             kinds = "The folder of a model contains config.json, params.json or a GGUF file."
             fix = kinds if in_folder else "Check the path. It must be a file or the folder of a model."
             got = "something else" if path.exists() else "no such file"
             raise error(str(path), "the config must be an existing file", got, fix)
+        if path.suffix in _WEIGHTS:
+            raise error(str(path), "the config must be JSON or a GGUF file", "a file of weights", "Pass its folder.")
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except OSError as e:
@@ -196,7 +200,7 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
     except RopeError as e:
         raise with_context(str(path), e) from None
     except (ValueError, RecursionError) as e:
-        got = f"an error: {e}" if content.strip() else "an empty file"
+        got = f"other content ({e})" if content.strip() else "an empty file"
         raise error(str(path), "the file must contain JSON in UTF-8", got, "Check that it is complete.") from e
 
 

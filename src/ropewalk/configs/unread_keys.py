@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ropewalk._checks import RopeError, nearest, shown
+from ropewalk._checks import RopeError, argument, nearest, shown
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.reader import SECTIONS, TRAINED
 
@@ -88,10 +88,7 @@ def _unread_key_error(fields: Fields, key: object, value: Any) -> RopeError:
     name = f"{fields.path}{key}"
     fix = f"ropewalk knows no such key of this model.{nearest(str(key), candidates)}"
     if len(name) <= 100:
-        fix += (
-            f" If the model's own code does not read it either, pass ignore=({name!r},) to from_config, or --ignore on "
-            "the command line."
-        )
+        fix += f" If the model's own code does not read it either, pass {argument('ignore', (name,))}."
     must = "is about rotation and must be a key that this model_type reads"
     e = fields.error(shown(key), must, shown(value), fix)
     e.unread_key = name

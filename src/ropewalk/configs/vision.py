@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ropewalk._checks import short_key, shown
+from ropewalk._checks import argument, short_key, shown
 from ropewalk.configs import unread_keys
 from ropewalk.configs.fields import Fields
 from ropewalk.configs.layer_ropes import VisionRopes
@@ -45,7 +45,9 @@ def nested_tower(fields: Fields, warnings: list[str] | None = None) -> VisionRop
         if part is None:
             continue
         if not isinstance(part, Mapping):
-            raise fields.error(key, "must be an object or null", shown(part), "Pass text_only=True to omit the tower.")
+            raise fields.error(
+                key, "must be an object or null", shown(part), f"Pass {argument('text_only', True)} to omit the tower."
+            )
         inner = Fields(part, f"{fields.source}: {key}", f"{fields.path}{key}.")
         inner_type = inner.get("model_type")
         # In files of Qwen-VL, the config of the tower has no model_type, or that of the whole model.
@@ -139,5 +141,5 @@ def _check_section(fields: Fields, name: str, model_type: str) -> None:
                 f"{name}.{short_key(key)}",
                 f"must be a key that {model_type} reads",
                 shown(value),
-                "The model's own code reads only rope_theta. Pass text_only=True to omit the tower.",
+                f"The model's own code reads only rope_theta. Pass {argument('text_only', True)} to omit the tower.",
             )

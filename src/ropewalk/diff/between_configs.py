@@ -130,7 +130,7 @@ def _longest(a: ModelRopes, b: ModelRopes, length: int | None) -> int:
         return _checks.length("diff.configs", "length", length)
     known = [n for ropes in (a, b) for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     if not known:
-        must, fix = "the length must be passed if neither config states it", "Pass length=N (--length N)."
+        must, fix = "the length must be passed if neither config states it", f"Pass {_checks.argument('length')}."
         raise _checks.error("diff.configs", must, "none", fix)
     return max(known)
 

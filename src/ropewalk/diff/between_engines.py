@@ -103,7 +103,7 @@ def _setting(ropes: ModelRopes, length: int | None) -> int:
         return _checks.length("diff.engines", "length", length)
     known = [n for n in (ropes.max_position_embeddings, ropes.trained_length) if n is not None]
     if not known:
-        must, fix = "the length must be passed if the config does not state it", "Pass length=N (--length N)."
+        must, fix = "the length must be passed if the config does not state it", f"Pass {_checks.argument('length')}."
         raise _checks.error(ropes.source, must, "none", fix)
     changing = any(rope is not None and not rope.is_static for rope in ropes.layers)
     return 2 * max(known) if changing and ropes.trained_length == max(known) else max(known)

@@ -222,7 +222,5 @@ def load_safetensors() -> _Library:
     try:
         import safetensors.torch
     except ImportError as e:
-        raise _checks.error(
-            "lab", "safetensors must be installed", "no such package", 'Run: pip install "ropewalk[lab]"'
-        ) from e
+        raise _checks.missing_package("lab", "safetensors", "lab") from e
     return _Library(safetensors.safe_open, safetensors.torch.save_file, safetensors.SafetensorError)

@@ -5,8 +5,8 @@
 
 Most functions take a Rope and return a matplotlib Figure that is 1000 pixels wide. `differences` takes several ropes,
 and `times_copy` takes the rows of a benchmark. The functions use neither pyplot nor global state, so they need no
-display. Install matplotlib with `pip install "ropewalk[plots]"`. `explorer` returns an interactive HTML page and needs
-Plotly instead, which `pip install "ropewalk[explore]"` installs.
+display. ropewalk's extra `plots` installs matplotlib. `explorer` returns an interactive HTML page and needs Plotly
+instead, which the extra `explore` installs.
 """
 
 from __future__ import annotations

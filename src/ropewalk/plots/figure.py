@@ -26,8 +26,7 @@ def blank(*, height: float) -> Figure:
     try:
         import matplotlib.figure
     except ImportError as e:
-        fix = 'Run pip install "ropewalk[plots]".'
-        raise _checks.error("plots", "matplotlib must be installed", "no such package", fix) from e
+        raise _checks.missing_package("plots", "matplotlib", "plots") from e
     except ValueError as e:  # matplotlib checks MPLBACKEND in its import, although no backend is needed here
         raise _checks.error("plots", "matplotlib must accept MPLBACKEND", str(e), "Unset MPLBACKEND.") from e
     return matplotlib.figure.Figure(figsize=(10.0, height), dpi=100, layout="constrained")

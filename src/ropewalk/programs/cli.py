@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 import ropewalk
+from ropewalk import _checks
 from ropewalk.programs.commands.bench import bench
 from ropewalk.programs.commands.check import check
 from ropewalk.programs.commands.convert import convert
@@ -50,11 +51,22 @@ class _Group(click.Group):
                 stream.reconfigure(errors="backslashreplace")
         return super().main(*args, **kwargs)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command to run. From then on, messages name its options instead of arguments of Python."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None:
+            options = [p for p in command.params if isinstance(p, click.Option)]
+            _checks.OPTIONS.set({str(option.name): option.opts[0] for option in options})
+        return name, command, rest
+
     def invoke(self, ctx: click.Context) -> object:
         """Run a command. Report errors of ropewalk and of the operating system in one line, with exit status 1.
 
         Warnings of ropewalk about the user's files take one line as well.
         """
+        outside = _checks.OPTIONS.set(None)
         with warnings.catch_warnings():
             warnings.filterwarnings("always", category=UserWarning, module=r"ropewalk\.")
             warnings.showwarning = _show_warning
@@ -64,6 +76,8 @@ class _Group(click.Group):
                 raise
             except (ropewalk.RopeError, OSError) as e:
                 raise click.ClickException(str(e)) from e
+            finally:
+                _checks.OPTIONS.reset(outside)
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

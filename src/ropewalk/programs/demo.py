@@ -71,20 +71,30 @@ def run(folder: Path, say: Say) -> None:
         say: called with each line of the report, for example `print` or `click.echo`.
 
     Raises:
-        RopeError: a check fails (the message names it), folder cannot be created, or matplotlib or mpmath is missing.
+        RopeError: a check fails (the message names it), folder cannot be created, or mpmath is missing. Without
+            matplotlib, only the plots are left out.
     """
     started = time.perf_counter()
-    _create_folder(folder)
     _import_mpmath()
-    plots.blank(height=1.0)  # raises now, not after all checks, if matplotlib is not usable
+    try:
+        plots.blank(height=1.0)
+        no_plots = ""
+    except ropewalk.RopeError as e:
+        no_plots = str(e)
+    if not no_plots:
+        _create_folder(folder)  # raises now, not after all checks
     rope = _read_config(say)
     case = _build_case(rope)
     _check_angles(case, say)
     _check_rotation(case, say)
     _check_distance_only(case, say)
     _compare(case, say)
-    names = _draw(rope, folder, say)
-    say(f"All checks passed in {time.perf_counter() - started:.1f} s. Plots in {folder}:")
+    say("[6/6] Plot")
+    names = [] if no_plots else _draw(rope, folder)
+    if no_plots:
+        say(f"  left out: {no_plots}")
+    passed = f"All checks passed in {time.perf_counter() - started:.1f} s."
+    say(passed if no_plots else f"{passed} Plots in {folder}:")
     for name in names:
         say(f"  {name}")
 
@@ -120,8 +130,7 @@ def _import_mpmath() -> Any:
     try:
         return importlib.import_module("mpmath")
     except ImportError as e:
-        fix = 'Run pip install "ropewalk[demo]", or in a clone pip install ".[demo]".'
-        raise _checks.error("demo", "mpmath must be installed", "no such package", fix) from e
+        raise _checks.missing_package("demo", "mpmath", "demo") from e
 
 
 def _read_config(say: Say) -> ropewalk.Rope:
@@ -229,8 +238,7 @@ def _which_code_ran() -> str:
     return f"Code: the compiled CPU kernel ({level}) for ropewalk, plain PyTorch for the usual code."
 
 
-def _draw(rope: ropewalk.Rope, folder: Path, say: Say) -> list[str]:
-    say("[6/6] Plot")
+def _draw(rope: ropewalk.Rope, folder: Path) -> list[str]:
     figures = {
         "rotated_vector.png": plots.rotated_vector(rope),
         "pairs.png": plots.pairs(rope),

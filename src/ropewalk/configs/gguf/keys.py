@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ropewalk._checks import argument, nearest, shown
 from ropewalk._checks import length as checked_length
-from ropewalk._checks import nearest, shown
 from ropewalk._checks import number as checked_number
 from ropewalk.configs.fields import ROPE_WORDS, Fields
 from ropewalk.configs.gguf.architectures import ARCHITECTURES, NOT_ALL_LAYERS, UNKNOWN
@@ -31,7 +31,7 @@ _SOMETIMES_READ = {
     ROPE_PATTERN: NOT_ALL_LAYERS,
     "attention.compress_rope_freq_base": NOT_ALL_LAYERS,
     SECTIONS: "llama.cpp reads it only for architectures with several axes, such as qwen2vl, qwen3vl, glm4 and "
-    "hunyuan_vl. Check general.architecture. If the key has no effect, pass it in ignore=(...) to from_config.",
+    "hunyuan_vl. Check general.architecture. If the key has no effect, pass {ignore}.",
 }
 # Maps keys to the values that have no effect, which are accepted even if llama.cpp does not read the key.
 _NEUTRAL = {
@@ -119,7 +119,8 @@ class Keys:
         for name, why in _SOMETIMES_READ.items():
             value = self.fields.get(self.key(name))
             if name not in specific_keys and value is not None:
-                raise self.fields.error(self.key(name), "must not be given", shown(value), why)
+                fix = why.format(ignore=argument("ignore", (self.key(name),)))
+                raise self.fields.error(self.key(name), "must not be given", shown(value), fix)
         local, own = self.fields.get(self.key(BASE_SWA)), self.fields.get(self.key(BASE))
         self.used.add(self.key(BASE_SWA))
         if BASE_SWA not in specific_keys and local not in (None, own):
@@ -142,14 +143,14 @@ class Keys:
                     fix = (
                         "llama.cpp ignores the key there, or uses it in a way that no scheme describes. Read the "
                         "model's config.json instead. If the key has no effect, pass "
-                        f"ignore=({key!r},) to from_config, or {REMOVE}."
+                        f"{argument('ignore', (key,))}, or {REMOVE}."
                     )
                     raise self.fields.error(key, must, shown(value), fix)
             elif key.rpartition(".")[2] in _ROPE_NAMES or ROPE_WORDS.intersection(re.split(r"[._]", key.lower())):
                 must = f"is about rotation and must be a key that llama.cpp reads for {self.architecture}"
                 fix = (
-                    f"It would have no effect.{nearest(key, known)} To read the file, pass ignore=({key!r},) to "
-                    f"from_config, or {REMOVE}."
+                    f"It would have no effect.{nearest(key, known)} To read the file, pass "
+                    f"{argument('ignore', (key,))}, or {REMOVE}."
                 )
                 raise self.fields.error(shown(key), must, shown(value), fix)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
-from ropewalk._checks import RopeError, check_pairing, nearest, number, shown, unreadable_file
+from ropewalk._checks import RopeError, argument, check_pairing, nearest, number, shown, unreadable_file
 from ropewalk.axes import Axes
 from ropewalk.configs.axes_rules import TEXT_ONLY
 from ropewalk.configs.explain import ranges
@@ -181,8 +181,9 @@ class _Reader:
                     "general.architecture",
                     "must be one that ropewalk knows",
                     shown(self.keys.architecture),
-                    f"The file does not define its rotation.{nearest(self.keys.architecture, known)} If "
-                    'all layers rotate alike, pass pairing="half" (NEOX in llama.cpp) or pairing="interleaved" (NORM).',
+                    f"The file does not define its rotation.{nearest(self.keys.architecture, known)} If all layers "
+                    f"rotate alike, pass {argument('pairing', 'half')} (NEOX in llama.cpp) or "
+                    f"{argument('pairing', 'interleaved')} (NORM).",
                 )
             self.keys.origins["pairing"] = "passed by the caller"
             return cast(Pairing, self.passed_pairing)
@@ -269,7 +270,7 @@ class _Reader:
             return self.passed_base
         implied = self.row.implied_base
         if implied is None:
-            fix = "llama.cpp uses 10000, which may not be the model's base. Pass base=... to from_config."
+            fix = f"llama.cpp uses 10000, which may not be the model's base. Pass {argument('base')}."
             raise self.keys.fields.error(key, "must be given, since it is the base", "none", fix)
         self._record_origin("base", f"implied: {implied.origin}")
         self.keys.warnings.append(

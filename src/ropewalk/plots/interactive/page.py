@@ -44,7 +44,7 @@ def explorer(
 
     Raises:
         RopeError: `models` is not such a dict, nothing in it rotates tokens, a number is out of range, the page
-            would be too large, or Plotly is not installed (`pip install "ropewalk[explore]"`).
+            would be too large, or Plotly is not installed (extra `explore`).
 
     Example:
         >>> import ropewalk
@@ -62,11 +62,11 @@ def explorer(
         "curves": [{**_labels(curve), **numbers_of(curve, distance, pairs)} for curve in curves],
         "towers": [{**_labels(curve), "after": frequencies(curve.rope.inv_freq, None)} for curve in towers],
     }
-    page = _fill_template(names, note, curves, data)
-    if (size := len(page.encode())) > MOST_BYTES:
+    page = _fill_template(names, note, curves, data).encode(errors="backslashreplace")  # of names of files
+    if len(page) > MOST_BYTES:
         must = f"the page must have at most {MOST_BYTES:,} bytes"
-        raise _checks.error(WHO, must, f"{size:,} with {len(curves)} ropes", "Pass fewer models.")
-    return page
+        raise _checks.error(WHO, must, f"{len(page):,} with {len(curves)} ropes", "Pass fewer models.")
+    return page.decode()
 
 
 def _fill_template(names: list[str], note: str, curves: list[Curve], data: Mapping[str, object]) -> str:
@@ -140,6 +140,5 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as e:
-        fix = 'Run pip install "ropewalk[explore]".'
-        raise _checks.error(WHO, "plotly must be installed", "no such package", fix) from e
+        raise _checks.missing_package(WHO, "plotly", "explore") from e
     return str(get_plotlyjs())

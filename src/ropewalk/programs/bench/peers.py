@@ -1,6 +1,6 @@
 """The rotations of other libraries with which the benchmark on a CPU compares ropewalk.
 
-A library is imported only when its rotation is prepared. `pip install "ropewalk[bench]"` installs all of them but vLLM.
+A library is imported only when its rotation is prepared. The extra `bench` installs all of them but vLLM.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from ropewalk import _checks
+from ropewalk.programs.commands._types import Length
 
 
 @click.command(
@@ -23,9 +24,9 @@ Examples:
 )
 @click.option(
     "--tokens",
-    type=click.IntRange(1, 2**20),
+    type=Length(1, 2**20),
     multiple=True,
-    help="Number of tokens. May be repeated. [default: 1, 128, 1024, 4096]",
+    help="Number of tokens; 4k is 4,096. May be repeated. [default: 1, 128, 1024, 4096]",
 )
 @click.option(
     "--dtype",
@@ -63,7 +64,7 @@ Examples:
 )
 @click.option(
     "--stream",
-    type=click.IntRange(min=0),
+    type=Length(min=0),
     help="Also rotate a sequence of this many tokens in chunks; 0 skips it. [default: 1000000, or 0 with --quick]",
 )
 @click.option(

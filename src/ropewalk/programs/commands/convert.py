@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from ropewalk._checks import printable
+from ropewalk.programs.commands._types import Length
 
 if TYPE_CHECKING:
     from ropewalk.checkpoints import Plan
@@ -50,8 +51,8 @@ Examples:
 )
 @click.option(
     "--max-positions",
-    type=click.IntRange(min=1),
-    help="The context length of a model in Meta's format, whose params.json does not contain it.",
+    type=Length(min=1),
+    help="The context length of a model in Meta's format, whose params.json does not contain it; 128k is 131,072.",
 )
 @click.option("--ignore", multiple=True, metavar="KEY", help="Ignore this key of the config. May be repeated.")
 def convert(

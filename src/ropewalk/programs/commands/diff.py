@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 import ropewalk
+from ropewalk.programs.commands._types import Length
 
 
 @click.command(
@@ -24,8 +25,8 @@ Examples:
 @click.argument("source2", type=click.Path(path_type=Path), required=False)
 @click.option(
     "--length",
-    type=click.IntRange(min=1),
-    help="The length of the longest sequence, in tokens. [default: from the config]",
+    type=Length(min=1),
+    help="The length of the longest sequence, in tokens; 128k is 131,072. [default: from the config]",
 )
 @click.option(
     "--engine",

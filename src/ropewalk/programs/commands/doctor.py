@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import platform
 from importlib import metadata
 
@@ -12,14 +13,18 @@ import ropewalk
 
 
 @click.command(short_help="Show versions and usable kernels.")
-def doctor() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def doctor(as_json: bool) -> None:
     """Show the installed versions, and which kernels are usable or why they are not."""
-    click.echo(f"ropewalk    {ropewalk.__version__}")
-    click.echo(f"python      {platform.python_version()} on {platform.platform()}")
-    for package in ("torch", "numpy", "triton", "matplotlib"):
-        click.echo(f"{package:<10}  {_version(package)}")
-    for backend, state in _backends().items():
-        click.echo(f"{backend:<10}  {state}")
+    facts = {
+        "ropewalk": ropewalk.__version__,
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        **{package: _version(package) for package in ("torch", "numpy", "triton", "matplotlib")},
+        **_backends(),
+    }
+    click.echo(
+        json.dumps(facts, indent=2) if as_json else "\n".join(f"{name:<10}  {fact}" for name, fact in facts.items())
+    )
 
 
 def _version(package: str) -> str:

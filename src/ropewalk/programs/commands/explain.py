@@ -9,19 +9,25 @@ from pathlib import Path
 import click
 
 import ropewalk
+from ropewalk.programs.commands._types import Length
 
 
 @click.command(
     short_help="Show what a config means.",
     epilog="""\b
 Examples:
-  ropewalk explain path/to/config.json --length 131072
+  ropewalk explain path/to/config.json --length 128k
   ropewalk explain meta-llama/Llama-3.1-8B --download
   ropewalk explain params.json --factor 8
+  cat config.json | ropewalk explain -
 """,
 )
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--length", type=click.IntRange(min=1), help="Also show what happens at this sequence length, in tokens.")
+@click.option(
+    "--length",
+    type=Length(min=1),
+    help="Also show what happens at this sequence length, in tokens; 128k is 131,072.",
+)
 @click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="The pairing, for an unknown model_type.")
 @click.option("--base", type=float, help="The base, for a config without one.")
 @click.option(
@@ -57,8 +63,10 @@ def explain(
     """Show what the config SOURCE means for the rotation, and where each value comes from.
 
     SOURCE is a config.json, the folder of a model, Meta's params.json, a GGUF file, or a hub id such as
-    meta-llama/Llama-3.1-8B.
+    meta-llama/Llama-3.1-8B. With -, a config.json or params.json is read from standard input.
     """
+    if source == Path("-"):
+        source = Path("/dev/stdin")
     with warnings.catch_warnings(action="ignore"):  # the text contains them
         ropes = ropewalk.from_config(
             source, pairing=pairing, base=base, factor=factor, text_only=text_only, ignore=ignore, download=download

@@ -9,6 +9,7 @@ import click
 
 import ropewalk
 from ropewalk import schemes
+from ropewalk.programs.commands._types import Length
 
 _NOTE = (
     "No model was named, so this page compares five ways to run the rope of Llama 3 8B, which was trained on 8,192 "
@@ -39,12 +40,12 @@ Examples:
 @click.option("--open/--no-open", "opens", default=True, help="Open the page in a browser.  [default: open]")
 @click.option(
     "--length",
-    type=click.IntRange(1, 2**31 - 1),
-    help="The length of the longest sequence, in tokens. [default: from the config]",
+    type=Length(1, 2**31 - 1),
+    help="The length of the longest sequence, in tokens; 128k is 131,072. [default: from the config]",
 )
 @click.option(
     "--trained-length",
-    type=click.IntRange(1, 2**31 - 1),
+    type=Length(1, 2**31 - 1),
     help="The length that the model was trained on, in tokens, for a config that does not state it.",
 )
 @click.option("--pair", "pairs", type=int, multiple=True, help="Draw the vector of this pair. May be repeated.")

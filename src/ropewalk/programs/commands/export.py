@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ropewalk.programs.commands._types import Length
+
 
 @click.command(
     short_help="Export a model that `lab` trained.",
@@ -25,7 +27,10 @@ Examples:
     help="The format to write: hf is a folder, llama2.c is a file.",
 )
 @click.option(
-    "--max-positions", type=click.IntRange(min=1), required=True, help="The context length to write, in tokens."
+    "--max-positions",
+    type=Length(min=1),
+    required=True,
+    help="The context length to write, in tokens; 4k is 4,096.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing export.")
 def export(checkpoint: Path, target: Path, form: str, max_positions: int, force: bool) -> None:

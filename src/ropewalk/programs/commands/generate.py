@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ropewalk.programs.commands._types import Length
+
 
 @click.command(
     short_help="Generate text with a model that `lab` trained.",
@@ -20,7 +22,11 @@ Examples:
     "--prompt", default="def ", show_default=True, help="The beginning of the text, which the model continues."
 )
 @click.option(
-    "--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="The number of bytes to generate."
+    "--tokens",
+    type=Length(min=1),
+    default=200,
+    show_default=True,
+    help="The number of bytes to generate; 4k is 4,096.",
 )
 @click.option(
     "--temperature",
