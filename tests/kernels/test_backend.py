@@ -159,6 +159,24 @@ print(cpu.unavailable())
     assert reason == NOT_BUILT
 
 
+@pytest.mark.parametrize(("variable", "count"), [(None, 1), ("auto", 1), ("reference", 0)])
+def test_a_missing_extension_is_a_warning_at_the_first_rotation(variable: str | None, count: int) -> None:
+    program = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    at = Rope(8, 1e4, "half").at(torch.arange(5))
+    assert not caught
+    for _ in range(2):
+        at(torch.randn(5, 1, 8), layout="thd")
+        at.apply_(torch.randn(5, 1, 8), layout="thd")
+print(*(w.message for w in caught), sep="\\n")
+"""
+    lines = run(variable, program, without=True).split("\n")[:-1]
+    expected = f"ropewalk's CPU kernel is not usable ({NOT_BUILT}), so rotations on the CPU run in plain PyTorch"
+    assert [line.partition(", which is slower.")[0] for line in lines if line] == [expected] * count
+
+
 @pytest.mark.parametrize("content", [None, b"garbage"], ids=["missing", "broken"])
 def test_doctor_distinguishes_a_missing_from_a_broken_extension(tmp_path: Path, content: bytes | None) -> None:
     shutil.copytree(

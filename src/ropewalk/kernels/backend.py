@@ -10,6 +10,7 @@ The environment variable ROPEWALK_BACKEND is read once, at import:
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Protocol
 
@@ -159,10 +160,28 @@ def _find_kernel(tensors: tuple[Tensor, ...]) -> Kernels | None:
                 else None
             )
     if on_cpu:
+        if not _USES_CPU and tensors[0].is_floating_point():  # a rotation; angles have integer positions
+            _warn_once()
         return CPU if _USES_CPU else None
     if not tensors[0].is_cuda or BACKEND == "reference":
         return None
     return GPU if GPU.unavailable(tensors[0].device) is None else None
+
+
+_has_warned = BACKEND != "auto"
+
+
+def _warn_once() -> None:
+    """Warn at the first rotation on the CPU that the kernel is missing, because pip shows nothing of the build."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            f"ropewalk's CPU kernel is not usable ({CPU.unavailable()}), so rotations on the CPU run in plain PyTorch, "
+            "which is slower. Install ropewalk again with a compiler, or set ROPEWALK_BACKEND=reference to use plain "
+            "PyTorch without this warning.",
+            stacklevel=2,
+        )
 
 
 def _no_kernel_error(x: Tensor) -> RopeError:
