@@ -217,10 +217,10 @@ def test_decay_shows_the_bound_of_the_paper():
         assert drawn[distance] == pytest.approx(bound_of(float(distance), speeds(10_000.0)), rel=1e-9)
 
 
-def test_decay_shows_an_actual_score_below_the_bound_in_both_panels():
+def test_decay_shows_an_actual_score_below_the_bound():
     upper, lower = plots.decay(LLAMA, longest=131_072).axes
-    bound, score = line(upper, "upper bound"), line(upper, "score")
-    np.testing.assert_array_equal(score.get_ydata(), line(lower, "score").get_ydata())
+    bound, score = line(upper, "upper bound"), line(lower, "score")
+    assert [label for label in lines(upper) if "score" in label] == []  # it would look flat there
     assert (np.abs(score.get_ydata()) <= bound.get_ydata()).all()
     assert score.get_xdata()[0] == 0
     assert score.get_xdata()[-1] == 131_072

@@ -57,6 +57,13 @@ class TestWorkflow:
             assert len(listed.stdout.splitlines()) == 1, row
 
 
+def test_the_documentation_is_built_by_the_same_commands_in_ci_and_by_hand() -> None:
+    """The first command deletes the page that the second one writes."""
+    steps = r"zensical\"? (build --strict --clean)\s+(?:&& )?(python tools/explorer_for_docs\.py)$"
+    by_hand, in_ci = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", ".ci/run"))
+    assert re.findall(steps, by_hand, re.M) == re.findall(steps, in_ci, re.M) != []
+
+
 def test_the_release_builds_wheels_where_the_release_page_says() -> None:
     jobs = parsed(".github/workflows/release.yml")["jobs"]
     machines = jobs["wheels"]["strategy"]["matrix"]["os"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ropewalk import _checks
 from ropewalk.schemes import Scaling, default
@@ -48,8 +48,8 @@ class Axes:
     """
 
     axis: tuple[int, ...]
-    freq_index: tuple[int, ...] = cast("tuple[int, ...]", None)  # tuples from __post_init__ on
-    lengths: tuple[int, ...] = cast("tuple[int, ...]", None)
+    freq_index: tuple[int, ...] = None  # type: ignore[assignment]  # tuples from __post_init__ on
+    lengths: tuple[int, ...] = None  # type: ignore[assignment]
     _name: str | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:

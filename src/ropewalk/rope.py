@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Rope:
     base: float
     pairing: Pairing
     _: KW_ONLY
-    rotary_dim: int = cast(int, None)  # an int from __post_init__ on
+    rotary_dim: int = None  # type: ignore[assignment]  # an int from __post_init__ on
     rotary_offset: int = 0
     scaling: Scaling | None = None
     axes: Axes | None = None

@@ -8,6 +8,7 @@ import pytest
 
 import tiny_lab
 from ropewalk.lab import findings, methods, pictures, report, tasks
+from ropewalk.lab.parts import BASELINES
 from ropewalk.lab.results import Results
 
 # Shares copied and losses at |w| = 31, 63, 95, 127, 191, 255, 511: half to 8 times the trained length.
@@ -212,6 +213,20 @@ def test_the_page_of_results_has_the_sentences_of_the_program():
             assert f"\n### {task.name}: {what}; mean of 3 seeds" in page
 
 
+def test_the_page_on_extending_a_model_has_the_numbers_of_the_results():
+    docs = Path(__file__).parents[2] / "docs"
+    copying = (docs / "lab-results.md").read_text("utf-8").split("\n### ")[1]
+    said = " ".join((docs / "extend.md").read_text("utf-8").split())
+    for method, how in (
+        ("Self-Extend", "with Self-Extend"),
+        ("YaRN", "with YaRN"),
+        ("NTK dynamic", "with [dynamic NTK]"),
+    ):
+        (row,) = (line.split("|") for line in copying.splitlines() if line.split("|")[1:2] == [f" {method} ".ljust(25)])
+        twice, four_times = row[5][:5].strip(), row[7][:5].strip()
+        assert f"{twice} and {four_times} {how}" in said
+
+
 def test_tables_by_hand(tmp_path):
     about = {**ABOUT, "lengths": [63, 127], "tokens": [128, 256]}
     made = [
@@ -221,7 +236,7 @@ def test_tables_by_hand(tmp_path):
     ]
     lines = report._tables(Results(about, made))
     assert lines[1] == (
-        "copy: share of the second w that is right; mean of 3 seeds ± half of their range; trained on up to 128 tokens"
+        "copy: accuracy of the copy; mean of 3 seeds ± half of their range; trained on up to 128 tokens"
     )
     # Means 0.9 and 0.03; half ranges 0.1 and 0.015, which rounds to even.
     assert lines[3:8] == [
@@ -231,7 +246,7 @@ def test_tables_by_hand(tmp_path):
         "| PI, fine-tuned             | 0.90 ±0.10 | 0.03 ±0.02 |",
         "| learned, separate training | 0.90 ±0.10 | 0.03 ±0.02 |",
     ]
-    assert lines[9] == "copy: loss on the second w in nats per symbol; mean of 3 seeds ± half of their range; " + (
+    assert lines[9] == "copy: loss on the copy in nats per symbol; mean of 3 seeds ± half of their range; " + (
         "trained on up to 128 tokens"
     )
     assert lines[13] == "| none                       | 0.500 ±0.000 | 12.0 ±0.0 |"
@@ -253,7 +268,7 @@ def test_report_of_one_seed(tmp_path):
     said = report.write(result, tmp_path)
     text = (tmp_path / "report.txt").read_text()
     assert said[:-1] == text.split("\n")[: len(said) - 1]
-    assert "share of the second w that is right; one seed; trained on up to 128 tokens" in text
+    assert "accuracy of the copy; one seed; trained on up to 128 tokens" in text
     assert "| PI dynamic              | 1.00 | 0.99 | 0.95 | 0.90 | 0.60 | 0.40 | 0.10 |" in text
     assert COLLAPSE in text
     assert "- larger base: base times 50" in text
@@ -267,13 +282,22 @@ def test_pictures_show_the_numbers():
     upper, lower = figure.axes
     assert [line.get_label() for line in lower.lines] == ["none", "PI", "NTK", "YaRN", "larger base", "trained length"]
     none = upper.lines[0]
-    assert none.get_xdata().tolist() == ABOUT["lengths"]
+    assert none.get_xdata().tolist() == [0.5, 1, 1.5, 2, 3, 4, 8]
     assert none.get_ydata().tolist() == pytest.approx([2 / 3 * a for a in ACCURACY["trained", "none"]], rel=1e-15)
     band = upper.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (0.0, 1.0)
-    assert upper.lines[-1].get_xdata() == [63, 63]
-    assert upper.get_ylabel() == "share of the second w that is right"
-    assert lower.get_xlabel() == "length (symbols of w)"
+    assert upper.lines[-1].get_xdata() == [1, 1]
+    assert upper.get_ylabel() == "accuracy of the copy"
+    assert lower.get_xlabel() == "length (× trained length)"
+    assert [tick.get_text() for tick in lower.get_xticklabels()] == ["0.5", "1", "1.5", "2", "3", "4", "8"]
+    for axes in (upper, lower):
+        colours = [line.get_color() for line in axes.lines]
+        assert len(set(colours)) == len(colours)
+
+
+def test_every_method_has_a_colour():
+    named = {method.name for method in (*methods.METHODS, *methods.TUNES)} | set(BASELINES)
+    assert len(named) <= 10 + len(pictures._FURTHER_COLOURS)
 
 
 def test_picture_of_loss_by_position():

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_FURTHER_COLOURS = ("black", "navy", "darkred", "darkgreen")  # of the methods after the first ten
+
 
 def draw_figures(results: Results) -> dict[str, Figure]:
     """Draw the figures of one task.
@@ -24,14 +26,15 @@ def draw_figures(results: Results) -> dict[str, Figure]:
     """
     about = results.about
     figures = {}
+    multiples = [tokens / about["trained"] for tokens in about["tokens"]]
     for measure, description in about["measures"].items():
         figures[f"{about['name']}-{measure}"] = _figure(
             results,
-            results.lengths,
+            multiples,
             lambda model, method, measure=measure: results.values(model, method, measure),  # type: ignore[misc]
-            xlabel=f"length ({about['length_is']})",
+            xlabel="length (× trained length)",
             ylabel=description,
-            trained=results.lengths[results.length_index(1)],
+            trained=1,
             logarithmic=True,
         )
         figures[f"{about['name']}-{measure}"].axes[0].set_yscale("linear" if measure == "accuracy" else "log")
@@ -50,7 +53,7 @@ def draw_figures(results: Results) -> dict[str, Figure]:
 
 def _figure(
     results: Results,
-    x: Sequence[int],
+    x: Sequence[float],
     line: Callable[[str, str], list[Spread]],
     *,
     xlabel: str,
@@ -74,12 +77,12 @@ def _figure(
     lower.set_xlabel(xlabel)
     if logarithmic:
         lower.set_xscale("log", base=2)
-        lower.set_xticks(x, [f"{value:,}" for value in x])
+        lower.set_xticks(x, [f"{value:g}" for value in x])
     return figure
 
 
-def _draw(axes: Axes, x: Sequence[int], spreads: list[Spread], method: str, number: int) -> None:
-    color, style = f"C{number % 10}", "-" if number < 10 else "--"
+def _draw(axes: Axes, x: Sequence[float], spreads: list[Spread], method: str, number: int) -> None:
+    color, style = (f"C{number}", "-") if number < 10 else (_FURTHER_COLOURS[number - 10], "--")
     mean = [s.mean for s in spreads]
     axes.plot(x, mean, style, marker="o", markersize=3, linewidth=1.5, label=method, color=color)
     least, most = ([f(s.values) for s in spreads] for f in (min, max))

@@ -85,8 +85,8 @@ class Copy(Task):
     name: ClassVar[str] = "copy"
     length_is: ClassVar[str] = "symbols of w"
     measures: ClassVar[Mapping[str, str]] = {
-        "accuracy": "share of the second w that is right",
-        "loss": "loss on the second w in nats per symbol",
+        "accuracy": "accuracy of the copy",
+        "loss": "loss on the copy in nats per symbol",
     }
 
     shortest: int = 16

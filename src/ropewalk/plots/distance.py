@@ -31,8 +31,8 @@ def decay(rope: Rope, *, longest: int = 131_072) -> Figure:
         longest: the largest distance, in tokens, at least 1.
 
     Returns:
-        A Figure. The upper panel shows both curves over the distance (tokens, log axis from 1 on), and the lower panel
-        only the score, enlarged. At most 2000 distances are drawn. They include every distance up to about 100.
+        A Figure. The upper panel shows the bound over the distance (tokens, log axis from 1 on), and the lower panel
+        the score in the same units. At most 2000 distances are drawn. They include every distance up to about 100.
 
     Raises:
         RopeError: rope is not a Rope, longest is out of range, or matplotlib is not installed.
@@ -74,16 +74,14 @@ def bound_and_score(speed: np.ndarray, distance: np.ndarray) -> tuple[np.ndarray
 def _draw_decay(upper: Axes, lower: Axes, speed: np.ndarray, distance: np.ndarray) -> None:
     bound, score = bound_and_score(speed, distance)
     upper.plot(distance, bound, color=BLUE, linewidth=1, label="upper bound: mean |S| × largest step (here 1)")
-    for axes in (upper, lower):
-        axes.plot(
-            distance, score, color=ORANGE, linewidth=1, label="score of q = k, all ones (1 at distance 0; same units)"
-        )
+    label = "score of q = k, all ones (1 at distance 0; same units)"
+    lower.plot(distance, score, color=ORANGE, linewidth=1, label=label)
     lower.axhline(0, color=GREY, linewidth=1)
     for axes, values in ((upper, bound), (lower, score)):
         _mark_largest_rise(axes, distance, values)
         axes.grid(alpha=0.3)
         axes.legend(loc="upper right")
-    upper.set_ylabel("bound and score, per pair (dimensionless)")
+    upper.set_ylabel("bound, per pair (dimensionless)")
     lower.set(ylabel="score, per pair (dimensionless)", xlim=(0, distance[-1]))
     lower.set_xscale("symlog", linthresh=1)
     lower.set_xlabel(f"distance between q and k (tokens; {len(distance):,} distances drawn)")
