@@ -17,6 +17,9 @@ import ropewalk
 from each import each
 from ropewalk import NTK, Llama3, Rope, YaRN, schemes
 
+# Some of these configs state no base.
+pytestmark = pytest.mark.filterwarnings("ignore:.* so the base is 10000:UserWarning")
+
 GOLDEN = Path(__file__).parent / "golden"
 LARGEST_PAIR = math.sqrt(2)  # of the inputs
 

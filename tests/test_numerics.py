@@ -26,6 +26,9 @@ from ropewalk.kernels import backend
 from ropewalk.schemes import Linear, PerPair, Scheme
 from test_golden import GOLDEN, MEANING, MODELS, PEERS, ROWS, load, recorded
 
+# Some of these configs state no base.
+pytestmark = pytest.mark.filterwarnings("ignore:.* so the base is 10000:UserWarning")
+
 LENGTHS = load(GOLDEN / "lengths.json")["rows"]
 TEXT_MODELS = [
     (f"{row['name']}: {case['id']}", (row, case))
