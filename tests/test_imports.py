@@ -253,10 +253,10 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 2790,
+    "": 2795,
     "attention": 3310,
     "checkpoints": 2050,
-    "configs": 7110,
+    "configs": 7120,
     "conformance": 3040,
     "diff": 830,
     "engines": 940,

@@ -405,7 +405,7 @@ class TestStandardInput:
     def test_it_is_bounded_like_a_file(self) -> None:
         code, _, message = self.explain("-", b" " * (2 * 2**20 + 1))
         assert code == 1
-        assert message.startswith("Error: /dev/stdin: a config must have at most 2097152 bytes, got more.")
+        assert message.startswith("Error: /dev/stdin: the file must have at most 2,097,152 bytes, got more.")
 
 
 def test_a_file_of_weights(tmp_path: Path) -> None:

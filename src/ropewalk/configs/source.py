@@ -180,7 +180,9 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
         RopeError: this is not an existing plain file, it has more than `max_bytes` bytes, or it is not JSON.
     """
     try:
-        is_stream = path.is_relative_to("/dev") and path.exists()  # /dev/stdin, or the /dev/fd/63 of a shell's <(command)
+        is_stream = (
+            path.is_relative_to("/dev") and path.exists()
+        )  # /dev/stdin, or the /dev/fd/63 of a shell's <(command)
         if not path.is_file() and not is_stream:
             in_folder = path.name == "config.json" and path.parent.is_dir()
             kinds = "The folder of a model contains config.json, params.json or a GGUF file."
