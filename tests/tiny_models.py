@@ -190,6 +190,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "youtu": _LATENT,
 }
 
+CONVERTED_ONLY: dict[str, dict[str, Any]] = {"codegen": {}, "gptj": {}}
+"""Models that `convert` supports and `accelerate` does not."""
+
 # Compiled without a graph break, in test_transformers_processes.py. Ways to be called: plain, LongRoPE, by layer type,
 # half tables, pairs to halves, complex numbers twice, the whole head, each column twice, one tensor at a time, and with
 # a table in each layer.

@@ -19,6 +19,8 @@ from ropewalk.checkpoints.verify import verify
 
 pytest.importorskip("transformers", "5.23")
 
+MODELS = tiny_models.MODELS | tiny_models.CONVERTED_ONLY
+
 # One model for each order of q and k in a file.
 WAYS: dict[str, dict[str, Any]] = {
     "codegen": {},
@@ -57,7 +59,7 @@ def check_round_trip(name: str, folder: Path, **changes: Any) -> None:
     first, second, third = (folder / part for part in ("first", "second", "third"))
     if name.partition(":")[0] == "falcon":
         changes = {"head_dim": None, "alibi": False, "new_decoder_architecture": False, **changes}
-    model = save(name if name in tiny_models.MODELS else name.partition(":")[0], first, **changes)
+    model = save(name if name in MODELS else name.partition(":")[0], first, **changes)
     expected = logits(model)
     source = checkpoints.read(first)
     to = "interleaved" if source.pairing == "half" else "half"
@@ -87,7 +89,7 @@ def test_each_way(name: str, tmp_path: Path) -> None:
     check_round_trip(name, tmp_path, **WAYS[name])
 
 
-@pytest.mark.parametrize("name", [name for name in tiny_models.MODELS if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
 def test_every_model(name: str, tmp_path: Path) -> None:
     check_round_trip(name, tmp_path)
 
@@ -105,4 +107,4 @@ def test_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_proven_models_are_run() -> None:
-    assert {name.partition(":")[0] for name in tiny_models.MODELS if name not in REFUSED} == PROVEN
+    assert {name.partition(":")[0] for name in MODELS if name not in REFUSED} == PROVEN
