@@ -184,6 +184,22 @@ class TestGradients:
         assert torch.autograd.gradcheck(call, given, check_batched_grad=True)
         assert torch.autograd.gradgradcheck(call, given)
 
+    @pytest.mark.parametrize("batch", [1, 2, 3])
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_tables_of_each_head(self, layout: Any, batch: int) -> None:
+        """Tables [heads, seq, pairs] that need no gradient, also for as many rows as heads."""
+        torch.manual_seed(7)
+        angle = torch.randn(2, SEQ, 2, dtype=torch.float64)
+        rotation = Rotation(angle.cos(), angle.sin(), pairing="half", per_head=True)
+        q, k = (torch.randn(shape(layout, batch, SEQ, 2, 4), dtype=torch.float64).requires_grad_() for _ in range(2))
+        norms = [w.requires_grad_() for w in weights(4, torch.float64)]
+
+        def call(q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor) -> tuple[Tensor, Tensor]:
+            return QKNorm(of_q, of_k, 1e-2).rotate(rotation, q, k, layout=layout)
+
+        assert type(call(q, k, *norms)[0].grad_fn).__name__ == "_NormAndRotateBackward"
+        assert torch.autograd.gradcheck(call, [q, k, *norms])
+
     @pytest.mark.parametrize("add_one", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_by_the_oracle(self, dtype: torch.dtype, add_one: bool, fused: list[bool]) -> None:

@@ -113,8 +113,9 @@ class QKNorm:
         if _can_use_function(rotation, inputs):
             for name, x in (("q", q), ("k", k)):
                 self._check(name, x)
+            tables = rotation._prepare_tables([q, k], layout)
             rotated: tuple[Tensor, Tensor] = _NormAndRotate.apply(  # type: ignore[no-untyped-call]
-                rotation, layout, self.eps, self.add_one, *inputs
+                rotation, tables, layout, self.eps, self.add_one, *inputs
             )
             return rotated
         return rotation(*self(q, k), layout=layout)
@@ -181,7 +182,7 @@ def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNo
         return None
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         return None
-    checks.check_tensors([q, k], layout, rotation.cos, rotation.sin, rotation.head_dim, rotation.rotary_dim)
+    cos, sin = rotation._prepare_tables([q, k], layout)
     if norm is not None:
         norm._check("q", q)
         norm._check("k", k)
@@ -191,8 +192,8 @@ def _on_gpu(rotation: Rotation, q: Tensor, k: Tensor, layout: Layout, norm: QKNo
     gpu_step.step(
         (q, k),
         outputs,
-        rotation.cos,
-        rotation.sin,
+        cos,
+        sin,
         layout,
         rotation.pairing == "interleaved",
         rotation.rotary_offset,
@@ -227,6 +228,7 @@ class _NormAndRotate(torch.autograd.Function):
     def forward(
         ctx: Any,
         rotation: Rotation,
+        tables: tuple[Tensor, Tensor],
         layout: Layout,
         eps: float,
         add_one: bool,
@@ -236,7 +238,7 @@ class _NormAndRotate(torch.autograd.Function):
         k_weight: Tensor,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rotation.cos, rotation.sin, q, k, q_weight, k_weight)
+        ctx.save_for_backward(*tables, q, k, q_weight, k_weight)
         ctx.norm = (eps, add_one)
         ctx.options = {"layout": layout, "pairing": rotation.pairing, "rotary_offset": rotation.rotary_offset}
         norm = QKNorm(q_weight, k_weight, eps, add_one)
@@ -253,7 +255,7 @@ class _NormAndRotate(torch.autograd.Function):
         for i, grad in enumerate(grads):
             if grad is not None:
                 to_tensors[i], to_weights[i] = _norm_gradient(tensors[i], tensors[2 + i], next(rotated), *ctx.norm)
-        return (None, None, None, None, *to_tensors, *to_weights)
+        return (None, None, None, None, None, *to_tensors, *to_weights)
 
 
 def _norm_gradient(x: Tensor, weight: Tensor, grad: Tensor, eps: float, add_one: bool) -> tuple[Tensor, Tensor]:
