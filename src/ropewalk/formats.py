@@ -7,7 +7,8 @@
 | cache | vLLM's `cos_sin_cache`, FlashInfer | `[rows, rotary_dim]`: all cos, then all sin |
 
 Tables include the attention factor. They do not determine which channels form a pair. The argument `pairing` states
-this, and its value follows from the code that uses the table.
+this, and its value follows from the code that uses the table. To convert the result of `to_full_width` or `to_complex`
+back, also pass the rotation's `head_dim`, `rotary_offset`, `attention_factor` and `per_head`, which tables do not tell.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ def from_full_width(
     head_dim: int | None = None,
     rotary_offset: int = 0,
     attention_factor: float = 1.0,
+    per_head: bool = False,
 ) -> Rotation:
     """Create a `Rotation` from tables with one value per channel, as returned by transformers' `rotary_emb`.
 
     Args:
-        cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64, with each value twice.
+        cos, sin: `[seq, rotary_dim]` or `[batch, seq, rotary_dim]`, float32 or float64, with each value twice. With
+            `per_head`: `[heads, seq, rotary_dim]` or `[batch, heads, seq, rotary_dim]`.
         repeated: how each row of cos and sin repeats its values. "halves" (nearly every model): both halves of the row
             are equal. "each" (Cohere's models): each value is repeated next to itself. This does not determine the
             pairing: ERNIE 4.5 repeats halves but rotates neighbouring channels.
-        pairing, head_dim, rotary_offset, attention_factor: as in `Rotation`.
+        pairing, head_dim, rotary_offset, attention_factor, per_head: as in `Rotation`.
 
     Raises:
         RopeError: a row does not repeat its values as `repeated` states; or as raised by `Rotation`.
@@ -79,6 +82,7 @@ def from_full_width(
         head_dim=head_dim,
         rotary_offset=rotary_offset,
         attention_factor=attention_factor,
+        per_head=per_head,
     )
 
 
@@ -93,7 +97,7 @@ def to_full_width(rotation: Rotation, *, repeated: Repeated, dtype: torch.dtype 
         dtype: dtype of the result. None means the dtype of the rotation. bfloat16 rounds cos and sin by up to 2e-3.
 
     Returns:
-        cos and sin `[…, rotary_dim]`.
+        cos and sin `[…, rotary_dim]`, with the axes of the rotation's tables.
 
     Raises:
         RopeError: rotation is not a `Rotation`, or repeated is unknown.
@@ -114,13 +118,15 @@ def from_complex(
     head_dim: int | None = None,
     rotary_offset: int = 0,
     attention_factor: float = 1.0,
+    per_head: bool = False,
 ) -> Rotation:
     """Create a `Rotation` from cos + i sin, as returned by Meta's `precompute_freqs_cis`.
 
     Args:
         turns: cos + i sin, complex64 or complex128, `[seq, pairs]` or `[batch, seq, pairs]`, without a head axis.
+            With `per_head`: `[heads, seq, pairs]` or `[batch, heads, seq, pairs]`.
         pairing: "interleaved" in the code of Meta, DeepSeek and Llama 4.
-        head_dim, rotary_offset, attention_factor: as in `Rotation`.
+        head_dim, rotary_offset, attention_factor, per_head: as in `Rotation`.
 
     Raises:
         RopeError: turns are not complex; or as raised by `Rotation`.
@@ -135,6 +141,7 @@ def from_complex(
         head_dim=head_dim,
         rotary_offset=rotary_offset,
         attention_factor=attention_factor,
+        per_head=per_head,
     )
 
 
@@ -199,7 +206,7 @@ def to_cache(rotation: Rotation, *, dtype: torch.dtype | None = None) -> Tensor:
     """
     _check_rotation("formats.to_cache", rotation)
     if rotation.cos.ndim != 2:
-        must = "the rotation must be a table for positions [rows]"
+        must = "the rotation must be a table for positions [rows], which all heads share"
         got = f"tables of shape {tuple(rotation.cos.shape)}"
         raise error("formats.to_cache", must, got, "Create it with rope.at(torch.arange(rows)).")
     cache = torch.cat((rotation.cos, rotation.sin), dim=-1)

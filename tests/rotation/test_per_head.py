@@ -233,10 +233,21 @@ class TestOtherUses:
         with pytest.raises(RopeError, match="must have 3 heads"):
             torch.ops.ropewalk.rotate([made(layout, heads=2)], cos, sin, layout, False, OFFSET, False)
 
-    def test_formats_keep_the_heads(self) -> None:
-        rotation = make_rotation("shared by the batch")
-        assert formats.to_full_width(rotation, repeated="halves")[0].shape == (HEADS, SEQ, 2 * PAIRS)
-        with pytest.raises(RopeError, match=r"a table for positions \[rows\], got tables of shape \(3, 5, 6\)"):
+    @pytest.mark.parametrize("rank", RANKS)
+    def test_formats_keep_the_heads(self, rank: str) -> None:
+        """Also for as many heads as rows, where tables per head have the shape of shared ones."""
+        torch.manual_seed(9)
+        rotation, q = make_rotation(rank), torch.randn(HEADS if rank == "shared by the batch" else BATCH, SEQ, HEADS, DIM)
+        how: dict[str, Any] = {"head_dim": DIM, "rotary_offset": OFFSET, "per_head": True}
+        wide = formats.to_full_width(rotation, repeated="each")
+        assert wide[0].shape == (*RANKS[rank][:-1], 2 * PAIRS)
+        for back in (
+            formats.from_full_width(*wide, repeated="each", pairing="half", **how),
+            formats.from_complex(formats.to_complex(rotation), pairing="half", **how),
+        ):
+            assert torch.equal(back.cos, rotation.cos)
+            check_rotated(rotation, q, back(q, layout="bshd"), "bshd")
+        with pytest.raises(RopeError, match=r"a table for positions \[rows\], which all heads share, got tables of"):
             formats.to_cache(rotation)
 
     @torch.no_grad()
