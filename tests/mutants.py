@@ -330,7 +330,7 @@ MUTANTS = [
     Mutant("attention factor on sin only", "angles.py", "(angle.cos() * factor)", "angle.cos()"),
     Mutant("shift with the factor", "rope.py", "self._cos_sin(shifts, 1.0, device, dtype)", "self._cos_sin(shifts, self.attention_factor, device, dtype)"),
     Mutant("step from float32 inv_freq", "rope.py", "_fixed_point.step(w)", "_fixed_point.step(float(np.float32(w)))"),
-    Mutant("step truncated", "_fixed_point.py", "round(turns)", "int(turns // 4096 * 4096)"),
+    Mutant("step truncated", "_fixed_point.py", "(shift - 1))) >> shift)", "(shift - 1))) >> shift) // 4096 * 4096"),
     Mutant("negative positions", "angles.py", "phase = _positions_of_pairs(positions, axis).to(torch.int64) * copy", "phase = _positions_of_pairs(positions, axis).to(torch.int64).abs() * copy"),
     Mutant("int32 product", "angles.py", "phase = _positions_of_pairs(positions, axis).to(torch.int64) * copy", "phase = _positions_of_pairs(positions, axis).to(torch.int32).to(torch.int64) % 2**30 * copy"),
     Mutant("quadrant off by one", "angles.py", "(phase + (1 << 61)) >> 62", "(phase + (3 << 61)) >> 62"),

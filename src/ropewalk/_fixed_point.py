@@ -10,8 +10,6 @@ phase(m) − phase(n) = phase(m − n) bit for bit. The only error is the roundi
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 # floor(2²⁵⁶ / 2π), which is 1/2π to 254 significant bits. A float64 frequency has 53 bits and a step 64.
 # tests/test_fixed_point.py compares it with mpmath.
 _INVERSE_TWO_PI = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E4107F9458EAF7AEF158
@@ -26,6 +24,7 @@ def step(inv_freq: float) -> int:
     Returns:
         An integer in [−2⁶³, 2⁶³), congruent to round(inv_freq / 2π · 2⁶⁴) modulo 2⁶⁴.
     """
-    turns = Fraction(inv_freq) * Fraction(_INVERSE_TWO_PI, 1 << 192)
-    wrapped = round(turns) % (1 << 64)
+    numerator, denominator = inv_freq.as_integer_ratio()  # denominator is a power of two
+    shift = 192 + denominator.bit_length() - 1
+    wrapped = ((numerator * _INVERSE_TWO_PI + (1 << (shift - 1))) >> shift) % (1 << 64)
     return wrapped - (1 << 64) if wrapped >= 1 << 63 else wrapped
