@@ -72,6 +72,20 @@ def test_long_words_have_no_similar_word() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        *[("neox", "half"), ("GPT-NeoX", "half"), ("rotate_half", "half"), ("Half", "half")],
+        *[("gptj", "interleaved"), ("meta", "interleaved"), ("even/odd", "interleaved"), ("interleave", "interleaved")],
+        *[("bhld", "bhsd"), ("bnsd", "bhsd"), ("blhd", "bshd"), ("BSND", "bshd"), ("tnd", "thd")],
+    ],
+)
+def test_names_of_other_libraries_are_understood_in_messages(name: Any, ours: Any) -> None:
+    is_layout = ours.endswith("hd") or ours == "bhsd"
+    with pytest.raises(RopeError, match=rf"must be one of .*, got {name!r}.* Did you mean {ours!r}\?$"):
+        Rope(2, 1e4, "half" if is_layout else name).at(torch.arange(1))(torch.ones(1, 1, 1, 2), layout=name)
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda: Rope(HUGE, 1e4, "half"),

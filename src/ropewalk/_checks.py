@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any, cast, get_args
 
-from ropewalk._layout import Numerics, Pairing
+from ropewalk._layout import SYNONYMS, Numerics, Pairing
 
 
 class RopeError(ValueError):
@@ -241,7 +241,10 @@ def choice(who: str, name: str, value: Any, choices: Collection[str]) -> None:
     """Raise an error that lists the choices unless `value` is one of them."""
     if not isinstance(value, str) or value not in choices:
         listed = ", ".join(repr(c) for c in choices)
-        suggestion = nearest(value, choices) if isinstance(value, str) else ""
+        suggestion = ""
+        if isinstance(value, str):
+            name_here = SYNONYMS.get(value.lower().replace("_", "-"))
+            suggestion = f" Did you mean {name_here!r}?" if name_here in choices else nearest(value, choices)
         raise error(who, f"{name} must be one of {listed}", shown(value), f"Pass one of them as {name}.{suggestion}")
 
 

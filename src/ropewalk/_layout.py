@@ -25,3 +25,12 @@ def axes_of(layout: str) -> Axes:
 
 
 AXES: dict[Layout, Axes] = {layout: axes_of(layout) for layout in get_args(Layout)}
+
+SYNONYMS: dict[str, str] = {
+    **dict.fromkeys(("neox", "gpt-neox", "rotate-half"), "half"),
+    **dict.fromkeys(("gptj", "gpt-j", "meta", "adjacent", "pairs", "even/odd"), "interleaved"),
+    **dict.fromkeys(("bhld", "bhnd", "bhtd", "bnsd"), "bhsd"),
+    **dict.fromkeys(("blhd", "bnhd", "bthd", "bsnd"), "bshd"),
+    "tnd": "thd",
+}
+"""Names of pairings and layouts in other libraries, in lower case and with hyphens, for suggestions in messages."""

@@ -103,7 +103,8 @@ def test_reference_never_calls_the_kernel() -> None:
     run("reference", "record_calls()\nassert not works()\nassert calls == [], calls")
 
 
-def test_auto_calls_the_kernel_where_possible(built: None) -> None:
+@pytest.mark.parametrize("backend", [None, ""])
+def test_auto_calls_the_kernel_where_possible(built: None, backend: str | None) -> None:
     program = """
 record_calls()
 assert works()
@@ -113,7 +114,7 @@ x, at = torch.randn(4, 5, 3, 8), Rope(8, 1e4, "half").at(torch.arange(5))
 vmap(lambda x: at(x, layout="thd"))(x)
 assert calls == ["angles"], calls
 """
-    run(None, program)
+    assert run(backend, program) == ""  # a refusal would be printed
 
 
 def test_kernel_raises_where_no_kernel_applies(built: None) -> None:

@@ -1,8 +1,8 @@
 """Choose between the compiled kernels and plain PyTorch, and define the protocol that the kernels implement.
 
-The environment variable ROPEWALK_BACKEND is read once, at import:
+The environment variable ROPEWALK_BACKEND is read once, at import. Unset or empty, it means "auto":
 
-- "auto" (the default) uses the compiled kernels wherever they apply, and plain PyTorch elsewhere.
+- "auto" uses the compiled kernels wherever they apply, and plain PyTorch elsewhere.
 - "reference" uses plain PyTorch everywhere.
 - "kernel" raises an error wherever no kernel applies.
 """
@@ -22,7 +22,7 @@ from ropewalk._dtensor import is_dtensor
 from ropewalk._layout import Layout
 from ropewalk.kernels import cpu, gpu
 
-BACKEND = os.environ.get("ROPEWALK_BACKEND", "auto")
+BACKEND = os.environ.get("ROPEWALK_BACKEND") or "auto"
 if BACKEND not in ("auto", "reference", "kernel"):
     raise error(
         "ROPEWALK_BACKEND",
