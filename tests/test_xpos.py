@@ -109,6 +109,14 @@ def test_refusals(rope: Any, more: dict[str, Any], said: str) -> None:
         xpos.at(rope, torch.arange(3), **{"centre": 0, **more})
 
 
+def test_no_number_overflows() -> None:
+    """No distance is beyond the limit of a huge scale_base, and distances of int32 positions do not wrap around."""
+    q, _ = xpos.at(ROPE, torch.arange(3), centre=0, scale_base=1e307)
+    torch.testing.assert_close(q.cos, ROPE.at(torch.arange(3)).cos)
+    with pytest.raises(RopeError, match="got a distance of 4294967296"):
+        xpos.at(ROPE, torch.tensor([-(2**31)], dtype=torch.int32), centre=2**31)
+
+
 def test_up_to_the_last_position() -> None:
     q, k = xpos.at(ROPE, torch.tensor([36_260]), centre=0)
     assert bool(torch.isfinite(torch.stack((q.cos, k.cos, q.sin, k.sin))).all())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
+from ropewalk.positions.sizes import can_read
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -70,7 +71,7 @@ def at(rope: Rope, positions: Tensor, *, centre: int, scale_base: float = 512.0)
     rotation = rope.at(positions, dtype=torch.float64)
     pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pairs + _GAMMA * rope.rotary_dim) / ((1 + _GAMMA) * rope.rotary_dim)
-    distance = (positions - centre).to(torch.float64)
+    distance = positions.to(torch.float64) - centre
     _check_range(distance, scale_base)
     scale = torch.exp(zeta.log() * (distance / scale_base).unsqueeze(-1))
     return Rotations(_scale_rotation(rope, rotation, scale), _scale_rotation(rope, rotation, 1 / scale))
@@ -88,11 +89,11 @@ def _scale_rotation(rope: Rope, rotation: Rotation, scale: Tensor) -> Rotation:
 
 
 def _check_range(distance: Tensor, scale_base: float) -> None:
-    if torch.compiler.is_compiling() or distance.device.type != "cpu" or distance.numel() == 0:
-        return  # reading a value would synchronize with the device
-    limit = int(scale_base * _LOG_MAX / math.log((1 + _GAMMA) / _GAMMA))
+    if not can_read(distance) or distance.numel() == 0:
+        return
+    limit = scale_base * _LOG_MAX / math.log((1 + _GAMMA) / _GAMMA) // 1
     largest = float(distance.abs().max())
     if largest > limit:
-        must = f"every position must be within {limit} tokens of the centre, because the scale overflows float32 beyond"
+        must = f"every position must be within {limit:.0f} tokens of the centre, because the scale overflows float32 beyond"
         fix = "Pass the middle of the sequence as centre, or a larger scale_base."
         raise _checks.error(_WHO, must, f"a distance of {largest:.0f}", fix)

@@ -77,6 +77,11 @@ class TestOneProcess:
         out = ContextParallel(torch.tensor([2, 0, 1])).attend(q, k, k, mask=only_itself)
         torch.testing.assert_close(out, k.repeat_interleave(HEADS // KV_HEADS, dim=2))
 
+    @pytest.mark.parametrize("cu_seqlens", [[3, 3], [0, 4, 2, 6], [0, 7]])
+    def test_boundaries_must_be_those_of_the_sequence(self, cu_seqlens: list[int]) -> None:
+        with pytest.raises(RopeError, match="cu_seqlens must start with 0, must not decrease and must not exceed"):
+            ContextParallel(torch.arange(6), cu_seqlens=torch.tensor(cu_seqlens))
+
     def test_scale(self) -> None:
         """The scale is that of the model, or head_dim^(−1/2)."""
         q, k = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)

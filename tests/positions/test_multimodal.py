@@ -177,7 +177,15 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
         (lambda: mrope([Text(1)], "qwen2_5_omni", seconds_per_chunk=2), "and per_second None. Omit seconds_per_chunk"),
         (
             lambda: mrope([SOUND], "qwen2_5_omni", per_second=2, seconds_per_chunk=0.1),
-            "a chunk, per_second · seconds_per_chunk, must have at least one position, got 2 · 0.1",
+            "per_second · seconds_per_chunk must be a finite number of at least 1, got 0.2. A chunk must have at least",
+        ),
+        (
+            lambda: mrope([SOUND], "qwen2_5_omni", per_second=1e200, seconds_per_chunk=1e200),
+            "per_second · seconds_per_chunk must be a finite number of at least 1, got inf",
+        ),
+        (
+            lambda: mrope([Video(3, 1, 1, seconds=1e9)], per_second=1.0),
+            "the time of a video in positions must be a finite number and at most 2.14748e+09, got 3000000000.0",
         ),
         (
             lambda: mrope([SOUND], "qwen2_5_omni", per_second=2, seconds_per_chunk=-1),
@@ -191,6 +199,9 @@ SOUND = Video(2, 1, 1, seconds=1.0, audio=3)
             lambda: segments_of(torch.zeros(1, 3).int()),
             "positions.segments_of: token_types must be bool or integer [se",
         ),
+        (lambda: segments_of(torch.tensor(1)), "got torch.int64 of shape ()"),
+        (lambda: segments_of([0, [1]]), "token_types must be bool or integer [seq], got [0, [1]]"),
+        (lambda: segments_of([object()]), "token_types must be bool or integer [seq]"),
         (lambda: segments_of(torch.zeros(3)), "got torch.float32 of shape (3,)"),
         (lambda: segments_of([0, 3]), "token_types must be 0, 1 or 2, got 3. Pass audio as 0"),
         (lambda: segments_of([0, 1]), "the number of image tokens must be that of images, got 1 more"),

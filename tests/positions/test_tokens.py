@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from ropewalk import RopeError, positions
+from ropewalk import RopeError, masks, positions
 
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
@@ -36,6 +36,15 @@ def test_from_mask(rows: list[list[bool]], as_int: bool) -> None:
     made = positions.from_mask(mask.int() if as_int else mask)
     assert made.dtype == torch.int64
     assert made.tolist() == [[sum(row[:i]) if row[i] else 0 for i in range(4)] for row in rows]
+
+
+def test_values_are_read_only_where_that_is_free() -> None:
+    """Boundaries under torch.compile or vmap, or on other devices, are not read, so invalid ones pass."""
+    lengths = torch.tensor([3, 2])
+    compiled = torch.compile(lambda cu: positions.packed(cu, 5), fullgraph=True, backend="eager")
+    assert compiled(lengths).shape == (5,)
+    assert torch.vmap(lambda cu: positions.packed(cu, 5))(lengths[None]).shape == (1, 5)
+    assert positions.packed(lengths.to("meta"), 5).shape == (5,)
 
 
 def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
@@ -64,6 +73,12 @@ def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
         (lambda: positions.packed(torch.tensor([[0, 3]]), 3), "cu_seqlens must be a non-empty int32 or int64 tensor"),
         (lambda: positions.packed(torch.tensor([], dtype=torch.int32), 3), "non-empty"),
         (lambda: positions.packed(torch.tensor([0, 3]), torch.tensor(3)), "total must be an integer"),
+        (lambda: positions.packed(torch.tensor([3, 2]), 5), "must start with 0, must not decrease and must not exceed"),
+        (lambda: positions.packed(torch.tensor([3, 2]), 5), "torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"),
+        (lambda: positions.packed(torch.tensor([0, 3, 2], dtype=torch.int32), 5), "total=5, got [0, 3, 2]"),
+        (lambda: positions.packed(torch.tensor([0, 3, 6]), 5), "got [0, 3, 6]"),
+        (lambda: masks.packed(torch.tensor([3, 2]), 5), "positions.packed: cu_seqlens must start with 0"),
+        (lambda: positions.context_parallel(4, 0, 2, "striped", torch.tensor([0, 5])), "not exceed total=4, got [0, 5]"),
         (lambda: positions.from_mask(torch.ones(3)), "attention_mask must be a bool or integer tensor [batch, seq]"),
         (lambda: positions.from_mask(torch.zeros(2, 3)), "got torch.float32 of shape (2, 3)"),
         (lambda: positions.from_mask(torch.ones(1, 1, 3, 3).bool()), "four-dimensional"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
+from ropewalk.positions.sizes import can_read
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm, Store, run_fused
 
@@ -131,8 +132,7 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         fix = "Run under torch.no_grad() or torch.inference_mode()."
         raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", fix)
-    readable = slots.is_cpu and type(slots) is Tensor and slots.numel() > 0 and not torch.compiler.is_compiling()
-    if readable and not torch._C._are_functorch_transforms_active():
+    if can_read(slots) and slots.numel():
         low, high = int(slots.min()), int(slots.max())
         if low < -1 or high >= blocks[0] * blocks[1]:
             must = f"each slot must be -1 or from 0 to {blocks[0] * blocks[1] - 1}, blocks · block_size - 1"

@@ -27,15 +27,14 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
     Args:
         cu_seqlens, total: as in `positions.packed`, which returns the positions of the same row. The values of
-            cu_seqlens must begin at 0, must not decrease and must not exceed total. This is not checked, because
-            reading the values would synchronize with the GPU.
+            cu_seqlens are checked only on the CPU outside of torch.compile.
 
     Returns:
         bool `[1, 1, total, total]`, query by key, True where the query attends to the key, on the device of cu_seqlens.
         Tokens after the last document (padding) form a separate document.
 
     Raises:
-        RopeError: cu_seqlens has a wrong type, dtype or shape, or total is not an integer of at least 0.
+        RopeError: as raised by `positions.packed`.
 
     Example:
         >>> packed(torch.tensor([0, 2, 3]), 3)[0, 0].int()
@@ -57,7 +56,7 @@ def packed_blocks(cu_seqlens: Tensor, total: int) -> BlockMask:
         A PyTorch `BlockMask` for every batch row and head, on the device of cu_seqlens.
 
     Raises:
-        RopeError: cu_seqlens has a wrong type, dtype or shape, or total is not an integer of at least 0.
+        RopeError: as raised by `positions.packed`.
     """
     _, start = _starts(cu_seqlens, total)
 

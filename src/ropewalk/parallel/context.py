@@ -48,7 +48,8 @@ class ContextParallel:
 
     Raises:
         RopeError: places or cu_seqlens has a wrong type or shape, or this process does not belong to the group. On the
-            CPU also: the ranks have different numbers of tokens, or do not have each index of the sequence once.
+            CPU also: the ranks have different numbers of tokens, or do not have each index of the sequence once; or
+            cu_seqlens decreases or exceeds the sequence. Tokens after its end (padding) form a separate document.
 
     Example:
         >>> def forward(layers, x, rope, seq, rank, size):  # x [batch, seq / size, hidden]: the tokens of this rank

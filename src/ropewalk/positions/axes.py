@@ -90,7 +90,7 @@ def crop(height: int, width: int, base_height: int, base_width: int) -> tuple[tu
         ("base_height", base_height),
         ("base_width", base_width),
     ):
-        _checks.integer(_CROP, name, value, at_least=1)
+        _checks.length(_CROP, name, value)
     inner_height, inner_width = base_height, base_width
     if height / width > base_height / base_width:
         inner_width = round(base_height / height * width)

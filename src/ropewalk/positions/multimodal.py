@@ -216,6 +216,8 @@ def _box_positions(
         fix = "Pass the positions per second of the model's config and the seconds of each video, or neither."
         raise _checks.error(_WHO, must, f"per_second {per_second} and {segment}", fix)
     if isinstance(segment, Video) and segment.seconds is not None and per_second is not None:
+        last = segment.frames * segment.seconds * per_second
+        _checks.number(_WHO, "the time of a video in positions", last, at_most=2.0**31, fix="Check its seconds.")
         frames = family.time(frames, torch.tensor(segment.seconds, dtype=torch.float32), per_second)
     box = mesh(frames.to(family.dtype), torch.arange(segment.height), torch.arange(segment.width)) + start
     if not isinstance(segment, Video) or segment.audio is None:
@@ -235,11 +237,9 @@ def _chunk_length(rule: str, per_second: float | None, seconds: float | None) ->
         must = "seconds_per_chunk must be None, except for rule 'qwen2_5_omni' with per_second"
         fix = "Omit seconds_per_chunk: the other rules have no chunks."
         raise _checks.error(_WHO, must, f"rule {rule!r} and per_second {per_second}", fix)
-    chunk = int(per_second * _checks.number(_WHO, "seconds_per_chunk", seconds, above=0.0))
-    if chunk == 0:
-        must = "a chunk, per_second · seconds_per_chunk, must have at least one position"
-        raise _checks.error(_WHO, must, f"{per_second} · {seconds}", "Increase seconds_per_chunk.")
-    return chunk
+    chunk = per_second * _checks.number(_WHO, "seconds_per_chunk", seconds, above=0.0)
+    fix = f"A chunk must have at least one position: change seconds_per_chunk, {seconds}."
+    return int(_checks.number(_WHO, "per_second · seconds_per_chunk", chunk, at_least=1.0, fix=fix))
 
 
 def _alternate_chunks(video: Tensor, audio: Tensor, start: Tensor, chunk: int) -> list[Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import index
 
-import torch
 from torch import Tensor
 
 from ropewalk import _checks
@@ -134,15 +134,15 @@ def segments_of(
         [Text(tokens=2), Image(height=1, width=2), Text(tokens=1)]
     """
     who = "positions.segments_of"
-    if isinstance(token_types, Tensor):
-        if token_types.ndim != 1 or token_types.is_floating_point() or token_types.is_complex():
-            fix = "Pass one row at a time, without its padding: mm_token_type_ids[0][attention_mask[0].bool()]."
-            must = "token_types must be bool or integer [seq]"
-            raise _checks.error(who, must, _checks.describe(token_types), fix)
-        token_types = token_types.to(torch.int64).tolist()
+    try:
+        kinds = [index(kind) for kind in (token_types.tolist() if isinstance(token_types, Tensor) else token_types)]
+    except TypeError as e:
+        fix = "Pass one row at a time, without its padding: mm_token_type_ids[0][attention_mask[0].bool()]."
+        must = "token_types must be bool or integer [seq]"
+        raise _checks.error(who, must, _checks.describe(token_types), fix) from e
     remaining: dict[str, list[Segment]] = {"image": list(images), "video": list(videos)}
     segments: list[Segment] = []
-    for kind, run in groupby(token_types):
+    for kind, run in groupby(kinds):
         tokens = len(list(run))
         if kind == 0:
             segments.append(Text(tokens))

@@ -1,4 +1,4 @@
-"""Positions of text in ragged, packed and padded rows. No tensor is read back to the host."""
+"""Positions of text in ragged, packed and padded rows. No tensor is read back from another device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk.positions.sizes import check_size
+from ropewalk.positions.sizes import can_read, check_size
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -44,8 +44,8 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
 
     Args:
         cu_seqlens: the start of each document and the end of the last one, in tokens, as for flash attention: int32 or
-            int64, `[documents + 1]`, starting with 0 and not decreasing. The values are not checked, because reading
-            them would synchronize with the GPU.
+            int64, `[documents + 1]`, starting with 0 and not decreasing. The values are checked only on the CPU outside
+            of torch.compile, because reading them would synchronize with a GPU.
         total: number of tokens in the row. It is an argument because reading it from cu_seqlens would synchronize with
             the GPU. Tokens after the last document (padding) restart at 0 as well.
 
@@ -53,7 +53,7 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
         int64 `[total]`, on the device of cu_seqlens.
 
     Raises:
-        RopeError: cu_seqlens is not such a tensor, or total is not an integer of at least 0.
+        RopeError: cu_seqlens is not such a tensor or exceeds total, or total is not an integer of at least 0.
 
     Example:
         >>> packed(torch.tensor([0, 3, 5]), 6)
@@ -66,6 +66,8 @@ def packed(cu_seqlens: Tensor, total: int) -> Tensor:
         "Pass cumulative lengths, e.g. torch.tensor([0, 3, 5]) for documents of 3 and 2 tokens.",
     )
     check_size("positions.packed", "total", total)
+    if can_read(cu_seqlens) and isinstance(total, int):
+        _check_boundaries(cu_seqlens.tolist(), total)
     token = torch.arange(total, device=cu_seqlens.device)
     starts = cu_seqlens.to(torch.int64)
     return token - starts[torch.searchsorted(starts, token, right=True) - 1]
@@ -104,6 +106,13 @@ def from_mask(attention_mask: Tensor) -> Tensor:
         )
     real = attention_mask != 0
     return (real.cumsum(dim=1) - 1).masked_fill(~real, 0)
+
+
+def _check_boundaries(cu_seqlens: list[int], total: int) -> None:
+    if cu_seqlens[0] != 0 or cu_seqlens != sorted(cu_seqlens) or cu_seqlens[-1] > total:
+        must = f"cu_seqlens must start with 0, must not decrease and must not exceed total={total}"
+        fix = "For documents of these lengths, pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))."
+        raise _checks.error("positions.packed", must, _checks.shown(cu_seqlens), fix)
 
 
 def _check_vector(who: str, name: str, value: Tensor, fix: str) -> None:
