@@ -302,7 +302,7 @@ nb::object rotate_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle s
         for (int n = 0; n < call.count; ++n) {
             if (!writable(call.tensors[n], call.views[n], inference)) return left_to_python;
         }
-        if (call.count == 2 && !ropewalk::certainly_disjoint(call.views[0], call.views[1], call.at.at, call.size)) {
+        if (call.count == 2 && !ropewalk::certainly_disjoint(call.views[0], call.views[1], call.size)) {
             return left_to_python;
         }
     } else {
@@ -335,17 +335,16 @@ bool read_weight(nb::handle weight, bool grad, const ropewalk_rotation &r, ropew
     return true;
 }
 
-// Read a cache [block, slot, head, channel] for x [..., heads, channels]. Sets `size` to the slots of a block, and returns the
-// number of blocks, or -1 if the cache is not plain or does not match x.
-int64_t read_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
-                    int64_t &size) {
-    ropewalk::TensorView view;
-    if (!torch.view(cache.ptr(), view) || view.axes != 4 || dtype_of(view) != dtype_of(x) || view.elements() == 0) return -1;
-    if (view.shape[2] != x.shape[at.at[2]] || view.shape[3] != x.shape[at.at[3]]) return -1;
-    if (!writable(cache.ptr(), view, inference) || (grad && torch.requires_gradient(cache.ptr()))) return -1;
-    to.out = view.first(), size = view.shape[1];
+// Read a cache [block, slot, head, channel] for x [..., heads, channels]. Returns false if it is not plain, cannot be written or
+// does not match x.
+bool read_cache(nb::handle cache, const ropewalk::TensorView &x, const Axes &at, bool grad, bool inference, ropewalk_tensor &to,
+                ropewalk::TensorView &view) {
+    if (!torch.view(cache.ptr(), view) || view.axes != 4 || dtype_of(view) != dtype_of(x) || view.elements() == 0) return false;
+    if (view.shape[2] != x.shape[at.at[2]] || view.shape[3] != x.shape[at.at[3]]) return false;
+    if (!writable(cache.ptr(), view, inference) || (grad && torch.requires_gradient(cache.ptr()))) return false;
+    to.out = view.first();
     for (int i = 0; i < 4; ++i) to.out_stride[i] = view.strides[i];
-    return view.shape[0];
+    return true;
 }
 
 // Normalize q and k, if weights are passed, and rotate them. Returns both. With a cache, writes k and v to their slots and returns
@@ -377,14 +376,21 @@ nb::object step_plain(nb::handle q, nb::handle k, nb::handle cos, nb::handle sin
             if (of_v.shape[i] != of_k.shape[i]) return left_to_python;
         }
         if (grad && torch.requires_gradient(v.ptr())) return left_to_python;
-        int64_t sizes[2];
-        const int64_t blocks = read_cache(k_cache, of_k, at, grad, inference, call.r.tensors[1], sizes[0]);
-        if (blocks < 0 || read_cache(v_cache, of_v, at, grad, inference, s.v, sizes[1]) != blocks || sizes[0] != sizes[1]) {
+        ropewalk::TensorView caches[2];
+        if (!read_cache(k_cache, of_k, at, grad, inference, call.r.tensors[1], caches[0]) ||
+            !read_cache(v_cache, of_v, at, grad, inference, s.v, caches[1]) || caches[0].shape[0] != caches[1].shape[0] ||
+            caches[0].shape[1] != caches[1].shape[1] || !ropewalk::certainly_disjoint(caches[0], caches[1], call.size)) {
             return left_to_python;
         }
+        for (const ropewalk::TensorView &cache : caches) {
+            for (const ropewalk::TensorView &x : {call.views[0], of_k, of_v}) {
+                if (!ropewalk::certainly_disjoint(x, cache, call.size)) return left_to_python;
+            }
+        }
+        const int64_t blocks = caches[0].shape[0];
         s.v.in = of_v.first(), s.v.heads = call.r.tensors[1].heads, s.v_dim = of_v.shape[at.at[3]];
         at.strides(of_v.strides, s.v.in_stride);
-        s.block_size = sizes[0];
+        s.block_size = caches[0].shape[1];
         // Slots have the axes of tokens: batch, if the layout has it, and tokens.
         const int axes = at.at[0] < 0 ? 1 : 2;
         if (!torch.view(slots.ptr(), of_slots) || !of_slots.is_int(64) || of_slots.axes != axes) return left_to_python;

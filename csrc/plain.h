@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+
 #include "exchange.h"
 #include "ropewalk.h"
 
@@ -62,38 +64,34 @@ private:
     }
 };
 
-// The number of bytes from the first to the last element along some of the axes. The bits of `which` select batch, token, head and
-// channel.
-inline int64_t extent(const TensorView &x, const int (&at)[4], int which, int64_t size) {
-    int64_t last = 0;
-    for (int i = 0; i < 4; ++i) {
-        if (which >> i & 1 && at[i] >= 0) last += (x.shape[at[i]] - 1) * x.strides[at[i]];
-    }
-    return (last + 1) * size;
-}
-
-// Returns whether two tensors certainly share no element: their address ranges are disjoint, or they are slices of one fused
-// projection that are adjacent in every token or in every row of the batch. False means that this quick test cannot exclude it.
-inline bool certainly_disjoint(const TensorView &q, const TensorView &k, const int (&at)[4], int64_t size) {
-    const TensorView &low = q.first() <= k.first() ? q : k, &high = q.first() <= k.first() ? k : q;
+// Returns whether two tensors certainly share no element: their address ranges are disjoint, or they are slices of one tensor that
+// lie side by side in each step along its outer axes, such as q and k of a fused projection, or keys and values of one pool. False
+// means that this quick test cannot exclude it.
+inline bool certainly_disjoint(const TensorView &a, const TensorView &b, int64_t size) {
+    const TensorView &low = a.first() <= b.first() ? a : b, &high = a.first() <= b.first() ? b : a;
     const int64_t between = high.first() - low.first();
-    if (between >= extent(low, at, 15, size)) return true;
-    for (int outer : {3, 1}) {  // batch and tokens, or the batch alone, as the axes along which the slices repeat
-        int64_t strides[2], counts[2];
-        int n = 0;
-        bool alike = true;
-        for (int i = 0; i < 2; ++i) {
-            if (!(outer >> i & 1) || at[i] < 0 || low.shape[at[i]] == 1) continue;
-            alike = alike && low.strides[at[i]] == high.strides[at[i]];
-            strides[n] = low.strides[at[i]] * size, counts[n] = low.shape[at[i]], ++n;
-        }
-        if (!alike || n == 0) continue;
-        const int inner = n == 2 && strides[1] < strides[0] ? 1 : 0;
-        // Elements with different outer indices are at least the smaller stride apart, and both slices fit into that stride.
-        if (n == 2 && strides[1 - inner] < strides[inner] * counts[inner]) continue;
-        if (between >= extent(low, at, 15 & ~outer, size) && between + extent(high, at, 15 & ~outer, size) <= strides[inner]) {
-            return true;
-        }
+    // The bytes from the first element to the end of the last, along all axes that are not outer axes yet.
+    int64_t of_low = size, of_high = size;
+    for (int i = 0; i < low.axes; ++i) of_low += (low.shape[i] - 1) * low.strides[i] * size;
+    for (int i = 0; i < high.axes; ++i) of_high += (high.shape[i] - 1) * high.strides[i] * size;
+    if (between >= of_low) return true;
+    if (low.axes != high.axes || low.axes > 4) return false;
+    int order[4];  // axes by stride, the largest first
+    for (int i = 0; i < low.axes; ++i) {
+        int at = i;
+        for (; at > 0 && low.strides[order[at - 1]] < low.strides[i]; --at) order[at] = order[at - 1];
+        order[at] = i;
+    }
+    int64_t above = INT64_MAX;  // the stride of the previous outer axis
+    for (int n = 0; n < low.axes; ++n) {
+        const int axis = order[n];
+        const int64_t stride = low.strides[axis], steps = std::max(low.shape[axis], high.shape[axis]);
+        if (steps == 1) continue;
+        // Elements with different outer indices are at least the smallest outer stride apart.
+        if (stride != high.strides[axis] || stride * steps > above) return false;
+        above = stride;
+        of_low -= (low.shape[axis] - 1) * stride * size, of_high -= (high.shape[axis] - 1) * stride * size;
+        if (between >= of_low && between + of_high <= stride * size) return true;  // both fit into one step
     }
     return false;
 }

@@ -94,6 +94,8 @@ def _check_range(distance: Tensor, scale_base: float) -> None:
     limit = scale_base * _LOG_MAX / math.log((1 + _GAMMA) / _GAMMA) // 1
     largest = float(distance.abs().max())
     if largest > limit:
-        must = f"every position must be within {limit:.0f} tokens of the centre, because the scale overflows float32 beyond"
+        must = (
+            f"every position must be within {limit:.0f} tokens of the centre, beyond which the scale overflows float32"
+        )
         fix = "Pass the middle of the sequence as centre, or a larger scale_base."
         raise _checks.error(_WHO, must, f"a distance of {largest:.0f}", fix)

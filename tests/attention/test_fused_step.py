@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,6 +231,42 @@ def of(*size: int) -> Tensor:
     return torch.ones(size)
 
 
+def within(name: str, of_k: bool) -> tuple[str, tuple[Tensor, Tensor], dict[str, Tensor]]:
+    """Return caches, and one of q, k and v that is a part of one of them."""
+    heads = HEADS if name == "q" else KV_HEADS
+    pool = memory(channels=2 * HEAD_DIM).nan_to_num_(0.5)
+    part = pool.view(-1)[: BATCH * SEQ * heads * HEAD_DIM].view(BATCH, SEQ, heads, HEAD_DIM)
+    caches = (pool[..., :HEAD_DIM], memory()) if of_k else (memory(), pool[..., :HEAD_DIM])
+    return OVERLAP, caches, {name: part}
+
+
+OVERLAP = "k_cache and v_cache must not share elements with each other or with q, k and v, got tensors that overlap"
+
+
+def overlapping() -> tuple[Tensor, Tensor]:
+    pool = memory(channels=2 * HEAD_DIM)
+    return pool[..., :HEAD_DIM], pool[..., HEAD_DIM - 1 : -1]
+
+
+def made_in_inference_mode() -> tuple[Tensor, Tensor]:
+    with torch.inference_mode():
+        return memory(), memory()
+
+
+SHARED: dict[str, Callable[[], tuple[str, tuple[Tensor, Tensor], dict[str, Tensor]]]] = {
+    "one cache": lambda: (OVERLAP, (cache := memory(), cache), {}),
+    "one channel": lambda: (OVERLAP, overlapping(), {}),
+    "expanded": lambda: (
+        "each element must have memory of its own",
+        (memory()[:1].expand(BLOCKS, -1, -1, -1), memory()),
+        {},
+    ),
+    "inference mode": lambda: ("outside inference mode, each tensor must be", made_in_inference_mode(), {}),
+    **{f"{name} in k_cache": partial(within, name, True) for name in "qkv"},
+    **{f"{name} in v_cache": partial(within, name, False) for name in "qkv"},
+}
+
+
 class TestMisuse:
     @pytest.mark.parametrize(
         ("how", "message"),
@@ -269,6 +306,21 @@ class TestMisuse:
             rotate_and_store(**usual | how)  # type: ignore[arg-type]
         assert all(cache.isnan().all() for cache in caches)
         rotate_and_store(**usual)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("case", SHARED)
+    def test_caches_need_memory_of_their_own(self, case: str, way: str) -> None:
+        message, (k_cache, v_cache), which = SHARED[case]()
+        given = dict(zip("qkv", drawn(), strict=True)) | which
+        before = [x.clone() for x in (k_cache, v_cache)]
+        with pytest.raises(RopeError, match=rf"rotate_and_store: {message}"):
+            rotate_and_store(
+                **given,
+                rotation=ROPE.at(torch.arange(SEQ)),
+                k_cache=k_cache,
+                v_cache=v_cache,
+                slot_mapping=torch.tensor(SLOTS),
+            )
+        assert all(torch.equal(bits(x), bits(y)) for x, y in zip((k_cache, v_cache), before, strict=True))
 
 
 # ---- RotaryAttention and KVCache

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -170,6 +172,56 @@ def test_caches_of_inference_mode() -> None:
     versions = (mine := memory())._version
     assert step(v_cache=mine) is not None
     assert mine._version == versions + 1
+
+
+def pool(*shape: int) -> Tensor:
+    return torch.full(shape, math.nan)
+
+
+LEGAL: dict[str, Any] = {
+    "rows of one tensor": lambda: pool(2, 3, 4, 2, HEAD_DIM).unbind(0),
+    "side by side in a block": lambda: pool(3, 2, 4, 2, HEAD_DIM).unbind(1),
+    "side by side in a slot": lambda: pool(3, 4, 2, 2, HEAD_DIM).unbind(2),
+    "side by side in a head": lambda: pool(3, 4, 2, 2 * HEAD_DIM).split(HEAD_DIM, -1),
+    "alternating channels": lambda: pool(3, 4, 2, HEAD_DIM, 2).unbind(-1),
+    "alternating blocks": lambda: (whole := pool(6, 4, 2, HEAD_DIM), (whole[::2], whole[1::2]))[1],
+    "heads before slots": lambda: [x.transpose(1, 2) for x in pool(3, 2, 4, 2 * HEAD_DIM).split(HEAD_DIM, -1)],
+    "heads, keys and values before slots": lambda: [x.transpose(1, 2) for x in pool(3, 2, 2, 4, HEAD_DIM).unbind(2)],
+}
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_parts_of_one_tensor_use_the_fast_path(case: str) -> None:
+    k_cache, v_cache = LEGAL[case]()
+    q, k, v = torch.randn(2, 5, 7 * HEAD_DIM).unflatten(-1, (7, HEAD_DIM)).split((3, 2, 2), 2)
+    assert step(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache) is not None
+    assert torch.equal(bits(v_cache.flatten(0, 1)[:10]), bits(v.flatten(0, 1)))
+
+
+def test_shared_memory_is_never_written() -> None:
+    """Random parts of one buffer. NumPy determines whether a cache shares an element with another tensor."""
+    draw, taken, shared = random.Random(0), 0, 0
+    cos, sin = tables(2, pairs=1)
+    how: dict[str, Any] = {"q_weight": None, "k_weight": None, "slots": torch.tensor([[0, 1]]), "head_dim": 2}
+    how |= {"cos": cos, "sin": sin, "rotary_dim": 2, "offset": 0}
+    for _ in range(3000):
+        buffer, block, slot = torch.zeros(600), draw.choice([4, 6, 12, 24, 40]), draw.choice([2, 4, 6, 12, 80])
+        head, channel = draw.choice([2, 3, 4, 24, 48]), draw.choice([1, 1, 1, 2])
+        given: dict[str, Any] = {"q": torch.ones(1, 2, 2, 2), "k": torch.ones(1, 2, 2, 2), "v": torch.ones(1, 2, 2, 2)}
+        for name in ("k_cache", "v_cache"):
+            strides = (block, slot, head + draw.choice([0, 0, 0, 2]), channel)
+            given[name] = buffer.as_strided((3, 2, 2, 2), strides, draw.choice([0, 1, 2, 4, 6, 12, 20, 90, 200]))
+        if draw.random() < 0.3:
+            name = draw.choice("qkv")
+            given[name] = buffer.as_strided((1, 2, 2, 2), (40, 4, 2, 1), draw.choice([0, 100, 300, 390]))
+        caches = given["k_cache"].numpy(), given["v_cache"].numpy()
+        overlap = np.shares_memory(*caches)
+        overlap |= any(np.shares_memory(given[name].numpy(), cache) for name in "qkv" for cache in caches)
+        done = step(**how | given) is not None
+        taken, shared = taken + done, shared + overlap
+        assert not (overlap and done), [(x.stride(), x.storage_offset()) for x in given.values()]
+    assert taken > 300
+    assert shared > 1000
 
 
 def test_v_with_another_number_of_channels() -> None:

@@ -78,7 +78,10 @@ def test_packed_compiles_to_one_graph_for_all_lengths() -> None:
         (lambda: positions.packed(torch.tensor([0, 3, 2], dtype=torch.int32), 5), "total=5, got [0, 3, 2]"),
         (lambda: positions.packed(torch.tensor([0, 3, 6]), 5), "got [0, 3, 6]"),
         (lambda: masks.packed(torch.tensor([3, 2]), 5), "positions.packed: cu_seqlens must start with 0"),
-        (lambda: positions.context_parallel(4, 0, 2, "striped", torch.tensor([0, 5])), "not exceed total=4, got [0, 5]"),
+        (
+            lambda: positions.context_parallel(4, 0, 2, "striped", torch.tensor([0, 5])),
+            "not exceed total=4, got [0, 5]",
+        ),
         (lambda: positions.from_mask(torch.ones(3)), "attention_mask must be a bool or integer tensor [batch, seq]"),
         (lambda: positions.from_mask(torch.zeros(2, 3)), "got torch.float32 of shape (2, 3)"),
         (lambda: positions.from_mask(torch.ones(1, 1, 3, 3).bool()), "four-dimensional"),

@@ -237,7 +237,10 @@ class TestOtherUses:
     def test_formats_keep_the_heads(self, rank: str) -> None:
         """Also for as many heads as rows, where tables per head have the shape of shared ones."""
         torch.manual_seed(9)
-        rotation, q = make_rotation(rank), torch.randn(HEADS if rank == "shared by the batch" else BATCH, SEQ, HEADS, DIM)
+        rotation, q = (
+            make_rotation(rank),
+            torch.randn(HEADS if rank == "shared by the batch" else BATCH, SEQ, HEADS, DIM),
+        )
         how: dict[str, Any] = {"head_dim": DIM, "rotary_offset": OFFSET, "per_head": True}
         wide = formats.to_full_width(rotation, repeated="each")
         assert wide[0].shape == (*RANKS[rank][:-1], 2 * PAIRS)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk._layout import AXES, Layout
 from ropewalk.positions.sizes import can_read
+from ropewalk.rotation import writable
 from ropewalk.rotation.api import Rotation
 from ropewalk.rotation.qk_norm import QKNorm, Store, run_fused
 
@@ -42,7 +43,8 @@ def rotate_and_store(
         rotation: the rotation of the new tokens.
         k_cache, v_cache: `[blocks, block_size, kv_heads, head_dim]` in the dtype of q, with any strides. If heads
             come before tokens, `[blocks, kv_heads, block_size, head_dim]`, pass `transpose(1, 2)`. In a cache without
-            pages, each sequence of the batch is one block.
+            pages, each sequence of the batch is one block. Both may be parts of one tensor, but may not share elements
+            with each other or with q, k and v, which is not checked under torch.compile.
         slot_mapping: the slot of each token, block · block_size + offset in the block, or −1 to store nothing, as in
             vLLM. int64 `[batch, seq]`, or `[tokens]` in layout "thd". No two tokens may share a slot.
         norm: norm of q and k, applied before rotation. None disables it.
@@ -51,9 +53,10 @@ def rotate_and_store(
         q after norm and rotation: a new tensor of the same shape and dtype.
 
     Raises:
-        RopeError: a shape, dtype or device does not match, an input requires gradients, or, on the CPU outside of
-            torch.compile, a slot is outside of the cache. Nothing has been written then. On other devices, slots are
-            not read back for checks, and a token with a slot outside of the cache is not stored.
+        RopeError: a shape, dtype or device does not match, an input requires gradients, a cache cannot be written in
+            place (see `Rotation.apply_`) or shares elements, or, on the CPU outside of torch.compile, a slot is outside
+            of the cache. Nothing has been written then. On other devices, slots are not read back for checks, and a
+            token with a slot outside of the cache is not stored.
     """
     if norm is not None and not isinstance(norm, QKNorm):
         fix = "Create it with QKNorm(q_weight, k_weight, eps=...)."
@@ -132,8 +135,20 @@ def _check(q: Tensor, k: Tensor, store: Store, norm: QKNorm | None, layout: Layo
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         fix = "Run under torch.no_grad() or torch.inference_mode()."
         raise _checks.error(_WHO, "gradients cannot pass through a cache", "tensors that require one", fix)
+    if not torch.compiler.is_compiling():
+        _check_caches((store.k_cache, store.v_cache), (q, k, store.v))
     if can_read(slots) and slots.numel():
         low, high = int(slots.min()), int(slots.max())
         if low < -1 or high >= blocks[0] * blocks[1]:
             must = f"each slot must be -1 or from 0 to {blocks[0] * blocks[1] - 1}, blocks · block_size - 1"
             raise _checks.error(_WHO, must, str(low if low < -1 else high), "Pass the slot mapping of this cache.")
+
+
+def _check_caches(caches: tuple[Tensor, Tensor], inputs: tuple[Tensor, ...]) -> None:
+    """Raise unless the caches can be written in place, and share no element with each other or with the inputs."""
+    for cache in caches:
+        writable.check_elements(_WHO, cache, "Allocate the caches with torch.zeros, outside of inference mode.")
+    if any(writable.share_elements(x, cache) for cache in caches for x in inputs) or writable.share_elements(*caches):
+        must = "k_cache and v_cache must not share elements with each other or with q, k and v"
+        fix = "Pass separate tensors, or parts of one tensor that do not overlap."
+        raise _checks.error(_WHO, must, "tensors that overlap in memory", fix)

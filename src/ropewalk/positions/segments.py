@@ -156,8 +156,8 @@ def segments_of(
             must = f"the number of {_KINDS[kind]} tokens must be that of {_KINDS[kind]}s"
             got = f"{tokens} more" if tokens > 0 else f"{-tokens} fewer"
             raise _checks.error(who, must, got, "Pass sizes after the vision tower has merged patches.")
-    for kind, unused in remaining.items():
+    for name, unused in remaining.items():
         if unused:
-            must = f"each of {kind}s must have tokens in the row"
-            raise _checks.error(who, must, f"{len(unused)} without tokens", f"Pass only the {kind}s of this row.")
+            must = f"each of {name}s must have tokens in the row"
+            raise _checks.error(who, must, f"{len(unused)} without tokens", f"Pass only the {name}s of this row.")
     return segments

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 _WHO = "Rotation.apply_"
 
 
+def check_elements(who: str, x: Tensor, fix: str) -> None:
+    """Raise unless x has memory for each element, and is not a tensor of inference mode outside of it."""
+    if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+        got = f"strides {x.stride()} of shape {tuple(x.shape)}"
+        raise error(who, "each element must have memory of its own", got, fix)
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        must = "outside inference mode, each tensor must be an ordinary tensor"
+        raise error(who, must, "one created under torch.inference_mode()", fix)
+    if x._is_zerotensor():
+        raise error(who, "each element must have memory", "a zero tensor of PyTorch", fix)
+
+
 def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
     """Raise if q or k cannot be rotated in place.
 
@@ -26,24 +38,9 @@ def check_writable(tensors: list[Tensor], *, recorded: bool) -> None:
         recorded: whether autograd records the change.
     """
     for x in tensors:
-        if not x.is_contiguous() and any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
-            raise error(
-                _WHO,
-                "each element must have memory of its own",
-                f"strides {x.stride()} of shape {tuple(x.shape)}",
-                "Call the rotation, which returns a new tensor, or expand after rotating.",
-            )
-        if x.is_inference() and not torch.is_inference_mode_enabled():
-            raise error(
-                _WHO,
-                "outside inference mode, each tensor must be an ordinary tensor",
-                "one created under torch.inference_mode()",
-                "Call the rotation, which returns a new tensor, or clone it first.",
-            )
+        check_elements(_WHO, x, "Call the rotation, which returns a new tensor, or clone it first.")
         if is_dtensor(x):
             _check_reduction(x)
-        if x._is_zerotensor():
-            raise error(_WHO, "each element must have memory", "a zero tensor of PyTorch", "Clone it first.")
         if recorded:
             _check_recordable(x)
     if len(tensors) == 2 and share_elements(*tensors):
