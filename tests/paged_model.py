@@ -72,7 +72,7 @@ class Requests:
         self.asked += 1
         ways = ["admit"] * 2 if len(rows) < 6 else ["free"]
         if rows:
-            ways += ["step"] * 8 + ["fork", "shift", "free", "reset", "stopped", "dropped"]
+            ways += ["step"] * 8 + ["fork", "shift", "free", "reset", "stopped", "dropped", "poisoned"]
             ways += [] if self.window else ["truncate"]
         getattr(self, draw.choice(ways))(rows)
         self.check_everything()
@@ -123,7 +123,10 @@ class Requests:
             self.tokens[row] = [Token(around(t.k, at), t.v, t.position + delta) for t in self.tokens[row]]
 
     def step(self, rows: list[int], *, layers: int = LAYERS, at: bool = False) -> None:
-        """Append new tokens to some rows, with padding anywhere, at consecutive or explicit positions."""
+        """Append new tokens to some rows, with padding anywhere, at consecutive or explicit positions.
+
+        If not all layers store them, they are NaN, of which nothing may remain.
+        """
         chosen, seq = self.choose_rows(rows), self.draw.choice([1, 1, 1, 2, 3, 7])
         options: dict[str, Any] = {} if chosen == rows else {"rows": chosen}
         real = torch.ones(len(chosen), seq, dtype=torch.bool)
@@ -152,6 +155,8 @@ class Requests:
         assert unheld >= least
         step = steps[0]
         k, v = torch.randn(2, LAYERS, len(chosen), seq, HEADS, WIDTH, dtype=torch.float64)
+        if layers < LAYERS:
+            k, v = k.fill_(torch.nan), v.fill_(torch.nan)
         if at:  # dropped at once
             for row in chosen:
                 self.tokens[row], self.following[row] = kept[row], starts[row]
@@ -169,6 +174,9 @@ class Requests:
             # The first new token does not attend to these tokens.
             unseen = max(0, len(kept[row]) - self.window + 1) if self.window else 0
             self.seen(row, unseen, keys[i], values[i], step.key_order[i], step.key_positions[i])
+            if new:  # otherwise, a block that another row shares may hold NaN after the last token
+                assert keys[i].isfinite().all()
+                assert values[i].isfinite().all()
         self.served += 1
 
     def seen(self, row: int, unseen: int, keys: Tensor, values: Tensor, order: Tensor, places: Tensor) -> None:
@@ -181,12 +189,36 @@ class Requests:
             torch.testing.assert_close(k, tokens[n].k[-1], rtol=0, atol=3e-14)
             assert torch.equal(v, tokens[n].v[-1])
             assert place == tokens[n].position
-        assert keys.isfinite().all()
-        assert values.isfinite().all()
         assert (places[~there] == 2**62).all()
 
     def truncate(self, rows: list[int]) -> None:
         self.step(rows, at=True)
+
+    def poisoned(self, rows: list[int]) -> None:
+        """Store tokens of NaN in a row. Drop them by `at`, by a fork of the tokens before them, or with the row."""
+        row, seq, steps = self.draw.choice(rows), self.draw.randint(1, 5), []
+        if self.is_refused(lambda: steps.append(self.cache.step(seq, rows=[row]))):
+            return
+        nan = torch.full((1, seq, HEADS, WIDTH), torch.nan, dtype=torch.float64)
+        for i in range(LAYERS):
+            steps[0].layer(i).append(nan, nan)
+        tokens, at = self.tokens[row], self.following[row]
+        way = "reset" if self.window else self.draw.choice(["at", "fork", "reset"])
+        if way == "at":
+            nothing = torch.zeros(1, 1, dtype=torch.bool)
+            step = self.cache.step(1, rows=[row], at=torch.tensor([at]), attention_mask=nothing)
+            for i in range(LAYERS):
+                step.layer(i).append(nan[:, :1], nan[:, :1])
+            later = [i for i, token in enumerate(tokens) if token.position >= at]
+            self.tokens[row] = tokens[: min(later, default=len(tokens))]
+        elif way == "fork":
+            other = self.cache.fork(row, len(tokens))
+            self.cache.free(row)
+            del self.tokens[row], self.following[row]
+            self.tokens[other], self.following[other] = tokens, max((t.position for t in tokens), default=-1) + 1
+        else:
+            self.cache.reset([row])
+            self.tokens[row], self.following[row] = [], 0
 
     def stopped(self, rows: list[int]) -> None:
         """Run a forward pass that raises between its layers, and roll it back."""

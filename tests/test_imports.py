@@ -254,7 +254,7 @@ def test_loaded_modules_are_detected() -> None:
 # and the commit that raises it explains it.
 BUDGET = {
     "": 2795,
-    "attention": 3310,
+    "attention": 3460,
     "checkpoints": 2050,
     "configs": 7120,
     "conformance": 3040,
@@ -265,7 +265,7 @@ BUDGET = {
     "lab": 3630,
     "parallel": 410,
     "plots": 1240,
-    "positions": 1120,
+    "positions": 1140,
     "programs": 3320,
     "rotation": 1910,
     "schemes": 1390,

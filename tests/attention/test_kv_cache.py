@@ -471,6 +471,29 @@ def test_a_full_cache_is_unchanged_by_the_error() -> None:
     assert cache.length.tolist() == [3, 3]
 
 
+@pytest.mark.parametrize(
+    ("request_", "got"),
+    [
+        (lambda c: c.step(1, positions=torch.tensor([2**63 - 1])), "9223372036854775807 to 9223372036854775807"),
+        (lambda c: c.step(1, positions=torch.tensor([-(2**31) - 1])), "-2147483649 to -2147483649"),
+        (lambda c: c.step(1, at=torch.tensor([0, 2**62])), "0 to 4611686018427387904"),
+        (lambda c: c.shift(Rope(2, 1e4, "half"), 2**31), "2147483651 to 2147483651"),
+        (lambda c: c.shift(Rope(2, 1e4, "half"), torch.tensor([2**63 - 1, 0])), "-9223372036854775806 to 3"),
+        (lambda c: c.shift(Rope(2, 1e4, "half"), torch.tensor([0, 2 - 2**31 - 3])), "-2147483649 to 2"),
+    ],
+)
+def test_positions_stay_in_their_range(request_: Callable[[KVCache], object], got: str) -> None:
+    cache, k = KVCache(1, 2, 1, 2, capacity=6), torch.ones(2, 3, 1, 2)
+    cache.step(3).layer(0).append(k, k)
+    before = state(cache)
+    with pytest.raises(RopeError, match=rf"every position must stay within ±2\*\*31, got positions from {got}\."):
+        request_(cache)
+    assert unchanged(cache, before)
+    cache.shift(Rope(2, 1e4, "half"), -(2**31))
+    cache.step(1, positions=torch.tensor([2**31])).layer(0).append(k[:, :1], k[:, :1])
+    assert cache.position.tolist() == [2**31 + 1] * 2
+
+
 def test_refused_calls_leave_the_cache_unchanged() -> None:
     rope, _ = ROPES["default"]
     cache, x = cache_of(2, capacity=6), torch.randn(2, 6, HIDDEN, dtype=torch.float64)
@@ -499,7 +522,8 @@ def test_dtype_must_be_floating_point(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("numbers", "options", "message"),
     [
-        ((0, 1, 1, 8), {"capacity": 4}, "num_layers must be an integer of at least 1"),
+        ((0, 1, 1, 8), {"capacity": 4}, "num_layers must be an integer from 1 to 65536"),
+        ((2**31, 1, 1, 8), {"capacity": 4}, "num_layers must be an integer from 1 to 65536"),
         ((1, 0, 1, 8), {"capacity": 4}, "batch must be an integer of at least 1"),
         ((1, 1, 0, 8), {"capacity": 4}, "num_kv_heads must be an integer of at least 1"),
         ((1, 1, 1, 0), {"capacity": 4}, "head_dim must be an integer from 1"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import itertools
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, MODEL, run, stopped
-from ropewalk import Axes, PagedKVCache, Rope, RopeError, SelfExtend
+from ropewalk import Axes, PagedKVCache, Rope, RopeError, SelfExtend, attention
 
 ROPE = Rope(HEAD_DIM, 1e4, "half")
 
@@ -44,7 +47,7 @@ def pool(*shape: int, **options: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be an integer of at least 1, got 0"),
+        ({"num_layers": 0}, "num_layers must be an integer from 1 to 65536, got 0"),
         ({"num_kv_heads": 1.5}, "num_kv_heads must be an integer of at least 1"),
         ({"head_dim": 0}, "head_dim must be an integer from 1"),
         ({"blocks": 0}, "blocks must be an integer from 1 to 2147483647, got 0"),
@@ -114,6 +117,20 @@ REQUESTS: list[tuple[str, Callable[[PagedKVCache], object], str]] = [
         r"at must be an int64 tensor \[batch\] = \[2\]",
     ),
     ("step", lambda c: c.step(1, at=3), "at must be an int64 tensor"),
+    ("step", lambda c: c.step(1, at=torch.tensor([0, 2**31 + 1])), r"every position must stay within ±2\*\*31, got"),
+    ("step", lambda c: c.step(1, positions=torch.tensor([2**63 - 1])), r"every position must stay within ±2\*\*31"),
+    (
+        "step",
+        lambda c: c.step(1, positions=torch.tensor([-(2**63)])),
+        r"every position .* from -9223372036854775808 to -9",
+    ),
+    (
+        "shift",
+        lambda c: c.shift(ROPE, 2**31),
+        r"every position must stay within ±2\*\*31, got positions from 2147483648",
+    ),
+    ("shift", lambda c: c.shift(ROPE, torch.tensor([0, 2**63 - 1])), r"every position must stay within ±2\*\*31"),
+    ("shift", lambda c: c.shift(ROPE, torch.tensor([0, -(2**63)])), r"every position must stay within ±2\*\*31"),
     ("step", lambda c: c.step(40), "20 free blocks are needed, got 4. Free or reset rows"),
     ("step", lambda c: c.step(40, at=torch.tensor([2, 2])), "20 free blocks are needed, got 6"),
     ("free", lambda c: c.free(7), "rows must be .*, got row 7"),
@@ -323,6 +340,72 @@ class TestAPassThatStopped:
         assert cache.free_blocks == 0
         run(cache, new(2, 16), ROPE)
         assert cache.length.tolist() == [16, 16]
+
+
+class InterruptedError(BaseException):
+    """Ctrl-C."""
+
+
+def is_interrupted(action: Callable[[], object], after: int) -> bool:
+    """Run an action, with an exception at an instruction of the modules of attention, or of contextlib."""
+    left = after
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        name = frame.f_code.co_filename
+        if not name.startswith(attention.__path__[0]) and name != contextlib.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        left -= event == "opcode"
+        if not left:
+            raise InterruptedError
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except InterruptedError:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda c: c.step(3),
+        lambda c: c.step(3, at=torch.tensor([3, 4, 8, 5])),
+        lambda c: c.shift(ROPE, torch.tensor([1, 2, 0, 1])),
+        lambda c: c.fork(1),
+        lambda c: c.free([0, 1]),
+        lambda c: c.reset([0, 1]),
+    ],
+    ids=["step", "step with at", "shift", "fork", "free", "reset"],
+)
+def test_an_exception_at_any_instruction_loses_no_block(
+    action: Callable[[PagedKVCache], object], window: int | None
+) -> None:
+    """Whatever it interrupts, all blocks can be freed afterwards, and no token of a row that goes on is lost."""
+    if window and action.__code__.co_consts[-1] == ("at",):
+        return  # not supported
+    for after in itertools.count(1, 29):
+        cache = paged(3, blocks=32, block_size=2, window=window)
+        run(cache, new(3, 5), ROPE)
+        cache.fork(0)
+        cache.step(4)
+        run(cache, new(2, 3), ROPE, rows=[1, 2])  # whose tokens have not been counted yet
+        if not is_interrupted(lambda: action(cache), after):  # noqa: B023
+            break
+        cache.rollback()
+        assert all(length in (0, 3, 4, 5, 8) for length in cache.length.tolist())
+        cache.step(2)
+        cache.reset()
+        cache.free(cache.rows)
+        assert cache.free_blocks == 32, after
+    assert after > 600
 
 
 def test_copies_and_pickles() -> None:

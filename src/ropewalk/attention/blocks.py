@@ -11,11 +11,17 @@ class Blocks:
 
     Args:
         count: number of blocks. They are numbered from 0, and all are free at first.
+        size: slots in a block.
+
+    Attributes:
+        written: for each block, the number of its first slots that may hold anything, such as the NaN of a token that
+            was dropped. Its other slots are finite in all pools.
     """
 
-    def __init__(self, count: int) -> None:
-        self._free = list(range(count - 1, -1, -1))
-        self._holders = [0] * count
+    def __init__(self, count: int, size: int) -> None:
+        self._size = size
+        self.written = [size] * count
+        self.recount(())
 
     @property
     def free(self) -> int:
@@ -30,6 +36,8 @@ class Blocks:
         """Allocate `count` blocks with one holder each. The caller must check that enough blocks are free."""
         allocated = [self._free.pop() for _ in range(count)]
         self.add_holder(allocated)
+        for block in allocated:
+            self.written[block] = self._size
         return allocated
 
     def add_holder(self, blocks: Iterable[int]) -> None:
@@ -47,3 +55,9 @@ class Blocks:
     def freed_by(self, released: Counter[int]) -> int:
         """Return how many blocks would become free if each lost as many holders as `released` counts for it."""
         return sum(self._holders[block] == times for block, times in released.items())
+
+    def recount(self, held: Iterable[int]) -> None:
+        """Count the holders of all blocks again, given the blocks of each holder."""
+        self._holders = [0] * len(self.written)
+        self.add_holder(held)
+        self._free = [block for block in reversed(range(len(self.written))) if not self._holders[block]]

@@ -22,6 +22,20 @@ def check_size(who: str, capacity: int | None, window: int | None, sinks: int) -
         )
 
 
+MAX_LAYERS = 65_536
+"""Far above any model. It keeps a wrong number from filling the memory."""
+
+MAX_POSITION = 2**31
+
+
+def check_positions(who: str, positions: Tensor) -> None:
+    """Raise if a position is not in ±2³¹, where `read_range` can read it. So sums of positions cannot overflow."""
+    bounds = read_range(positions)
+    if bounds is not None and max(-bounds[0], bounds[1]) > MAX_POSITION:
+        got = f"positions from {bounds[0]} to {bounds[1]}"
+        raise _checks.error(who, "every position must stay within ±2**31", got, "Pass numbers in this range.")
+
+
 def check_dtype(who: str, value: object) -> None:
     """Raise unless a cache can store keys and values in this dtype."""
     if value not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -77,6 +91,7 @@ def new_positions(value: Tensor, real: Tensor, sinks: int, who: str = "KVCache.s
             f"{_checks.describe(value)} on {value.device}" if isinstance(value, Tensor) else _checks.describe(value),
             "Pass one position for each new token, padding included.",
         )
+    check_positions(who, value)
     return (value if value.ndim == 3 else value.expand(batch, seq)).clone()
 
 

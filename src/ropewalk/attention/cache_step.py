@@ -53,17 +53,30 @@ class Progress:
         advances: whether every row is longer after this pass than before it.
         stale: weak references to cos of the rotations of the previous pass, if every row has advanced since then. These
             rotations must not be used again, because they have the positions of other tokens.
+        slots: slots in which a `KVCache` stores the tokens, int64 `[batch, seq]`.
     """
 
     def __init__(
-        self, num_layers: int, *, overwrites: bool, advances: bool, stale: Sequence[weakref.ref[Tensor]]
+        self,
+        num_layers: int,
+        *,
+        overwrites: bool,
+        advances: bool,
+        stale: Sequence[weakref.ref[Tensor]],
+        slots: Tensor | None = None,
     ) -> None:
         self.layers = [LayerProgress() for _ in range(num_layers)]
         self.overwrites = overwrites
         self.advances = advances
         self.outdated = False
         self.stale = stale
+        self.slots = slots
         self.rotations: list[weakref.ref[Tensor]] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether all layers have stored their keys and values. The last layer stores after all others."""
+        return self.layers[-1].stored
 
     def stored_count(self) -> int:
         """Return the number of layers that have stored their keys and values."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.attention import cache_checks
 from ropewalk.attention.cache_step import CacheStep, Progress, largest_position
-from ropewalk.attention.slots import EMPTY, Slots, clear
+from ropewalk.attention.slots import EMPTY, Slots, clear, clear_slots
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -43,6 +43,9 @@ class KVCache:
             x = layer(x, rotation, cache=step.layer(i))
 
     No gradients pass through the cache. If only some layers have a window (Gemma), give them a separate cache.
+
+    The positions of cached and of new tokens are in ±2³¹. `step` and `shift` raise an error for others, if reading them
+    is free: on the CPU outside torch.compile, and in a `PagedKVCache` always.
 
     Args:
         num_layers: number of layers of the model. Each has its own keys and values.
@@ -96,7 +99,7 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> None:
         who = "KVCache"
-        self.num_layers = _checks.integer(who, "num_layers", num_layers, at_least=1)
+        self.num_layers = _checks.integer(who, "num_layers", num_layers, at_least=1, at_most=cache_checks.MAX_LAYERS)
         batch = _checks.integer(who, "batch", batch, at_least=1)
         num_kv_heads = _checks.integer(who, "num_kv_heads", num_kv_heads, at_least=1)
         head_dim = _checks.integer(who, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
@@ -136,7 +139,7 @@ class KVCache:
                 after a rejected draft in speculative decoding. It needs a cache with capacity, because a window has
                 evicted keys that would become visible again.
             positions: positions of the new tokens: int64 `[batch, seq]`, `[seq]` for all rows, or `[axes, batch, seq]`
-                for a rope with `axes`. They are integers in ±2³¹ in any order, and several tokens may have the same one
+                for a rope with `axes`. They are integers in any order, and several tokens may have the same one
                 (patches of an image). None means consecutive positions from `at` or `KVCache.position`, the same on
                 every axis. Positions only decide rotation; masks, windows and slots follow the order of tokens.
                 Afterwards `KVCache.position` is 1 + the largest position of a real token on any axis. Positions are not
@@ -145,8 +148,8 @@ class KVCache:
                 positions call `Rope.at` instead of `CacheStep.rotation`.
 
         Raises:
-            RopeError: a shape or dtype does not match; at is combined with a window, or positions with sinks; only some
-                layers appended in the previous step (see `rollback`); or the cache is full. A full cache is detected
+            RopeError: a shape or dtype does not match, or a position is out of range; at is combined with a window, or
+                positions with sinks; only some layers appended in the previous step (see `rollback`); or the cache is full. A full cache is detected
                 only on the CPU outside torch.compile, because reading lengths would synchronize other devices. Where it
                 is not detected, tokens beyond capacity are not kept and their outputs are wrong; check
                 `(cache.length > cache.capacity).any()`.
@@ -184,8 +187,9 @@ class KVCache:
             overwrites=concatenates,
             advances=attention_mask is None or (cache_checks.read_range(added) or (0, 0))[0] > 0,
             stale=previous.rotations if previous is not None and advanced else (),
+            slots=slot,
         )
-        self._invalidate_step()
+        self._drop_step()
         self._pending = None if torch.compiler.is_compiling() else progress
         return CacheStep(
             self,
@@ -223,6 +227,10 @@ class KVCache:
             each = delta[:, None].expand(-1, self._slots.count + 1)
         else:
             _checks.integer("KVCache.shift", "delta", delta, at_least=-(2**31), at_most=2**31)
+        is_empty = self._key_positions == EMPTY
+        moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
+        cache_checks.check_positions("KVCache.shift", self.position + delta)
+        cache_checks.check_positions("KVCache.shift", moved.masked_fill(is_empty, 0))
         precise = torch.float64 if self.keys[0].dtype == torch.float64 else torch.float32
         rotations: dict[Rope, Rotation] = {}
         for layer_rope in ropes:  # compute all rotations before any key changes
@@ -233,12 +241,11 @@ class KVCache:
                 else:
                     shift_by = delta if axes is None else (delta,) * axes
                 rotations[layer_rope] = layer_rope.shift(shift_by, device=self.keys[0].device, dtype=precise)
-        self._invalidate_step()
+        self._drop_step()
         for keys, layer_rope in zip(self.keys, ropes, strict=True):
             if layer_rope is not None:
                 rotations[layer_rope].apply_(keys, layout="bshd")
-        moved = self._key_positions + (delta[:, None] if isinstance(delta, Tensor) else delta)
-        self._key_positions.copy_(torch.where(self._key_positions == EMPTY, EMPTY, moved))
+        self._key_positions.copy_(moved.masked_fill_(is_empty, EMPTY))
         self.position.add_(delta)
 
     def reset(self, rows: Tensor | Sequence[int] | None = None) -> None:
@@ -259,10 +266,10 @@ class KVCache:
             chosen = cache_checks.row_mask(rows, self.length)
             self._check_finished("KVCache.reset")
         # Without a pending step, as under torch.compile, it is unknown which slots were written: clear them all.
-        stopped = self._pending is None or 0 < self._pending.stored_count() < self.num_layers
+        stopped = self._pending is None or not self._pending.complete
         end = torch.full_like(self.length, self._slots.count) if stopped else self.length
         clear([*self.keys, *self.values], self.length.new_zeros(()).expand_as(chosen), end * chosen)
-        self._invalidate_step()
+        self._drop_step()
         self.length.masked_fill_(chosen, 0)
         self.position.masked_fill_(chosen, 0)
         self._key_positions.masked_fill_(chosen[:, None], EMPTY)
@@ -282,7 +289,7 @@ class KVCache:
         self._check_finished("KVCache.reorder")
         cache_checks.check_source_rows(rows, self.length)
         filled = self._slots.filled(cache_checks.read_range(self.length), concatenates=False)
-        self._invalidate_step()
+        self._drop_step()
         for tensor in (*self.keys, *self.values):
             tensor[:, filled] = tensor[:, filled].index_select(0, rows)
         for tensor in (self._key_positions, self.length, self.position):
@@ -299,17 +306,14 @@ class KVCache:
                 Those layers have overwritten keys of older tokens.
         """
         pending = self._pending
-        stopped = pending is not None and 0 < pending.stored_count() < self.num_layers
-        if pending is not None and pending.overwrites and stopped:
+        if pending is not None and pending.overwrites and 0 < pending.stored_count() < self.num_layers:
             raise _checks.error(
                 "KVCache.rollback",
                 "with a window, a step of several tokens cannot be undone once a layer has stored it",
                 f"one that {pending.stored_count()} of {self.num_layers} layers have stored",
                 "Call reset(), and process the text again from its beginning.",
             )
-        if stopped and self.window is None:
-            clear([*self.keys, *self.values], self.length, torch.full_like(self.length, self._slots.count))
-        self._invalidate_step()
+        self._drop_step()
 
     def _check_finished(self, who: str) -> Progress | None:
         """Return the progress of the newest step, or None if no layer has stored tokens. Raise if only some have.
@@ -321,10 +325,13 @@ class KVCache:
         self._pending.check_complete(who)
         return self._pending if self._pending.stored_count() else None
 
-    def _invalidate_step(self) -> None:
-        """Mark the newest step as outdated."""
-        if not torch.compiler.is_compiling() and self._pending is not None:
-            self._pending.outdated = True
+    def _drop_step(self) -> None:
+        """Mark the newest step as outdated, and clear what its layers have stored, unless all of them have."""
+        pending = self._pending
+        if not torch.compiler.is_compiling() and pending is not None:
+            pending.outdated = True
+            if pending.slots is not None and not (pending.complete or pending.overwrites):
+                clear_slots([*self.keys, *self.values], pending.slots)
         self._pending = None
 
     def _truncate(self, at: Tensor, added: Tensor) -> None:
@@ -337,6 +344,7 @@ class KVCache:
                 "To go back, use a cache with capacity. To start a new text in a row, call reset(rows=...).",
             )
         cache_checks.check_per_row("KVCache.step", "at", at, self.length)
+        cache_checks.check_positions("KVCache.step", at)
         count = self._slots.count
         slot = torch.arange(count, device=self.length.device)
         # By order: drop the first token at or after `at`, and every token appended after it at any position.

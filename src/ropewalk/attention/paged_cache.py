@@ -18,7 +18,7 @@ from torch import Tensor
 from ropewalk import _checks
 from ropewalk.attention import cache_checks, paged_checks, paged_flex, paged_shift
 from ropewalk.attention.cache_step import Progress, largest_position
-from ropewalk.attention.paged_rows import Plan, Row, Rows
+from ropewalk.attention.paged_rows import Row, Rows
 from ropewalk.attention.paged_step import PagedStep, Scratch
 from ropewalk.attention.slots import EMPTY
 from ropewalk.rope import Rope
@@ -102,7 +102,7 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        num_layers = _checks.integer(_NAME, "num_layers", num_layers, at_least=1)
+        num_layers = _checks.integer(_NAME, "num_layers", num_layers, at_least=1, at_most=cache_checks.MAX_LAYERS)
         num_kv_heads = _checks.integer(_NAME, "num_kv_heads", num_kv_heads, at_least=1)
         head_dim = _checks.integer(_NAME, "head_dim", head_dim, at_least=1, at_most=_checks.MAX_HEAD_DIM)
         # Block numbers are int32 in the tables of attention kernels.
@@ -172,7 +172,7 @@ class PagedKVCache:
 
     def admit(self) -> int:
         """Start an empty row and return its number. Numbers are never reused. `step` allocates the blocks."""
-        return self._rows.add(Row())
+        return self._rows.add(Row([]))
 
     def fork(self, row: int, length: int | None = None) -> int:
         """Start a row with the tokens of another row, and return its number. Nothing is copied yet.
@@ -189,16 +189,16 @@ class PagedKVCache:
                 has evicted older keys; or only some layers appended in the previous step (see `rollback`).
         """
         who = f"{_NAME}.fork"
-        (other,) = self._rows.get(self._rows.select(who, [row]))
+        numbers = self._rows.select(who, [row])
         self._rows.check_finished(who)
-        blocks, kept, position = list(other.blocks), other.length, other.position
+        (other,) = self._rows.get(numbers)
+        blocks, kept, position = other.blocks, other.length, other.position
         if length is not None:
             paged_checks.check_no_window(who, "length", self.window, "Fork the whole row.")
             kept = _checks.integer(who, "length", length, at_least=0, at_most=other.length)
             blocks = blocks[: self._rows.block_count(kept)]
             position = max(self._rows.cached_positions(other)[:kept].tolist(), default=-1) + 1
-        self._rows.invalidate_plan()
-        self._rows.blocks.add_holder(blocks)
+        self._rows.drop_step()
         return self._rows.add(Row(blocks, other.skipped, kept, position))
 
     def free(self, rows: int | Sequence[int] | Tensor) -> None:
@@ -212,9 +212,9 @@ class PagedKVCache:
         """
         chosen = self._rows.select(f"{_NAME}.free", rows)
         self._rows.check_finished(f"{_NAME}.free")
-        self._rows.invalidate_plan()
-        for number in chosen:
-            self._rows.blocks.release(self._rows.by_number.pop(number).blocks)
+        released = [block for row in self._rows.get(chosen) for block in row.blocks]
+        kept = {number: row for number, row in self._rows.by_number.items() if number not in chosen}
+        self._rows.replace(kept, released=released)
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Drop all tokens of the given rows and free their blocks, except for those shared with other rows.
@@ -231,10 +231,8 @@ class PagedKVCache:
         if rows is not None:
             self._rows.check_finished(who)
         self._rows.settle()
-        self._rows.invalidate_plan()
-        for number in chosen:
-            self._rows.blocks.release(self._rows.by_number[number].blocks)
-            self._rows.by_number[number] = Row()
+        released = [block for row in self._rows.get(chosen) for block in row.blocks]
+        self._rows.replace({**self._rows.by_number, **{number: Row([]) for number in chosen}}, released=released)
 
     def step(
         self,
@@ -259,8 +257,8 @@ class PagedKVCache:
             at: as in `KVCache.step`. Not supported with a window, which has evicted keys that would become visible.
 
         Raises:
-            RopeError: there is no such row, or no row at all; a shape or dtype does not match, or at is combined with a
-                window; only some layers appended in the previous step (see `rollback`); or there are not enough free
+            RopeError: there is no such row, or no row at all; a shape, dtype or position does not match, or at is
+                combined with a window; only some layers appended in the previous step (see `rollback`); or there are not enough free
                 blocks. Nothing has changed then. All of these are detected on every device.
         """
         who = f"{_NAME}.step"
@@ -272,7 +270,9 @@ class PagedKVCache:
             self._rows.get(numbers),
             torch.zeros(len(numbers), dtype=torch.int64),
         )
-        attention_mask, at_positions = (x.cpu() if isinstance(x, Tensor) else x for x in (attention_mask, positions))
+        attention_mask, at, at_positions = (
+            x.cpu() if isinstance(x, Tensor) else x for x in (attention_mask, at, positions)
+        )
         real = cache_checks.real_tokens(seq, attention_mask, host, who)
         at_positions = None if at_positions is None else cache_checks.new_positions(at_positions, real, 0, who)
         lengths, starts = [row.length for row in batch], [row.position for row in batch]
@@ -280,10 +280,10 @@ class PagedKVCache:
             fix = "To go back, use a cache without a window. To start a new text in a row, call reset(rows=...)."
             paged_checks.check_no_window(who, "at", self.window, fix)
             cache_checks.check_per_row(who, "at", at, host)
+            cache_checks.check_positions(who, at)
             starts = at.tolist()
             lengths = [self._rows.length_before(row, start) for row, start in zip(batch, starts, strict=True)]
         added: list[int] = real.sum(1).tolist()
-        planned, allocated, replaced = self._rows.extend(who, batch, lengths, added)
         index_in_step = (real.cumsum(1) - 1).clamp(min=0)  # index of each real token among those of this step
         order = torch.tensor(lengths)[:, None] + index_in_step
         if at_positions is None:
@@ -292,16 +292,17 @@ class PagedKVCache:
         else:
             largest = largest_position(at_positions).masked_fill(~real, -EMPTY).amax(1).tolist()
             following = [most + 1 if n else start for most, n, start in zip(largest, added, starts, strict=True)]
-        for row, plan, start, position in zip(batch, planned, starts, following, strict=True):
-            row.position, plan.position = start, position
-        advanced = previous is not None and previous.progress.advances and previous.numbers == numbers
+        advanced = previous is not None and previous.progress.advances and list(previous.rows) == numbers
         progress = Progress(
             self.num_layers,
             overwrites=False,
             advances=attention_mask is None,
             stale=previous.progress.rotations if previous and advanced and at is None and positions is None else (),
         )
-        self._rows.plan = Plan(numbers, progress, planned, allocated, replaced)
+        plan = self._rows.extend(
+            who, numbers, lengths=lengths, starts=starts, added=added, following=following, progress=progress
+        )
+        planned = list(plan.rows.values())
         step = PagedStep(self, numbers, planned, positions=at_positions, order=order, real=real, progress=progress)
         self._rows.key_positions.view(-1).index_put_((step.host_slots[real],), largest_position(at_positions)[real])
         return step
@@ -328,15 +329,18 @@ class PagedKVCache:
                 only some layers appended in the previous step (see `rollback`). Nothing has changed then.
         """
         who = f"{_NAME}.shift"
-        batch = self._rows.get(self._rows.select(who, rows))
+        numbers = self._rows.select(who, rows)
         self._rows.check_finished(who)
         ropes = cache_checks.rope_of_each_layer(rope, self.num_layers, self.keys[0].shape[-1], who)
         if isinstance(delta, Tensor):
-            cache_checks.check_per_row(who, "delta", delta, torch.zeros(len(batch)))
+            cache_checks.check_per_row(who, "delta", delta, torch.zeros(len(numbers)))
             by: list[int] = delta.tolist()
         else:
-            by = [_checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31)] * len(batch)
-        paged_shift.shift(self._rows, batch, by, self.keys, ropes, uniform=not isinstance(delta, Tensor))
+            by = [_checks.integer(who, "delta", delta, at_least=-(2**31), at_most=2**31)] * len(numbers)
+        for row, distance in zip(self._rows.get(numbers), by, strict=True):
+            places = torch.cat([self._rows.cached_positions(row), torch.tensor([row.position])])
+            cache_checks.check_positions(who, places + distance)
+        paged_shift.shift(self._rows, numbers, by, self.keys, ropes, uniform=not isinstance(delta, Tensor))
 
     def rollback(self) -> None:
         """Discard a step whose forward pass stopped between layers, and restore the cache to its state before the step.
@@ -346,4 +350,4 @@ class PagedKVCache:
         restored.
         """
         self._rows.settle()
-        self._rows.invalidate_plan()
+        self._rows.drop_step()

@@ -1,10 +1,12 @@
-"""The rows (requests) of a paged cache: their blocks, the changes that the newest step plans, and copies on write."""
+"""The rows (requests) of a paged cache: their blocks, the changes that a step plans, and copies on write."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,49 +16,35 @@ from ropewalk.attention.blocks import Blocks
 from ropewalk.attention.cache_step import Progress
 
 
-@dataclass
-class Row:
-    """The cached tokens of one row.
+class Row(NamedTuple):
+    """The cached tokens of one row. A change of the row replaces it.
 
     Attributes:
-        blocks: numbers of the blocks with its tokens, in order.
+        blocks: numbers of the blocks with its tokens, in order. The list is never changed.
         skipped: number of blocks at the start of the row that were freed because they left the window.
         length: number of tokens so far, including those of skipped blocks.
         position: position of the next token.
     """
 
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int]
     skipped: int = 0
     length: int = 0
     position: int = 0
 
 
-@dataclass
-class PlannedRow:
-    """The state of a row after a forward pass has stored its tokens."""
-
-    row: Row
-    blocks: list[int]
-    length: int
-    position: int
-
-
-@dataclass
-class Plan:
+class Plan(NamedTuple):
     """The changes that the newest step makes once all layers have stored its tokens.
 
     Attributes:
-        numbers: numbers of the rows of the step.
         progress: state of the forward pass.
-        rows: state of these rows after the step.
-        allocated: blocks allocated for the step.
+        rows: state of the rows of the step after it, by number.
+        allocated: blocks allocated for the step, which the plan holds until the tokens are counted.
         replaced: shared blocks that were copied for a row. Each loses a holder once the tokens are counted.
         counted: whether the tokens have been counted.
     """
 
-    numbers: list[int]
     progress: Progress
-    rows: list[PlannedRow]
+    rows: dict[int, Row]
     allocated: list[int]
     replaced: list[int]
     counted: bool = False
@@ -71,36 +59,95 @@ class Rows:
 
     Attributes:
         blocks: the allocator of blocks.
-        by_number: existing rows, in the order of their creation.
         next_number: number of the next row.
         key_positions: position of the token in each slot, int64 `[blocks, block_size]`, including tokens of the newest
             step.
-        plan: changes of the newest step. None if there is no step or the newest one is outdated.
     """
 
     def __init__(self, pools: list[Tensor], window: int | None) -> None:
         count, self.block_size = pools[0].shape[:2]
         self.window = window
-        self.blocks = Blocks(count)
-        self.by_number: dict[int, Row] = {}
+        self.blocks = Blocks(count, self.block_size)
         self.next_number = 0
         self.key_positions = torch.zeros(count, self.block_size, dtype=torch.int64)
-        self.plan: Plan | None = None
         self._pools = [*pools, self.key_positions]
+        self._state: tuple[dict[int, Row], Plan | None] = ({}, None)
+        self._interrupted = False  # whether the counts of `blocks` may differ from `_state`
+
+    @property
+    def by_number(self) -> dict[int, Row]:
+        """The existing rows, in the order of their creation."""
+        return self._state[0]
+
+    @property
+    def plan(self) -> Plan | None:
+        """Changes of the newest step. None if there is no step or the newest one is outdated."""
+        return self._state[1]
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change `_state`, in one assignment, and the counts of `blocks`.
+
+        An exception can interrupt the change anywhere (Ctrl-C, no memory). `settle` then counts the blocks again.
+        """
+        self._interrupted = True
+        yield
+        self._interrupted = False
+
+    def replace(self, rows: dict[int, Row], *, released: Iterable[int] = ()) -> None:
+        """Replace all rows, and drop the newest step. Each block in `released` loses a holder among the rows."""
+        with self._changing():
+            self._release_plan()
+            self._state = rows, None
+            self.blocks.release(released)
+
+    def drop_step(self) -> None:
+        """Mark the newest step as outdated, and free its blocks unless its tokens have been counted."""
+        self.replace(self.by_number)
+
+    def add(self, row: Row) -> int:
+        """Add a row, which becomes a holder of its blocks, and return its number."""
+        number, self.next_number = self.next_number, self.next_number + 1
+        with self._changing():
+            self._state = {**self.by_number, number: row}, self.plan
+            self.blocks.add_holder(row.blocks)
+        return number
+
+    def move(self, deltas: dict[int, int], copied: list[tuple[int, list[int]]]) -> list[int]:
+        """Change the next positions of rows, and give some of them copies of blocks. The newest step is dropped.
+
+        Args:
+            deltas: distance by which each row moves, by number.
+            copied: blocks to copy, each with the rows that get the copy instead.
+
+        Returns:
+            The copies.
+        """
+        with self._changing():
+            self._release_plan()
+            copies = self.blocks.allocate(len(copied))
+            instead: dict[int, dict[int, int]] = {number: {} for number in deltas}
+            for (block, numbers), copy in zip(copied, copies, strict=True):
+                self.blocks.add_holder([copy] * (len(numbers) - 1))
+                self.blocks.release([block] * len(numbers))
+                for number in numbers:
+                    instead[number][block] = copy
+            moved = {}
+            for number, delta in deltas.items():
+                row, new = self.by_number[number], instead[number]
+                blocks = [new.get(block, block) for block in row.blocks]
+                moved[number] = row._replace(blocks=blocks, position=row.position + delta)
+            self._state = {**self.by_number, **moved}, None
+        self.copy([block for block, _ in copied], copies)
+        return copies
 
     def select(self, who: str, numbers: int | Sequence[int] | Tensor | None) -> list[int]:
         """Check row numbers and return them as a list. None means all rows."""
         return paged_checks.row_numbers(who, numbers, self.by_number, self.next_number)
 
-    def get(self, numbers: list[int]) -> list[Row]:
-        """Return the rows with these numbers."""
+    def get(self, numbers: Iterable[int]) -> list[Row]:
+        """Return the rows with these numbers. The tokens of the newest step must have been counted (`settle`)."""
         return [self.by_number[number] for number in numbers]
-
-    def add(self, row: Row) -> int:
-        """Add a row and return its number. The caller must already have counted the row as a holder of its blocks."""
-        number, self.next_number = self.next_number, self.next_number + 1
-        self.by_number[number] = row
-        return number
 
     def current(self) -> list[Row]:
         """Return all rows, after counting the tokens that all layers have stored."""
@@ -131,17 +178,22 @@ class Rows:
         The last layer does not do this, because it may be compiled, and the state of the rows is plain Python.
         """
         plan = self.plan
-        if plan is None or plan.counted or plan.progress.stored_count() < len(plan.progress.layers):
+        if self._interrupted:
+            held = [row.blocks for row in self.by_number.values()]
+            held += [plan.allocated] if plan is not None and not plan.counted else []
+            self.blocks.recount(chain.from_iterable(held))
+            self._interrupted = False
+        if plan is None or plan.counted or not plan.progress.complete:
             return
-        plan.counted = True
-        for planned in plan.rows:
-            row = planned.row
-            row.blocks, row.length, row.position = planned.blocks, planned.length, planned.position
-            if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
+        rows, released = dict(plan.rows), list(plan.replaced)
+        if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
+            for number, row in plan.rows.items():
                 unseen = max(0, row.length - self.window + 1) // self.block_size - row.skipped
-                self.blocks.release(row.blocks[:unseen])
-                row.blocks, row.skipped = row.blocks[unseen:], row.skipped + unseen
-        self.blocks.release(plan.replaced)
+                released += row.blocks[:unseen]
+                rows[number] = row._replace(blocks=row.blocks[unseen:], skipped=row.skipped + unseen)
+        with self._changing():
+            self._state = {**self.by_number, **rows}, plan._replace(counted=True)
+            self.blocks.release(released)
 
     def check_finished(self, who: str) -> Plan | None:
         """Return the plan of the newest step, or None if no layer has stored tokens. Raise if only some have."""
@@ -151,74 +203,99 @@ class Rows:
         self.plan.progress.check_complete(who)
         return self.plan if self.plan.counted else None
 
-    def invalidate_plan(self) -> None:
-        """Mark the newest step as outdated, and free its blocks unless its tokens have been counted."""
-        if self.plan is not None:
-            self.plan.progress.outdated = True
-            if not self.plan.counted:
-                self.blocks.release(self.plan.allocated)
-        self.plan = None
-
     def extend(
-        self, who: str, rows: list[Row], lengths: list[int], added: list[int]
-    ) -> tuple[list[PlannedRow], list[int], list[int]]:
-        """Truncate rows immediately, and allocate the blocks for their new tokens. The previous step is dropped.
+        self,
+        who: str,
+        numbers: list[int],
+        *,
+        lengths: list[int],
+        starts: list[int],
+        added: list[int],
+        following: list[int],
+        progress: Progress,
+    ) -> Plan:
+        """Truncate rows immediately, and plan their new tokens. The previous step is dropped.
 
         Args:
             who: name of the caller in the message.
-            rows: the rows.
-            lengths: number of tokens that each row keeps.
+            numbers: numbers of the rows.
+            lengths, starts: number of tokens that each row keeps, and the position at which it continues.
             added: number of new tokens of each row.
-
-        Returns:
-            Three lists: the planned state of each row, in which the caller must set the position; the allocated blocks;
-            and the shared blocks that were copied.
+            following: position of the next token of each row after the step.
+            progress: state of the forward pass.
 
         Raises:
             RopeError: there are not enough free blocks. Nothing has changed then.
         """
-        kept = [row.blocks[: self.block_count(n) - row.skipped] for row, n in zip(rows, lengths, strict=True)]
+        rows, size = self.get(numbers), self.block_size
+        kept = [
+            row.blocks if n == row.length else row.blocks[: self.block_count(n) - row.skipped]
+            for row, n in zip(rows, lengths, strict=True)
+        ]
         dropped = Counter(block for row, blocks in zip(rows, kept, strict=True) for block in row.blocks[len(blocks) :])
-        needs: list[tuple[int, bool]] = []  # number of new blocks, and whether the last old block is copied
+        needs: list[tuple[int, bool]] = []  # number of new blocks, and whether the last old one is partial and shared
+        needed = 0
         for row, blocks, length, more in zip(rows, kept, lengths, added, strict=True):
-            writes = more > 0 and length % self.block_size > 0
-            shared = writes and self.blocks.holders(blocks[-1]) - dropped[blocks[-1]] > 1
+            shared = length % size > 0 and self.blocks.holders(blocks[-1]) - dropped[blocks[-1]] > 1
             needs.append((self.block_count(length + more) - row.skipped - len(blocks), shared))
-        needed = sum(count + copied for count, copied in needs)
+            needed += needs[-1][0] + (shared and more > 0)
         paged_checks.check_free_blocks(who, needed, self.available() + self.blocks.freed_by(dropped))
-        self.invalidate_plan()
-        self.blocks.release(dropped.elements())
-        planned, allocated, replaced, copies, unused_slots = [], [], [], [], []
-        for row, blocks, length, more, (count, copied) in zip(rows, kept, lengths, added, needs, strict=True):
-            row.blocks, row.length = blocks, length
-            new = self.blocks.allocate(count + copied)
-            allocated += new
-            if copied:
-                replaced.append(blocks[-1])
-                copies.append(new[0])
-                blocks = blocks[:-1]
-            planned.append(PlannedRow(row, blocks + new, length + more, row.position))
-            filled = (length + more) % self.block_size
-            unused_slots += [(new[-1], place) for place in range(filled, self.block_size)] if new and filled else []
-        self.copy(replaced, copies)
-        self._clear(unused_slots)
-        return planned, allocated, replaced
+        truncated, plan, copies = {}, Plan(progress, {}, [], []), []
+        used: list[tuple[int, int]] = []  # the last blocks of each row, and the number of slots that its tokens use
+        with self._changing():
+            self._release_plan()
+            self.blocks.release(dropped.elements())
+            for i, (row, blocks, (count, shared)) in enumerate(zip(rows, kept, needs, strict=True)):
+                copied = shared and added[i] > 0
+                if lengths[i] != row.length or starts[i] != row.position:
+                    truncated[numbers[i]] = Row(blocks, row.skipped, lengths[i], starts[i])
+                new = self.blocks.allocate(count + copied)
+                plan.allocated.extend(new)
+                if copied:
+                    plan.replaced.append(blocks[-1])
+                    copies.append(new[0])
+                    blocks = blocks[:-1]
+                first, blocks, total = max(0, len(blocks) - 1), blocks + new, lengths[i] + added[i]
+                plan.rows[numbers[i]] = Row(blocks, row.skipped, total, following[i])
+                if blocks and (copied or not shared):
+                    used += [(block, size) for block in blocks[first:-1]]
+                    used.append((blocks[-1], (total - 1) % size + 1))
+            self._state = {**self.by_number, **truncated}, plan
+        self.copy(plan.replaced, copies)
+        self._clear([(block, place) for block, end in used for place in range(end, self.blocks.written[block])])
+        for block, end in used:
+            self.blocks.written[block] = end
+        return plan
 
     def copy(self, old: list[int], new: list[int]) -> None:
         """Copy each block in `old` to the block at the same index in `new`, in all pools."""
-        if not old:
-            return
-        for pool in self._pools:
-            source, target = (torch.tensor(numbers, device=pool.device) for numbers in (old, new))
-            pool.index_copy_(0, target, pool.index_select(0, source))
+        self._on_each_pool(old, new, lambda pool, old, new: pool.index_copy_(0, new, pool.index_select(0, old)))
 
     def _clear(self, slots: list[tuple[int, int]]) -> None:
-        """Zero the slots of new blocks that will hold no token, because a previous row may have left NaN there.
+        """Zero slots, given by block and place, that hold no token of the rows that attention reads.
 
-        A mask would not help: the attention weight of such a key is 0, and 0 · NaN is NaN.
+        A token that was dropped, or a previous row, may have left NaN there. A mask would not help: the attention
+        weight of such a key is 0, and 0 · NaN is NaN.
         """
-        if not slots:
+        blocks, places = [block for block, _ in slots], [place for _, place in slots]
+        self._on_each_pool(
+            blocks, places, lambda pool, block, place: pool.index_put_((block, place), pool.new_zeros(()))
+        )
+
+    def _on_each_pool(
+        self, first: list[int], second: list[int], change: Callable[[Tensor, Tensor, Tensor], object]
+    ) -> None:
+        """Call `change` with each pool and both lists as tensors on its device, unless the lists are empty."""
+        if not first:
             return
+        host = torch.tensor([first, second])
+        there = host.to(self._pools[0].device)
         for pool in self._pools:
-            block, place = torch.tensor(slots, device=pool.device).T
-            pool.index_put_((block, place), torch.zeros((), dtype=pool.dtype, device=pool.device))
+            change(pool, *(host if pool is self.key_positions else there))
+
+    def _release_plan(self) -> None:
+        """Mark the newest step as outdated. Free its blocks unless its tokens have been counted."""
+        if self.plan is not None:
+            self.plan.progress.outdated = True
+            if not self.plan.counted:
+                self.blocks.release(self.plan.allocated)

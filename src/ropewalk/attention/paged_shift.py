@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.attention import paged_checks
-from ropewalk.attention.paged_rows import Row, Rows
+from ropewalk.attention.paged_rows import Rows
 from ropewalk.rope import Rope
 from ropewalk.rotation.api import Rotation
 
@@ -20,13 +20,13 @@ class Move:
 
     block: int
     delta: int
-    rows: list[Row]
+    rows: list[int]
     copied: bool
 
 
 def shift(
     rows: Rows,
-    moved: list[Row],
+    numbers: list[int],
     deltas: list[int],
     keys: list[Tensor],
     ropes: Sequence[Rope | None],
@@ -37,8 +37,8 @@ def shift(
 
     Args:
         rows: all rows of the cache.
-        moved: the rows that move.
-        deltas: distance of each moved row.
+        numbers: numbers of the rows that move.
+        deltas: distance of each of these rows.
         keys: keys of each layer, `[blocks, block_size, kv_heads, head_dim]`.
         ropes: rope of each layer, None if it does not rotate.
         uniform: whether all deltas are equal.
@@ -46,36 +46,36 @@ def shift(
     Raises:
         RopeError: there are not enough free blocks for the copies. Nothing has changed then.
     """
-    moves = _plan_moves(rows, moved, deltas)
-    paged_checks.check_free_blocks("PagedKVCache.shift", sum(move.copied for move in moves), rows.available())
+    moves = _plan_moves(rows, numbers, deltas)
+    copied = [move for move in moves if move.copied]
+    paged_checks.check_free_blocks("PagedKVCache.shift", len(copied), rows.available())
     distinct = {rope for rope in ropes if rope is not None} if moves else set()
     # All rotations are computed before any key changes.
     rotations = {rope: _rotation(rope, moves, keys[0], uniform=uniform) for rope in distinct}
-    rows.invalidate_plan()
-    for row, delta in zip(moved, deltas, strict=True):
-        row.position += delta
+    copies = rows.move(dict(zip(numbers, deltas, strict=True)), [(move.block, move.rows) for move in copied])
+    for move, block in zip(copied, copies, strict=True):
+        move.block = block
     if not moves:
         return
-    _copy_shared(rows, moves)
-    numbers = torch.tensor([move.block for move in moves])
-    rows.key_positions[numbers] += torch.tensor([[move.delta] for move in moves])
+    blocks_moved = torch.tensor([move.block for move in moves])
+    rows.key_positions[blocks_moved] += torch.tensor([[move.delta] for move in moves])
     for pool, rope in zip(keys, ropes, strict=True):
         if rope is not None:
-            blocks = numbers.to(pool.device)
+            blocks = blocks_moved.to(pool.device)
             rotated = pool.index_select(0, blocks)
             rotations[rope].apply_(rotated, layout="bshd")
             pool.index_copy_(0, blocks, rotated)
 
 
-def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
+def _plan_moves(rows: Rows, numbers: list[int], deltas: list[int]) -> list[Move]:
     """Group the moves by block and distance.
 
     A block is copied if it also belongs to a row that moves by another distance or not at all.
     """
-    by_block: dict[int, dict[int, list[Row]]] = {}
-    for row, delta in zip(moved, deltas, strict=True):
-        for block in row.blocks:
-            by_block.setdefault(block, {}).setdefault(delta, []).append(row)
+    by_block: dict[int, dict[int, list[int]]] = {}
+    for number, delta in zip(numbers, deltas, strict=True):
+        for block in rows.by_number[number].blocks:
+            by_block.setdefault(block, {}).setdefault(delta, []).append(number)
     moves = []
     for block, by_delta in by_block.items():
         needs_copy = 0 in by_delta or rows.blocks.holders(block) > sum(len(group) for group in by_delta.values())
@@ -84,19 +84,6 @@ def _plan_moves(rows: Rows, moved: list[Row], deltas: list[int]) -> list[Move]:
                 moves.append(Move(block, delta, group, copied=needs_copy))
                 needs_copy = True
     return moves
-
-
-def _copy_shared(rows: Rows, moves: list[Move]) -> None:
-    """Copy the block of each move that is marked `copied`, and replace it by the copy in the rows of the move."""
-    copied = [move for move in moves if move.copied]
-    new = rows.blocks.allocate(len(copied))
-    rows.copy([move.block for move in copied], new)
-    for move, block in zip(copied, new, strict=True):
-        for row in move.rows:
-            row.blocks[row.blocks.index(move.block)] = block
-        rows.blocks.add_holder([block] * (len(move.rows) - 1))
-        rows.blocks.release([move.block] * len(move.rows))
-        move.block = block
 
 
 def _rotation(rope: Rope, moves: list[Move], keys: Tensor, *, uniform: bool) -> Rotation:

@@ -15,7 +15,7 @@ from ropewalk.attention import paged_flex
 from ropewalk.attention.attend import rotate_and_attend
 from ropewalk.attention.cache_step import CacheStep, Progress
 from ropewalk.attention.layer_cache import LayerCache
-from ropewalk.attention.paged_rows import PlannedRow, Rows
+from ropewalk.attention.paged_rows import Row, Rows
 from ropewalk.attention.slots import EMPTY
 from ropewalk.attention.two_pass import TwoPass
 from ropewalk.rotation.api import Rotation
@@ -85,7 +85,7 @@ class PagedStep(CacheStep):
         self,
         cache: Pools,
         numbers: list[int],
-        planned: list[PlannedRow],
+        planned: list[Row],
         *,
         positions: Tensor,
         order: Tensor,
@@ -97,9 +97,9 @@ class PagedStep(CacheStep):
         self.rows = list(numbers)
         self._paged_cache, self._cache, self._progress = cache, cast(Any, cache), progress
         self._valid_rotation = None
-        skipped = [plan.row.skipped * size for plan in planned]
-        self._token_counts = [plan.length - before for plan, before in zip(planned, skipped, strict=True)]
-        self._blocks = [plan.blocks for plan in planned]
+        skipped = [row.skipped * size for row in planned]
+        self._token_counts = [row.length - before for row, before in zip(planned, skipped, strict=True)]
+        self._blocks = [row.blocks for row in planned]
         most = max(1, *map(len, self._blocks))
         # Padded with a block of the same row, so that no block of another row is read.
         table = torch.tensor([blocks + (blocks[-1:] or [0]) * (most - len(blocks)) for blocks in self._blocks])

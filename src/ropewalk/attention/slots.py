@@ -99,6 +99,18 @@ class Slots:
         return lengths[1] == 0 and seq <= self.ring if concatenates else seq in (1, lengths[1])
 
 
+def clear_slots(tensors: Sequence[Tensor], slots: Tensor) -> None:
+    """Fill some slots of each row with zeros, for the same reason as `clear`.
+
+    Args:
+        tensors: as for `clear`.
+        slots: int64 `[batch, seq]`.
+    """
+    row = torch.arange(slots.shape[0], device=slots.device)[:, None]
+    for tensor in tensors:
+        tensor.index_put_((row, slots), tensor.new_zeros(()))
+
+
 def clear(tensors: Sequence[Tensor], begin: Tensor, end: Tensor) -> None:
     """Fill the dropped slots of each row, from begin up to end, with zeros.
 
