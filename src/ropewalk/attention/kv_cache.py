@@ -149,10 +149,10 @@ class KVCache:
 
         Raises:
             RopeError: a shape or dtype does not match, or a position is out of range; at is combined with a window, or
-                positions with sinks; only some layers appended in the previous step (see `rollback`); or the cache is full. A full cache is detected
-                only on the CPU outside torch.compile, because reading lengths would synchronize other devices. Where it
-                is not detected, tokens beyond capacity are not kept and their outputs are wrong; check
-                `(cache.length > cache.capacity).any()`.
+                positions with sinks; only some layers appended in the previous step (see `rollback`); or the cache is
+                full. A full cache is detected only on the CPU outside torch.compile, because reading lengths would
+                synchronize other devices. Where it is not detected, tokens beyond capacity are not kept and their
+                outputs are wrong; check `(cache.length > cache.capacity).any()`.
         """
         previous = self._check_finished("KVCache.step")
         real = cache_checks.real_tokens(seq, attention_mask, self.length)

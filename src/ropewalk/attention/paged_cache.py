@@ -258,8 +258,8 @@ class PagedKVCache:
 
         Raises:
             RopeError: there is no such row, or no row at all; a shape, dtype or position does not match, or at is
-                combined with a window; only some layers appended in the previous step (see `rollback`); or there are not enough free
-                blocks. Nothing has changed then. All of these are detected on every device.
+                combined with a window; only some layers appended in the previous step (see `rollback`); or there are
+                not enough free blocks. Nothing has changed then. All of these are detected on every device.
         """
         who = f"{_NAME}.step"
         numbers = self._rows.select(who, rows)
