@@ -257,8 +257,8 @@ class Requests:
                 k, v = (pool[i][blocks].flatten(0, 1)[: len(wanted)] for pool in (cache.keys, cache.values))
                 torch.testing.assert_close(k, torch.stack([t.k[i] for t in wanted]), rtol=0, atol=3e-14)
                 assert torch.equal(v, torch.stack([t.v[i] for t in wanted]))
-        open_step = cache._rows.plan
-        taken = set(open_step.allocated) if open_step is not None and not open_step.counted else set()
+        open_plan = cache._rows.open_plan
+        taken = set(open_plan.allocated) if open_plan is not None else set()
         assert not held & taken
         free = cache._rows.blocks._free
         assert len(set(free)) == len(free) == cache.free_blocks

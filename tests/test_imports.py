@@ -254,7 +254,7 @@ def test_loaded_modules_are_detected() -> None:
 # and the commit that raises it explains it.
 BUDGET = {
     "": 2795,
-    "attention": 3460,
+    "attention": 3470,
     "checkpoints": 2050,
     "configs": 7120,
     "conformance": 3040,

@@ -25,13 +25,11 @@ def check_size(who: str, capacity: int | None, window: int | None, sinks: int) -
 MAX_LAYERS = 65_536
 """Far above any model. It keeps a wrong number from filling the memory."""
 
-MAX_POSITION = 2**31
-
 
 def check_positions(who: str, positions: Tensor) -> None:
     """Raise if a position is not in ±2³¹, where `read_range` can read it. So sums of positions cannot overflow."""
     bounds = read_range(positions)
-    if bounds is not None and max(-bounds[0], bounds[1]) > MAX_POSITION:
+    if bounds is not None and max(-bounds[0], bounds[1]) > 2**31:
         got = f"positions from {bounds[0]} to {bounds[1]}"
         raise _checks.error(who, "every position must stay within ±2**31", got, "Pass numbers in this range.")
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -40,14 +39,12 @@ class Plan(NamedTuple):
         rows: state of the rows of the step after it, by number.
         allocated: blocks allocated for the step, which the plan holds until the tokens are counted.
         replaced: shared blocks that were copied for a row. Each loses a holder once the tokens are counted.
-        counted: whether the tokens have been counted.
     """
 
     progress: Progress
     rows: dict[int, Row]
     allocated: list[int]
     replaced: list[int]
-    counted: bool = False
 
 
 class Rows:
@@ -71,8 +68,11 @@ class Rows:
         self.next_number = 0
         self.key_positions = torch.zeros(count, self.block_size, dtype=torch.int64)
         self._pools = [*pools, self.key_positions]
-        self._state: tuple[dict[int, Row], Plan | None] = ({}, None)
-        self._interrupted = False  # whether the counts of `blocks` may differ from `_state`
+        # The rows, the plan, and whether its tokens have been counted. A change replaces them in one assignment. During
+        # the change, `_changing` is True, because the counts of `blocks` may differ. If an exception interrupts it
+        # (Ctrl-C, no memory), `settle` counts the blocks again.
+        self._state: tuple[dict[int, Row], Plan | None, bool] = ({}, None, False)
+        self._changing = False
 
     @property
     def by_number(self) -> dict[int, Row]:
@@ -84,22 +84,19 @@ class Rows:
         """Changes of the newest step. None if there is no step or the newest one is outdated."""
         return self._state[1]
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Change `_state`, in one assignment, and the counts of `blocks`.
-
-        An exception can interrupt the change anywhere (Ctrl-C, no memory). `settle` then counts the blocks again.
-        """
-        self._interrupted = True
-        yield
-        self._interrupted = False
+    @property
+    def open_plan(self) -> Plan | None:
+        """The plan, if its tokens have not been counted."""
+        _, plan, counted = self._state
+        return None if counted else plan
 
     def replace(self, rows: dict[int, Row], *, released: Iterable[int] = ()) -> None:
         """Replace all rows, and drop the newest step. Each block in `released` loses a holder among the rows."""
-        with self._changing():
-            self._release_plan()
-            self._state = rows, None
-            self.blocks.release(released)
+        self._changing = True
+        self._release_plan()
+        self._state = rows, None, False
+        self.blocks.release(released)
+        self._changing = False
 
     def drop_step(self) -> None:
         """Mark the newest step as outdated, and free its blocks unless its tokens have been counted."""
@@ -108,9 +105,11 @@ class Rows:
     def add(self, row: Row) -> int:
         """Add a row, which becomes a holder of its blocks, and return its number."""
         number, self.next_number = self.next_number, self.next_number + 1
-        with self._changing():
-            self._state = {**self.by_number, number: row}, self.plan
-            self.blocks.add_holder(row.blocks)
+        self._changing = True
+        rows, plan, counted = self._state
+        self._state = {**rows, number: row}, plan, counted
+        self.blocks.add_holder(row.blocks)
+        self._changing = False
         return number
 
     def move(self, deltas: dict[int, int], copied: list[tuple[int, list[int]]]) -> list[int]:
@@ -123,21 +122,22 @@ class Rows:
         Returns:
             The copies.
         """
-        with self._changing():
-            self._release_plan()
-            copies = self.blocks.allocate(len(copied))
-            instead: dict[int, dict[int, int]] = {number: {} for number in deltas}
-            for (block, numbers), copy in zip(copied, copies, strict=True):
-                self.blocks.add_holder([copy] * (len(numbers) - 1))
-                self.blocks.release([block] * len(numbers))
-                for number in numbers:
-                    instead[number][block] = copy
-            moved = {}
-            for number, delta in deltas.items():
-                row, new = self.by_number[number], instead[number]
-                blocks = [new.get(block, block) for block in row.blocks]
-                moved[number] = row._replace(blocks=blocks, position=row.position + delta)
-            self._state = {**self.by_number, **moved}, None
+        self._changing = True
+        self._release_plan()
+        copies = self.blocks.allocate(len(copied))
+        instead: dict[int, dict[int, int]] = {number: {} for number in deltas}
+        for (block, numbers), copy in zip(copied, copies, strict=True):
+            self.blocks.add_holder([copy] * (len(numbers) - 1))
+            self.blocks.release([block] * len(numbers))
+            for number in numbers:
+                instead[number][block] = copy
+        moved = {}
+        for number, delta in deltas.items():
+            row, new = self.by_number[number], instead[number]
+            blocks = [new.get(block, block) for block in row.blocks]
+            moved[number] = row._replace(blocks=blocks, position=row.position + delta)
+        self._state = {**self.by_number, **moved}, None, False
+        self._changing = False
         self.copy([block for block, _ in copied], copies)
         return copies
 
@@ -170,38 +170,39 @@ class Rows:
     def available(self) -> int:
         """Return the number of blocks that are free once the newest step is dropped."""
         self.settle()
-        return self.blocks.free + (len(self.plan.allocated) if self.plan is not None and not self.plan.counted else 0)
+        plan = self.open_plan
+        return self.blocks.free + (0 if plan is None else len(plan.allocated))
 
     def settle(self) -> None:
         """Count the tokens of the newest step if all layers have stored them.
 
         The last layer does not do this, because it may be compiled, and the state of the rows is plain Python.
         """
-        plan = self.plan
-        if self._interrupted:
-            held = [row.blocks for row in self.by_number.values()]
-            held += [plan.allocated] if plan is not None and not plan.counted else []
+        plan = self.open_plan
+        if self._changing:
+            held = [row.blocks for row in self.by_number.values()] + ([] if plan is None else [plan.allocated])
             self.blocks.recount(chain.from_iterable(held))
-            self._interrupted = False
-        if plan is None or plan.counted or not plan.progress.complete:
+            self._changing = False
+        if plan is None or not plan.progress.complete:
             return
-        rows, released = dict(plan.rows), list(plan.replaced)
+        rows, released = {**self.by_number, **plan.rows}, list(plan.replaced)
         if self.window is not None:  # the next token attends to itself and the previous window - 1 tokens
             for number, row in plan.rows.items():
                 unseen = max(0, row.length - self.window + 1) // self.block_size - row.skipped
                 released += row.blocks[:unseen]
                 rows[number] = row._replace(blocks=row.blocks[unseen:], skipped=row.skipped + unseen)
-        with self._changing():
-            self._state = {**self.by_number, **rows}, plan._replace(counted=True)
-            self.blocks.release(released)
+        self._changing = True
+        self._state = rows, plan, True
+        self.blocks.release(released)
+        self._changing = False
 
     def check_finished(self, who: str) -> Plan | None:
         """Return the plan of the newest step, or None if no layer has stored tokens. Raise if only some have."""
         self.settle()
-        if self.plan is None:
-            return None
-        self.plan.progress.check_complete(who)
-        return self.plan if self.plan.counted else None
+        _, plan, counted = self._state
+        if plan is not None:
+            plan.progress.check_complete(who)
+        return plan if counted else None
 
     def extend(
         self,
@@ -241,30 +242,40 @@ class Rows:
             needed += needs[-1][0] + (shared and more > 0)
         paged_checks.check_free_blocks(who, needed, self.available() + self.blocks.freed_by(dropped))
         truncated, plan, copies = {}, Plan(progress, {}, [], []), []
-        used: list[tuple[int, int]] = []  # the last blocks of each row, and the number of slots that its tokens use
-        with self._changing():
-            self._release_plan()
-            self.blocks.release(dropped.elements())
-            for i, (row, blocks, (count, shared)) in enumerate(zip(rows, kept, needs, strict=True)):
-                copied = shared and added[i] > 0
-                if lengths[i] != row.length or starts[i] != row.position:
-                    truncated[numbers[i]] = Row(blocks, row.skipped, lengths[i], starts[i])
+        written, stale = self.blocks.written, {}  # the slots of each block that tokens use, if more have been written
+        self._changing = True
+        self._release_plan()
+        self.blocks.release(dropped.elements())
+        for number, row, blocks, (count, shared), length, start, more, position in zip(
+            numbers, rows, kept, needs, lengths, starts, added, following, strict=True
+        ):
+            if length != row.length or start != row.position:
+                truncated[number] = Row(blocks, row.skipped, length, start)
+            copied = shared and more > 0
+            if count or copied:
                 new = self.blocks.allocate(count + copied)
                 plan.allocated.extend(new)
                 if copied:
                     plan.replaced.append(blocks[-1])
                     copies.append(new[0])
                     blocks = blocks[:-1]
-                first, blocks, total = max(0, len(blocks) - 1), blocks + new, lengths[i] + added[i]
-                plan.rows[numbers[i]] = Row(blocks, row.skipped, total, following[i])
-                if blocks and (copied or not shared):
-                    used += [(block, size) for block in blocks[first:-1]]
-                    used.append((blocks[-1], (total - 1) % size + 1))
-            self._state = {**self.by_number, **truncated}, plan
+                for block in blocks[-1:]:
+                    written[block] = size
+                blocks = blocks + new
+            plan.rows[number] = Row(blocks, row.skipped, length + more, position)
+            if blocks and (copied or not shared):
+                used = (length + more - 1) % size + 1
+                if written[blocks[-1]] > used:
+                    stale[blocks[-1]] = used
+                else:
+                    written[blocks[-1]] = used
+        self._state = {**self.by_number, **truncated}, plan, False
+        self._changing = False
         self.copy(plan.replaced, copies)
-        self._clear([(block, place) for block, end in used for place in range(end, self.blocks.written[block])])
-        for block, end in used:
-            self.blocks.written[block] = end
+        if stale:
+            self._clear([(block, place) for block, used in stale.items() for place in range(used, written[block])])
+            for block, used in stale.items():
+                written[block] = used
         return plan
 
     def copy(self, old: list[int], new: list[int]) -> None:
@@ -277,13 +288,13 @@ class Rows:
         A token that was dropped, or a previous row, may have left NaN there. A mask would not help: the attention
         weight of such a key is 0, and 0 · NaN is NaN.
         """
-        blocks, places = [block for block, _ in slots], [place for _, place in slots]
+        blocks, places = zip(*slots, strict=True)
         self._on_each_pool(
             blocks, places, lambda pool, block, place: pool.index_put_((block, place), pool.new_zeros(()))
         )
 
     def _on_each_pool(
-        self, first: list[int], second: list[int], change: Callable[[Tensor, Tensor, Tensor], object]
+        self, first: Sequence[int], second: Sequence[int], change: Callable[[Tensor, Tensor, Tensor], object]
     ) -> None:
         """Call `change` with each pool and both lists as tensors on its device, unless the lists are empty."""
         if not first:
@@ -297,5 +308,5 @@ class Rows:
         """Mark the newest step as outdated. Free its blocks unless its tokens have been counted."""
         if self.plan is not None:
             self.plan.progress.outdated = True
-            if not self.plan.counted:
+            if self.open_plan is not None:
                 self.blocks.release(self.plan.allocated)
