@@ -465,7 +465,7 @@ MUTANTS = [
     Mutant("shared block written", "attention/paged_rows.py", "shared = length % size > 0 and self.blocks.holders(blocks[-1]) - dropped[blocks[-1]] > 1", "shared = False"),
     Mutant("replaced block kept", "attention/paged_rows.py", "**plan.rows}, list(plan.replaced)", "**plan.rows}, []"),
     Mutant("dropped step keeps its blocks", "attention/paged_rows.py", "self.blocks.release(self.plan.allocated)", "pass"),
-    Mutant("paged: NaN of dropped tokens kept", "attention/paged_rows.py", "range(used, written[block])", "range(0)"),
+    Mutant("paged: NaN of dropped tokens kept", "attention/paged_rows.py", "        if stale:\n", "        if False:\n"),
     Mutant("paged: NaN of the owner before kept", "attention/blocks.py", "            self.written[block] = self._size\n", "            pass\n"),
     Mutant("paged: interrupted counts kept", "attention/paged_rows.py", "        if self._changing:\n", "        if False:\n"),
     Mutant("positions beyond their range", "attention/cache_checks.py", "max(-bounds[0], bounds[1]) > 2**31", "False"),

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, check, expected, shape, unchanged
+import oracle
+from kernel_cases import DTYPES, LAYOUTS, PAIRINGS, as_bshd, check, expected, shape, unchanged
 from ropewalk import Rope, RopeError, Rotation
 from ropewalk.kernels import cpu
 from ropewalk.rotation.api import restore
@@ -50,8 +51,12 @@ class Guarded:
         return unchanged(now, self.before)
 
 
-def tables(random: random.Random, batch: int, seq: int, pairs: int, layout: str) -> tuple[Tensor, Tensor]:
-    axes = [(pairs,), (seq, pairs), (1, seq, pairs), (batch, seq, pairs)]
+def tables(
+    random: random.Random, batch: int, seq: int, pairs: int, layout: str, heads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    axes: list[tuple[int, ...]] = [(pairs,), (seq, pairs), (1, seq, pairs), (batch, seq, pairs)]
+    if heads is not None:
+        axes = [(heads, seq, pairs), (heads, seq, pairs), (1, heads, seq, pairs), (batch, heads, seq, pairs)]
     size = random.choice(axes[:2] if layout == "thd" else axes)
     dtype = random.choice((torch.float32, torch.float64))
     cos, sin = (torch.randn((*size[:-1], 2 * size[-1]), dtype=dtype)[..., :: random.choice((1, 2))] for _ in range(2))
@@ -59,16 +64,17 @@ def tables(random: random.Random, batch: int, seq: int, pairs: int, layout: str)
 
 
 def fit(random: random.Random) -> tuple[Rotation, list[Guarded], str]:
-    """Return a rotation, one or two tensors that match it, and their layout."""
+    """Return a rotation, one or two tensors that match it, and their layout. Some have as many rows as heads."""
     layout, pairing = random.choice(LAYOUTS), random.choice(PAIRINGS)
     batch, seq, pairs = random.choice((1, 2, 3)), random.choice((0, 1, 1, 2, 7)), random.choice((1, 2, 3, 4, 8, 17, 32))
     offset, rest = random.choice((0, 0, 1, 5)), random.choice((0, 0, 1, 6))
-    cos, sin = tables(random, batch, seq, pairs, layout)
+    heads = random.choice((1, 2, 3, 5)) if random.random() < 0.3 else None  # each with its own table
+    cos, sin = tables(random, batch, seq, pairs, layout, heads)
     head_dim = offset + 2 * pairs + rest
-    rotation = Rotation(cos, sin, pairing=pairing, head_dim=head_dim, rotary_offset=offset)
+    rotation = Rotation(cos, sin, pairing=pairing, head_dim=head_dim, rotary_offset=offset, per_head=heads is not None)
     dtypes = [random.choice(DTYPES)] * 2 if random.random() < 0.8 else random.sample(DTYPES, 2)
     guarded = [
-        Guarded(random, shape(layout, batch, seq, random.choice((0, 1, 2, 5)), head_dim), dtype)
+        Guarded(random, shape(layout, batch, seq, heads or random.choice((0, 1, 2, 5)), head_dim), dtype)
         for dtype in dtypes[: random.choice((1, 2))]
     ]
     return rotation, guarded, layout
@@ -80,7 +86,9 @@ def in_memory(t: Tensor) -> Tensor:
 
 
 def exact(rotation: Rotation, x: Tensor, layout: str, inverse: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    cos, sin = in_memory(rotation.cos), in_memory(rotation.sin)
+    cos, sin = in_memory(rotation.cos.detach()), in_memory(rotation.sin.detach())
+    if rotation.per_head and cos.ndim == 3:
+        cos, sin = cos[None], sin[None]
     return expected(x, cos, sin, layout, rotation.pairing, rotation.rotary_offset, inverse)
 
 
@@ -90,8 +98,32 @@ def is_right(rotation: Rotation, results: Any, wanted: list[tuple[np.ndarray, np
         check(y, value, size, layout, rotation, flushed=y.dtype == torch.bfloat16)
 
 
+def check_table_gradients(
+    rotation: Rotation, tensors: list[Tensor], grads: list[Tensor], found: tuple[Tensor, ...], layout: str
+) -> None:
+    """Compare the gradients of cos and sin with the oracle, up to the rounding of each term and of their sum."""
+    rows = [[as_bshd(y, layout)[..., None, :] for y in (x, grad)] for x, grad in zip(tensors, grads, strict=True)]
+    pairs, unit = rotation.cos.shape[-1], torch.finfo(torch.float32).eps
+    parts = [oracle.table_gradient(*one, pairs, rotation.pairing, rotation.rotary_offset) for one in rows]
+    for table, got, which in zip((rotation.cos, rotation.sin), found, (0, 1), strict=True):
+        wanted, size, count = np.zeros(table.shape), np.zeros(table.shape), 1
+        for *of_tables, terms in parts:
+            for total, part in ((wanted, of_tables[which]), (size, terms)):  # [batch, seq, heads, pairs]
+                if rotation.per_head:
+                    part = part.transpose(0, 2, 1, 3)
+                    part = part if table.ndim == 4 else part.sum(0)
+                else:
+                    part = part.sum(2)
+                    part = part.sum((0, 1)) if table.ndim == 1 else part.sum(0) if table.ndim == 2 else part
+                total += part.sum(0, keepdims=True) if part.ndim == table.ndim and table.shape[0] == 1 else part
+            count += terms.size // pairs
+        assert got.dtype == table.dtype
+        error = abs(got.double().numpy() - wanted)
+        assert (error <= count * unit * size + 1e-30).all(), f"{rotation}: gradient off by {error.max()}"
+
+
 def fitting(random: random.Random) -> str:
-    """Check valid calls: into new tensors, in place, and the gradients of both."""
+    """Check valid calls: into new tensors, in place, and the gradients of both, also those of trained tables."""
     rotation, guarded, layout = fit(random)
     tensors = [g.x for g in guarded]
     wanted = [exact(rotation, x, layout) for x in tensors]
@@ -103,6 +135,9 @@ def fitting(random: random.Random) -> str:
         rotation.apply_(*tensors, layout=layout)
         is_right(rotation, tensors, wanted, layout)
     else:
+        trained = random.random() < 0.5
+        if trained:
+            rotation = pytree.tree_map(lambda table: table.clone().requires_grad_(), rotation)
         leaves = [x.clone().requires_grad_() for x in tensors]
         results = [x * 1 for x in leaves]
         if way == "backward":
@@ -113,7 +148,11 @@ def fitting(random: random.Random) -> str:
         is_right(rotation, [y.detach() for y in results], wanted, layout)
         grads = [torch.randn(y.shape).to(y.dtype) for y in results]
         of_grads = [exact(rotation, g, layout, inverse=True) for g in grads]
-        is_right(rotation, torch.autograd.grad(results, leaves, grads), of_grads, layout)
+        found = torch.autograd.grad(results, [*leaves, *((rotation.cos, rotation.sin) if trained else ())], grads)
+        is_right(rotation, found[: len(leaves)], of_grads, layout)
+        if trained:
+            check_table_gradients(rotation, tensors, grads, found[len(leaves) :], layout)
+            way += ", trained"
     assert all(g.only_x_changed() for g in guarded)
     return way
 
