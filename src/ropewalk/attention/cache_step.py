@@ -42,7 +42,7 @@ class LayerProgress:
 
 
 class Progress:
-    """The state of one forward pass, in plain Python. Nothing here is read from a device.
+    """The state of one forward pass, in plain Python except for `slots`. Nothing here is read from a device.
 
     The cache and the step share this object. It refers to neither, so no reference cycle keeps their memory alive. Each
     layer has its own `LayerProgress`, so code that was compiled for one layer serves every layer.
