@@ -213,8 +213,10 @@ class PagedKVCache:
         chosen = self._rows.select(f"{_NAME}.free", rows)
         self._rows.check_finished(f"{_NAME}.free")
         released = [block for row in self._rows.get(chosen) for block in row.blocks]
-        kept = {number: row for number, row in self._rows.by_number.items() if number not in chosen}
-        self._rows.replace(kept, released=released)
+        rows_left = dict(self._rows.by_number)
+        for number in chosen:
+            del rows_left[number]
+        self._rows.replace(rows_left, released=released)
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Drop all tokens of the given rows and free their blocks, except for those shared with other rows.
