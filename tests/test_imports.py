@@ -253,7 +253,7 @@ def test_loaded_modules_are_detected() -> None:
 # Lines of Python that each package may have; "" is the files outside of every package. To raise a number is a decision,
 # and the commit that raises it explains it.
 BUDGET = {
-    "": 2795,
+    "": 2820,
     "attention": 3470,
     "checkpoints": 2050,
     "configs": 7120,

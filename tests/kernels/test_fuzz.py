@@ -334,7 +334,7 @@ def test_every_outcome_is_right_or_a_rope_error() -> None:
     for n, level in enumerate(levels or ["none"]):
         if levels:
             cpu._cpu.use_level(level)
-        counted = cases(1000 * n, 300)
+        counted = cases(1000 * n, 400)
         for kind in ("pytrees", "pickles", "operators", "angles"):
             assert counted[kind, "refused"] > 5, counted
             assert counted[kind, "right"] > 2, counted
