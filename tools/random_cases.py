@@ -51,6 +51,7 @@ from ropewalk import Axes, PagedKVCache, QKNorm, Rope, Rotation, rotate_and_stor
 
 Draw = random.Random
 EPS = 1e-5
+BLOCKS = 144  # 5 rows of up to 24 tokens, one token in a block, and copies of shared blocks
 
 
 # ---- rotations
@@ -303,7 +304,7 @@ class Episode:
         self.texts: dict[int, Text] = {}
         if paged:
             options: Any = {name: n for name, n in size.items() if name == "window"}
-            shape = {"blocks": 60, "block_size": draw.choice((1, 3, 4, 16)), "layout": draw.choice(("NHD", "HND"))}
+            shape = {"blocks": BLOCKS, "block_size": draw.choice((1, 3, 4, 16)), "layout": draw.choice(("NHD", "HND"))}
             self.cache: Any = PagedKVCache(LAYERS, KV_HEADS, HEAD_DIM, dtype=torch.float64, **shape, **options)
             for pool in (*self.cache.keys, *self.cache.values):
                 pool.fill_(torch.nan)  # slots that were never written must not be read
@@ -327,7 +328,7 @@ class Episode:
             text.check(self.rotary, self.size)
         if self.paged:
             self.cache.free(self.cache.rows)
-            assert self.cache.free_blocks == 60
+            assert self.cache.free_blocks == BLOCKS
 
     def chosen(self) -> dict[str, Any]:
         """Return the rows of the next step: of a paged cache, some of them in any order."""
