@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernel_cases import PAIRINGS
+from kernel_cases import DTYPES, PAIRINGS
 from ropewalk.kernels import gpu, gpu_step
 
 triton = pytest.importorskip("triton", reason="Triton is not installed, so nothing can be compiled")
@@ -30,9 +33,11 @@ NAMES = {
 }
 
 
-def compiled(
-    kernel: str, launch: tuple[int, dict[str, Any], int], target: tuple[str, Any, int], *known: Any, module: Any = None
-) -> Any:
+Launch = tuple[int, dict[str, Any], int]
+"""The number of programs, the arguments and the warps."""
+
+
+def compiled(kernel: str, launch: Launch, target: tuple[str, Any, int], *known: Any, module: Any = None) -> Any:
     """Compile a kernel as Triton does for this launch: numbers are not specialized, and pointers are aligned.
 
     known: further properties of pointers.
@@ -53,7 +58,7 @@ def compiled(
     return triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
 
 
-def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> tuple[int, dict[str, Any], int]:
+def rotation(dtype: torch.dtype, pairing: str, **how: Any) -> Launch:
     """Return the launch for the heads of Llama 3, or for other sizes; in place if `in_place`."""
     head_dim, pairs, offset = how.get("sizes", (128, 64, 0))
     layout, table = how.get("layout", "bshd"), how.get("table", torch.float32)
@@ -248,6 +253,91 @@ def test_others_for_amd(known: list[Any]) -> None:
         assert "scratch_" not in code
         assert re.search(r"\.private_segment_fixed_size:\s+0\b", code)
         assert not re.search("v_(pk_)?(fma|fmac)_f|v_(sin|cos)_f", code)
+
+
+def strided(size: tuple[int, ...], dtype: torch.dtype, step: int) -> Tensor:
+    return torch.empty((*size[:-1], step * size[-1]), dtype=dtype, device="meta")[..., ::step]
+
+
+BOTH, TABLES, SIZES = (False, True), (torch.float32, torch.float64), ((8, 4, 0), (24, 8, 4))
+
+
+def rotations() -> Iterator[Launch]:
+    for dtype, of_table, (head_dim, pairs, offset), x_step, step, interleaved, inverse, in_place, per_head in product(
+        DTYPES, TABLES, SIZES, (1, 2), (1, 2), BOTH, BOTH, BOTH, BOTH
+    ):
+        tensors = [strided((2, 3, heads, head_dim), dtype, x_step) for heads in (2, 2 if per_head else 1)]
+        table = strided((2, 2, 3, pairs) if per_head else (3, pairs), of_table, step)
+        outputs = tensors if in_place else [torch.empty_like(x) for x in tensors]
+        yield gpu.rotation_launch(tensors, outputs, table, table, "bshd", interleaved, offset, inverse)
+
+
+def gradients() -> Iterator[Launch]:
+    for dtype, (head_dim, pairs, offset), step, interleaved, per_head in product(DTYPES, SIZES, (1, 2), BOTH, BOTH):
+        tensors = [strided((2, 3, heads, head_dim), dtype, step) for heads in (2, 2 if per_head else 1)]
+        of_table = torch.float64 if dtype == torch.float64 else torch.float32
+        table = strided((2, 2, 3, pairs) if per_head else (2, 3, pairs), of_table, 1)
+        yield gpu.gradient_launch(tensors, tensors, table, table, "bshd", interleaved, offset)
+
+
+def tables_of_positions() -> Iterator[Launch]:
+    steps = strided((64,), torch.int64, 1)
+    for positions, dtype, several in product((torch.int32, torch.int64), TABLES, BOTH):
+        of_positions, table = strided((3, 7) if several else (7,), positions, 1), strided((7, 64), dtype, 1)
+        yield gpu.angles_launch(of_positions, steps, table, table, 1.5, steps if several else None)
+
+
+def fused_steps() -> Iterator[Launch]:
+    slots = strided((2, 3), torch.int64, 1)
+    for dtype, of_table, of_weight, (head_dim, pairs, offset), x_step, step, interleaved, add_one, stores in product(
+        DTYPES, TABLES, (torch.bfloat16, torch.float32), SIZES, (1, 2), (1, 2), BOTH, (None, False, True), BOTH
+    ):
+        q, k, v = (strided((2, 3, heads, head_dim), dtype, x_step) for heads in (2, 1, 1))
+        cache = strided((3, 4, 1, head_dim), dtype, x_step)
+        weight, table = strided((head_dim,), of_weight, 1), strided((3, pairs), of_table, step)
+        norm = None if add_one is None else (weight, weight, 1e-6, add_one)
+        store = (v, cache, slots) if stores else None
+        outputs = (q, cache if stores else k)
+        yield gpu_step.step_launch((q, k), outputs, table, table, "bshd", interleaved, offset, norm, store)
+
+
+# Each kernel, with the launches that its launcher can make.
+LAUNCHES = {
+    "rotate": (gpu.kernels, rotations),
+    "table_gradient": (gpu.kernels, gradients),
+    "angles": (gpu.kernels, tables_of_positions),
+    "step": (gpu_step.kernels, fused_steps),
+}
+
+
+def variants(launches: Iterable[Launch]) -> list[Launch]:
+    """Choose launches such that any three choices that one launch can combine are combined in one of these.
+
+    A choice is the dtype of a tensor, a flag, or whether channels before the rotated ones are copied.
+    """
+    combined: dict[frozenset[Any], Launch] = {}
+    for launch in launches:
+        arguments = launch[1]
+        choices = {name: value for name, value in arguments.items() if isinstance(value, bool)}
+        choices |= {name: value.dtype for name, value in arguments.items() if isinstance(value, Tensor)}
+        choices |= {"OFFSET": arguments.get("OFFSET", 0) > 0}
+        combined.setdefault(frozenset(combinations(sorted(choices.items(), key=repr), 3)), launch)
+    left, chosen = frozenset().union(*combined), []
+    while left:
+        best = max(combined, key=lambda threes: len(threes & left))
+        left, chosen = left - best, [*chosen, combined[best]]
+    return chosen
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_every_variant_compiles(kernel: str) -> None:
+    module, launches = LAUNCHES[kernel]
+    chosen = variants(launches())
+    flags = [name for name, value in chosen[0][1].items() if isinstance(value, bool)]
+    fixed = [flag for flag in flags if {arguments[flag] for _, arguments, _ in chosen} != {False, True}]
+    assert not fixed, "no launch here has the other value"
+    for launch in chosen:
+        compiled(kernel, launch, SM_90, module=module())
 
 
 def test_lengths_and_batches_need_no_recompilation() -> None:

@@ -48,12 +48,13 @@ def _to_rows(
 
     The mask is False for tokens that are not written.
     """
-    if not STORES:
-        return _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN), here
-    slot = tl.load(slots + batch * slots_b + token.to(tl.int64) * slots_t, mask=token < tokens, other=-1)
-    block, inside = slot // block_size, slot % block_size
-    rows = y + (block * y_b + inside * y_t + head.to(tl.int64) * y_h) * ALIGN
-    return rows, here & (slot >= 0) & (slot < slot_count)
+    if STORES:
+        slot = tl.load(slots + batch * slots_b + token.to(tl.int64) * slots_t, mask=token < tokens, other=-1)
+        rows = y + (slot // block_size * y_b + slot % block_size * y_t + head.to(tl.int64) * y_h) * ALIGN
+        here = here & (slot >= 0) & (slot < slot_count)
+    else:  # Triton also compiles what follows a return
+        rows = _rows(y, batch, token, head, y_b, y_t, y_h, ALIGN)
+    return rows, here
 
 
 @triton.jit
