@@ -89,6 +89,24 @@ def compiler() -> str:
     return toolchain.need(toolchain.CXX)
 
 
+@pytest.fixture
+def built() -> None:
+    """Skip the test if the CPU kernels were not compiled. With ROPEWALK_REQUIRE_KERNEL=1, fail instead."""
+    from ropewalk.kernels import cpu
+
+    if reason := cpu.unavailable():
+        toolchain.skip(f"the CPU kernels are {reason}")
+
+
+@pytest.fixture
+def used(built: None) -> None:
+    """Skip the test also if ROPEWALK_BACKEND disables the kernels."""
+    from ropewalk.kernels import backend
+
+    if backend.BACKEND == "reference":
+        pytest.skip("ROPEWALK_BACKEND=reference")
+
+
 def pytest_runtest_setup() -> None:
     """Seed PyTorch for each test, so that its random numbers do not depend on earlier tests."""
     if torch := sys.modules.get("torch"):

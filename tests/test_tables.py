@@ -12,7 +12,6 @@ import torch
 
 import oracle
 from ropewalk import DynamicNTK, Llama3, Rope, RopeError, YaRN, angles
-from ropewalk.kernels import backend
 from ropewalk.schemes import Linear, PerPair, Scheme
 
 LIMIT = 2**31
@@ -48,9 +47,8 @@ def test_is_exact(base: float, scaling: Scheme | None) -> None:
 
 @pytest.mark.parametrize("scaling", SCHEMES, ids=repr)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 32), (6, 2), (512, 510)])
+@pytest.mark.usefixtures("used")
 def test_equals_the_kernel_bit_for_bit(head_dim: int, rotary_dim: int, scaling: Scheme | None) -> None:
-    if backend.CPU.unavailable() is not None or backend.BACKEND == "reference":
-        pytest.skip("no kernel to compare with")
     rope = Rope(head_dim, 5e5, "half", rotary_dim=rotary_dim, scaling=scaling)
     positions = np.concatenate((np.arange(-2000, 5000), places(5000, seed=head_dim)))
     rotation = rope.at(torch.from_numpy(positions), dtype=torch.float64)
@@ -59,9 +57,8 @@ def test_equals_the_kernel_bit_for_bit(head_dim: int, rotary_dim: int, scaling: 
     assert same(sin, rotation.sin)
 
 
+@pytest.mark.usefixtures("used")
 def test_beyond_the_range_it_wraps_around_as_the_kernel_does() -> None:
-    if backend.CPU.unavailable() is not None or backend.BACKEND == "reference":
-        pytest.skip("no kernel to compare with")
     rope, positions = Rope(64, 1e4, "half"), np.array([2**63 - 1, -(2**63), 2**40 + 1])
     rotation = rope.at(torch.from_numpy(positions), dtype=torch.float64)
     for table, other in zip(rope.tables(positions), (rotation.cos, rotation.sin), strict=True):

@@ -1,4 +1,4 @@
-"""Programs that tests run: CMake, compilers and their results."""
+"""Programs that tests run: CMake, compilers and their results. What is missing skips a test, or fails it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -13,13 +14,16 @@ CC, CXX = os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"
 
 
 def need(program: str) -> str:
-    """Return the path of a program. If it is missing, skip the test, or fail if the kernels are required."""
+    """Return the path of a program. If it is missing, skip the test as `skip` does."""
     found = shutil.which(program.split()[0])
-    if found is None:
-        if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
-            pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but there is no {program}")
-        pytest.skip(f"there is no {program}")
-    return found
+    return skip(f"there is no {program}") if found is None else found
+
+
+def skip(reason: str) -> NoReturn:
+    """Skip the test because the CPU kernels, or what builds them, are missing. With ROPEWALK_REQUIRE_KERNEL=1, fail."""
+    if os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
+        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but {reason}")
+    pytest.skip(reason)
 
 
 def output(*command: str | Path) -> str:

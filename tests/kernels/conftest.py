@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kernel_cases import record_calls
-from ropewalk.kernels import backend, cpu
+from ropewalk.kernels import cpu
 
 LEVELS = ["none"] if cpu.unavailable() else cpu._cpu.levels()
-
-
-@pytest.fixture
-def built() -> None:
-    """Skip the test if the kernels were not compiled. With ROPEWALK_REQUIRE_KERNEL=1, fail instead."""
-    if cpu.unavailable() and os.environ.get("ROPEWALK_REQUIRE_KERNEL") == "1":
-        pytest.fail(f"ROPEWALK_REQUIRE_KERNEL=1, but the CPU kernels are {cpu.unavailable()}")
-    if cpu.unavailable():
-        pytest.skip(f"the CPU kernels are {cpu.unavailable()}")
-
-
-@pytest.fixture
-def used(built: None) -> None:
-    """Skip the test also if ROPEWALK_BACKEND disables the kernels."""
-    if backend.BACKEND == "reference":
-        pytest.skip("ROPEWALK_BACKEND=reference")
 
 
 @pytest.fixture(params=LEVELS)

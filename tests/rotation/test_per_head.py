@@ -328,11 +328,10 @@ class TestRefused:
         with pytest.raises(RopeError, match="with per_head=True"):
             narrower(made("bshd"), layout="bshd")
 
+    @pytest.mark.usefixtures("built")
     def test_compiled_code_requires_a_table_for_each_head(self) -> None:
         from ropewalk.kernels import cpu
 
-        if cpu.unavailable():
-            pytest.skip(f"the CPU kernels are {cpu.unavailable()}")
         q, table = torch.randn(1, SEQ, 2, DIM), torch.ones(1, 3, SEQ, PAIRS)
         with pytest.raises(RopeError, match="tables per head must be as many as heads"):
             cpu.rotate([q], [q], table, table, "bshd", False, 0, False)
