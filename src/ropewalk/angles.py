@@ -177,7 +177,8 @@ def cos_sin(
     positions = positions if device is None else positions.to(device)
     has_float64 = positions.device.type not in _NO_FLOAT64
     if positions.dtype in _INTEGERS:
-        if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        # Not `is_exporting()`, which returns this flag: before 2.12, Dynamo takes the call for True in any compilation.
+        if positions.is_cuda and torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag:
             return operators.angles(positions, steps, factor, dtype, axis)
         if has_float64:
             return _from_integers(positions, steps, factor, dtype, axis)

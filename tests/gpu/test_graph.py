@@ -58,28 +58,12 @@ def fake(*lengths: int) -> list[tuple[Any, ...]]:
         ]
 
 
-def mistakes_compilation_for_export() -> bool:
-    """Return whether PyTorch mistakes a compilation for an export (pytorch/pytorch#176347, in older versions).
-
-    `Rope.at` then uses only operators that can be exported.
-    """
-
-    def move_up_or_down(x: Tensor) -> Tensor:
-        return x + 1 if torch.compiler.is_exporting() else x - 1
-
-    return bool(torch.compile(move_up_or_down, backend="eager", fullgraph=True)(torch.zeros(1)) > 0)
-
-
 def test_steps_are_not_a_constant_copied_at_each_call() -> None:
-    if mistakes_compilation_for_export():
-        pytest.skip("this PyTorch mistakes every compilation for an export")
     (graph,) = graphs(rotate_at, *fake(5))
     check_called(graph)
 
 
 def test_several_axes_use_one_operator() -> None:
-    if mistakes_compilation_for_export():
-        pytest.skip("this PyTorch mistakes every compilation for an export")
     rope = Rope(128, 1e6, "half", axes=Axes.interleaved((24, 20, 20)))
     ((of_tokens, q, k),) = fake(5)
     with of_tokens.fake_mode:
@@ -97,6 +81,19 @@ def check_called(graph: torch.fx.GraphModule) -> None:
     names = {getattr(target, "__name__", "") for target in called}
     names |= {str(node.target) for node in graph.graph.nodes if node.op == "call_method"}
     assert not {"tensor", "lift_fresh_copy", "_to_copy", "index_select"} & names
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_needs_only_pytorch(strict: bool) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, positions: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            return rotate_at(positions, q, k)
+
+    (inputs,) = fake(5)
+    exported = torch.export.export(Layer(), inputs, strict=strict)
+    called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert torch.ops.aten.cos.default in called
+    assert not [target for target in called if "ropewalk" in str(target)]
 
 
 def test_the_cpu_uses_no_operator() -> None:
@@ -126,7 +123,7 @@ class TestOperator:
         for given in (positions, positions[0].to(torch.int32), positions[:, :0], positions.T):
             torch.library.opcheck(ANGLES, (given, *rest), test_utils=everything)
 
-    def test_is_exact(self) -> None:
+    def test_is_exact(self, used: None) -> None:
         positions, steps, factor, dtype = self.arguments()
         exact = oracle.cos_sin_of_steps(positions.flatten().tolist(), steps)
         for table, truth in zip(ANGLES(positions, steps, factor, dtype), exact, strict=True):

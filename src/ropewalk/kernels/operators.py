@@ -74,7 +74,8 @@ def define_angles(
                 f"{_checks.shown(axis)} for {len(steps)} steps and {rows} rows",
                 "Use Rope.at.",
             )
-        return compute(positions, tuple(steps), factor, dtype, None if axis is None else tuple(axis))
+        cos, sin = compute(positions, tuple(steps), factor, dtype, None if axis is None else tuple(axis))
+        return cos.contiguous(), sin.contiguous()  # without a kernel, their strides differ from those of `_meta`
 
     for key in ("CPU", "CUDA"):
         _library.impl("angles", checked, key)

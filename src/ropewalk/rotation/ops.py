@@ -125,7 +125,7 @@ _rotate_one_ = torch.ops.ropewalk.rotate_one_.default
 
 def _by_reference(tensors: list[Tensor], cos: Tensor, sin: Tensor, **options: Any) -> list[Tensor]:
     device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for meta tensors
         return rotate_in_layout(tensors, cos, sin, **options)
     with torch.autocast(device, enabled=False):  # under autocast, torch.cat refuses to mix float16 and bfloat16
         return rotate_in_layout(tensors, cos, sin, **options)
