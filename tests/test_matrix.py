@@ -29,7 +29,7 @@ def test_rows_are_chosen_by_words(matrix: ModuleType, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [(["--every", "0"], "--every must be at least 1, got 0"), (["2.7"], "no row has 2.7")]
+    ("arguments", "said"), [(["--every", "-1"], "--every must be at least 0, got -1"), (["2.7"], "no row has 2.7")]
 )
 def test_bad_arguments(matrix: ModuleType, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -38,14 +38,16 @@ def test_bad_arguments(matrix: ModuleType, arguments: list[str], said: str, caps
 
 
 def test_commands(matrix: ModuleType, tmp_path: Path) -> None:
-    venv, install, test = matrix.commands(matrix.Row("3.12", "2.9"), "/usr/bin/python3.12", tmp_path)
+    venv, torch, stubs, install, test = matrix.commands(matrix.Row("3.12", "2.9"), "/usr/bin/python3.12", tmp_path)
     assert venv == ["/usr/bin/python3.12", "-m", "venv", str(tmp_path)]
+    assert torch[1:] == ["-m", "pip", "install", "--quiet", "--no-deps", "torch==2.9.*"]
+    assert stubs[1:] == [str(SCRIPT.with_name("torch_without_cuda.py"))]
     assert install[1:] == ["-m", "pip", "install", "--quiet", f"{SCRIPT.parents[1]}[test]", "torch==2.9.*"]
     assert test[1:4] == ["-m", "pytest", "tests"]
     assert Path(install[0]).is_relative_to(tmp_path)
-    assert install[0] == test[0]
-    newest = matrix.commands(matrix.Row("3.12", "newest"), "python", tmp_path)[1]
-    assert newest[-1] == "torch"
+    assert torch[0] == stubs[0] == install[0] == test[0]
+    newest = matrix.commands(matrix.Row("3.12", "newest"), "python", tmp_path)
+    assert newest[1][-1] == newest[3][-1] == "torch"
 
 
 def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path) -> None:
@@ -66,17 +68,21 @@ def test_lowest_is_what_the_project_declares(matrix: ModuleType, tmp_path: Path)
         "huggingface_hub==0.23.*",
         "pytest-xdist==3.6.1.*",
     ]
-    install = matrix.commands(matrix.Row("3.11", "2.13", lowest=True), "python", tmp_path)[1]
+    install = matrix.commands(matrix.Row("3.11", "2.13", lowest=True), "python", tmp_path)[3]
     assert {"torch==2.13.*", "numpy==1.26.*", "pytest==8.2.*", "matplotlib==3.8.*"} <= set(install)
 
 
-def test_the_sample_holds_whole_what_depends_on_versions(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROPEWALK_EVERY", "10")
+@pytest.mark.parametrize(("every", "sample"), [("10", [0, 10, 20]), ("0", [])])
+def test_the_sample_holds_whole_what_depends_on_versions(
+    matrix: ModuleType, every: str, sample: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROPEWALK_EVERY", every)
     root = SCRIPT.parents[1]
     files = ["tests/test_rope.py"] * 25 + [matrix.ALWAYS_ALL[0]] * 3
-    items = [SimpleNamespace(path=root / file, number=i) for i, file in enumerate(files)]
+    items = [SimpleNamespace(path=root / file, name="test_bases", number=i) for i, file in enumerate(files)]
+    items.append(SimpleNamespace(path=root / "tests/test_axes.py", name="test_exact[Compiled]", number=28))
     matrix.pytest_collection_modifyitems(items)
-    assert [item.number for item in items] == [0, 10, 20, 25, 26, 27]
+    assert [item.number for item in items] == [*sample, 25, 26, 27, 28]
     for path in (*matrix.ALWAYS_ALL, *matrix.EXCLUDED):
         assert (root / path).exists(), path
 

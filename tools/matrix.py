@@ -4,9 +4,11 @@
     python tools/matrix.py                 run all rows: several hours, and about 10 GB of downloads
     python tools/matrix.py 3.12 lowest     run the rows whose name contains one of the words
     python tools/matrix.py --every 10      run every tenth test of most files
+    python tools/matrix.py --every 0       run only the tests that depend most on versions, such as those of torch.compile
 
-Each row gets a new virtual environment, where the package is installed (not editable) with its test extra. A row is
-skipped if its Python is not found. The exit status is 1 if a row fails.
+Each row gets a new virtual environment, where the package is installed (not editable) with its test extra. A CUDA build
+of PyTorch is installed without CUDA's libraries: torch_without_cuda.py writes stubs of them. A row is skipped if its
+Python is not found. The exit status is 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # These take long, and other tests cover the code that they call.
 EXCLUDED = ("tests/lab", "tests/test_docs.py")
-# These depend most on versions. All of their tests run, even with --every.
+# These depend most on versions. All of their tests run, even with --every, and elsewhere those whose names say COMPILED.
 ALWAYS_ALL = (
     "tests/programs/test_bench_on_gpu.py",
     "tests/gpu/test_graph.py",
@@ -41,6 +43,7 @@ ALWAYS_ALL = (
     "tests/programs/test_cli.py",
     "tests/test_plots.py",
 )
+COMPILED = re.compile("compil|export|opcheck")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Row:
 
 
 ROWS = [
-    *(Row("3.11", torch) for torch in ("2.9", "2.10", "2.11", "2.12", "2.13")),
+    *(Row("3.11", torch) for torch in ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14")),
     Row("3.11", "2.13", lowest=True),
     *(Row(python, "newest") for python in ("3.11", "3.12", "3.13", "3.14")),
 ]
@@ -98,11 +101,14 @@ def commands(row: Row, python: str, environment: Path) -> list[list[str]]:
     """Return the commands of a row: create the environment, install the package, run the tests."""
     own = str(environment / ("Scripts" if os.name == "nt" else "bin") / "python")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pins = ["torch" if row.torch == "newest" else f"torch=={row.torch}.*", *(lowest(project) if row.lowest else [])]
+    install = [own, "-m", "pip", "install", "--quiet"]
+    torch = "torch" if row.torch == "newest" else f"torch=={row.torch}.*"
     tests = [argument for path in EXCLUDED for argument in ("--ignore", path)]
     return [
         [python, "-m", "venv", str(environment)],
-        [own, "-m", "pip", "install", "--quiet", f"{ROOT}[test]", *pins],
+        [*install, "--no-deps", torch],
+        [own, str(ROOT / "tools" / "torch_without_cuda.py")],
+        [*install, f"{ROOT}[test]", torch, *(lowest(project) if row.lowest else [])],
         [own, "-m", "pytest", "tests", *tests, "-q", "-p", "matrix", "-p", "no:cacheprovider"],
     ]
 
@@ -111,7 +117,11 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Select the sample of tests. pytest loads this file as a plugin and calls this function."""
     every = int(os.environ["ROPEWALK_EVERY"])
     whole = {ROOT / path for path in ALWAYS_ALL}
-    items[:] = [item for i, item in enumerate(items) if i % every == 0 or item.path in whole]
+    items[:] = [
+        item
+        for i, item in enumerate(items)
+        if (every and i % every == 0) or item.path in whole or COMPILED.search(item.name.lower())
+    ]
 
 
 def run(row: Row, python: str, every: int, folder: Path) -> tuple[bool, str]:
@@ -145,14 +155,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="run the rows whose name contains one of these words (default: all)")
     parser.add_argument("--list", action="store_true", help="list the rows and exit")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="run every Nth test of most files (default: 1, all tests)"
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run every Nth test of most files (default: 1, all tests; 0: none)",
     )
     parser.add_argument(
         "--folder", type=Path, help="the folder for logs, and for environments, which are removed afterwards"
     )
     options = parser.parse_args(arguments)
-    if options.every < 1:
-        parser.error(f"--every must be at least 1, got {options.every}")
+    if options.every < 0:
+        parser.error(f"--every must be at least 0, got {options.every}")
     rows = [row for row in ROWS if not options.words or any(word in row.name for word in options.words)]
     if not rows:
         parser.error(f"no row has {' or '.join(options.words)} in its name; --list shows them")
