@@ -4,7 +4,7 @@
     python tools/matrix.py                 run all rows: several hours, and about 10 GB of downloads
     python tools/matrix.py 3.12 lowest     run the rows whose name contains one of the words
     python tools/matrix.py --every 10      run every tenth test of most files
-    python tools/matrix.py --every 0       run only the tests that depend most on versions, such as those of torch.compile
+    python tools/matrix.py --every 0       run only the tests that depend most on versions, as those of torch.compile
 
 Each row gets a new virtual environment, where the package is installed (not editable) with its test extra. A CUDA build
 of PyTorch is installed without CUDA's libraries: torch_without_cuda.py writes stubs of them. A row is skipped if its
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # These take long, and other tests cover the code that they call.
 EXCLUDED = ("tests/lab", "tests/test_docs.py")
-# These depend most on versions. All of their tests run, even with --every, and elsewhere those whose names say COMPILED.
+# These depend most on versions. All of their tests run, even with --every, and tests whose names match COMPILED.
 ALWAYS_ALL = (
     "tests/programs/test_bench_on_gpu.py",
     "tests/gpu/test_graph.py",
