@@ -220,7 +220,7 @@ class TestPrivateOperators:
             with pytest.raises(RopeError, match="all tensors must be on the same device, got cpu, meta"):
                 operator(tensors, cos, cos, "bshd", False, 0, False)
 
-    def test_zero_and_negative_tensors(self) -> None:
+    def test_zero_and_negative_tensors(self, built: None) -> None:
         """PyTorch copies such tensors into memory before it calls an operator."""
         (zeros,) = ROTATE([torch._efficientzerotensor((1, SEQ, 2, 8))], COS, SIN, "bshd", False, 0, False)
         assert torch.equal(zeros, torch.zeros(1, SEQ, 2, 8))

@@ -221,6 +221,7 @@ class TestOtherUses:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert torch.equal(rotation(q, layout="bshd"), wanted)
 
+    @pytest.mark.usefixtures("built")
     @pytest.mark.parametrize(("layout", "rank"), CASES)
     def test_operators(self, layout: str, rank: str) -> None:
         """Operators always expect a batch axis, because four axes indicate tables per head."""
