@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention_oracle as written_out
+import processes
 from cache_model import EXACT, HEADS, HIDDEN, KV_HEADS, MODEL, ROPES
 from ropewalk import RopeError
 from ropewalk.parallel import ContextParallel
@@ -140,9 +141,7 @@ def refusals(rank: int, size: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def main(rank: int, size: int, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+def main(rank: int, size: int) -> None:
     wrong = {}
     for name, run in {**checks(rank, size), **refusals(rank, size)}.items():
         try:
@@ -152,8 +151,7 @@ def main(rank: int, size: int, rendezvous: str) -> None:
         else:
             wrong[name] = ""
     sys.stdout.write(f"{json.dumps(wrong)}\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    processes.main(main)

@@ -1,15 +1,15 @@
-"""The process of test_learned.test_fsdp2_mixed_precision: `python learned_fsdp_worker.py RENDEZVOUS`."""
+"""The process of test_learned.test_fsdp2_mixed_precision: `python learned_fsdp_worker.py 0 1 RENDEZVOUS`."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import processes
 from ropewalk import LearnedRope, Rope, RopeError
 
 ROPE, POSITIONS = Rope(16, 5e5, "half"), torch.tensor([0, 9, 1_000_003])
@@ -25,8 +25,7 @@ class Layer(nn.Module):
         return self.learned(POSITIONS)(self.project(x), layout="bshd")
 
 
-def main(rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+def main(*_: int) -> None:
     mesh, x = init_device_mesh("cpu", (1,)), torch.randn(2, 3, 4, 16)
     layer = Layer()
     fully_shard(layer, mesh=mesh, mp_policy=HALF)
@@ -47,8 +46,7 @@ def main(rendezvous: str) -> None:
     assert grad.dtype == torch.float32
     assert grad.any()
     sys.stdout.write(f"{said}\nwith a policy of its own: float32\n")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    processes.main(main)

@@ -50,7 +50,7 @@ def run(*arguments: object, mebibytes: int = 170) -> tuple[str, float]:
 
 def _measured(arguments: object, mebibytes: int) -> tuple[str, float]:
     command = [sys.executable, "-c", _CODE, json.dumps(arguments), str(mebibytes)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, f"rc {ran.returncode}: {ran.stderr[-500:]}"
     said, seconds = json.loads(ran.stdout)
     return said, seconds

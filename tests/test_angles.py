@@ -391,7 +391,7 @@ def test_step_of_the_float64_frequency_and_not_the_float32_one() -> None:
 def printed_by(program: str) -> str:
     """Run a program in a fresh process and return its output."""
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ}, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env={**os.environ}, timeout=600
     )
     return ran.stdout
 

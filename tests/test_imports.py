@@ -180,7 +180,7 @@ def loaded_by(program: str) -> set[str]:
         [sys.executable, "-c", f"{program}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)), file=sys.stderr)"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return set(json.loads(ran.stderr.splitlines()[-1]))
 

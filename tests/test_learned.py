@@ -6,8 +6,6 @@ import copy
 import json
 import math
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import oracle
+import processes
 from kernel_cases import LAYOUTS, PAIRINGS, record_calls, shape
 from ropewalk import Axes, DynamicNTK, LearnedRope, Rope, RopeError, YaRN
 from ropewalk.kernels import backend, cpu
@@ -265,12 +264,9 @@ class TestCasts:
 
     def test_fsdp2_mixed_precision(self, tmp_path: Path) -> None:
         """FSDP casts the parameters that it gathers, which is an error unless the module has its own policy."""
-        worker = Path(__file__).parent / "learned_fsdp_worker.py"
-        ran = subprocess.run(
-            [sys.executable, str(worker), str(tmp_path / "rendezvous")], capture_output=True, text=True, timeout=180
-        )
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        said, after = ran.stdout.splitlines()
+        ((status, output),) = processes.run(Path(__file__).parent / "learned_fsdp_worker.py", 1, tmp_path)
+        assert status == 0, output
+        *_, said, after = output.splitlines()
         assert said.startswith("LearnedRope: inv_freq must be float32 or float64, got torch.bfloat16. Something cast")
         assert after == "with a policy of its own: float32"
 

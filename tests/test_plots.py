@@ -502,7 +502,7 @@ def test_a_backend_that_matplotlib_does_not_know():
         "except ropewalk.RopeError as e: print(e)"
     )
     environment = {**os.environ, "MPLBACKEND": "bogus"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=600)
     assert ran.stdout.startswith("plots: matplotlib must accept MPLBACKEND, got"), ran.stderr
     assert "Unset MPLBACKEND." in ran.stdout
 

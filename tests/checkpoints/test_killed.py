@@ -48,7 +48,7 @@ print(int(last) - left)
 
 def convert(source: Path, target: Path, to: str, form: str, kill_at: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", PROGRAM, str(source), str(target), to, form, str(kill_at)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -71,7 +71,7 @@ def write_large(folder: Path, *, layers: int, width: int) -> None:
 def convert(source: Path, target: Path, to: str, form: str) -> tuple[int, int]:
     """Convert a checkpoint. Return the bytes of memory beyond those of the interpreter, and those of the checkpoint."""
     command = [sys.executable, "-c", PROGRAM, str(source), str(target), to, form]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     before, after, size = map(int, ran.stdout.split())
     return 1024 * (after - before), size

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import processes
 
 WORKER = Path(__file__).parent / "worker.py"
 FILES = ("dtensor_checks.py", "module_checks.py", "tensor_parallel_checks.py")
@@ -22,21 +22,7 @@ def names() -> list[str]:
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda world: f"{world} processes")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """Return, for each process, a dict from the name of a check to its error or None."""
-    rendezvous = tmp_path_factory.mktemp("group") / "rendezvous"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(request.param), str(rendezvous)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(request.param)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    said = [output for _, output in processes.run(WORKER, request.param, tmp_path_factory.mktemp("group"))]
     ends = [f"the process ended after:\n{output[-4000:]}" for output in said]
     told = [dict(json.loads(line) for line in output.splitlines() if line.startswith('["')) for output in said]
     return [{name: of_rank.get(name, end) for name in names()} for of_rank, end in zip(told, ends, strict=True)]

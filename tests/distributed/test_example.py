@@ -25,7 +25,7 @@ def ran(processes: int, *options: str) -> subprocess.CompletedProcess[str]:
         [*launcher, str(SCRIPT), *SIZE, *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
 

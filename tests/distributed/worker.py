@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,14 @@ import dtensor_checks
 import module_checks
 import tensor_parallel_checks
 
+import processes
+
 CHECKS = {**dtensor_checks.CHECKS, **module_checks.CHECKS, **tensor_parallel_checks.CHECKS}
 FILES = (dtensor_checks, module_checks, tensor_parallel_checks)
 assert len(CHECKS) == sum(len(file.CHECKS) for file in FILES), "two checks have one name, so one would not run"
 
 
-def main(rank: int, world: int, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-    )
+def main(_: int, world: int) -> None:
     for name, check in CHECKS.items():
         failure = None
         try:
@@ -43,8 +40,7 @@ def main(rank: int, world: int, rendezvous: str) -> None:
         sys.stdout.write(json.dumps([name, failure]) + "\n")
         sys.stdout.flush()
         dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    processes.main(main)

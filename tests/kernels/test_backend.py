@@ -84,7 +84,7 @@ def run(backend: str | None, program: str, without: bool = False) -> str:
         environment["ROPEWALK_BACKEND"] = backend
     prelude = PRELUDE.format(tests=str(Path(__file__).parent.parent), without=without)
     ran = subprocess.run(
-        [sys.executable, "-c", prelude + program], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", prelude + program], capture_output=True, text=True, env=environment, timeout=600
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
@@ -193,7 +193,7 @@ def test_doctor_distinguishes_a_missing_from_a_broken_extension(tmp_path: Path, 
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": paths},
-        timeout=120,
+        timeout=600,
     )
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("cpu kernel"))
     if content is None:

@@ -31,7 +31,7 @@ def test_two_threads_of_python(calls: list[str], threads: None, count: int) -> N
             exact, size = expected(x, cos, sin, layout, pairing, 0, inverse=False)
             rope = Rope(64, 1e4, pairing)
             table = rope.at(torch.arange(SEQ) + number).cos.clone()
-            start.wait(timeout=60)
+            start.wait(timeout=600)
             for _ in range(30):
                 check(Rotation(cos, sin, pairing=pairing)(x, layout=layout), exact, size, layout, number)
                 assert unchanged(rope.at(torch.arange(SEQ) + number).cos, table)
@@ -42,7 +42,7 @@ def test_two_threads_of_python(calls: list[str], threads: None, count: int) -> N
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(timeout=120)
+        worker.join(timeout=600)
         assert not worker.is_alive()
     if wrong:
         raise wrong[0]
@@ -63,7 +63,7 @@ def test_number_of_threads_makes_no_difference(calls: list[str], threads: None) 
         work()
         other = threading.Thread(target=work)
         other.start()
-        other.join(timeout=120)
+        other.join(timeout=600)
     assert len(made) == 4
     for result in made[1:]:
         assert all(unchanged(x, y) for x, y in zip(made[0], result, strict=True))
@@ -111,7 +111,7 @@ work()  # and the parent goes on
 def test_forked_process(used: None, when: str) -> None:
     """A process that was forked before or after PyTorch started its threads."""
     tests = str(Path(__file__).parent.parent)
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, tests, when], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, tests, when], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
 
 
@@ -127,6 +127,6 @@ before = len(os.listdir("/proc/self/task"))
 Rotation(cos, sin, pairing="half")(x[None], layout="bshd")
 print(len(os.listdir("/proc/self/task")) - before)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "1\n"

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes longer than all steps here
-import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
 
+import processes
 from ropewalk import Rope, RopeError
 from ropewalk.lab import checkpoint, ranks, shards, train
 from ropewalk.lab.model import LanguageModel, Size
@@ -37,8 +38,6 @@ TIED = replace(SIZE, tied=True, absolute="learned", max_positions=7)
 ROPE = Rope(6, 1e4, "half")
 RECIPE = Recipe(14, 3e-2, warmup=3, clip=0.5)
 EVERY = 3
-PATIENCE = 60.0
-"""Seconds until a process that has not ended is taken to hang."""
 
 
 def batch(step: int, masked: bool = True) -> Batch:
@@ -73,10 +72,7 @@ class Run:
 
 
 def trained(run: Run, rank: int, file: Path, rendezvous: Path) -> None:
-    torch.set_num_threads(1)
     train.EVERY = EVERY
-    if run.world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=run.world)
     wrong = rank == run.who
     if wrong and run.prepare is not None:
         run.prepare()
@@ -92,12 +88,8 @@ def trained(run: Run, rank: int, file: Path, rendezvous: Path) -> None:
 
     with ranks.report_lost_peers():
         done = train.train(model, ROPE, batches, RECIPE, file=file, about={})
-    if run.world > 1:
-        weights = {name: value.tolist() for name, value in model.named_parameters()}
-        every: list[object] = [None] * run.world
-        dist.all_gather_object(every, (done.losses, weights))
-        assert all(one == every[0] for one in every), "the processes end with different models"
-        dist.destroy_process_group()
+    every = ranks.gather_objects((done.losses, {name: value.tolist() for name, value in model.named_parameters()}))
+    assert all(one == every[0] for one in every), "the processes end with different models"
 
 
 def outcome(run: Run, file: Path, rendezvous: Path) -> list[str]:
@@ -108,7 +100,9 @@ def outcome(run: Run, file: Path, rendezvous: Path) -> list[str]:
         child = os.fork()
         if child == 0:
             try:
-                trained(run, rank, file, rendezvous)
+                torch.set_num_threads(1)
+                with processes.group(rank, run.world, str(rendezvous)) if run.world > 1 else nullcontext():
+                    trained(run, rank, file, rendezvous)
                 said.write_text("done")
             except RopeError as e:
                 said.write_text(f"{type(e).__name__}: {e}")
@@ -120,7 +114,7 @@ def outcome(run: Run, file: Path, rendezvous: Path) -> list[str]:
     ends, began = [], time.monotonic()
     for child, said in children:
         status = None
-        while status is None and time.monotonic() - began < PATIENCE:
+        while status is None and time.monotonic() - began < processes.PATIENCE:
             pid, code = os.waitpid(child, os.WNOHANG)
             status = code if pid else time.sleep(0.02)
         if status is None:

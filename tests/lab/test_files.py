@@ -149,7 +149,7 @@ def test_an_export_killed_at_every_step(source: Path, tmp_path: Path) -> None:
         [sys.executable, str(worker), str(source), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import processes
 import tiny_lab
 from ropewalk import RopeError
 from ropewalk.lab import checkpoint, ranks, shards, study
@@ -40,7 +41,7 @@ def worked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcomes]:
         [sys.executable, str(HERE / "ranks_worker.py"), str(folder)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=2 * processes.PATIENCE,
         env=ENVIRONMENT,
     )
     assert ran.returncode == 0, ran.stderr
@@ -221,7 +222,9 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.
     folder = tmp_path_factory.mktemp("command") / "out"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [*torchrun, str(HERE / "torchrun_worker.py"), "lab", "--quick", "--out", str(folder)]
-    return folder, subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    return folder, subprocess.run(
+        arguments, capture_output=True, text=True, timeout=processes.PATIENCE, env=ENVIRONMENT
+    )
 
 
 class TestCommand:

@@ -59,7 +59,7 @@ def test_killed_twenty_times(tmp_path: Path) -> None:
     worker = Path(__file__).parent / "kill_worker.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        [sys.executable, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=300, env=environment
+        [sys.executable, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=600, env=environment
     )
     assert ran.returncode == 0, ran.stderr
     assert "killed 20 times until step" in ran.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import processes
 from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL
 from each import each
 from ropewalk import Rope, RopeError, SelfExtend, masks
@@ -25,26 +24,10 @@ WORKER = Path(__file__).parents[1] / "context_parallel_worker.py"
 @pytest.mark.parametrize("size", [2, 4])
 def test_equals_the_whole(size: int, tmp_path: Path) -> None:
     """Outputs and gradients equal those of the whole sequence, for each order, packed or not."""
-    command = [sys.executable, str(WORKER)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(tmp_path / "rendezvous")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, said, strict=True):
-        assert process.returncode == 0, output
-    rows = [
-        (f"rank {r}: {name}", wrong) for r in range(size) for name, wrong in json.loads(said[r].split("\n")[-2]).items()
-    ]
+    rows = []
+    for rank, (status, output) in enumerate(processes.run(WORKER, size, tmp_path)):
+        assert status == 0, output
+        rows += [(f"rank {rank}: {name}", wrong) for name, wrong in json.loads(output.split("\n")[-2]).items()]
     assert len(rows) == (19 if size == 2 else 18) * size
 
     def check(wrong: str) -> None:

@@ -138,7 +138,7 @@ def test_names_the_code_that_ran(backend, without):
         env={**os.environ, "ROPEWALK_BACKEND": backend},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     *said, counted = ran.stdout.splitlines()

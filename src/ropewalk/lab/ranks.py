@@ -55,6 +55,7 @@ def process_group() -> Iterator[None]:
         if not gpus:  # gloo closes its connections; NCCL would wait for processes that may wait for this one
             dist.destroy_process_group()
         raise
+    dist.barrier()  # no process ends while another one still communicates with it
     dist.destroy_process_group()
 
 
