@@ -263,7 +263,7 @@ BUDGET = {
     "integrations": 2700,
     "kernels": 1430,
     "lab": 3630,
-    "parallel": 410,
+    "parallel": 420,
     "plots": 1240,
     "positions": 1140,
     "programs": 3320,

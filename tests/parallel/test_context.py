@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import processes
 from cache_model import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MODEL
 from each import each
-from ropewalk import Rope, RopeError, SelfExtend, masks
+from ropewalk import Rope, RopeError, RotaryAttention, SelfExtend, masks
 from ropewalk.parallel import ContextParallel
 
 ROPE = Rope(HEAD_DIM, 1e4, "half")
@@ -72,6 +73,24 @@ class TestOneProcess:
             share = (scale * q[0, 1, 0] @ k[0, :, 0].T).softmax(-1)
             out = ContextParallel(torch.arange(2)).attend(q, k, k, **options)
             torch.testing.assert_close(out[0, 1, 0], share @ k[0, :, 0])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_all_layers_keep_one_mask_for_the_backward_pass(self, dtype: torch.dtype) -> None:
+        """PyTorch converts a bool mask to the dtype of q in each call, and each layer would keep this copy."""
+        seq, masks_kept = 96, {}
+        layers = [RotaryAttention(HIDDEN, HEADS, head_dim=HEAD_DIM).to(dtype) for _ in range(3)]
+        rotation, context = ROPE.at(torch.arange(seq)), ContextParallel(torch.arange(seq))
+
+        def keep(saved: Tensor) -> Tensor:
+            if saved.numel() == seq * seq:
+                masks_kept[saved.data_ptr()] = saved.dtype
+            return saved
+
+        x = torch.randn(1, seq, HIDDEN, dtype=dtype, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            for layer in layers:
+                x = layer(x, rotation, cache=context)
+        assert list(masks_kept.values()) == [dtype]
 
     @pytest.mark.parametrize(
         ("places", "message"),

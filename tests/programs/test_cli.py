@@ -116,7 +116,8 @@ def test_demo_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.parametrize("command", [["-m", "ropewalk"], ["-c", "from ropewalk.programs.cli import main; main()"]])
 def test_as_a_process(command: list[str], config: Path) -> None:
-    ran = subprocess.run([sys.executable, *command, "explain", str(config)], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, *command, "explain", str(config)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr
     assert "llama3: factor 8.0" in ran.stdout
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +31,9 @@ class ContextParallel:
     keys and values are summed over the ranks and returned to the rank that holds the token.
 
     Every device and backend is supported. Gathering needs memory for the keys and values of the whole sequence in each
-    layer, and the mask needs a byte for each pair of a token of this rank and a token of the sequence.
+    layer. For each pair of a token of this rank and a token of the sequence, the mask needs one byte, and once for all
+    layers a number in the dtype of q. If `attend` gets a mask, each layer may keep such a number until its backward
+    pass.
 
     Args:
         places: indices of this rank's tokens in the whole sequence, int32 or int64 `[seq]`, on a device of the group's
@@ -79,6 +83,7 @@ class ContextParallel:
             start = torch.arange(place.shape[0], device=place.device) - place
             visible = visible & (start[self.places][:, None] == start[self.key_places])
         self._visible = visible[None, None]
+        self._additive: Tensor | None = None
 
     def attend(
         self,
@@ -126,10 +131,22 @@ class ContextParallel:
             k,
             v,
             rotation=rotation,
-            mask=restrict(mask, self._visible),
+            mask=self._causal_mask(q.dtype) if mask is None else restrict(mask, self._visible),
             scale=q.shape[-1] ** -0.5 if scale is None else scale,
             append=lambda k, v: (self._gather_keys(k), self._gather_keys(v)),
         )
+
+    def _causal_mask(self, dtype: torch.dtype) -> Tensor:
+        """Return the causal mask in the dtype of q, the same tensor in each layer.
+
+        PyTorch converts a bool mask to this dtype in each call and keeps the copy until the backward pass.
+        """
+        if torch.compiler.is_compiling():  # layers compiled separately would need a second graph for the first of them
+            return self._visible
+        if self._additive is None or self._additive.dtype != dtype:
+            zeros = torch.zeros_like(self._visible, dtype=dtype)
+            self._additive = zeros.masked_fill_(~self._visible, -math.inf)
+        return self._additive
 
     def _gather_keys(self, x: Tensor) -> Tensor:
         """Gather keys or values `[batch, seq, kv_heads, head_dim]` of all ranks along the axis of tokens."""
