@@ -91,12 +91,14 @@ def shard(model: LanguageModel, mesh: DeviceMesh) -> None:
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
         parallelize_module(model, mesh["tensor"], plan)
-    # A Rotation stays float32 under this policy. FSDP2 shards over `context` as well, because these ranks use the same
-    # parameters. Gradients are computed in bfloat16 and summed over the ranks in float32.
+    # A Rotation stays float32 under this policy. Gradients are computed in bfloat16. They are summed over the
+    # ranks in float32.
     on_gpu = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = on_gpu if mesh.device_type == "cuda" else MixedPrecisionPolicy()
+    # FSDP2 shards over `context` as well, as one axis with `data`: over two axes, it would copy along the first.
+    ranks = mesh["context", "data"]._flatten("fsdp")
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh["context", "data"], mp_policy=policy)
+        fully_shard(module, mesh=ranks, mp_policy=policy)
 
 
 def batch(text: Tensor, step: int, rows: int, seq: int) -> Tensor:
@@ -155,8 +157,15 @@ def find_problem(options: argparse.Namespace) -> str | None:
         return f"--tensor {options.tensor} times --context {options.context} must divide the {ranks} processes"
     if options.rows % (ranks // shared):
         return f"--rows {options.rows} must be a multiple of {ranks // shared}, the processes along `data`"
+    if options.hidden % (2 * options.heads):
+        return f"--hidden {options.hidden} must be a multiple of {2 * options.heads}, which is 2 times --heads"
+    for name, divisor in (("--kv-heads", options.kv_heads), ("--tensor", options.tensor)):
+        if options.heads % divisor:
+            return f"--heads {options.heads} must be a multiple of {name} {divisor}"
     if options.seq % (2 * shared):
         return f"--seq {options.seq} must be a multiple of {2 * shared}, which is 2 times --tensor times --context"
+    if not Path(options.text).is_file():
+        return f"--text must be a file, got {options.text}"
     if (size := Path(options.text).stat().st_size) <= options.seq:
         return f"--text must have more bytes than --seq {options.seq}, got {size} in {options.text}"
     if torch.cuda.is_available() and on_machine > torch.cuda.device_count():
@@ -164,18 +173,25 @@ def find_problem(options: argparse.Namespace) -> str | None:
     return None
 
 
+def positive(text: str) -> int:
+    """Parse an option that counts something."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that share the heads of each layer")
-    parser.add_argument("--context", type=int, default=1, help="ranks that share the tokens of each row")
+    parser.add_argument("--tensor", type=positive, default=1, help="ranks that share the heads of each layer")
+    parser.add_argument("--context", type=positive, default=1, help="ranks that share the tokens of each row")
     parser.add_argument("--text", default=__file__, help="a file to learn [this script]")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rows", type=int, default=16, help="rows of a batch, in total over all ranks")
-    parser.add_argument("--seq", type=int, default=512, help="tokens in a row")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--steps", type=positive, default=100)
+    parser.add_argument("--rows", type=positive, default=16, help="rows of a batch, in total over all ranks")
+    parser.add_argument("--seq", type=positive, default=512, help="tokens in a row")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--hidden", type=positive, default=512)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--kv-heads", type=positive, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--save", help="folder for a checkpoint, which is written after the last step")
     options = parser.parse_args()

@@ -614,7 +614,7 @@ def refusals(world: int) -> None:
     one = spread(made("bshd", batch=world), mesh, Shard(0))
     keys = spread(made("bshd", batch=world), mesh, Replicate())
     ours = ROPE.at(torch.arange(SEQ)[None])
-    clear = rf"whether they hold all rows or this rank's rows, got tables with 1 row for a sharded axis of size {world}"
+    clear = rf"whether they hold all rows or this rank's rows, got an axis of size {world} over {world} ranks"
     raises(clear, lambda: ours(one, keys, layout="bshd"))
     cos = ours.cos.clone().requires_grad_()
     learned = Rotation(cos, ours.sin, pairing="half", head_dim=HEAD_DIM, rotary_offset=OFFSET)

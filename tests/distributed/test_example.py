@@ -49,6 +49,24 @@ def test_losses(alone: list[float], processes: int, options: tuple[str, ...], tm
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == processes
 
 
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (4, 1, 1), (1, 4, 1)], ids=str)
+def test_each_rank_holds_its_share_of_the_parameters(sizes: tuple[int, int, int]) -> None:
+    """The ranks along `context` share the parameters as those along `data` do. Here, only one of the four exists."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    example = runpy.run_path(str(SCRIPT))
+    model = example["LanguageModel"](layers=2, hidden=32, heads=4, kv_heads=2)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        example["shard"](model, init_device_mesh("cpu", sizes, mesh_dim_names=("context", "data", "tensor")))
+        assert sum(parameter.to_local().numel() for parameter in model.parameters()) == whole // 4
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("ranks", "options", "message"),
     [
@@ -56,6 +74,12 @@ def test_losses(alone: list[float], processes: int, options: tuple[str, ...], tm
         ("3", ["--tensor", "2"], "--tensor 2 times --context 1 must divide the 3 processes"),
         ("3", [], "--rows 16 must be a multiple of 3, the processes along `data`"),
         ("4", ["--context", "4", "--seq", "12"], "--seq 12 must be a multiple of 8, which is 2 times"),
+        ("2", ["--tensor", "0"], "argument --tensor: must be at least 1, got 0"),
+        ("1", ["--seq", "0"], "argument --seq: must be at least 1, got 0"),
+        ("1", ["--hidden", "60", "--heads", "4"], "--hidden 60 must be a multiple of 8, which is 2 times --heads"),
+        ("1", ["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
+        ("3", ["--tensor", "3"], "--heads 4 must be a multiple of --tensor 3"),
+        ("1", ["--text", "missing.txt"], "--text must be a file, got missing.txt"),
         ("1", ["--text", "short.txt"], "--text must have more bytes than --seq 32, got 9 in short.txt"),
     ],
 )

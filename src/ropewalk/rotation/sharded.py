@@ -296,19 +296,20 @@ def _infer_placements(
         placements.append(Replicate())
         if not _is_shard(placement):
             continue
-        axis, table_axis = placement.dim, axis_map.get(placement.dim)
-        rows, one_rank = None if table_axis is None else cos.shape[table_axis], q.device_mesh.size(i) == 1
-        # A single row may belong to all sequences, or to the only sequence of this rank.
-        one_row = table_axis is None and axis == at_batch and part[axis] == 1
-        if not one_rank and (one_row or rows == part[axis] == whole[axis]):
-            # Both interpretations rotate q in the same way. They differ in the gradients of the tables, and for keys
-            # with other placements.
-            if learned or any(x.placements[i] != placement for x in tensors):
-                raise _ambiguous(whole[axis])
-        elif table_axis is not None and rows == part[axis]:
+        axis, table_axis, ranks = placement.dim, axis_map.get(placement.dim), q.device_mesh.size(i)
+        rows = None if table_axis is None else cos.shape[table_axis]
+        # A single row may belong to all sequences, or to the only sequence of a rank. Both interpretations rotate q in
+        # the same way. They differ in the gradients of the tables, and for keys with other placements. The sizes are
+        # those of every rank, so that all ranks raise or none.
+        most = -(-whole[axis] // ranks)
+        one_sequence = axis == at_batch and 1 in (most, whole[axis] % max(most, 1)) and rows in (None, part[axis])
+        ambiguous = ranks > 1 and (one_sequence or (rows is not None and whole[axis] == 1))
+        if ambiguous and (learned or any(x.placements[i] != placement for x in tensors)):
+            raise _ambiguous(whole[axis], ranks)
+        if table_axis is not None and rows == part[axis] and (ranks == 1 or rows != whole[axis]):
             placements[-1] = Shard(table_axis)
             shape[table_axis] = whole[axis]
-        elif table_axis is not None and rows != whole[axis]:
+        elif rows is not None and rows != whole[axis]:
             raise error(
                 _WHO,
                 f"along axis {axis} of q, cos and sin must have rows for all {whole[axis]} or this rank's {part[axis]}",
@@ -318,11 +319,11 @@ def _infer_placements(
     return placements, tuple(shape)
 
 
-def _ambiguous(size: int) -> RopeError:
+def _ambiguous(size: int, ranks: int) -> RopeError:
     return error(
         _WHO,
         "the sizes of plain cos and sin must tell whether they hold all rows or this rank's rows",
-        f"tables with 1 row for a sharded axis of size {size}",
+        f"an axis of size {size} over {ranks} ranks, so that a rank has 1 row",
         "Pass DTensor positions to the rope, or tables [seq, pairs], which all sequences share.",
     )
 
