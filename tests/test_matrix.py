@@ -79,8 +79,9 @@ def test_the_sample_holds_whole_what_depends_on_versions(
     monkeypatch.setenv("ROPEWALK_EVERY", every)
     root = SCRIPT.parents[1]
     files = ["tests/test_rope.py"] * 25 + [matrix.ALWAYS_ALL[0]] * 3
-    items = [SimpleNamespace(path=root / file, name="test_bases", number=i) for i, file in enumerate(files)]
-    items.append(SimpleNamespace(path=root / "tests/test_axes.py", name="test_exact[Compiled]", number=28))
+    items = [SimpleNamespace(path=root / file, nodeid=f"{file}::test", number=i) for i, file in enumerate(files)]
+    compiled = "tests/test_axes.py"
+    items.append(SimpleNamespace(path=root / compiled, nodeid=f"{compiled}::TestCompiled::test_exact", number=28))
     matrix.pytest_collection_modifyitems(items)
     assert [item.number for item in items] == [*sample, 25, 26, 27, 28]
     for path in (*matrix.ALWAYS_ALL, *matrix.EXCLUDED):

@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items[:] = [
         item
         for i, item in enumerate(items)
-        if (every and i % every == 0) or item.path in whole or COMPILED.search(item.name.lower())
+        if (every and i % every == 0) or item.path in whole or COMPILED.search(item.nodeid.partition("::")[2].lower())
     ]
 
 
