@@ -66,7 +66,7 @@ class Row:
 
 
 ROWS = [
-    *(Row("3.11", torch) for torch in ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14")),
+    *(Row("3.11", torch) for torch in ("2.10", "2.11", "2.12", "2.13", "2.14")),
     Row("3.11", "2.13", lowest=True),
     *(Row(python, "newest") for python in ("3.11", "3.12", "3.13", "3.14")),
 ]
