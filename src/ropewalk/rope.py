@@ -182,6 +182,7 @@ class Rope:
                 product, and float32 cos and sin. The error of these angles grows with the position. Positions beyond
                 2²⁴ are rounded, and dtype must be torch.float32.
                 "float32-frequencies" uses the float32 frequencies of that code, and computes their angles exactly.
+                Under torch.compile, these two need PyTorch 2.12 or newer.
 
         Returns:
             A `Rotation` with cos and sin of shape `positions.shape + (rotary_dim // 2,)`, including the attention
