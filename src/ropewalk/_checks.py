@@ -93,7 +93,7 @@ def unreadable_file(where: str, e: Exception) -> RopeError:
     return RopeError(f"{where}: cannot be read: {e}.")
 
 
-def error_from(action: str, e: Exception, fix: str) -> RopeError:
+def error_from(action: str, e: BaseException, fix: str) -> RopeError:
     """Wrap an exception raised by other code in a RopeError.
 
     Args:
@@ -101,11 +101,15 @@ def error_from(action: str, e: Exception, fix: str) -> RopeError:
         e: the exception. Its type and the first line of its message are quoted.
         fix: one or more whole sentences that say how to fix it.
     """
+    return RopeError(f"{action}: {type(e).__name__}: {message_of(e).rstrip('.')}. {fix}")
+
+
+def message_of(e: BaseException) -> str:
+    """Return the message of an exception as one line of bounded length, even if its own `__str__` raises."""
     try:
-        message = str(e).strip().partition("\n")[0][:_MAX_SHOWN]
+        return printable(str(e).strip().partition("\n")[0][:_MAX_SHOWN])
     except Exception:  # the exception's own __str__ may raise anything
-        message = "?"
-    return RopeError(f"{action}: {type(e).__name__}: {message.rstrip('.')}. {fix}")
+        return "?"
 
 
 def printable(text: str) -> str:

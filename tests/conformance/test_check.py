@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from ropewalk import Rope, RopeError, conformance
 from ropewalk.conformance.bugs import BUGS, ORDER
@@ -184,7 +187,7 @@ class TestCall:
             (lambda x, positions: x * torch.nan, ["not-finite"]),
             (lambda x, positions: x.float().cumsum(-1).type_as(x), ["not-rotated"]),
             (lambda x, positions: rotated(x, -positions), ["rotates-backwards"]),
-            (lambda x, positions: rotated(x.double(), positions), ["wrong-output-dtype"]),
+            (lambda x, positions: rotated(x.double(), positions), ["wider-output"]),
         ],
     )
     def test_functions_that_compute_something_else(self, function: Callable[..., Any], codes: list[str]) -> None:
@@ -216,8 +219,54 @@ class TestCall:
         report = conformance.check(f, layout="sbhd")
         assert (report.codes, report.found["layout"]) == ([], "sbhd")
 
+    def test_tables_that_do_not_fit_the_parameters(self) -> None:
+        def make(positions: Tensor) -> Tensor:
+            return positions[..., None].float()
+
+        def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            return x * cos + x * sin
+
+        with pytest.raises(RopeError, match=r"1 tensor\(s\) are computed for the parameters cos, sin"):
+            conformance.check((make, rotate))
+
+    @pytest.mark.parametrize(
+        ("library", "array"), [("numpy", "np.asarray"), ("jax.numpy", "jnp.asarray"), ("mlx.core", "mx.array")]
+    )
+    def test_other_libraries(self, library: str, array: str) -> None:
+        scope: dict[str, Any] = {"lib": ModuleType(library)}
+        exec("def f(x, pos):\n    raise TypeError('not an array')", scope)
+        with pytest.raises(RopeError, match=f"must take tensors of torch, got code that uses {library[:3]}") as e:
+            conformance.check(scope["f"])
+        assert f"f({array}(x.detach().float().numpy()), {array}(positions.numpy()))" in str(e.value)
+
+    def test_the_advice_for_numpy_works(self) -> None:
+        scope: dict[str, Any] = {}
+        exec(
+            "import numpy as np\n"
+            "def f(x, positions):\n"
+            "    angles = positions[..., None, None] * 10000.0 ** (-np.arange(0, 64, 2) / 64)\n"
+            "    a, b = np.split(x, 2, axis=-1)\n"
+            "    cos, sin = np.cos(angles), np.sin(angles)\n"
+            "    return np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=-1)\n",
+            scope,
+        )
+        with pytest.raises(RopeError, match="code that uses numpy") as e:
+            conformance.check(scope["f"])
+        advice = str(e.value).partition("--ignore no-gradient: ")[2].removesuffix(".")
+        exec(f"import torch\n{advice}", scope)
+        report = conformance.check(scope["rotate"], ignore=["no-gradient"])
+        assert (report.verdict, report.codes) == ("right", ["no-gradient"])
+
+    def test_torchs_warnings_are_not_shown(self) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            return torch.complex(rotated(x, positions), torch.ones_like(x)).type_as(x)  # warns that a part is lost
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert conformance.check(f, pairing="half").verdict == "right"
+
     def test_layout(self) -> None:
-        with pytest.raises(RopeError, match="layout must be one of bshd"):
+        with pytest.raises(RopeError, match=r"layout must be one of .bshd., .bhsd., .sbhd., .thd., .hsd., got .hd."):
             conformance.check(rotated, layout="hd")  # type: ignore[arg-type]
 
 
@@ -239,6 +288,12 @@ class TestExpected:
         assert report.codes == ["wrong-pairing"]
         assert "weights of model_type llama use half" in report.findings[0].says
 
+    def test_values_that_the_config_lacks_and_a_key_that_it_must_not_have(self) -> None:
+        config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | {"rope_kind": 3}
+        given = {"config": config | {"model_type": "mine"}, "pairing": "half", "ignore": ["rope_kind", "no-gradient"]}
+        assert conformance.check(rotated, base=10_000.0, **given).codes == []
+        assert conformance.check(rotated, base=500_000.0, **given).codes == ["wrong-base"]
+
     def test_a_scheme_that_depends_on_the_length(self) -> None:
         config = LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
 
@@ -251,14 +306,71 @@ class TestExpected:
         assert report.codes == ["length-ignored"]
         assert "A sequence of 8,192 tokens has the frequencies of a short one." in report.findings[0].says
 
+    def test_the_config_object_has_only_the_keys_of_the_config(self, tmp_path: Path) -> None:
+        class Rotary:
+            def __init__(self, config: Any) -> None:
+                self.base = getattr(config, "rope_theta", 10_000.0)
+                self.keys = vars(config)
+                seen.append({*vars(config)})
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return rotated(x, positions, self.base)
+
+        class ReadsHeadDim(Rotary):
+            def __init__(self, config: Any) -> None:
+                self.base = config.rope_theta * config.head_dim / config.head_dim
+
+        seen: list[set[str]] = []
+        parameters = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+        config = {key: value for key, value in LLAMA.items() if key != "rope_theta"} | parameters
+        assert conformance.check(Rotary, config=config).codes == ["wrong-base"]
+        assert seen[0] == {*config}
+        with pytest.raises(RopeError, match="AttributeError: the config has no head_dim"):
+            conformance.check(ReadsHeadDim, config=LLAMA)
+        with pytest.raises(RopeError, match=r"got config\. Pass the config that it reads: config=CONFIG\."):
+            conformance.check(Rotary)
+
+    def test_code_for_the_config_class_of_transformers_gets_one(self) -> None:
+        class Rotary:
+            def __init__(self, config: LlamaConfig) -> None:
+                self.base = config.rope_parameters["rope_theta"]
+
+            def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+                return rotated(x, positions, self.base)
+
+        class Plain(Rotary):
+            def __init__(self, config: Any) -> None:
+                super().__init__(config)
+
+        assert conformance.check(Rotary, config=LLAMA | {"rope_theta": 500_000.0}).codes == []
+        assert conformance.check(Plain, config=LlamaConfig(**LLAMA)).codes == []
+        with pytest.raises(RopeError, match="the config has no rope_parameters"):
+            conformance.check(Plain, config=LLAMA)
+
+    def test_tests_that_need_a_longer_call_are_not_judged(self) -> None:
+        """Without positions, a call would need more tokens than the model was trained with."""
+        config = LLAMA | {"max_position_embeddings": 65_536, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+        report = conformance.check(lambda x: rotated(x, torch.arange(x.shape[1])), config=config)
+        says = {grade.name: grade.says for grade in report.grades}
+        assert report.codes == []
+        assert says["131,072 tokens"].startswith("not judged: positions cannot be passed")
+        assert says["earlier calls"] == "not judged: no call with more than 65,536 tokens can be made"
+
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"config": LLAMA, "rope": Rope(64, 1e4, "half")}, "must be passed only once, got config and rope"),
-            ({"config": LLAMA, "base": 1e4}, "must be passed only once, got base, pairing or head_dim together"),
+            (
+                {"config": LLAMA, "rope": Rope(64, 1e4, "half")},
+                "must be stated by rope alone, by config, or by base, pairing and head_dim, got config and rope",
+            ),
+            ({"config": LLAMA, "head_dim": 64}, "got config and head_dim. Drop the others."),
+            ({"rope": Rope(64, 1e4, "half"), "base": 1e4}, "got rope and base."),
+            ({"factor": 8.0, "download": True}, "got factor and download."),
+            ({"config": LLAMA, "base": 5e5}, "rope_theta"),
+            ({"ignore": ["rope_kind"]}, "ignore must be one of 'not-rotated'"),
             ({"config": LLAMA, "layer": 2}, "layer must be from 0 to 1, got 2"),
             ({"pairing": "both"}, "pairing must be"),
-            ({"base": 1e4, "layer": 0}, "layer requires a config, got layer 0 and no config"),
+            ({"base": 1e4, "layer": 0}, "got layer and base."),
             ({"head_dim": 63}, "head_dim must be even, got 63"),
             ({"head_dim": 0}, "head_dim must be an integer of at least 2, got 0"),
             ({"arguments": {"base": 1e4}}, "require a class, or a function that computes all tables, got base for a"),
@@ -312,6 +424,20 @@ class TestFoundAlone:
         report = conformance.check(f)
         assert (report.codes, report.found["frequencies"]) == ([], "not a geometric progression")
 
+    @pytest.mark.parametrize("given", [{}, {"base": 10_000.0}])
+    @pytest.mark.parametrize(
+        ("moved", "code", "says"),
+        [
+            (lambda p: p + 3, "positions-off-by-one", "Position 0 gets the angles of 3."),
+            (lambda p: p * p, "wrong-frequencies", "The angles are not proportional to the positions."),
+        ],
+    )
+    def test_positions_that_are_moved(
+        self, moved: Callable[[Tensor], Tensor], code: str, says: str, given: dict[str, Any]
+    ) -> None:
+        report = conformance.check(lambda x, positions: rotated(x, moved(positions)), **given)
+        assert (report.codes[0], report.findings[0].says) == (code, says)
+
     def test_a_pairing_without_a_name(self) -> None:
         def f(x: Tensor, positions: Tensor) -> Tensor:
             mirrored = torch.cat((x[..., :32], x[..., 32:].flip(-1)), dim=-1)
@@ -325,6 +451,49 @@ class TestFoundAlone:
     def test_crossed_and_not_rotated(self) -> None:
         report = conformance.check(lambda q, k, cos, sin: (k, q))
         assert report.codes == ["query-and-key-crossed"]
+
+
+class TestRounding:
+    """What is rounded to 16 bits is named right, whether or not the base is known."""
+
+    @pytest.mark.parametrize("given", [{}, {"base": 10_000.0}])
+    @pytest.mark.parametrize("stage", ["frequencies", "positions", "angles", "tables"])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_one_stage(self, dtype: torch.dtype, stage: str, given: dict[str, Any]) -> None:
+        def rounded(t: Tensor, this: str) -> Tensor:
+            return t.to(dtype).float() if stage == this else t.float()
+
+        inv_freq = rounded(10_000.0 ** (-torch.arange(0, 64, 2).float() / 64), "frequencies")
+        angles = rounded(rounded(torch.arange(8_192), "positions")[:, None] * inv_freq, "angles")
+        cos, sin = (rounded(t, "tables") for t in (angles.cos(), angles.sin()))
+
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            a, b, c, s = *x.float().chunk(2, dim=-1), cos[positions][:, :, None], sin[positions][:, :, None]
+            return torch.cat((a * c - b * s, b * c + a * s), dim=-1).type_as(x)
+
+        report = conformance.check(f, **given)
+        assert report.codes == [f"low-precision-{stage}"]
+        assert str(dtype).removeprefix("torch.") in report.findings[0].says
+
+
+class TestIgnore:
+    def test_a_finding_is_shown_and_not_counted(self) -> None:
+        report = conformance.check(lambda x, positions: rotated(x, -positions), ignore=["rotates-backwards"])
+        assert (report.verdict, report.codes, report.counted) == ("right", ["rotates-backwards"], [])
+        assert "IGNORED  rotates-backwards: pairs are rotated by minus their angle" in str(report)
+        assert report.to_dict()["findings"][0]["ignored"] is True
+        assert conformance.assert_right(lambda x, positions: x, ignore=["not-rotated"]).verdict == "right"
+
+    def test_the_rest_is_judged(self) -> None:
+        def f(x: Tensor, positions: Tensor) -> Tensor:
+            return rotated(x, -positions.clamp(max=1_023))
+
+        report = conformance.check(f, ignore=["rotates-backwards"])
+        assert (report.verdict, report.codes) == ("wrong", ["rotates-backwards", "table-clamps"])
+
+    def test_an_unknown_code(self) -> None:
+        with pytest.raises(RopeError, match=r"ignore must be one of 'not-rotated', .*Did you mean 'wrong-base'\?"):
+            conformance.check(rotated, ignore=["wrong_base"])
 
 
 class TestReport:
@@ -389,6 +558,11 @@ class TestAssert:
     def test_fails_with_the_report(self) -> None:
         with pytest.raises(AssertionError, match="wrong-base: the base is wrong"):
             conformance.assert_right(rotated, config=LLAMA | {"rope_theta": 500000.0})
+
+    def test_a_single_token_of_another_shape_fails(self) -> None:
+        path = WRONG / "wrong_shape__one_token.py"
+        with pytest.raises(AssertionError, match=r"q of shape \(1, 1, 6, 64\) is returned with shape \(1, 6, 64\)"):
+            conformance.assert_right(f"{path}:Rotary")
 
     def test_fixture(self, assert_rope: Callable[..., Any]) -> None:
         assert assert_rope(rotated, base=10_000.0).codes == []

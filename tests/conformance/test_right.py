@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from ropewalk import Rope, RotaryEmbedding, conformance
+from ropewalk import Rope, RopeError, RotaryEmbedding, conformance
 
 FILES = sorted((Path(__file__).parent / "right").glob("*.py"))
 
 FAMILIES = [
     *("llama", "qwen3", "gemma2", "phi3", "gpt_neox", "glm", "cohere", "deepseek_v3", "olmo2", "stablelm"),
-    *("falcon", "granite", "smollm3", "persimmon"),
+    *("falcon", "granite", "smollm3", "persimmon", "deepseek_v32", "longcat_flash", "olmo3"),
+    *("gemma3_text, layer 0", "gemma3_text, layer 5", "modernbert, layer 0", "modernbert, layer 1"),
 ]
 LIBRARIES = {
     "x_transformers": (
@@ -51,10 +52,41 @@ def test_tables_of_rows_come_before_tables_for_all() -> None:
 
 @pytest.mark.parametrize("model", FAMILIES)
 def test_transformers(model: str) -> None:
-    report = conformance.check(f"transformers:{model}")
+    name, _, layer = model.partition(", layer ")
+    report = conformance.check(f"transformers:{name}", layer=int(layer) if layer else None)
     assert report.verdict == "right", str(report)
     # inv_freq is a buffer, which loses its values in both cases; transformers has its own workarounds.
     assert set(report.codes) == {"lost-by-half", "lost-on-meta"}
+
+
+@pytest.mark.parametrize("model", ["gptj", "roformer", "bamba"])
+def test_transformers_whose_tables_are_not_judged(model: str) -> None:
+    """The tables are computed in other code, or the default config does not rotate, so only the function is judged."""
+    report = conformance.check(f"transformers:{model}")
+    assert (report.verdict, report.codes) == ("right", [])
+    assert report.found["frequencies"] == "not judged: check passes the tables"
+    assert ("Only its function is judged" in report.found.get("note on the config", "")) == (model == "bamba")
+
+
+def test_transformers_with_several_kinds_of_layers() -> None:
+    with pytest.raises(RopeError, match="layers rotate in 2 ways") as e:
+        conformance.check("transformers:gemma3_text")
+    assert "Pass one layer of each kind, each in its own check: 0 (base 10000), 5 (base 1000000)." in str(e.value)
+
+
+def test_transformers_with_a_default_config_that_is_unusable() -> None:
+    with pytest.raises(RopeError, match="default config of transformers:nanochat cannot be used") as e:
+        conformance.check("transformers:nanochat")
+    function = "transformers.models.nanochat.modeling_nanochat:apply_rotary_pos_emb"
+    assert str(e.value).endswith(f"Or check the function alone: {function}.")
+    assert conformance.check(function).codes == ["rotates-backwards"]
+    assert conformance.check(function, ignore=["rotates-backwards"]).verdict == "right"
+
+
+def test_transformers_with_several_axes() -> None:
+    report = conformance.check("transformers:qwen2_vl")
+    assert report.verdict == "right"
+    assert report.found["note on the config"].startswith("text only: the several axes of the positions of images")
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -84,6 +116,13 @@ def test_transformers_scaled(name: str) -> None:
     config = LLAMA | {"max_position_embeddings": 32768, "rope_parameters": scaling}
     report = conformance.check("transformers:llama", config=config)
     assert report.verdict == "right", str(report)
+    says = {grade.name: (grade.right, grade.says) for grade in report.grades}
+    assert says["earlier calls"] == (True, "no effect, as expected")
+    assert says["other rows"] == (
+        (None, "the longest row of the batch determines the frequencies of all, as in transformers")
+        if name in ("dynamic", "longrope")
+        else (True, "no effect, as expected")
+    )
 
 
 def _here(module: str) -> None:

@@ -29,6 +29,11 @@ BUGS: dict[str, Bug] = {
         "the angles vary along the heads instead of along the tokens",
         "Read the number of tokens from the other axis of x.",
     ),
+    "wrong-shape": Bug(
+        "a call returns something else than one tensor of the shape of each input",
+        "Return tensors of the same shape in every call.",
+    ),
+    "heads-differ": Bug("some heads are rotated differently", "Rotate all heads of a token by the same angles."),
     "query-and-key-crossed": Bug("q and k are returned in the wrong order", "Swap the two results."),
     "key-not-rotated": Bug("k is not rotated", "Rotate k by the same angles as q."),
     "not-a-rotation": Bug(
@@ -64,7 +69,7 @@ BUGS: dict[str, Bug] = {
         "Make the base part of the key under which tables are cached.",
     ),
     "positions-off-by-one": Bug(
-        "positions are off by one", "Start at 0: the first token has position 0 and is not rotated."
+        "positions are off by one or more", "Start at 0: the first token has position 0 and is not rotated."
     ),
     "scaling-ignored": Bug("the scaling of the config has no effect", "Read rope_scaling (rope_parameters)."),
     "scaling-inverted": Bug("the scaling is applied in the wrong direction", "Divide the frequencies by the factor."),
@@ -139,10 +144,16 @@ BUGS: dict[str, Bug] = {
     "input-changed": Bug(
         "the input is overwritten", "Work on a copy. `contiguous` and `reshape` may return the same memory."
     ),
+    "positions-changed": Bug("the positions that are passed are overwritten", "Work on a copy of positions."),
     "wrong-output-dtype": Bug("the output has another dtype than the input", "Cast the result back: `.type_as(x)`."),
-    "no-gradient": Bug("no gradient reaches the input", "Remove `detach` and `no_grad`."),
+    "no-gradient": Bug("the gradient, or a part of it, does not reach the input", "Remove `detach` and `no_grad`."),
     "wrong-gradient": Bug("the gradient is wrong", "Rotate the gradient by minus the angle."),
     "raises": Bug("a call that models make raises", "Read the message. No wrong result is returned.", "caution"),
+    "wider-output": Bug(
+        "the output has a wider dtype than the input",
+        "Cast the result back: `.type_as(x)`. If the caller does so, pass --ignore wider-output.",
+        "caution",
+    ),
     "output-order": Bug(
         "channels are written in another order than they were read",
         "Write each pair where it was read (stack, not cat). Scores are right only if q and k share the order.",
@@ -152,6 +163,11 @@ BUGS: dict[str, Bug] = {
     "lost-by-half": Bug(
         ".bfloat16() or .half() on the module rounds its angles",
         "Keep inv_freq out of the buffers, or recompute it in float32 in forward.",
+        "caution",
+    ),
+    "lost-by-autocast": Bug(
+        "the angles are rounded under torch.autocast",
+        "Multiply positions and inv_freq elementwise, or disable autocast around it. Autocast rounds matrix products.",
         "caution",
     ),
     "lost-on-meta": Bug(

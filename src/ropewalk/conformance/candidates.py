@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from ropewalk import Rope, _checks
-from ropewalk._layout import Layout
 from ropewalk.conformance import roles, tables
 from ropewalk.conformance.construct import Arguments
-from ropewalk.conformance.subject import Positions, Subject
+from ropewalk.conformance.subject import LAYOUTS, Positions, Subject
 
-LAYOUTS: tuple[Layout, ...] = ("bshd", "bhsd", "sbhd", "thd")
 GIVEN_CHANNELS, GIVEN_BASE = 16, 100.0  # head_dim and base of the tables that `check` passes to a function
 
 Tables = tuple[Tensor, ...]
@@ -40,55 +38,58 @@ class Source:
         name: describes the tables, for the report.
         make: a function of q, in the layout of the rotating function, and positions `[batch, seq]`. It returns tables
             with the axes batch and seq.
-        takes_positions: whether the source accepts positions. Otherwise, it counts them from 0.
-        shared: whether the source accepts only positions `[seq]`, which all rows of the batch share.
+        positions: the positions that the source accepts. With "none", it counts them from 0.
     """
 
     name: str
     make: Callable[[Tensor, Tensor], Tables]
-    takes_positions: bool = False
-    shared: bool = False
+    positions: Positions = "rows"
 
 
-def candidates(first: Any, second: Any, arguments: Arguments | None, call: str | None) -> Iterator[Subject]:
+def candidates(
+    first: Any, second: Any, arguments: Arguments | None, call: str | None, channels: int
+) -> Iterator[Subject]:
     """Yield every call that the names of the target's parameters allow.
 
     Args:
         first: the function, object or `TableSet` of the target.
         second: the function that rotates, if `first` computes cos and sin for it. Otherwise None.
         arguments: the arguments with which `first` was constructed, or None.
-        call: the roles that the user stated with --call, or None.
+        call: the roles that the user stated as `call`, or None.
+        channels: the number of channels of a head of the target.
 
     Raises:
         RopeError: the parameters allow no known call. The message says how to describe them.
     """
+    layer_type = None if arguments is None else arguments.layer_type
     if second is not None:
-        subjects = _with_tables(second, roles.call_roles(second, call), _table_sources(first), given_tables=False)
+        subjects = _with_tables(second, roles.call_roles(second, call), _table_sources(first, layer_type), False)
     else:
         parameter_of = {} if isinstance(first, TableSet) else roles.call_roles(first, call)
         if {"cos", "sin"} <= {*parameter_of} or "table" in parameter_of:
-            subjects = _with_tables(first, parameter_of, _exact_tables("table" in parameter_of), given_tables=True)
+            subjects = _with_tables(first, parameter_of, _exact_tables("table" in parameter_of), True)
+            channels = GIVEN_CHANNELS
         elif {"q", "k"} <= {*parameter_of} or "x" in parameter_of:
-            subjects = _with_own_angles(first, parameter_of)
+            subjects = _with_own_angles(first, parameter_of, _fixed(parameter_of, layer_type))
         else:
-            raise _checks.error(
-                "check",
-                "TARGET must have parameters for q and k, or for x",
-                f"parameters {_parameter_names(first)}",
-                'Describe them with --call "x,positions". If TARGET computes cos and sin for a function, pass both: '
-                "file.py:make,apply.",
-            )
+            how = _checks.argument("call", "x,positions")
+            fix = f"Pass {how}. If TARGET computes cos and sin for a function, pass both: "
+            must = "TARGET must have parameters for q and k, or for x"
+            raise _checks.error("check", must, _parameters(first), f"{fix}file.py:make,apply.")
     module = next((m for m in (first, getattr(first, "__self__", None)) if isinstance(m, torch.nn.Module)), None)
     for subject in subjects:
-        yield replace(subject, module=module, arguments=arguments)
+        yield replace(subject, module=module, arguments=arguments, channels=channels)
 
 
-def _parameter_names(function: Any) -> str:
-    return (
-        "none: it is a set of tables"
-        if isinstance(function, TableSet)
-        else ", ".join(roles.parameters(function) or {}) or "none"
-    )
+def _parameters(function: Any) -> str:
+    known = None if isinstance(function, TableSet) else roles.parameters(function)
+    return f"parameters {', '.join(known or {}) or 'none'}"
+
+
+def _fixed(parameter_of: roles.Roles, layer_type: str | None) -> dict[str, Any]:
+    """Return the argument that states the kind of the expected layer, if the function has a parameter for it."""
+    known = layer_type is not None and "layer_type" in parameter_of
+    return {parameter_of["layer_type"]: layer_type} if known else {}
 
 
 def _arguments(parameter_of: roles.Roles, q: Tensor, k: Tensor | None) -> dict[str, Any]:
@@ -100,8 +101,8 @@ def _signature(function: Any, parameter_of: roles.Roles) -> str:
     return f"f({', '.join(name for name in named if name in parameter_of.values())})"
 
 
-def _with_own_angles(function: Any, parameter_of: roles.Roles) -> Iterator[Subject]:
-    """Yield the calls of a target that computes its own angles."""
+def _with_own_angles(function: Any, parameter_of: roles.Roles, fixed: dict[str, Any]) -> Iterator[Subject]:
+    """Yield the calls of a target that computes its own angles. All of them pass the arguments in `fixed`."""
     modes: tuple[Positions, ...] = ("none",)
     if "positions" in parameter_of:
         modes = ("rows", "shared")
@@ -110,11 +111,11 @@ def _with_own_angles(function: Any, parameter_of: roles.Roles) -> Iterator[Subje
     by_name = roles.accept_keywords(function)
     for mode in modes:
         for layout in LAYOUTS:
-            if layout == "thd" and mode == "rows":
+            if mode == "rows" and "b" not in layout:
                 continue
 
             def prepare(q: Tensor, k: Tensor | None, positions: Tensor, mode: Positions = mode) -> Any:
-                keywords = _arguments(parameter_of, q, k)
+                keywords = _arguments(parameter_of, q, k) | fixed
                 if mode == "offset":
                     keywords[parameter_of["offset"]] = int(positions[0, 0])
                 elif mode != "none":
@@ -125,7 +126,7 @@ def _with_own_angles(function: Any, parameter_of: roles.Roles) -> Iterator[Subje
 
 
 def _with_tables(
-    function: Any, parameter_of: roles.Roles, sources: list[Source], *, given_tables: bool
+    function: Any, parameter_of: roles.Roles, sources: list[Source], given_tables: bool
 ) -> Iterator[Subject]:
     """Yield the calls of a function to which tables of cos and sin are passed.
 
@@ -133,12 +134,13 @@ def _with_tables(
     fit a layout with tokens before heads merely by broadcasting. For functions with a parameter
     unsqueeze_dim, as in Hugging Face, the layout bhsd is tried first, since most of them expect heads before tokens.
     """
-    names = ("table",) if "table" in parameter_of else ("cos", "sin")
+    names = [parameter_of[role] for role in (("table",) if "table" in parameter_of else ("cos", "sin"))]
     by_name = roles.accept_keywords(function)
-    indexes_tables = "positions" in parameter_of and roles.is_required(function, parameter_of["positions"])
-    layouts = ("bhsd", "bshd", "sbhd", "thd") if "axis" in parameter_of else LAYOUTS
+    index = (roles.parameters(function) or {}).get(parameter_of.get("positions", ""))
+    indexes_tables = index is not None and index.default is index.empty
+    layouts = ("bhsd", *(n for n in LAYOUTS if n != "bhsd")) if "axis" in parameter_of else LAYOUTS
     with_batch_axis = (
-        [] if indexes_tables else [(layout, axes) for layout in layouts if layout != "thd" for axes in tables.BATCHED]
+        [] if indexes_tables else [(layout, axes) for layout in layouts if "b" in layout for axes in tables.BATCHED]
     )
     for layout, axes in [*with_batch_axis, *((layout, "s") for layout in layouts)]:
         for axis in (1, 2) if "axis" in parameter_of else (None,):
@@ -148,27 +150,29 @@ def _with_tables(
                     q: Tensor,
                     k: Tensor | None,
                     positions: Tensor,
-                    axes: Any = axes,
-                    axis: Any = axis,
+                    axes: str = axes,
+                    axis: int | None = axis,
                     source: Source = source,
                 ) -> Any:
                     rows = torch.arange(int(positions.max()) + 1)[None] if indexes_tables else positions
-                    tables_of_q = source.make(q, rows)
-                    keywords = _arguments(parameter_of, q, k) | (
-                        {parameter_of["positions"]: positions} if indexes_tables else {}
-                    )
-                    keywords |= {
-                        parameter_of[n]: tables.with_axes(t, axes) for n, t in zip(names, tables_of_q, strict=True)
-                    }
-                    return by_name, keywords | ({} if axis is None else {parameter_of["axis"]: axis})
+                    values: list[Any] = [tables.with_axes(t, axes) for t in source.make(q, rows)]
+                    if len(names) == 1 < len(values):
+                        values = [tuple(values)]
+                    if len(names) != len(values):
+                        raise ValueError(f"{len(values)} tensor(s) are computed for the parameters {', '.join(names)}")
+                    keywords = _arguments(parameter_of, q, k) | dict(zip(names, values, strict=True))
+                    if indexes_tables:
+                        keywords[parameter_of["positions"]] = positions
+                    if axis is not None:
+                        keywords[parameter_of["axis"]] = axis
+                    return by_name, keywords
 
-                by_row = (indexes_tables or axes != "s") and not source.shared
-                positions: Positions = "rows" if by_row else "shared"
+                by_row = indexes_tables or axes != "s"
                 yield Subject(
                     f"{'' if given_tables else 'tables, then '}{_signature(function, parameter_of)}",
                     layout,
                     "k" in parameter_of,
-                    positions if source.takes_positions else "none",
+                    "shared" if source.positions == "rows" and not by_row else source.positions,
                     given_tables,
                     prepare,
                     tables=source.name if given_tables else f"{source.name}, {axes}, {axis}",
@@ -182,7 +186,7 @@ def _exact_tables(single: bool) -> list[Source]:
     """
     rope = Rope(GIVEN_CHANNELS, GIVEN_BASE, "half")
 
-    def source(width: tables.Width) -> Source:
+    def source(width: str) -> Source:
         def make(q: Tensor, positions: Tensor) -> Tables:
             rotation = rope.at(positions, dtype=torch.float64)
             angles = positions[..., None] * torch.from_numpy(rope.inv_freq)
@@ -190,58 +194,43 @@ def _exact_tables(single: bool) -> list[Source]:
             formatted = tables.format_tables(rotation.cos, rotation.sin, angles, width)
             return tuple(t if t.is_complex() else t.to(dtype) for t in formatted)
 
-        return Source(width, make, takes_positions=True)
+        return Source(width, make)
 
-    return [source(width) for width in (tables.SINGLE if single else tables.PAIRED)]
+    return [source(width) for width in (tables.SINGLE if single else tables.COLUMNS)]
 
 
-def _table_sources(first: Any) -> list[Source]:
+def _table_sources(first: Any, layer_type: str | None) -> list[Source]:
     """Return the sources of tables that a class or function offers.
 
     The parameters of the class or function may be positions (and x), a length (and x), or only x. In the last case, the
     positions may also be passed as x.
     """
     if isinstance(first, TableSet):
-        return [
-            Source(
-                "rows of a table", lambda q, positions: tuple(t[positions] for t in first.tables), takes_positions=True
-            )
-        ]
+        return [Source("rows of a table", lambda q, positions: tuple(t[positions] for t in first.tables))]
     parameter_of = roles.call_roles(first, None)
+    fixed = _fixed(parameter_of, layer_type)
 
-    def keywords(q: Tensor) -> dict[str, Any]:
-        return {parameter_of["x"]: q} if "x" in parameter_of else {}
+    def make(q: Tensor, **values: Any) -> Any:
+        named = {parameter_of[role]: value for role, value in values.items()}
+        return first(**({parameter_of["x"]: q} if "x" in parameter_of else {}) | fixed | named)
 
-    def at_positions(q: Tensor, positions: Tensor) -> Tables:
-        return _rows(first(**keywords(q), **{parameter_of["positions"]: positions}), positions)
-
-    def at_shared_positions(q: Tensor, positions: Tensor) -> Tables:
-        returned = _tensors(first(**keywords(q), **{parameter_of["positions"]: positions[0]}))
-        return _rows(tuple(t.reshape(-1, t.shape[-1]) for t in returned), positions)
-
-    def for_length(q: Tensor, positions: Tensor) -> Tables:
-        returned = first(**keywords(q), **{parameter_of["seq_len"]: int(positions.max()) + 1})
-        return tuple(t.reshape(-1, t.shape[-1])[positions] for t in _tensors(returned))
-
-    def for_x(q: Tensor, positions: Tensor) -> Tables:
-        return _rows(first(**keywords(q)), positions)
-
-    def x_is_positions(q: Tensor, positions: Tensor) -> Tables:
-        return _rows(first(**{parameter_of["x"]: positions}), positions)
+    def flat(returned: Any) -> Tables:
+        return tuple(t.reshape(-1, t.shape[-1]) for t in _tensors(returned))
 
     if "positions" in parameter_of:
         return [
-            Source("at positions", at_positions, takes_positions=True),
-            Source("at shared positions", at_shared_positions, takes_positions=True, shared=True),
+            Source("at positions", lambda q, p: _rows(make(q, positions=p), p)),
+            Source("at shared positions", lambda q, p: _rows(flat(make(q, positions=p[0])), p), "shared"),
         ]
     if "seq_len" in parameter_of:
-        return [Source("of a length", for_length, takes_positions=True)]
+        return [Source("of a length", lambda q, p: tuple(t[p] for t in flat(make(q, seq_len=int(p.max()) + 1))))]
     if "x" in parameter_of:
-        return [Source("for x", for_x), Source("for positions", x_is_positions, takes_positions=True)]
+        for_positions = Source("for positions", lambda q, p: _rows(make(q, x=p), p))
+        return [Source("for x", lambda q, p: _rows(make(q), p), "none"), for_positions]
     raise _checks.error(
         "check",
         "the function that computes the tables must have a parameter for positions, a length or x",
-        f"parameters {_parameter_names(first)}",
+        _parameters(first),
         "If the second function computes its own angles, pass it alone.",
     )
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 
-from ropewalk.conformance.conditions import Baseline
-from ropewalk.conformance.report import Report
+from ropewalk import _checks
+from ropewalk.conformance.baseline import Baseline
 
 
-def judge(baseline: Baseline, report: Report) -> None:
+def judge(baseline: Baseline) -> None:
     """Count the graph breaks of one call. If the target is two functions, only the one that rotates is compiled."""
-    subject = baseline.subject if baseline.subject.rebuild is None else baseline.subject.rebuild()
-    positions = torch.arange(5)[None]
+    subject, report = baseline.new_subject(), baseline.report
     q = subject.to_native(baseline.tensor(1, 5, 6, 1)).contiguous()
-    function, arguments = subject.prepare(q, q.clone() if subject.has_k else None, positions)
+    function, arguments = subject.prepare(q, q.clone() if subject.has_k else None, torch.arange(5)[None])
     torch.compiler.reset()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            explanation = torch._dynamo.explain(function)(**arguments)
+        explanation = torch._dynamo.explain(function)(**arguments)
     except Exception as e:  # Dynamo may raise anything on code that it cannot trace
-        report.add("graph-break", f"The function cannot be traced: {type(e).__name__}: {str(e)[:150]}")
+        says = f"The function cannot be traced: {type(e).__name__}: {_checks.message_of(e)[:150]}"
+        report.add("graph-break", says)
         return
     finally:
         torch.compiler.reset()

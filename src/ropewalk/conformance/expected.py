@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ropewalk import Rope, _checks, from_config
 from ropewalk.conformance.construct import Settings
+from ropewalk.conformance.target import Target
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Expected:
         output_order: "half" if the model reads interleaved pairs and writes them in halves.
         model_type: the model_type of the config, for the report.
         length: the number of tokens up to which `rope` holds, if its scheme depends on the length. Otherwise None.
-        longer: the expected rope for twice as many tokens. None if the scheme does not depend on the length.
+        unresolved: the rope whose scheme depends on the length, of which `rope` is that of short sequences. Or None.
     """
 
     rope: Rope | None = None
@@ -29,89 +30,95 @@ class Expected:
     output_order: str | None = None
     model_type: str | None = None
     length: int | None = None
-    longer: Rope | None = None
+    unresolved: Rope | None = None
 
 
 def read(
+    target: Target,
     config: Any,
     rope: Rope | None,
+    arguments: Mapping[str, Any],
+    reading: Mapping[str, Any],
     *,
     head_dim: int | None,
-    base: float | None,
-    pairing: str | None,
     layer: int | None,
-    arguments: Mapping[str, Any],
-) -> tuple[Expected, Settings]:
-    """Return what to expect from the target, and the settings with which a class is constructed.
+) -> tuple[Target, Expected, Settings]:
+    """Return the target, what to expect from it, and the settings with which a class is constructed.
 
-    The arguments are those of `check`.
+    The arguments are those of `check`. `reading` contains those that `from_config` has too. If config and rope are
+    None, the default config of the target is used. If that describes no rope, only the function of the target, which
+    takes tables, is judged.
 
     Raises:
         RopeError: the config cannot be read, its layers differ and no layer is chosen, the chosen layer does not
             rotate, or the arguments are invalid or state what is expected in two ways.
     """
-    if rope is not None and config is not None:
+    is_given = config is not None
+    config = target.config if config is None and rope is None else config
+    reading = {name: value for name, value in reading.items() if value is not None}
+    options = {"config": config, "rope": rope, "head_dim": head_dim, "layer": layer, **reading}
+    stated = [name for name, value in options.items() if value is not None]
+    allowed = {"head_dim", "base", "pairing"} if config is None else {"config", "layer", *reading}
+    if not {*stated} <= (allowed if rope is None else {"rope"}):
+        must = "the expected rope must be stated by rope alone, by config, or by base, pairing and head_dim"
         raise _checks.error(
-            "check", "the expected rope must be passed only once", "config and rope", "Drop one of them."
+            "check", must, " and ".join(stated), "Drop the others. layer and factor belong to a config."
         )
-    if layer is not None and config is None:
-        raise _checks.error(
-            "check", "layer requires a config", f"layer {layer} and no config", "Drop it, or pass config."
-        )
+    base, pairing = reading.get("base"), reading.get("pairing")
     if config is None and rope is None:
         if pairing is not None:
             _checks.check_pairing("check", pairing)
         dim = 64 if head_dim is None else _checks.integer("check", "head_dim", head_dim, at_least=2)
         if dim % 2:
-            raise _checks.error(
-                "check", "head_dim must be even", str(dim), f"Pass {dim + 1}, or the config of the model."
-            )
-        return Expected(pairing=pairing, base=base), Settings(dim, dim, base, arguments=arguments)
-    if base is not None or pairing is not None or head_dim is not None:
-        raise _checks.error(
-            "check",
-            "the expected rope must be passed only once",
-            "base, pairing or head_dim together with config or rope",
-            "Drop base, pairing and head_dim.",
-        )
+            fix = f"Pass {dim + 1}, or the config of the model."
+            raise _checks.error("check", "head_dim must be even", str(dim), fix)
+        return target, Expected(pairing=pairing, base=base), Settings(dim, dim, base, arguments=arguments)
     if rope is not None:
-        rope, length, longer = _static(rope, 2048)
-        settings = Settings(rope.head_dim, rope.rotary_dim, rope.base, length, arguments=arguments)
-        return Expected(rope, rope.pairing, rope.base, length=length, longer=longer), settings
-    ropes = from_config(config, text_only=True)
-    if layer is not None and not 0 <= layer < len(ropes.layers):
-        raise _checks.error(
-            "check",
-            f"layer must be from 0 to {len(ropes.layers) - 1}",
-            str(layer),
-            "Pass the index of a layer of the model.",
-        )
-    rotating = {rope for rope in ropes.layers if rope is not None}
-    layer_rope = (
-        next(iter(rotating))
-        if layer is None and len(rotating) == 1
-        else ropes.rope
-        if layer is None
-        else ropes.layers[layer]
-    )
-    if layer_rope is None:
-        raise _checks.error(
-            "check", "the layer must rotate", f"layer {layer}, which does not", "Pass a layer that rotates."
-        )
-    layer_rope, length, longer = _static(layer_rope, ropes.trained_length or 2048)
+        settings = Settings(rope.head_dim, rope.rotary_dim, rope.base, arguments=arguments)
+        expected = _of_rope(rope, 2048)
+        return target, expected, replace(settings, length=expected.length)
+    try:
+        ropes = from_config(config, text_only=True, **reading)
+    except _checks.RopeError as e:
+        if is_given:
+            raise
+        function = f"{target.objects[-1].__module__}:{target.objects[-1].__qualname__}"
+        fix = f"Pass the config of a model: {_checks.argument('config')}. Or check the function alone: {function}."
+        raise _checks.error_from(f"check: the default config of {target.name} cannot be used", e, fix) from e
+    if not is_given and layer is None and not any(ropes.layers):
+        note = "By default this model does not rotate. Only its function is judged. Pass a config for more."
+        return replace(target, objects=target.objects[-1:]), Expected(), Settings(notes=(note,))
+    layer, layer_rope = _choose_layer(ropes.layers, layer)
+    expected = _of_rope(layer_rope, ropes.trained_length or 2048)
     max_positions = ropes.max_position_embeddings
     settings = Settings(
         layer_rope.head_dim,
         layer_rope.rotary_dim,
         layer_rope.base,
         None if max_positions is None else min(max_positions, 131_072),
-        ropes.config,
+        config if hasattr(config, "to_dict") else ropes.config,
         arguments,
+        layer=layer,
+        notes=ropes.warnings,
     )
-    return (
-        Expected(layer_rope, layer_rope.pairing, layer_rope.base, ropes.output_order, ropes.model_type, length, longer),
-        settings,
-    )
+    return target, replace(expected, output_order=ropes.output_order, model_type=ropes.model_type), settings
+
+
+def _choose_layer(layers: Sequence[Rope | None], layer: int | None) -> tuple[int, Rope]:
+    """Return the layer to compare with and its rope: the one that the user chose, or any if all rotate alike."""
+    if layer is not None and not 0 <= layer < len(layers):
+        fix = "Pass the index of a layer of the model."
+        raise _checks.error("check", f"layer must be from 0 to {len(layers) - 1}", str(layer), fix)
+    first_of = {rope: i for i, rope in reversed([*enumerate(layers)]) if rope is not None}
+    if layer is None and len(first_of) > 1:
+        listed = ", ".join(f"{i} (base {rope.base:.10g})" for rope, i in sorted(first_of.items(), key=lambda kv: kv[1]))
+        must = f"{_checks.argument('layer')} must be passed, because layers rotate in {len(first_of)} ways"
+        raise _checks.error("check", must, "none", f"Pass one layer of each kind, each in its own check: {listed}.")
+    chosen = layer if layer is not None else min(first_of.values(), default=0)
+    if (rope := layers[chosen]) is None:
+        got = f"layer {chosen}, which does not"
+        raise _checks.error("check", "the layer must rotate", got, "Pass a layer that rotates, or another config.")
+    return chosen, rope
 
 
 def for_slice(expected: Expected, settings: Settings) -> tuple[Expected, Settings] | None:
@@ -126,11 +133,8 @@ def for_slice(expected: Expected, settings: Settings) -> tuple[Expected, Setting
     return replace(expected, rope=slice_rope), replace(settings, channels=rope.rotary_dim)
 
 
-def _static(rope: Rope, trained: int) -> tuple[Rope, int | None, Rope | None]:
-    """Resolve a rope that may depend on the length.
-
-    Returns:
-        The rope of short sequences; the trained length; and the rope of sequences twice as long. The last two are None
-        if the rope does not depend on the length.
-    """
-    return (rope, None, None) if rope.is_static else (rope.at_length(1), trained, rope.at_length(2 * trained))
+def _of_rope(rope: Rope, trained: int) -> Expected:
+    """Return what to expect from code that implements a rope, which may depend on the length."""
+    if rope.is_static:
+        return Expected(rope, rope.pairing, rope.base)
+    return Expected(rope.at_length(1), rope.pairing, rope.base, length=trained, unresolved=rope)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -9,36 +11,48 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._layout import Layout
 from ropewalk.conformance import construct, roles, structure
-from ropewalk.conformance.candidates import GIVEN_CHANNELS, TableSet, candidates
+from ropewalk.conformance.candidates import TableSet, candidates
 from ropewalk.conformance.construct import Arguments, Settings
 from ropewalk.conformance.subject import CallError, Subject
 from ropewalk.conformance.target import Target
 
 
-def find(target: Target, settings: Settings, call: str | None, layout: Layout | None) -> Subject:
+def find(target: Target, settings: Settings, call: str | None, layout: str | None) -> Subject:
     """Return the target as a `Subject`, which calls it in the way that rotates best.
 
     Raises:
-        RopeError: no candidate call works. The message says what the target raised.
+        RopeError: no candidate call works. The message says why, or what the target raised.
     """
+    try:
+        return _find(target, settings, call, layout)
+    except _checks.RopeError as e:
+        if (wrap := _how_to_wrap(target)) is not None:
+            raise _checks.error("check", f"{target.name} must take tensors of torch", *wrap) from e
+        raise
+
+
+def _find(target: Target, settings: Settings, call: str | None, layout: str | None) -> Subject:
     first, arguments = _construct(target.objects[0], settings)
     second = target.objects[1] if len(target.objects) == 2 else None
     errors: list[str] = []
     best: tuple[int, Subject] | None = None
-    for subject in candidates(first, second, arguments, call):
+    channels = settings.channels or settings.head_dim
+    for subject in candidates(first, second, arguments, call, channels):
         if layout is not None and subject.layout != layout:
             continue
-        score = _score(subject, settings, errors)
+        score = _score(subject, errors)
         if score is not None and (best is None or score > best[0]):
             best = score, subject
+        if score == _PERFECT:
+            break
     if best is None:
+        how, layout = _checks.argument("call", "q,k,cos,sin"), _checks.argument("layout")
         raise _checks.error(
             "check",
             f"{target.name} must be callable in a known way, and rotate tensors",
             errors[0] if errors else "no known parameters",
-            'Describe its parameters with --call "q,k,cos,sin", --layout or --arg.',
+            " ".join((f"Describe its parameters: pass {how}, {layout} or arguments (--arg).", *settings.notes)),
         )
 
     def rebuild(base: float | None = None) -> Subject:
@@ -46,7 +60,7 @@ def find(target: Target, settings: Settings, call: str | None, layout: Layout | 
         chosen = best[1]
         return next(
             subject
-            for subject in candidates(new, second, arguments, call)
+            for subject in candidates(new, second, arguments, call, channels)
             if (subject.signature, subject.layout, subject.positions, subject.tables)
             == (chosen.signature, chosen.layout, chosen.positions, chosen.tables)
         )
@@ -64,8 +78,7 @@ def _construct(target: Any, settings: Settings) -> tuple[Any, Arguments | None]:
         arguments = construct.choose_arguments(target, settings)
         return construct.build(target, arguments.values), arguments
     parameters = roles.parameters(target) or {}
-    constructor_roles = roles.constructor_roles(target)
-    if "dim" in constructor_roles and not {"q", "x"} & {*_call_roles(target)} and len(parameters) > 1:
+    if "dim" in roles.constructor_roles(parameters) and not {"q", "x"} & {*_call_roles(target)} and len(parameters) > 1:
         arguments = construct.choose_arguments(target, settings)
         return TableSet(construct.build(target, arguments.values)), arguments
     if settings.arguments:
@@ -75,6 +88,26 @@ def _construct(target: Any, settings: Settings) -> tuple[Any, Arguments | None]:
     return target, None
 
 
+_WRAPPERS = {"numpy": "np.asarray", "jax": "jnp.asarray", "mlx": "mx.array"}
+
+
+def _how_to_wrap(target: Target) -> tuple[str, str] | None:
+    """Return what a target is, and how to wrap it, if it uses another library of arrays and not torch."""
+    for obj in target.objects:
+        owner = getattr(obj, "owner", obj)
+        code = [owner, *vars(owner if inspect.isclass(owner) else type(owner)).values()]
+        scope = next((function.__globals__ for function in code if inspect.isfunction(function)), {})
+        used = {value.__name__.partition(".")[0] for value in scope.values() if inspect.ismodule(value)}
+        for library in _WRAPPERS.keys() & used if "torch" not in used else ():
+            array = _WRAPPERS[library]
+            return f"code that uses {library}", (
+                f"Check a function that converts them, with --ignore no-gradient: def rotate(x, positions): return "
+                f"torch.from_numpy(np.array(f({array}(x.detach().float().numpy()), {array}(positions.numpy()))))"
+                f".type_as(x)."
+            )
+    return None
+
+
 def _call_roles(target: Any) -> roles.Roles:
     try:
         return roles.call_roles(target, None)
@@ -82,72 +115,49 @@ def _call_roles(target: Any) -> roles.Roles:
         return {}
 
 
-def channels_of(subject: Subject, settings: Settings) -> int:
-    """Return the number of channels of the heads that `check` passes to the subject."""
-    return GIVEN_CHANNELS if subject.given_tables else settings.channels or settings.head_dim
-
-
 _TOKENS, _HEADS = 5, 3
+_PERFECT = 30  # the largest score
 
 
-def _score(subject: Subject, settings: Settings, errors: list[str]) -> int | None:
-    """Score how much a candidate call behaves like a rotation. Return None, and append to `errors`, if it raises."""
-    channels = channels_of(subject, settings)
+def _score(subject: Subject, errors: list[str]) -> int | None:
+    """Score how much a candidate call behaves like a rotation. Return None, and append to `errors`, if it fails."""
     positions = torch.arange(_TOKENS)[None]
-    numbers = torch.sin(1 + torch.arange(channels, dtype=torch.float32))
+    x = torch.sin(1 + torch.arange(subject.channels, dtype=torch.float32)).expand(3, _TOKENS, _HEADS, -1)
     try:
-        with torch.no_grad():
-            x = numbers.expand(1, _TOKENS, _HEADS, channels)
-            out, _ = subject(x, x, positions)
-            found = structure.infer(linear_maps(subject, channels, positions))
+        out, _ = subject(x[:1], x[:1], positions)
+        maps = linear_maps(subject, positions)
     except CallError as e:
         errors.append(str(e))
         return None
     differs_by_head = bool((out - out[:, :, :1]).abs().max() > 1e-5)
     differs_by_token = bool((out - out[:, :1]).abs().max() > 1e-5)
-    score = 12 * (differs_by_token and not differs_by_head) + 1 * _accepts_rows(subject, channels)
-    if found is not None:
+    score = 12 * (differs_by_token and not differs_by_head)
+    if (found := structure.infer(maps)) is not None:
+        at_0 = found.multipliers(maps[0, :, found.ins[:, 0]].T).diagonal()
         score += (
-            {None: 10, "not-a-rotation": 6}.get(found.flaw, 2)
+            {None: 10, "attention-factor": 8, "not-a-rotation": 6}.get(found.flaw, 2)
             + 4 * (found.order == "same")
             + 2 * (found.pairing is not None)
+            + 1 * bool((at_0.angle().abs() < 1e-5).all())
         )
+    if subject.accepts(positions.expand(3, -1)):
+        with contextlib.suppress(CallError):
+            subject(x, x, positions.expand(3, -1))
+            score += 1
     return score
 
 
-def _accepts_rows(subject: Subject, channels: int) -> bool:
-    """Return whether the subject accepts a batch of three rows with the same positions."""
-    positions = torch.arange(_TOKENS).expand(3, -1)
-    if not subject.accepts(positions):
-        return False
-    x = torch.ones(3, _TOKENS, 2, channels)
-    try:
-        subject(x, x, positions)
-    except CallError:
-        return False
-    return True
-
-
-def linear_maps(subject: Subject, channels: int, positions: Tensor, of: str = "q") -> Tensor:
-    """Measure the linear map that the subject applies to q (or k) at each position.
+def linear_maps(subject: Subject, positions: Tensor, of: str = "q") -> Tensor:
+    """Measure the linear map that the subject applies to q or k at positions `[1, seq]`.
 
     The subject is called with one head for each channel, which is 1 in that channel and 0 elsewhere.
-
-    Args:
-        subject: the subject.
-        channels: the number of channels of a head.
-        positions: `[1, seq]`.
-        of: "q" or "k".
 
     Returns:
         `[seq, out channels, in channels]`.
 
     Raises:
-        CallError: the subject raises, or `of` is "k" and it takes no k.
+        CallError: the call of the subject fails.
     """
-    eye = torch.eye(channels).expand(1, positions.shape[1], channels, channels).contiguous()
+    eye = torch.eye(subject.channels).expand(1, positions.shape[1], -1, -1).contiguous()
     q_out, k_out = subject(eye, eye.clone(), positions)
-    out = q_out if of == "q" else k_out
-    if out is None:
-        raise CallError("it accepts no k")
-    return out[0].mT
+    return (q_out if k_out is None or of == "q" else k_out)[0].mT

@@ -16,6 +16,8 @@ from ropewalk import Rope
 CLOSE = 2e-5
 """Tolerance of cos and sin at positions below 64. Float32 frequencies and products cost at most 64 · 2⁻²²."""
 
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
 
 @dataclass(frozen=True)
 class Law:
@@ -26,8 +28,6 @@ class Law:
         factor: the factor of cos and sin, dimensionless.
         shift: the number of tokens added to each position.
         kind: "plain", "backwards" (the angle is negated), or "swapped" (cos and sin are exchanged).
-        rounding: what is rounded to `dtype`: "frequencies", "angles", "tables" or "positions". None means nothing.
-        dtype: the dtype of the rounding.
         code: the code of the bug that this law describes, or None for a right law.
         says: what was measured, in one sentence.
     """
@@ -36,31 +36,31 @@ class Law:
     factor: float = 1.0
     shift: int = 0
     kind: str = "plain"
-    rounding: str | None = None
-    dtype: torch.dtype = torch.bfloat16
     code: str | None = None
     says: str = ""
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the multipliers at positions `[...]`, complex128 `[..., pairs]`."""
-        p = (positions + self.shift).to(torch.float64)
-        f = self.inv_freq
-        if self.rounding == "positions":
-            p = p.to(self.dtype).to(torch.float64)
-        if self.rounding == "frequencies":
-            f = f.float().to(self.dtype).to(torch.float64)
-        angles = p[..., None] * f
-        if self.rounding == "angles":
-            angles = angles.float().to(self.dtype).to(torch.float64)
+        return self.of((positions + self.shift).to(torch.float64)[..., None] * self.inv_freq)
+
+    def of(self, angles: Tensor) -> Tensor:
+        """Return the multipliers of angles in radians, complex128."""
         z = torch.polar(torch.ones_like(angles), angles)
-        if self.rounding == "tables":
-            z = torch.complex(*(t.float().to(self.dtype).to(torch.float64) for t in (z.real, z.imag)))
-        z = {"plain": z, "backwards": z.conj(), "swapped": 1j * z.conj()}[self.kind]
-        return self.factor * z
+        return self.factor * {"plain": z, "backwards": z.conj(), "swapped": 1j * z.conj()}[self.kind]
 
     def error(self, multipliers: Tensor, positions: Tensor) -> float:
         """Return the largest distance of measured multipliers from the law, relative to the factor."""
         return largest_error(multipliers, self.at(positions), self.factor)
+
+
+def float32_error(positions: Any) -> Any:
+    """Return the error of cos and sin that float32 explains at positions, which are one int or a tensor.
+
+    The frequency and its product with the position are rounded. At position 1,048,575, float32 code was measured to be
+    off by 0.03 to 0.09 if it computes each frequency as a power of the base, and by 0.16 if it computes each frequency
+    from the previous one. The limit there is 0.25.
+    """
+    return CLOSE + 4 * 2.0**-24 * positions
 
 
 def largest_error(multipliers: Tensor, expected: Tensor, factor: float) -> float:
@@ -82,76 +82,113 @@ def identify(multipliers: Tensor, positions: Tensor, rope: Rope | None, head_dim
         head_dim: the number of channels of a head.
 
     Returns:
-        The first candidate within CLOSE of the multipliers. If there is none, a law with the measured frequencies and
-        the code "wrong-base" or "wrong-frequencies".
+        The right law or that of a known bug, if it is within CLOSE of the multipliers or rounding to 16 bits explains
+        them. Otherwise, a law with the measured frequencies and the code "wrong-base" or "wrong-frequencies".
     """
-    size = float(multipliers.abs().median())
-    factor = size if math.isfinite(size) and size > 0 else 1.0
+    factor = float(multipliers.abs().median()) or 1.0
+    inv_freq = measure_frequencies(multipliers, positions)
+    measured = Law(inv_freq, factor)
+    if not bool(multipliers.abs().isfinite().all()):
+        return replace(measured, code="not-finite", says="The result is not finite at positions 0 to 63.")
+    if measured.error(multipliers, positions) >= CLOSE:
+        says = "The angles are not proportional to the positions."
+        measured = replace(measured, code="wrong-frequencies", says=says)
     if rope is None:
-        return Law(measure_frequencies(multipliers, positions), factor)
-    expected = _nonzero(rope.inv_freq)
-    if len(expected) != multipliers.shape[-1]:
-        return Law(
-            measure_frequencies(multipliers, positions),
-            factor,
-            code="wrong-frequencies",
-            says=f"{multipliers.shape[-1]} pairs are rotated instead of {len(expected)}.",
-        )
-    for law in _candidates(rope, torch.from_numpy(expected), head_dim):
-        law = replace(law, factor=rope.attention_factor if law.rounding else factor)
+        return measured
+    expected = moving(rope.inv_freq)
+    if len(expected) != len(inv_freq):
+        says = f"{len(inv_freq)} pairs are rotated instead of {len(expected)}."
+        return replace(measured, code="wrong-frequencies", says=says)
+    steady = int((expected - 1e-3).abs().argmin())  # a pair with clear angles, whose first is within half a turn
+    shift = round(float(multipliers[0, steady].angle() / expected[steady]))
+    right = Law(expected, factor)
+    backwards = replace(right, kind="backwards", code="rotates-backwards", says=_BACKWARDS)
+    swapped = "At position 0, pairs are rotated by 90 degrees."
+    shifted = f"Position 0 gets the angles of {shift}."
+    for law in (
+        right,
+        backwards,
+        replace(right, kind="swapped", code="cos-and-sin-swapped", says=swapped),
+        replace(right, shift=shift, code="positions-off-by-one", says=shifted),
+    ):
         if law.error(multipliers, positions) < CLOSE:
             return law
-    inv_freq = measure_frequencies(multipliers, positions)
-    if (fitted := fit_base(inv_freq, rope.rotary_dim)) is not None:
-        base, divided = fitted
-        says = f"The base is {base:.10g} instead of {rope.base:.10g}." if abs(divided - 1) < 1e-4 else ""
-        return Law(
-            inv_freq,
-            factor,
-            code="wrong-base" if says else "wrong-frequencies",
-            says=says or _describe_difference(inv_freq, expected),
-        )
-    return Law(inv_freq, factor, code="wrong-frequencies", says=_describe_difference(inv_freq, expected))
+    for size in (rope.attention_factor, factor):
+        law = replace(right, factor=size)
+        if (rounding := find_rounding(multipliers, positions, law)) is not None:
+            return replace(law, code=rounding[0], says=rounding[1])
+    for bug, says, wrong in _wrong_frequencies(rope, head_dim):
+        for kind in (right, backwards):
+            law = replace(kind, inv_freq=moving(wrong), code=bug, says=says)
+            if len(law.inv_freq) == len(expected) and law.error(multipliers, positions) < CLOSE:
+                return law
+    if measured.code is not None:
+        return measured
+    if (code := _reversed_ramp(rope, inv_freq)) is not None:
+        return replace(measured, code=code, says="Fast pairs are divided by the factor, and slow ones are not.")
+    fitted = fit_base(inv_freq, rope.rotary_dim)
+    if fitted is not None and abs(fitted[1] - 1) < 1e-4:
+        return replace(measured, code="wrong-base", says=f"The base is {fitted[0]:.10g} instead of {rope.base:.10g}.")
+    ratios = inv_freq.abs() / expected
+    i = int(ratios.clamp(min=1e-30).log().abs().argmax())
+    says = f"Pair {i} has {ratios[i]:.4g} times the expected frequency of {expected[i]:.4g} radians per token."
+    return replace(measured, code="wrong-frequencies", says=says)
 
 
-def _candidates(rope: Rope, expected: Tensor, head_dim: int) -> Iterator[Law]:
-    """Yield the right law first, then laws with one bug, then laws with two."""
-    kinds = [
-        Law(expected),
-        Law(
-            expected,
-            kind="backwards",
-            code="rotates-backwards",
-            says="Every pair is rotated by minus its angle. This is right only for weights that were trained with it.",
-        ),
-        Law(
-            expected, kind="swapped", code="cos-and-sin-swapped", says="At position 0, pairs are rotated by 90 degrees."
-        ),
-        *(
-            Law(
-                expected,
-                shift=by,
-                code="positions-off-by-one",
-                says=f"The token at position 0 is rotated by the angles of {by}.",
-            )
-            for by in (1, -1)
-        ),
-    ]
-    yield from kinds
-    for dtype in (torch.bfloat16, torch.float16):
-        for stage in ("tables", "frequencies", "angles"):
-            like = " (or to TF32, the precision of matrix products on a GPU)" * (
-                dtype == torch.float16 and stage == "frequencies"
-            )
-            says = f"They are rounded to {_dtype_name(dtype)}{like}."
-            yield Law(expected, rounding=stage, dtype=dtype, code=f"low-precision-{stage}", says=says)
-    for code, says, inv_freq in _wrong_frequencies(rope, head_dim):
-        for kind in kinds[:2]:
-            yield (
-                replace(kind, inv_freq=torch.from_numpy(_nonzero(inv_freq)), code=code, says=says)
-                if len(_nonzero(inv_freq)) == len(expected)
-                else kind
-            )
+_BACKWARDS = "Every pair is rotated by minus its angle. This is right only for weights that were trained with it."
+
+
+def find_rounding(z: Tensor, positions: Tensor, law: Law) -> tuple[str, str] | None:
+    """Return the code and the description of a rounding to 16 bits that explains multipliers `[tokens, pairs]`.
+
+    Return None if no rounding explains how they differ from the law.
+    """
+    for dtype, name in NAMES.items():
+        if (what := _find_rounded(z, positions, law, dtype)) is not None:
+            at = f"At position {int(positions[-1]):,} they" if what == "positions" else "They"
+            tf32 = " (or to TF32, the precision of matrix products on a GPU)"
+            like = tf32 if (what, name) == ("frequencies", "float16") else ""
+            return f"low-precision-{what}", f"{at} are rounded to {name}{like}."
+    return None
+
+
+def _find_rounded(z: Tensor, positions: Tensor, law: Law, dtype: torch.dtype) -> str | None:
+    """Return what was rounded to `dtype`: "tables", "positions", "frequencies", "angles" or None.
+
+    No rounding is predicted, since code may round several steps. Instead, the measured angles are compared with the
+    numbers of that dtype: rounded angles are such numbers, and so are rounded frequencies.
+    """
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.float().to(dtype).to(torch.float64)
+
+    tokens = (positions + law.shift).to(torch.float64)[:, None]
+    angles = tokens * law.inv_freq
+    off = (z / law.of(angles)).angle() * (1 if law.kind == "plain" else -1)
+    in_tables = all(bool((rounded(t) == t).all()) for t in (z.real, z.imag))
+    unit, frequencies = torch.finfo(dtype).eps / 2, law.inv_freq.abs()
+    noise = float32_error(positions)[:, None] + 1.5 * unit * in_tables
+    roundings = 3 + float((frequencies.max() / frequencies.min()).log())  # three, and one of the exponents
+    limit = unit * roundings * angles.abs() + noise
+    clear = (limit < 3) & (angles != 0)  # the measured angle is known, and not only modulo a turn
+
+    def explains(angles: Tensor) -> Tensor:
+        close: Tensor = (z - law.of(angles)).abs() <= noise * law.factor
+        return close
+
+    if not bool((off.abs() <= limit)[clear].all()):
+        return None
+    if in_tables and bool(explains(angles).all()):
+        return "tables"
+    if bool((rounded(tokens) != tokens).any()) and bool(explains(rounded(tokens) * law.inv_freq).all()):
+        return "positions"
+    if not bool((clear & (unit * angles.abs() > 2 * noise)).any()):
+        return None  # the numbers of this dtype are too close to each other
+    measured = angles + off
+    last = (clear * tokens).argmax(0)
+    if bool(explains(tokens * rounded((measured / tokens)[last, torch.arange(len(last))]))[clear].all()):
+        return "frequencies"
+    return "angles" if bool(explains(rounded(measured))[clear].all()) else None
 
 
 def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
@@ -166,16 +203,10 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
-            scheme_bugs = _SCHEME_BUGS.get(scaling.rope_type)
-            if scheme_bugs is not None:
-                yield from scheme_bugs(rope, scaling, plain)
+            yield from _scheme_bugs(rope, scaling, plain)
     if dim != head_dim:
-        frequencies = rope.base ** (-steps / head_dim)
-        yield (
-            "frequencies-over-head-dim",
-            f"The exponents are 2i/{head_dim}, but {dim} channels are rotated.",
-            frequencies,
-        )
+        says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
+        yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
     for size in (dim - 2, dim + 2, dim // 2, 2 * dim):
         if size > 0:
             says = f"The exponents are 2i/{size}, but {dim} channels are rotated."
@@ -187,34 +218,30 @@ _KnownBug = tuple[str, str, np.ndarray]
 """Code, description and inv_freq of a bug."""
 
 
-def _ntk_bugs(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
-    steps = np.arange(0, rope.rotary_dim, 2)
-    frequencies = (rope.base * scaling.alpha) ** (-steps / rope.rotary_dim)
-    yield "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
+def _scheme_bugs(rope: Rope, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
+    """Yield the known bugs of one scheme. `_reversed_ramp` finds reversed ramps, which have several forms."""
+    if scaling.rope_type == "ntk":
+        frequencies = (rope.base * scaling.alpha) ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
+        yield "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
+    elif scaling.rope_type == "yarn":
+        flipped = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate)).inv_freq
+        yield "yarn-truncate", f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.", flipped
+    elif scaling.rope_type == "llama3":
+        slowest = plain / scaling.factor
+        between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
+        says = f"The {between.sum()} pairs on the ramp have the mirrored frequency."
+        yield "llama3-smooth-inverted", says, np.where(between, plain + slowest - rope.inv_freq, rope.inv_freq)
 
 
-def _yarn_bugs(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
-    flipped = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate))
-    yield (
-        "yarn-truncate",
-        f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.",
-        flipped.inv_freq,
-    )
-    mirrored = plain + plain / scaling.factor - rope.inv_freq
-    yield "yarn-ramp-swapped", "Fast pairs are divided by the factor, and slow ones are not.", mirrored
-
-
-def _llama3_bugs(rope: Any, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
-    slowest = plain / scaling.factor
-    between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
-    mirrored = plain + slowest - rope.inv_freq
-    says = f"The {between.sum()} pairs on the ramp have the mirrored frequency."
-    yield "llama3-smooth-inverted", says, np.where(between, mirrored, rope.inv_freq)
-    yield "llama3-smooth-inverted", "Fast pairs are divided by the factor, and slow ones are not.", mirrored
-
-
-# rope_type → a function that yields the known bugs of that scheme.
-_SCHEME_BUGS = {"ntk": _ntk_bugs, "yarn": _yarn_bugs, "llama3": _llama3_bugs}
+def _reversed_ramp(rope: Rope, inv_freq: Tensor) -> str | None:
+    """Return the code of a reversed ramp if the fastest pair is divided by the factor, and the slowest is not."""
+    scaling: Any = rope.scaling
+    code = {"yarn": "yarn-ramp-swapped", "llama3": "llama3-smooth-inverted"}.get(getattr(scaling, "rope_type", ""))
+    if code is not None and scaling.factor > 1.01:
+        ratios = replace(rope, scaling=None).inv_freq / inv_freq.abs().numpy()
+        if abs(ratios[0] / scaling.factor - 1) < 1e-3 and abs(ratios[-1] - 1) < 1e-3:
+            return code
+    return None
 
 
 def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
@@ -222,14 +249,14 @@ def measure_frequencies(multipliers: Tensor, positions: Tensor) -> Tensor:
     return (multipliers[1] / multipliers[0]).angle() / int(positions[1] - positions[0])
 
 
-def fit_base(inv_freq: Tensor, rotary_dim: int) -> tuple[float, float] | None:
+def fit_base(inv_freq: Tensor, rotary_dim: int, tolerance: float = 1e-4) -> tuple[float, float] | None:
     """Fit a geometric progression to `inv_freq`. Return its base and the divisor of all terms, or None if none fits."""
     f = inv_freq.abs().numpy()
     if len(f) < 2 or not np.isfinite(f).all() or (f <= 0).any():
         return None
     logs, steps = np.log(f), np.arange(len(f)) * 2 / rotary_dim
     slope, start = np.polyfit(steps, logs, 1)
-    if np.abs(logs - (start + slope * steps)).max() > 1e-4 or slope >= 0:
+    if np.abs(logs - (start + slope * steps)).max() > tolerance or slope >= 0:
         return None
     return round_digits(float(np.exp(-slope))), round_digits(float(np.exp(-start)))
 
@@ -256,16 +283,6 @@ def round_digits(number: float) -> float:
     return number
 
 
-def _nonzero(inv_freq: np.ndarray) -> np.ndarray:
+def moving(inv_freq: np.ndarray) -> Tensor:
     """Drop the pairs with frequency 0, which are indistinguishable from channels that are not rotated."""
-    return np.asarray(inv_freq[inv_freq != 0], dtype=np.float64)
-
-
-def _describe_difference(measured: Tensor, expected: np.ndarray) -> str:
-    ratio = np.abs(measured.numpy()) / expected
-    pair = int(np.abs(np.log(np.maximum(ratio, 1e-30))).argmax())
-    return f"Pair {pair} has {ratio[pair]:.4g} times the expected frequency of {expected[pair]:.4g} radians per token."
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return torch.from_numpy(np.array(inv_freq[inv_freq != 0], dtype=np.float64))

@@ -54,17 +54,24 @@ class Report:
         found: what the target computes: pairing, frequencies, layout and so on.
         findings: bugs before cautions, and causes before their effects.
         grades: the tests that were run, and their results.
+        ignored: the codes that the user accepts. Their findings are reported, and do not count.
     """
 
     target: str
     found: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     grades: list[Grade] = field(default_factory=list)
+    ignored: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> Verdict:
-        """ "wrong" if the severity of any finding is "wrong", else "right". Cautions do not count."""
-        return "wrong" if any(finding.severity == "wrong" for finding in self.findings) else "right"
+        """ "wrong" if the severity of any finding that counts is "wrong", else "right". Cautions do not count."""
+        return "wrong" if any(finding.severity == "wrong" for finding in self.counted) else "right"
+
+    @property
+    def counted(self) -> list[Finding]:
+        """The findings whose codes are not ignored."""
+        return [finding for finding in self.findings if finding.code not in self.ignored]
 
     @property
     def codes(self) -> list[str]:
@@ -95,6 +102,7 @@ class Report:
                 {
                     "code": f.code,
                     "severity": f.severity,
+                    "ignored": f.code in self.ignored,
                     "title": BUGS[f.code].title,
                     "says": f.says,
                     "fix": BUGS[f.code].fix,
@@ -110,7 +118,7 @@ class Report:
             bug = BUGS[finding.code]
             lines += [
                 "",
-                f"{finding.severity.upper()}  {finding.code}: {bug.title}",
+                f"{'IGNORED' if finding.code in self.ignored else bug.severity.upper()}  {finding.code}: {bug.title}",
                 f"    {finding.says}",
                 f"    How to fix it: {bug.fix}",
             ]

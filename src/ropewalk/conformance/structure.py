@@ -43,27 +43,26 @@ class Structure:
 
     def unit_input(self, channels: int) -> Tensor:
         """Return a head `[channels]` with 1 in the first channel of each pair and 0 elsewhere."""
-        x = torch.zeros(channels)
+        x = torch.zeros(channels, dtype=torch.float32)
         x[self.ins[:, 0]] = 1.0
         return x
 
     def predict(self, x: Tensor, multipliers: Tensor) -> Tensor:
         """Return the expected float64 output for x `[batch, seq, heads, dim]` and multipliers `[..., seq, pairs]`."""
-        x = x.to(torch.float64)
-        pair = torch.complex(x[..., self.ins[:, 0]], x[..., self.ins[:, 1]]) * multipliers[..., :, None, :]
-        out = x.clone()
-        out[..., self.outs[:, 0]], out[..., self.outs[:, 1]] = pair.real, pair.imag
-        return out
+        return _multiply_pairs(x, self.ins, self.outs, multipliers)
 
     def predict_gradient(self, grad: Tensor, multipliers: Tensor) -> Tensor:
         """Return the expected gradient with respect to x in float64, from the gradient with respect to the output."""
-        grad = grad.to(torch.float64)
-        pair = (
-            torch.complex(grad[..., self.outs[:, 0]], grad[..., self.outs[:, 1]]) * multipliers.conj()[..., :, None, :]
-        )
-        out = grad.clone()
-        out[..., self.ins[:, 0]], out[..., self.ins[:, 1]] = pair.real, pair.imag
-        return out
+        return _multiply_pairs(grad, self.outs, self.ins, multipliers.conj())
+
+
+def _multiply_pairs(x: Tensor, ins: Tensor, outs: Tensor, multipliers: Tensor) -> Tensor:
+    """Multiply the pairs of channels `ins` as complex numbers, and return x in float64 with them in `outs`."""
+    x = x.to(torch.float64)
+    pair = torch.complex(x[..., ins[:, 0]], x[..., ins[:, 1]]) * multipliers[..., :, None, :]
+    out = x.clone()
+    out[..., outs[:, 0]], out[..., outs[:, 1]] = pair.real, pair.imag
+    return out
 
 
 def infer(matrices: Tensor) -> Structure | None:
@@ -146,9 +145,18 @@ def _is_rotation(blocks: Tensor) -> bool:
 
 def _flaw(blocks: Tensor) -> str | None:
     """Return the code of the bug in 2×2 blocks `[tokens, pairs, 2, 2]`, or None if they are rotations or have a NaN."""
-    if bool(blocks.isnan().any()) or _is_rotation(blocks):
+    if bool(blocks.isnan().any()):
         return None
     first_row, second_row = _complex_rows(blocks)
+    if _is_rotation(blocks):
+        sizes = first_row.abs()
+        if float((sizes - sizes[:1]).abs().max()) <= 0.02 * float(sizes.max()):
+            return None
+        # The pairs are stretched, unless cos and sin have different factors, so that their squares are on an ellipse.
+        cos, sin = first_row.real / first_row.real[:1], first_row.imag
+        squares = (sin**2 / (1 - cos**2))[cos**2 < 0.9]
+        is_ellipse = len(squares) > 0 and float(squares.max() - squares.min()) < 0.01 * float(squares.max())
+        return "attention-factor" if is_ellipse else "not-a-rotation"
     if torch.allclose(first_row, second_row.conj(), atol=1e-5) or not torch.allclose(
         first_row.abs(), second_row.abs(), atol=1e-4
     ):

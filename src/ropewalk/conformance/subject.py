@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ropewalk import _checks
-from ropewalk._layout import AXES, Layout
 from ropewalk.conformance.construct import Arguments
+
+LAYOUTS = ("bshd", "bhsd", "sbhd", "thd", "hsd")
+"""The layouts that are tried: those of ropewalk, and "hsd", in which all heads of the batch share one axis."""
 
 Positions = Literal["rows", "shared", "offset", "none"]
 """Which positions a target accepts.
@@ -26,6 +27,8 @@ Prepare = Callable[[Tensor, Tensor | None, Tensor], tuple[Callable[..., Any], di
 
 It returns the function to call, and the arguments by name.
 """
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # that a result may have
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Subject:
     """
 
     signature: str
-    layout: Layout
+    layout: str
     has_k: bool
     positions: Positions
     given_tables: bool
@@ -61,59 +64,67 @@ class Subject:
 
     def to_native(self, x: Tensor) -> Tensor:
         """Return a view of x `[batch, seq, heads, head_dim]` in the target's layout."""
-        if "b" not in self.layout:
+        if self.layout == "thd":
             return x[0]
-        batch, tokens, heads, _ = AXES[self.layout]
-        order = {batch: 0, tokens: 1, heads: 2, 3: 3}
-        return x.permute([order[axis] for axis in range(4)])
+        axes = self._axes
+        native = x.permute(["bshd".index(axis) for axis in axes])
+        return native.flatten(0, 1) if self.layout == "hsd" else native
 
-    def from_native(self, x: Tensor) -> Tensor:
+    def from_native(self, x: Tensor, rows: int = 1) -> Tensor:
         """Return a view `[batch, seq, heads, head_dim]` of x, which has the target's layout."""
-        if "b" not in self.layout:
+        if self.layout == "thd":
             return x[None]
-        batch, tokens, heads, _ = AXES[self.layout]
-        return x.permute(batch or 0, tokens, heads, 3)
+        axes = self._axes
+        split = x.reshape(rows, -1, *x.shape[1:]) if self.layout == "hsd" else x
+        return split.permute([axes.index(axis) for axis in "bshd"])
+
+    @property
+    def _axes(self) -> str:
+        return "bhsd" if self.layout == "hsd" else self.layout
 
     def call_native(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Call the target with tensors in its own layout, without copying them, so that their strides are kept.
+        """Call the target with these tensors, in its own layout, and not with copies.
 
         Raises:
-            CallError: the target raises, or returns fewer tensors than expected.
+            CallError: the target raises, or does not return tensors of the shapes of q and k.
         """
+        inputs = [x for x in (q, k if self.has_k else None) if x is not None]
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                function, arguments = self.prepare(q, k if self.has_k else None, positions)
-                returned = function(**arguments)
-        except (Exception, SystemExit) as e:  # the target may raise anything
-            raise CallError(f"{type(e).__name__}: {_checks.printable(str(e))[:200]}") from e
-        results = [returned] if isinstance(returned, Tensor) else returned
-        if not isinstance(results, (list, tuple)) or len(results) < 1 + self.has_k:
-            raise CallError(f"it returns {_checks.describe(returned)}")
-        if not all(isinstance(result, Tensor) for result in results[: 1 + self.has_k]):
-            raise CallError("it does not return tensors")
+            function, arguments = self.prepare(q, k if self.has_k else None, positions)
+            returned = function(**arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # the target may raise anything
+            raise CallError("raises", f"{type(e).__name__}: {_checks.message_of(e)[:200]}") from e
+        results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        try:
+            results = [_plain(x) for x in results[: len(inputs)]]
+        except Exception as e:  # the methods of what is returned may raise anything
+            raise CallError("wrong-shape", f"it returns {_checks.message_of(e)[:200]}") from e
+        if len(results) < len(inputs):
+            raise CallError("wrong-shape", "it returns one tensor for q and k")
+        for name, x, out in zip("qk", inputs, results, strict=False):
+            if x.shape != out.shape:
+                says = f"{name} of shape {tuple(x.shape)} is returned with shape {tuple(out.shape)}"
+                raise CallError("wrong-shape", says)
         return results[0], results[1] if self.has_k else None
 
     def __call__(self, q: Tensor, k: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Call the target with copies of q and k, and return its results, all `[batch, seq, heads, head_dim]`.
+        """Call the target with copies, and return its results, all `[batch, seq, heads, head_dim]`.
 
         Raises:
-            CallError: the target raises, returns fewer tensors than expected, or returns a tensor whose shape differs
-                from that of its input.
+            CallError: as for `call_native`.
         """
         inputs = [self.to_native(x).clone(memory_format=torch.contiguous_format) for x in (q, q if k is None else k)]
-        q_out, k_out = self.call_native(inputs[0], inputs[1], positions)
-        if q_out.shape != inputs[0].shape:
-            raise CallError(f"q of shape {tuple(self.to_native(q).shape)} is returned with shape {tuple(q_out.shape)}")
-        if k_out is not None and k_out.shape != inputs[1].shape:
-            raise CallError(f"k of shape {tuple(inputs[1].shape)} is returned with shape {tuple(k_out.shape)}")
-        return self.from_native(q_out), None if k_out is None else self.from_native(k_out)
+        q_out, k_out = self.call_native(inputs[0], inputs[1], positions.clone())
+        rows = len(positions)
+        return self.from_native(q_out.detach(), rows), None if k_out is None else self.from_native(k_out.detach(), rows)
 
     def accepts(self, positions: Tensor) -> bool:
         """Whether the target accepts these positions `[batch, seq]`."""
         consecutive = bool((positions == positions[:, :1] + torch.arange(positions.shape[1])).all())
         rows_are_equal = bool((positions == positions[:1]).all())
-        if "b" not in self.layout and positions.shape[0] != 1:
+        if self.layout == "thd" and positions.shape[0] != 1:
             return False
         if self.positions == "rows":
             return True
@@ -123,4 +134,23 @@ class Subject:
 
 
 class CallError(Exception):
-    """The target cannot be called in the way that a `Subject` describes."""
+    """A call of the target fails.
+
+    Args:
+        code: the code of the bug that this is, if another call of the same kind succeeds: "raises" or "wrong-shape".
+        says: what happened.
+    """
+
+    def __init__(self, code: str, says: str) -> None:
+        super().__init__(says)
+        self.code = code
+
+
+def _plain(x: Any) -> Tensor:
+    """Return a result as a plain tensor. Raise TypeError unless it is a dense tensor of real numbers on the CPU."""
+    if not isinstance(x, Tensor):
+        raise TypeError(_checks.shown(x))
+    with torch._C.DisableTorchFunctionSubclass():
+        if x.device.type != "cpu" or x.layout != torch.strided or x.dtype not in DTYPES:
+            raise TypeError(f"a tensor of {x.dtype}, {x.layout} on device {x.device}")
+        return x.as_subclass(Tensor)

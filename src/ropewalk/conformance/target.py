@@ -27,13 +27,11 @@ class Target:
     Args:
         name: the name that the user passed, or the qualified name of the object.
         objects: one callable, or two: the first computes cos and sin, the second applies them.
-        runs: the path of the file that was imported or executed, or None.
         config: the default config of a model of transformers, or None.
     """
 
     name: str
     objects: tuple[Any, ...]
-    runs: str | None = None
     config: dict[str, Any] | None = None
 
 
@@ -61,11 +59,11 @@ def load(target: Any) -> Target:
         raise _checks.error(_WHO, "TARGET must name a module and something in it", _checks.shown(target), _FORMS)
     if where == "transformers":
         return _from_transformers(target, names)
-    module, runs = _load_module(where)
+    module = _load_module(where)
     attributes = [name.strip() for name in names.split(",")]
     if len(attributes) > 2:
         raise _checks.error(_WHO, "TARGET must have one or two names", _checks.shown(names), _FORMS)
-    return Target(target, tuple(_find_attribute(module, where, name) for name in attributes), runs)
+    return Target(target, tuple(_find_attribute(module, where, name) for name in attributes))
 
 
 def name_of(obj: Any) -> str:
@@ -75,14 +73,13 @@ def name_of(obj: Any) -> str:
     return str(getattr(obj, "__qualname__", None) or type(obj).__qualname__)
 
 
-def _load_module(where: str) -> tuple[ModuleType, str | None]:
+def _load_module(where: str) -> ModuleType:
     if not where.endswith(".py"):
         try:
-            module = importlib.import_module(where)
+            return importlib.import_module(where)
         except Exception as e:  # a module may raise anything
             fix = "Run this in the folder that contains the module."
             raise _checks.error_from(f"{_WHO}: {where} cannot be imported", e, fix) from e
-        return module, getattr(module, "__file__", None)
     path = Path(where)
     if not path.is_file():
         raise _checks.error(_WHO, "TARGET must name an existing file", _checks.shown(where), _FORMS)
@@ -97,13 +94,12 @@ def _load_module(where: str) -> tuple[ModuleType, str | None]:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:  # a file may raise anything, or be a script that exits
-        failure = e if isinstance(e, Exception) else RuntimeError("it exits")
         fix = "Pass a file that can be imported."
-        raise _checks.error_from(f"{_WHO}: {where} cannot be run", failure, fix) from e
+        raise _checks.error_from(f"{_WHO}: {where} cannot be run", e, fix) from e
     finally:
         sys.path[:] = paths
         sys.modules.pop(name, None)
-    return module, str(path)
+    return module
 
 
 def _find_attribute(module: ModuleType, where: str, dotted: str) -> Any:
@@ -112,12 +108,8 @@ def _find_attribute(module: ModuleType, where: str, dotted: str) -> Any:
     found = getattr(module, head, None)
     if found is None or not callable(found) or (method and not callable(getattr(found, method, None))):
         known = ", ".join(sorted(n for n in vars(module) if callable(vars(module)[n]) and not n.startswith("_"))[:12])
-        raise _checks.error(
-            _WHO,
-            f"{where} must have a callable of that name",
-            _checks.shown(dotted),
-            f"Its callables are: {known or 'none'}.",
-        )
+        must, fix = f"{where} must have a callable of that name", f"Its callables are: {known or 'none'}."
+        raise _checks.error(_WHO, must, _checks.shown(dotted), fix)
     if not method:
         return found
     is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
@@ -137,7 +129,10 @@ class Method:
 
 
 def _from_transformers(target: str, model: str) -> Target:
-    """Return the rotary class and the rotating function of a model of transformers, with its default config."""
+    """Return the rotary class and the function that the attention of a model of transformers calls.
+
+    The class is missing if the model computes its tables in other code. The config is the default of the model.
+    """
     try:
         known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     except ImportError as e:
@@ -156,20 +151,25 @@ def _from_transformers(target: str, model: str) -> Target:
             e,
             "Pass the classes themselves: module:Rotary,apply_rotary_pos_emb.",
         ) from e
-    rotary_classes = [n for n, v in vars(modeling).items() if n.endswith("RotaryEmbedding") and isinstance(v, type)]
-    text_classes = [n for n in rotary_classes if "Vision" not in n and "2D" not in n and "Audio" not in n]
-    preferred = ("apply_rotary_pos_emb_interleave",) * bool(config.get("rope_interleave"))
-    functions = [n for n in (*preferred, "apply_rotary_pos_emb", "apply_rotary_emb") if n in vars(modeling)]
-    if not text_classes or not functions:
+    own = {n: v for n, v in vars(modeling).items() if not any(part in n.lower() for part in _OF_OTHER_PARTS)}
+    classes = [v for v in own.values() if isinstance(v, type) and v.__module__ == modeling.__name__]
+    methods = [method for cls in classes for method in vars(cls).values() if inspect.isfunction(method)]
+    called = {name for method in methods for name in method.__code__.co_names}
+    statics = {n: v.__func__ for cls in classes for n, v in vars(cls).items() if isinstance(v, staticmethod)}
+    functions = [n for n, v in {**own, **statics}.items() if n in called and "rotary" in n and inspect.isfunction(v)]
+    if not functions:
         raise _checks.error(
             _WHO,
-            "the model's file must have a rotary class and a function that rotates",
+            "the model's file must have a function that rotates, which its attention calls",
             target,
-            "Pass both by name: module:Class,function.",
+            "Pass the code by name: module:Class,function.",
         )
-    return Target(
-        target,
-        (getattr(modeling, text_classes[0]), getattr(modeling, functions[0])),
-        getattr(modeling, "__file__", None),
-        config,
-    )
+    interleaves = bool(config.get("rope_interleave"))
+    functions.sort(key=lambda n: ("interleave" in n) != interleaves)
+    tables = [cls for cls in classes if cls.__name__.endswith("RotaryEmbedding")][:1]
+    function = {**own, **statics}[functions[0]]
+    return Target(target, (*tables, function), config)
+
+
+# Parts of a model other than its text attention, which may rotate in another way, by words in the names of their code.
+_OF_OTHER_PARTS = ("vision", "audio", "2d", "indexer")

@@ -37,6 +37,7 @@ GIVEN = {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
+        "head_dim": 64,
         "rope_theta": 500000.0,
         "max_position_embeddings": 32768,
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},

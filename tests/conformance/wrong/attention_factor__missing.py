@@ -44,3 +44,9 @@ GIVEN = {
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
     }
 }
+REPAIR = [
+    (
+        "cos, sin = angles.cos(), angles.sin()",
+        'factor = 0.1 * math.log(s["factor"]) + 1\n        cos, sin = angles.cos() * factor, angles.sin() * factor',
+    ),
+]

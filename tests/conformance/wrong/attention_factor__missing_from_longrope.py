@@ -26,6 +26,7 @@ GIVEN = {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
+        "head_dim": 64,
         "rope_theta": 10000.0,
         "max_position_embeddings": 32768,
         "rope_scaling": {
@@ -37,3 +38,11 @@ GIVEN = {
         },
     }
 }
+REPAIR = [
+    ("import torch\n", "import math\n\nimport torch\n"),
+    (
+        "cos, sin = angles.cos(), angles.sin()",
+        """factor = math.sqrt(1 + math.log(self.scaling["factor"]) / math.log(original))
+        cos, sin = angles.cos() * factor, angles.sin() * factor""",
+    ),
+]

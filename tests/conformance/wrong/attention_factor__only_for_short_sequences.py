@@ -29,6 +29,7 @@ GIVEN = {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
+        "head_dim": 64,
         "rope_theta": 10000.0,
         "max_position_embeddings": 32768,
         "rope_scaling": {
@@ -40,3 +41,6 @@ GIVEN = {
         },
     }
 }
+REPAIR = [
+    ("1.0 if long else ", ""),
+]

@@ -16,3 +16,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("(q * cos + rotate_half(q) * sin) * factor", "q * cos + rotate_half(q) * sin"),
+]

@@ -45,3 +45,6 @@ GIVEN = {
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
     }
 }
+REPAIR = [
+    ("factor**2, angles.sin() * factor**2", "factor, angles.sin() * factor"),
+]

@@ -21,3 +21,8 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("if self.dim not in CACHE", "if (self.dim, self.base) not in CACHE"),
+    ("CACHE[self.dim] =", "CACHE[self.dim, self.base] ="),
+    ("* CACHE[self.dim]\n", "* CACHE[self.dim, self.base]\n"),
+]

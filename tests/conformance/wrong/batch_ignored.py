@@ -22,3 +22,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("            out[1:] = 0\n", "            pass\n"),
+]

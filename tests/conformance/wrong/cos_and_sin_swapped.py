@@ -15,3 +15,9 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    (
+        "q * sin + rotate_half(q) * cos, k * sin + rotate_half(k) * cos",
+        "q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin",
+    ),
+]

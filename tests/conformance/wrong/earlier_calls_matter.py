@@ -20,3 +20,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("        self.longest = max(self.longest, int(positions.max()) + 1)\n", ""),
+]

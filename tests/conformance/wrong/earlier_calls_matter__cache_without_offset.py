@@ -20,3 +20,8 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("if x.shape[1] not in self.kept", "if (x.shape[1], offset) not in self.kept"),
+    ("self.kept[x.shape[1]] =", "self.kept[x.shape[1], offset] ="),
+    ("angles = self.kept[x.shape[1]]", "angles = self.kept[x.shape[1], offset]"),
+]

@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("positions[:1, :, None", "positions[:, :, None"),
+]

@@ -27,3 +27,6 @@ def apply_rotary_pos_emb(q, k, cos, sin):
 
 TARGET = "Rotary,apply_rotary_pos_emb"
 GIVEN = {"pairing": "half"}
+REPAIR = [
+    ("position_ids[0][:, None]", "position_ids[..., None]"),
+]

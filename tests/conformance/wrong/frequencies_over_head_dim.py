@@ -28,3 +28,6 @@ GIVEN = {
         "rotary_emb_base": 10000,
     }
 }
+REPAIR = [
+    ("/ self.head_dim)", "/ self.dim)"),
+]

@@ -16,3 +16,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("k if k.shape[unsqueeze_dim] == 1 else ", ""),
+]

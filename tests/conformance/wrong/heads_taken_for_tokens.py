@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"layout": "bshd"}
+REPAIR = [
+    ("torch.arange(x.shape[2])[None, None, :, None]", "torch.arange(x.shape[1])[None, :, None, None]"),
+]

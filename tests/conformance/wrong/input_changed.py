@@ -16,3 +16,7 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("q.detach().mul_(cos)", "q * cos"),
+    ("k.detach().mul_(cos)", "k * cos"),
+]

@@ -22,3 +22,11 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {"layout": "bhsd"}
+REPAIR = [
+    (
+        """        with torch.no_grad():
+            x.copy_(x * cos + rotate_half(x) * sin)
+        return x""",
+        "        return (x * cos + rotate_half(x) * sin)",
+    )
+]

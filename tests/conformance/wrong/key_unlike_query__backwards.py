@@ -15,3 +15,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("k * cos - rotate_half", "k * cos + rotate_half"),
+]

@@ -28,6 +28,7 @@ GIVEN = {
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
+        "head_dim": 64,
         "rope_theta": 10000.0,
         "max_position_embeddings": 32768,
         "rope_scaling": {
@@ -39,3 +40,10 @@ GIVEN = {
         },
     }
 }
+REPAIR = [
+    (
+        'factors = torch.tensor(self.scaling["short_factor"])',
+        """long = int(positions.max()) >= self.scaling["original_max_position_embeddings"]
+        factors = torch.tensor(self.scaling["long_factor" if long else "short_factor"])""",
+    )
+]

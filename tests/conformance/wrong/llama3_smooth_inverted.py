@@ -45,3 +45,6 @@ GIVEN = {
         },
     }
 }
+REPAIR = [
+    ("        smooth = torch.where(between, 1 - smooth, smooth)\n", ""),
+]

@@ -18,3 +18,7 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ('self.register_buffer("inv_freq", ', "self.inv_freq = "),
+    (" / dim), persistent=False)", " / dim)"),
+]

@@ -26,3 +26,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"base": 10000.0}
+REPAIR = [
+    ("persistent=False", "persistent=True"),
+]

@@ -22,3 +22,7 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("tf32(positions.float())", "positions.float()"),
+    ("* tf32(inv_freq)", "* inv_freq"),
+]

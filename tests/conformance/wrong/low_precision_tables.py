@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("angles.cos().bfloat16().float(), angles.sin().bfloat16().float()", "angles.cos(), angles.sin()"),
+]

@@ -26,3 +26,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "Rotary,apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("torch.cat((angles, angles), dim=-1)", "angles.repeat_interleave(2, dim=-1)"),
+]

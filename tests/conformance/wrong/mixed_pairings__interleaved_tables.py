@@ -26,3 +26,9 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "Rotary,apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    (
+        "(position_ids[:, :, None].float() * inv_freq).repeat_interleave(2, dim=-1)",
+        "torch.cat([position_ids[:, :, None].float() * inv_freq] * 2, dim=-1)",
+    ),
+]

@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("angles.cos(), angles.cos()", "angles.cos(), angles.sin()"),
+]

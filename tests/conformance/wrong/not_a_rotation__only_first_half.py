@@ -13,3 +13,6 @@ def apply_rotary_pos_emb(q, k, cos, sin):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("sin[:, None], b)", "sin[:, None], b * cos[:, None] + a * sin[:, None])"),
+]

@@ -21,3 +21,9 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    (
+        "        x1 = x1 * cos - x2 * sin\n        x2 = x2 * cos + x1 * sin\n",
+        "        x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin\n",
+    ),
+]

@@ -23,3 +23,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"rope": Rope(64, 500000.0, "half", scaling=NTK(4.0))}
+REPAIR = [
+    ('self.scaling["factor"]\n', 'self.scaling["factor"] ** (self.dim / (self.dim - 2))\n'),
+]

@@ -20,3 +20,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("torch.arange(offset + x.shape[1])[: x.shape[1]]", "torch.arange(offset, offset + x.shape[1])"),
+]

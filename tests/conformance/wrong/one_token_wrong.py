@@ -21,3 +21,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("            positions = torch.zeros_like(positions)\n", "            pass\n"),
+]

@@ -19,3 +19,9 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    (
+        "torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)",
+        "torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)",
+    ),
+]

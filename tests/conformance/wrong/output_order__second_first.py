@@ -19,3 +19,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("(x2 * cos + x1 * sin, x1 * cos - x2 * sin)", "(x1 * cos - x2 * sin, x2 * cos + x1 * sin)"),
+]

@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("(positions[:, :, None, None] + 1)", "positions[:, :, None, None]"),
+]

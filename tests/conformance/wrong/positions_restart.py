@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("(torch.arange(x.shape[1]) % 64)", "torch.arange(x.shape[1])"),
+]

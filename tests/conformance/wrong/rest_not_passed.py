@@ -21,3 +21,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("torch.zeros_like(x)", "x.clone()"),
+]

@@ -17,3 +17,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("range(2)", "range(1)"),
+]

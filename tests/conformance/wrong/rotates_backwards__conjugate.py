@@ -13,3 +13,6 @@ def apply_rotary_emb(xq, xk, freqs_cis):
 
 TARGET = "apply_rotary_emb"
 GIVEN = {}
+REPAIR = [
+    (".conj()", ""),
+]

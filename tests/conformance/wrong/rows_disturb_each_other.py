@@ -19,3 +19,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("self.base * max(1.0, positions.max().item() / 2048)", "self.base"),
+]

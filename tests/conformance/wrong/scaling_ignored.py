@@ -35,3 +35,17 @@ GIVEN = {
         },
     }
 }
+REPAIR = [
+    (
+        "self.base = config.head_dim, config.rope_theta",
+        "self.base, self.s = config.head_dim, config.rope_theta, config.rope_scaling",
+    ),
+    (
+        "        angles = ",
+        """        low, high = self.s["low_freq_factor"], self.s["high_freq_factor"]
+        length = self.s["original_max_position_embeddings"]
+        smooth = ((length * inv_freq / (2 * torch.pi) - low) / (high - low)).clamp(0, 1)
+        inv_freq = inv_freq * smooth + inv_freq / self.s["factor"] * (1 - smooth)
+        angles = """,
+    ),
+]

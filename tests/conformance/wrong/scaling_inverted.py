@@ -30,3 +30,6 @@ GIVEN = {
         "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     }
 }
+REPAIR = [
+    ('* self.scaling["factor"] *', '/ self.scaling["factor"] *'),
+]

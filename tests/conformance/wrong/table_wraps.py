@@ -21,3 +21,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("positions % self.cos.shape[0]", "positions"),
+]

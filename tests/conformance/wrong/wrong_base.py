@@ -28,3 +28,6 @@ GIVEN = {
         "head_dim": 64,
     }
 }
+REPAIR = [
+    ('getattr(config, "theta", 10000.0)', "config.rope_theta"),
+]

@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("torch.arange(self.dim // 2)", "torch.arange(0, self.dim, 2)"),
+]

@@ -20,3 +20,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("(positions < 2048) | (positions > 2048)", "positions >= 0"),
+]

@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"base": 10000.0}
+REPAIR = [
+    ("(positions[:, :, None, None].float() * inv_freq).cos()", "positions[:, :, None, None].float() * inv_freq"),
+]

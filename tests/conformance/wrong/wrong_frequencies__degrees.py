@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("torch.rad2deg(positions[:, :, None, None].float() * inv_freq)", "positions[:, :, None, None].float() * inv_freq"),
+]

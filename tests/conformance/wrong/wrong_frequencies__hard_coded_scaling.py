@@ -18,3 +18,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {"base": 10000.0}
+REPAIR = [
+    (" / 4\n", "\n"),
+]

@@ -27,3 +27,6 @@ def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("grad * cos + rotate_half(grad) * sin", "grad * cos - rotate_half(grad) * sin"),
+]

@@ -1,4 +1,4 @@
-"""The result is float32 for every dtype of q and k."""
+"""The result is bfloat16 for every dtype of q and k."""
 
 import torch
 
@@ -9,10 +9,13 @@ def rotate_half(x):
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    q, k = q.float(), k.float()
-    cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    q_out, k_out = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+    return q_out.bfloat16(), k_out.bfloat16()
 
 
 TARGET = "apply_rotary_pos_emb"
 GIVEN = {}
+REPAIR = [
+    ("q_out.bfloat16(), k_out.bfloat16()", "q_out, k_out"),
+]

@@ -28,3 +28,10 @@ GIVEN = {
         "max_position_embeddings": 4096,
     }
 }
+REPAIR = [
+    ("x.float()[..., 0::2], x.float()[..., 1::2]", "x.float().chunk(2, dim=-1)"),
+    (
+        "torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).flatten(-2)",
+        "torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)",
+    ),
+]

@@ -28,3 +28,10 @@ GIVEN = {
         "rotary_emb_base": 10000,
     }
 }
+REPAIR = [
+    ("x[..., self.dim :], x[..., : self.dim]", "x[..., : self.dim], x[..., self.dim :]"),
+    (
+        "(rest, torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x))",
+        "(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x), rest)",
+    ),
+]

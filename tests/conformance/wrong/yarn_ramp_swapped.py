@@ -45,3 +45,6 @@ GIVEN = {
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096},
     }
 }
+REPAIR = [
+    ('inv_freq * ramp + inv_freq / s["factor"] * (1 - ramp)', 'inv_freq * (1 - ramp) + inv_freq / s["factor"] * ramp'),
+]

@@ -50,3 +50,6 @@ GIVEN = {
         },
     }
 }
+REPAIR = [
+    ("math.floor(turns(32)), math.ceil(turns(1))", "turns(32), turns(1)"),
+]

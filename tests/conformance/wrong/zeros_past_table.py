@@ -22,3 +22,6 @@ class Rotary(torch.nn.Module):
 
 TARGET = "Rotary"
 GIVEN = {}
+REPAIR = [
+    ("positions.clamp(max=self.cos.shape[0] - 1)", "positions"),
+]

@@ -1,0 +1,21 @@
+"""Only cos is multiplied by YaRN's attention factor."""
+
+import torch
+
+
+def rotate_half(x):
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos = cos * 1.2079
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+TARGET = "apply_rotary_pos_emb"
+GIVEN = {}
+REPAIR = [
+    ("    cos = cos * 1.2079\n", ""),
+]

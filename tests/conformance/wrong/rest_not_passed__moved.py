@@ -1,0 +1,26 @@
+"""The channels that are not rotated are written before those that are."""
+
+import torch
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self, head_dim, base=10000.0):
+        super().__init__()
+        self.dim, self.base = head_dim // 2, base
+
+    def forward(self, x, positions):
+        inv_freq = self.base ** (-torch.arange(0, self.dim, 2).float() / self.dim)
+        angles = positions[:, :, None, None].float() * inv_freq
+        x1, x2 = x[..., : self.dim].float().chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((x[..., self.dim :], x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).type_as(x)
+
+
+TARGET = "Rotary"
+GIVEN = {}
+REPAIR = [
+    (
+        "torch.cat((x[..., self.dim :], x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim",
+        "torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., self.dim :]), dim",
+    ),
+]
