@@ -62,6 +62,7 @@ SLOW = (
     "positions/test_multimodal_models.py::test_a_thousand_mixtures",
     "programs/test_bench.py",
     "programs/test_bench_on_gpu.py",
+    "programs/test_check.py::TestAnotherProcess",
     "programs/test_demo.py",
     "rotation/test_gradients.py",
     "rotation/test_per_head.py::TestEveryVariant::test_by_finite_differences",

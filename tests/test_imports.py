@@ -266,7 +266,7 @@ BUDGET = {
     "parallel": 420,
     "plots": 1240,
     "positions": 1140,
-    "programs": 3320,
+    "programs": 3390,
     "rotation": 1910,
     "schemes": 1390,
 }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,26 @@ def test_with_a_config(tmp_path: Path) -> None:
     assert "rotates-backwards" in ran.stdout
 
 
+def test_messages_about_a_config_name_options_that_work(tmp_path: Path) -> None:
+    config = {"model_type": "mine", "hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_kind": 3}))
+    command = [f"{HERE / 'right' / 'module_of_one_tensor.py'}:Rope", "--config", str(tmp_path / "config.json")]
+    for asked, option in (
+        ("--pairing half or", ("--pairing", "half")),
+        ("--base BASE", ("--base", "10000")),
+        ("--ignore rope_kind", ("--ignore", "rope_kind")),
+    ):
+        ran = run(*command)
+        assert ran.exit_code == 2
+        assert asked in ran.stderr
+        command += option
+    assert run(*command).exit_code == 0
+    scaled = {"dim": 256, "n_heads": 4, "n_layers": 2, "rope_theta": 500000.0, "use_scaled_rope": True}
+    (tmp_path / "config.json").write_text(json.dumps(scaled))
+    assert "--factor 8.0" in run(*command[:3]).stderr
+    assert "--download" in run(command[0], "--config", "nobody/nothing").stderr
+
+
 def test_arguments_are_literals_or_text(tmp_path: Path) -> None:
     source = (HERE / "right" / "module_of_one_tensor.py").read_text("utf-8")
     (tmp_path / "mine.py").write_text(
@@ -66,3 +89,57 @@ def test_arguments_are_literals_or_text(tmp_path: Path) -> None:
     target = f"{tmp_path / 'mine.py'}:Rope"
     assert run(target, "--arg", "width=64").exit_code == 2
     assert run(target, "--arg", "width=64", "--arg", "kind=plain").exit_code == 0
+
+
+def test_an_ignored_finding_is_reported_and_not_counted() -> None:
+    ran = run(WRONG, "--ignore", "cos-and-sin-swapped")
+    assert ran.exit_code == 0
+    assert "IGNORED  cos-and-sin-swapped" in ran.stdout
+    assert run(CAUTION, "--strict", "--ignore", "output-order").exit_code == 0
+    ran = run(WRONG, "--ignore", "swapped")
+    assert ran.exit_code == 2
+    assert "ignore must be one of 'not-rotated'" in ran.stderr
+
+
+class TestAnotherProcess:
+    """What only a process of its own can test: what is written to stdout by others, the time limit, and Ctrl-C."""
+
+    LOOP = (
+        "def f(x):\n    while True:\n        try:\n            pass\n        except BaseException:\n            pass\n"
+    )
+
+    def start(self, folder: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
+        (folder / "mine.py").write_text(code)
+        command = [sys.executable, "-m", "ropewalk", "check", "mine.py:f", *arguments]
+        return subprocess.Popen(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def test_what_the_target_prints_goes_to_stderr(self, tmp_path: Path) -> None:
+        lines = [
+            "import ctypes, os, subprocess",
+            "print('printed at import')",
+            "os.write(1, b'written at import')",
+            "subprocess.run(['echo', 'written by a process'])",
+            "def f(x):",
+            "    print('printed in a call')",
+            "    ctypes.CDLL(None).puts(b'written by C')",
+            "    return x",
+        ]
+        stdout, stderr = self.start(tmp_path, "\n".join(lines), "--json").communicate()
+        assert json.loads(stdout)["findings"][0]["code"] == "not-rotated"
+        for line in ("printed at import", "written at import", "by a process", "printed in a call", "written by C"):
+            assert line in stderr
+
+    def test_the_time_limit_ends_a_loop(self, tmp_path: Path) -> None:
+        process = self.start(tmp_path, self.LOOP, "--time-limit", "0.5")
+        stdout, stderr = process.communicate()
+        assert (process.returncode, stdout) == (2, "")
+        assert stderr.endswith("Error: check was stopped after 0.5 s (--time-limit).\n")
+
+    def test_ctrl_c(self, tmp_path: Path) -> None:
+        process = self.start(tmp_path, "print('started', flush=True)\ndef f(x):\n    while True:\n        pass\n")
+        assert process.stderr is not None
+        while "started" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate()
+        assert (process.returncode, stderr) == (2, "Error: check was interrupted.\n")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import ctypes
 import json
+import os
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -32,12 +37,22 @@ Examples:
 @click.option(
     "--head-dim", type=click.IntRange(min=2), help="Without a config: the number of channels of a head. [default: 64]"
 )
-@click.option("--base", type=float, help="Without a config: the expected base.")
-@click.option("--pairing", type=click.Choice(["half", "interleaved"]), help="Without a config: the expected pairing.")
+@click.option("--base", type=float, help="The expected base; needed if the config has none.")
+@click.option(
+    "--pairing",
+    type=click.Choice(["half", "interleaved"]),
+    help="The expected pairing; needed for an unknown model_type.",
+)
+@click.option(
+    "--factor",
+    type=float,
+    help="The scaling factor of a model in Meta's format, whose params.json does not contain it: 8 or 32.",
+)
+@click.option("--download", is_flag=True, help="Download the config of a hub id that is not in the local cache.")
 @click.option(
     "--layout",
-    type=click.Choice(["bshd", "bhsd", "sbhd", "thd"]),
-    help="The layout of the tensors. [default: found by trying]",
+    type=click.Choice(["bshd", "bhsd", "sbhd", "thd", "hsd"]),
+    help="The layout of the tensors; hsd has all heads of the batch in one axis. [default: found by trying]",
 )
 @click.option(
     "--call",
@@ -51,12 +66,34 @@ Examples:
     metavar="NAME=VALUE",
     help="An argument for the constructor of TARGET. May be repeated.",
 )
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="CODE|KEY",
+    help="Accept the finding with this code: it is reported, but not counted. Or ignore this key of the config. May be "
+    "repeated.",
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300,
+    show_default=True,
+    metavar="SECONDS",
+    help="Stop with status 2 after this time, for example if TARGET never returns.",
+)
 @click.option("--compile", "compiled", is_flag=True, help="Also count graph breaks under torch.compile.")
 @click.option("--strict", is_flag=True, help="Treat cautions as errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.pass_context
 def check(
-    ctx: click.Context, /, target: str, arguments: tuple[str, ...], as_json: bool, strict: bool, **options: Any
+    ctx: click.Context,
+    /,
+    target: str,
+    arguments: tuple[str, ...],
+    as_json: bool,
+    strict: bool,
+    time_limit: float,
+    **options: Any,
 ) -> None:
     """Measure what the rotary embedding TARGET computes, and name its bug.
 
@@ -64,22 +101,61 @@ def check(
     the first computes cos and sin for the second. transformers:MODEL checks the code of transformers for
     a model type.
 
-    TARGET is imported and called, so check only code that you would run.
+    TARGET is imported and called, so check only code that you would run. What it prints appears on stderr.
 
     The exit status is 0 if the code is right, 1 if it is wrong (or, with --strict, if there are cautions), and 2 if it
     cannot be judged.
     """
-    click.echo(ropewalk.conformance.says_what_runs(target), err=True)
+    paths = [*sys.path]
     sys.path.insert(0, "")  # like `python -m`, find modules in the current folder
     try:
-        report = ropewalk.conformance.check(target, arguments=_values(arguments), **options)
-    except (ropewalk.RopeError, OSError) as e:
-        click.echo(f"Error: {e}", err=True)
+        click.echo(ropewalk.conformance.says_what_runs(target), err=True)
+        with _limit_time(time_limit), _redirect_stdout():
+            report = ropewalk.conformance.check(target, arguments=_values(arguments), **options)
+    except (ropewalk.RopeError, OSError, KeyboardInterrupt) as e:
+        click.echo(f"Error: {str(e) or 'check was interrupted.'}", err=True)
         ctx.exit(2)
     finally:
-        sys.path.remove("")
+        sys.path[:] = paths
     click.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False) if as_json else str(report))
-    ctx.exit(int(report.verdict == "wrong" or (strict and bool(report.findings))))
+    ctx.exit(int(report.verdict == "wrong" or (strict and bool(report.counted))))
+
+
+@contextlib.contextmanager
+def _limit_time(seconds: float) -> Iterator[None]:
+    """End the process with status 2 if the block takes longer.
+
+    A signal would not interrupt a call of compiled code, and TARGET could catch the exception.
+    """
+
+    def stop() -> None:
+        os.write(2, f"Error: check was stopped after {seconds:g} s (--time-limit).\n".encode())
+        os._exit(2)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+@contextlib.contextmanager
+def _redirect_stdout() -> Iterator[None]:
+    """Send to stderr what Python code, compiled code and other processes write to stdout, which is for the report."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # no such function on this system
+            ctypes.CDLL(None).fflush(None)  # what compiled code has written
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _values(arguments: tuple[str, ...]) -> dict[str, Any]:
