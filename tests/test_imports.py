@@ -257,7 +257,7 @@ BUDGET = {
     "attention": 3470,
     "checkpoints": 2050,
     "configs": 7120,
-    "conformance": 3110,
+    "conformance": 3120,
     "diff": 830,
     "engines": 940,
     "integrations": 2700,

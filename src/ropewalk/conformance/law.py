@@ -203,7 +203,8 @@ def _wrong_frequencies(rope: Rope, head_dim: int) -> Iterator[_KnownBug]:
         factor = getattr(scaling, "factor", None) or getattr(scaling, "alpha", None)
         if factor is not None:
             yield "scaling-inverted", f"They are multiplied by {factor:g} instead of divided.", plain * factor
-            yield from _scheme_bugs(rope, scaling, plain)
+        if (bug := _BUG_OF_SCHEME.get(scaling.rope_type)) is not None:
+            yield bug(rope, scaling, plain)
     if dim != head_dim:
         says = f"The exponents are 2i/{head_dim}, but {dim} channels are rotated."
         yield "frequencies-over-head-dim", says, rope.base ** (-steps / head_dim)
@@ -218,19 +219,25 @@ _KnownBug = tuple[str, str, np.ndarray]
 """Code, description and inv_freq of a bug."""
 
 
-def _scheme_bugs(rope: Rope, scaling: Any, plain: np.ndarray) -> Iterator[_KnownBug]:
-    """Yield the known bugs of one scheme. `_reversed_ramp` finds reversed ramps, which have several forms."""
-    if scaling.rope_type == "ntk":
-        frequencies = (rope.base * scaling.alpha) ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
-        yield "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
-    elif scaling.rope_type == "yarn":
-        flipped = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate)).inv_freq
-        yield "yarn-truncate", f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.", flipped
-    elif scaling.rope_type == "llama3":
-        slowest = plain / scaling.factor
-        between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
-        says = f"The {between.sum()} pairs on the ramp have the mirrored frequency."
-        yield "llama3-smooth-inverted", says, np.where(between, plain + slowest - rope.inv_freq, rope.inv_freq)
+def _ntk_bug(rope: Rope, scaling: Any, plain: np.ndarray) -> _KnownBug:
+    frequencies = (rope.base * scaling.alpha) ** (-np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim)
+    return "ntk-exponent", f"The base is multiplied by {scaling.alpha:g}.", frequencies
+
+
+def _yarn_bug(rope: Rope, scaling: Any, plain: np.ndarray) -> _KnownBug:
+    flipped = replace(rope, scaling=replace(scaling, truncate=not scaling.truncate)).inv_freq
+    return "yarn-truncate", f"The frequencies are those of truncate: {str(not scaling.truncate).lower()}.", flipped
+
+
+def _llama3_bug(rope: Rope, scaling: Any, plain: np.ndarray) -> _KnownBug:
+    slowest = plain / scaling.factor
+    between = (rope.inv_freq < plain * (1 - 1e-9)) & (rope.inv_freq > slowest * (1 + 1e-9))
+    says = f"The {between.sum()} pairs on the ramp have the mirrored frequency."
+    return "llama3-smooth-inverted", says, np.where(between, plain + slowest - rope.inv_freq, rope.inv_freq)
+
+
+# The known bug of one scheme. `_reversed_ramp` finds reversed ramps, which have several forms.
+_BUG_OF_SCHEME = {"ntk": _ntk_bug, "yarn": _yarn_bug, "llama3": _llama3_bug}
 
 
 def _reversed_ramp(rope: Rope, inv_freq: Tensor) -> str | None:
