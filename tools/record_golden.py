@@ -28,11 +28,13 @@ from recording import (
     ggml,
     learned,
     llama_cpp,
+    model_ropes,
     peers,
     released,
     rotated,
     sources,
     towers,
+    transformers_models,
 )
 from recording.model import CannotRecordError
 
@@ -53,6 +55,8 @@ GOLDEN = {
         ggml.GOLDEN,
         *engines.GOLDEN,
         llama_cpp.GOLDEN,
+        transformers_models.GOLDEN,
+        *model_ropes.GOLDEN,
         learned.GOLDEN,
     )
 }

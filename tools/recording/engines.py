@@ -7,21 +7,19 @@ code rotates (1, 0) at positions 0 and 1, which gives cos and sin. Only the angl
 from __future__ import annotations
 
 import importlib
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import files
 from .model import CannotRecordError
 from .peers import package
 from .rotated import shortest
+from .stubbed import Plain, stubs
 
 Probe = Callable[[dict[str, Any], int, int], tuple[Tensor, Tensor]]
 """A function of a config, the length of the sequence, and that of the engine.
@@ -122,7 +120,7 @@ def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, T
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=setting))
     rotary._ROPE_DICT.clear()
     with (
-        _replaced(long, "get_current_vllm_config", lambda: vllm_config),
+        replaced(long, "get_current_vllm_config", lambda: vllm_config),
         context.set_current_vllm_config(context.VllmConfig()),
     ):
         rotary_module = rotary.get_rope(
@@ -137,10 +135,9 @@ def vllm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, T
 
 def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
     """Call SGLang's `get_rope` of srt/layers/rotary_embedding, with stubs for the rest of the package."""
-    folder = package_folder("sglang")
-    inner = "srt/layers/rotary_embedding"
-    eager = _replaced(torch, "compile", lambda *_, **__: lambda function: function)
-    with eager, _stubs("sglang", f"sglang.{inner.replace('/', '.')}", f"{folder}/{inner}"):
+    eager = replaced(torch, "compile", lambda *_, **__: lambda function: function)
+    values = {"BaseFusedOp": Plain, "is_cpu": lambda: True, "rl_on_policy_target": None, "get_device": lambda *_: "cpu"}
+    with eager, stubs("sglang", "srt.layers.rotary_embedding", values=values):
         factory = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
         parameters, size = _parameters(config), _size(config)
         base = parameters.pop("rope_theta")
@@ -161,92 +158,8 @@ def sglang(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor,
         return _rotate_ones(rotary_module, config, torch.tensor([0, 1, min(sequence, rows) - 1]))
 
 
-def package_folder(name: str) -> str:
-    """Return the folder of an installed package, without importing it.
-
-    Raises:
-        CannotRecordError: the package is not installed.
-    """
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        raise CannotRecordError(f"{name} is not installed")
-    return str(spec.submodule_search_locations[0])
-
-
-class _Stub(types.ModuleType):
-    """A stub of a module, which has every name."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _BASES.get(name, _NOTHING)
-
-
-class _Fused(nn.Module):
-    """Stub of the base class of SGLang's operators, which chooses a kernel."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-
-class _Nothing:
-    """A value for all other names of stubs. It is false, and so are its attributes and the results of its calls."""
-
-    def __getattr__(self, name: str) -> _Nothing:
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> _Nothing:
-        return self
-
-    def __bool__(self) -> bool:
-        return False
-
-
-_NOTHING = _Nothing()
-_EXEC = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
-_BASES = {"BaseFusedOp": _Fused, "is_cpu": lambda: True, "get_exec": lambda: _EXEC, "get_device": lambda *_: "cpu"}
-
-
-class _Finder:
-    """Finds stubs for all modules of a package except those inside one subpackage."""
-
-    def __init__(self, package: str, real: str) -> None:
-        self.package, self.real = package, real
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.split(".")[0] != self.package or f"{name}.".startswith(f"{self.real}."):
-            return None
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__path__ = []
-
-
 @contextmanager
-def _stubs(package: str, real: str, folder: str) -> Iterator[None]:
-    """Import the modules in `folder` under the name `real`, and stubs for all other modules of the package."""
-    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
-    for name in before:
-        del sys.modules[name]
-    finder: Any = _Finder(package, real)
-    sys.meta_path.insert(0, finder)
-    inner = types.ModuleType(real)
-    inner.__path__ = [folder]
-    sys.modules[real] = inner
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] == package]:
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
-@contextmanager
-def _replaced(where: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute while the body runs."""
     before = getattr(where, name)
     setattr(where, name, value)
@@ -284,8 +197,7 @@ def mlx_lm(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor,
 
 def exllamav3(config: dict[str, Any], sequence: int, setting: int) -> tuple[Tensor, Tensor]:
     """Call the class RoPE of exllamav3's util/rope.py. The extension is not loaded, because it needs a GPU."""
-    folder = package_folder("exllamav3")
-    with _stubs("exllamav3", "exllamav3.util", f"{folder}/util"):
+    with stubs("exllamav3", "util"):
         module = importlib.import_module("exllamav3.util.rope")
         parameters = _parameters(config)
         settings = module.RopeSettings(

@@ -8,9 +8,12 @@ reads.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,17 +49,28 @@ _FILLED = {
 }
 
 
-def convert(source: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, list[float]]]:
-    """Run the converter. Return the architecture, the keys, and the tensors of factors that it writes."""
+def converter(source: Path) -> Any:
+    """Import the converter."""
     for folder in (source, source / "gguf-py"):
         if str(folder) not in sys.path:
             sys.path.insert(0, str(folder))
     try:
-        conversion, gguf = importlib.import_module("conversion"), importlib.import_module("gguf")
+        return importlib.import_module("conversion")
     except ImportError as error:
         raise CannotRecordError(f"the converter does not load: {error}") from error
-    name = _CLASSES[config["model_type"]]
-    given = json.loads(json.dumps({"architectures": [name], **_FILLED, **config}))
+
+
+def convert(source: Path, config: dict[str, Any], name: str = "") -> tuple[str, dict[str, Any], dict[str, list[float]]]:
+    """Run the converter. Return the architecture, the keys, and the tensors of factors that it writes.
+
+    Args:
+        source: the folder of llama.cpp.
+        config: the config.
+        name: the class of the model. If it is "", `_CLASSES` names it.
+    """
+    conversion, gguf = converter(source), importlib.import_module("gguf")
+    name = name or _CLASSES[config["model_type"]]
+    given = json.loads(json.dumps({**_FILLED, **config, "architectures": [name]}))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(given))
         out = Path(folder) / "model.gguf"
@@ -67,8 +81,8 @@ def convert(source: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any], 
         tensors = {name: tensor.tolist() for name, tensor in model.generate_extra_tensors()}
         keys = {key: value.value for part in model.gguf_writer.kv_data for key, value in part.items()}
     architecture = gguf.MODEL_ARCH_NAMES[model.model_arch]
-    if missing := {"context_length", "rope.freq_base"} - {key.removeprefix(f"{architecture}.") for key in keys}:
-        raise CannotRecordError(f"the converter wrote no {missing}")
+    if f"{architecture}.context_length" not in keys:
+        raise CannotRecordError("the converter wrote no context_length")
     return architecture, {key.removeprefix(f"{architecture}."): value for key, value in keys.items()}, tensors
 
 
@@ -125,8 +139,11 @@ def _cut(source: Path, file: str, start: str, end: str) -> str:
     return found[0]
 
 
-def build(source: Path, folder: Path) -> Path:
+@functools.cache
+def build(source: Path) -> Path:
     """Compile `_PROGRAM` with the lines of llama.cpp, and return the path of the executable."""
+    folder = Path(tempfile.mkdtemp(prefix="llama-cpp-rope-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     operators = "ggml/src/ggml-cpu/ops.cpp"
     functions = [
         _cut(source, "ggml/src/ggml.c", "static float ggml_rope_yarn_corr_dim(", "\n}\n"),
@@ -146,10 +163,29 @@ def build(source: Path, folder: Path) -> Path:
     return folder / "rope"
 
 
-def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin at positions 0 and 1, in a context for `setting` tokens."""
-    architecture, keys, tensors = convert(source, config)
-    reader = (source / "src" / "models" / f"{architecture}.cpp").read_text()
+def loader(source: Path, architecture: str) -> str:
+    """Return the source of the loader of an architecture."""
+    name = {"gpt-oss": "openai-moe"}.get(architecture, architecture)
+    for file in (source / "src" / "models").glob("*.cpp"):
+        if re.sub("[^a-z0-9]", "", file.stem) == re.sub("[^a-z0-9]", "", name):
+            return file.read_text()
+    raise CannotRecordError(f"there is no loader of {architecture}")
+
+
+def table(
+    source: Path, written: tuple[str, dict[str, Any], dict[str, list[float]]], size: int, setting: int, *, sliding: bool
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin at positions 0 and 1, in a context for `setting` tokens.
+
+    Args:
+        source: the folder of llama.cpp.
+        written: the result of `convert`.
+        size: the number of channels that rotate.
+        setting: the context, in tokens.
+        sliding: whether the layer has a sliding window, and its own base and scale.
+    """
+    architecture, keys, tensors = written
+    reader = loader(source, architecture)
 
     def read(key: str, otherwise: float) -> float:
         """Return a key of YaRN, or `otherwise` if the loader of the architecture does not read it."""
@@ -159,31 +195,40 @@ def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, T
 
     types = ("none", "linear", "yarn", "longrope")
     factor = float(keys.get("rope.scaling.factor", 0.0))
+    base, scale = float(keys.get("rope.freq_base", 10_000.0)), 1.0 / factor if factor else 1.0
+    if sliding:
+        base = base if "base_train_swa  = hparams" in reader or "base_train_swa = hparams" in reader else 10_000.0
+        base = float(keys.get("rope.freq_base_swa", base)) if "ROPE_FREQ_BASE_SWA" in reader else base
+        scale = scale if "scale_train_swa = hparams" in reader else 1.0
     trained = int(keys.get("rope.scaling.original_context_length", keys["context_length"]))
     lists = [tensors[name] for name in ("rope_freqs.weight",) if name in tensors]
     lists += [tensors[name] for name in (_factors_name(setting > trained),) if name in tensors]
     multiplier = read("log_multiplier", 0.0) / (0.1 if architecture.startswith("deepseek") else 1.0)
-    size = int(config.get("qk_rope_head_dim") or config["head_dim"])
     numbers = [
         int(architecture == "deepseek2"),
         types.index(str(keys.get("rope.scaling.type", "none" if factor in (0.0, 1.0) else "linear"))),
-        1.0 / factor if factor else 1.0,
+        scale,
         read("ext_factor", -1.0),
         read("attn_factor", 1.0),
         multiplier,
         float(keys.get("rope.scaling.attn_factor", 1.0)),
         size,
         trained,
-        float(keys["rope.freq_base"]),
+        base,
         read("beta_fast", 32.0),
         read("beta_slow", 1.0),
         *(lists[0] if lists else []),
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(build(source, Path(folder))), *(repr(number) for number in numbers)]
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    table = torch.tensor([[float(x) for x in line.split()] for line in output.splitlines()], dtype=torch.float32)
-    return table[:, ::2], table[:, 1::2]
+    command = [str(build(source)), *(repr(number) for number in numbers)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = torch.tensor([[float(x) for x in line.split()] for line in output.splitlines()], dtype=torch.float32)
+    return found[:, ::2], found[:, 1::2]
+
+
+def probe(source: Path, config: dict[str, Any], setting: int) -> tuple[Tensor, Tensor]:
+    """Return cos and sin at positions 0 and 1, in a context for `setting` tokens."""
+    size = int(config.get("qk_rope_head_dim") or config["head_dim"])
+    return table(source, convert(source, config), size, setting, sliding=False)
 
 
 def _factors_name(long: bool) -> str:

@@ -1,0 +1,80 @@
+"""The tables of model files that ropewalk ships, written from the golden files in engine_models/.
+
+python tools/recording/tables.py           compare the tables with the golden files
+python tools/recording/tables.py --write   write them
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "engine_models"
+PACKAGE = ROOT / "src" / "ropewalk" / "engines"
+_DEFAULTS = {"pairing": "", "how": "run"}
+_NAMES = {"how": "evidence"}
+
+
+def _compact(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the values that `ModelFile` has by default, and without its model_type."""
+    kept = {key: value for key, value in row.items() if key != "model_type" and value != _DEFAULTS.get(key)}
+    if "every" in kept and not (kept["every"] and kept["every"][1]):
+        del kept["every"]  # the key, or its default, was not found
+    if "others" in kept:
+        kept["others"] = _merged(kept["others"], kept["scaling"])
+    if kept.pop("borrowed", None):
+        kept["as_transformers"] = True
+    if "kinds" in kept:
+        kept["kinds"] = {kind: _compact(own) for kind, own in kept["kinds"].items()}
+    return {_NAMES.get(key, key): value for key, value in kept.items()}
+
+
+def _merged(others: dict[str, str], scaling: list[str]) -> dict[str, str]:
+    """Begin each exception with the name of its object, and leave out the name in exceptions that both objects have."""
+    first, second = "rope_scaling ", "rope_parameters "
+    if len(scaling) == 1:  # then the recorder omits the name
+        others = {cause if cause in ("none", "null") else f"{scaling[0]} {cause}": how for cause, how in others.items()}
+    found = {}
+    for key, outcome in others.items():
+        cause = key.removeprefix(first).removeprefix(second)
+        both = others.get(first + cause) == others.get(second + cause) == outcome
+        found[cause if both else key] = outcome
+    return found
+
+
+def table(golden: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of an engine: the rows of its models, and the model_types that it does not have."""
+    rows = golden["rows"]
+    absent = dict.fromkeys(row["model_type"].partition("/")[0] for row in rows if "absent" in row)
+    models = {row["model_type"]: _compact(row) for row in rows if "file" in row}
+    if not models:  # transformers
+        models = {"*": {"file": "", "as_transformers": True}}
+    version = golden["peer"].get("version") or golden["peer"]["commit"][:9]
+    return {"version": version, "absent": list(absent), "models": models}
+
+
+def text(values: dict[str, Any]) -> str:
+    """Return a table as JSON with a line for each model."""
+    models = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in values["models"].items())
+    absent = json.dumps(values["absent"])
+    return f'{{"version": {json.dumps(values["version"])},\n "absent": {absent},\n "models": {{\n{models}\n }}}}\n'
+
+
+def main(arguments: list[str]) -> int:
+    changed = False
+    for path in sorted(GOLDEN.glob("models_of_*.json")):
+        target = PACKAGE / f"{path.stem.removeprefix('models_of_')}.json"
+        written = text(table(json.loads(path.read_text())))
+        if not target.exists() or target.read_text() != written:
+            changed = True
+            print(f"{target.relative_to(ROOT)} differs from {path.name}")
+            if "--write" in arguments:
+                target.write_text(written)
+    return int(changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
